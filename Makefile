@@ -1,0 +1,58 @@
+# make demo | test | test-slow | ...      VENV=/some/path make ... uses or creates the environment there.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+COMPOSER := PATH="$(abspath $(VENV))/bin:$$PATH" composer
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+# The environment is as new as the lock: a stamp with the lock's checksum says what was installed.
+LOCK_SUM := $(shell sha256sum requirements.lock | cut -c1-12)
+STAMP = $(VENV)/.easel-$(LOCK_SUM)
+
+SHAPES := cache/shapes
+NAME ?= shapes-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: help env lock lint test test-slow demo gpu-ladder clean
+
+help:  ## this text
+	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
+
+env: $(STAMP)  ## make the environment from requirements.lock (about 7 GB, some minutes), and nothing else
+
+$(STAMP): requirements.lock
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else "PYTHON: $(PYTHON) is Python %d.%d. Possible: 3.10, 3.11, 3.12. Run: PYTHON=python3.11 make ..." % v)'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -q --no-deps -r requirements.lock
+	rm -f $(VENV)/.easel-*
+	touch $@
+
+lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.10 to 3.12
+	for name in requirements requirements-prepare; do \
+	  $(VENV)/bin/uv pip compile -q --universal --python-version 3.10 --only-binary :all: \
+	    --custom-compile-command "make lock" $$name.txt -o $$name.lock; done
+
+lint: $(STAMP)  ## ruff: format and rules
+	$(VENV)/bin/ruff format --check -q .
+	$(VENV)/bin/ruff check -q .
+
+test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "not slow and not gpu"
+
+test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "slow and not gpu"
+
+demo: $(STAMP)  ## render pictures, write shards, stream them, train a tiny network on a CPU
+	test -d $(SHAPES)/tars || $(PY) -m prepare.shapes $(SHAPES)/tars
+	test -d $(SHAPES)/images || $(PY) -m prepare.shards $(SHAPES)/tars $(SHAPES)/images
+	@# The launcher's own parting line goes to stdout after the result; it is no part of it.
+	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) | sed -u '/^Waiting up to 30 seconds/d'
+
+gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, some microbatch sizes -> reports/results/ (interpreter at hand)
+	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
+
+clean:  ## remove what demo made
+	rm -rf $(SHAPES)

@@ -1,0 +1,1 @@
+"""Runs and times: each a command, `python -m bench.NAME`."""

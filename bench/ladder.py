@@ -1,0 +1,180 @@
+"""Run the same job rung by rung, each in a process of its own, and keep one record a rung.
+
+    make gpu-ladder                                                              # on a GPU machine
+    python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=/tmp/ladder   # the same code on a CPU
+
+A rung is a YAML of yamls/ with some keys. Its record, RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's
+name, command and status: ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the end of what
+the run printed. A rung that has an `ok` record of this commit is not run again, so that the command can be called until all
+are there; no rung is started after `budget_sec`. results= defaults to reports/results.
+Exit code: 0 when each rung of this call ran or was refused, 1 when one failed, 2 when the ladder cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from callbacks.run_record import commit, device_name
+from config import ConfigError
+
+OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "DefaultCPUAllocator: can't allocate")
+COLUMNS = (
+    "status",
+    "device",
+    "images_per_sec_per_device",
+    "images_per_sec_min",
+    "images_per_sec_max",
+    "mfu",
+    "peak_mem_gib",
+)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One run of a ladder."""
+
+    name: str
+    yaml: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A file of yamls/ladders/."""
+
+    name: str
+    limit_sec: int
+    budget_sec: int
+    rungs: tuple[Rung, ...]
+
+
+def read_ladder(path: str) -> Ladder:
+    """Read a ladder's file. Raises ConfigError: it is not there, or not a ladder."""
+    if not Path(path).is_file():
+        known = ", ".join(sorted(str(file) for file in Path(__file__).parent.parent.glob("yamls/ladders/*.yaml")))
+        raise ConfigError([f"{path}: no such file. Known: {known}."])
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    try:
+        rungs = tuple(Rung(rung["name"], rung["yaml"], tuple(rung["keys"])) for rung in content["rungs"])
+        return Ladder(Path(path).stem, int(content["limit_sec"]), int(content["budget_sec"]), rungs)
+    except (KeyError, TypeError, ValueError) as error:
+        wanted = "limit_sec, budget_sec and rungs, each with name, yaml and keys"
+        raise ConfigError([f"{path}: is no ladder ({type(error).__name__}: {error}). Wanted: {wanted}."]) from error
+
+
+def run_rung(rung: Rung, limit_sec: int) -> dict[str, Any]:
+    """Run one rung to its end or its limit and return its record."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [
+            rung.yaml,
+            *rung.keys,
+            f"run_folder={folder}",
+            f"run_name={rung.name}",
+            "loggers.progress_bar=false",
+        ]
+        command = [sys.executable, "-m", "composer.cli", "-n", "1", "benchmark.py", *arguments]
+        record = {"rung": rung.name, "command": f"composer -n 1 benchmark.py {' '.join([rung.yaml, *rung.keys])}"}
+        started = time.monotonic()
+        code, output = _run(command, limit_sec)
+        record["process_seconds"] = round(time.monotonic() - started, 1)
+        summary = Path(folder, rung.name, "summary.json")
+        if code == 0 and summary.is_file():
+            return {**record, "status": "ok", **json.loads(summary.read_text())}
+    if code is None:
+        status = "timeout"
+    elif code == 2:
+        status = "refused"
+    else:
+        status = "out_of_memory" if any(text in output for text in OUT_OF_MEMORY) else "failed"
+    place = {"device": device_name(), "commit": commit()}
+    return {**record, "status": status, "limit_sec": limit_sec, **place, "output_end": output[-2000:]}
+
+
+def _run(command: Sequence[str], limit_sec: int) -> tuple[int | None, str]:
+    """Run a command in a process group of its own; the code is None when it had to be ended at its limit."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=Path(__file__).resolve().parent.parent,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(timeout=limit_sec)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=30)
+        output.seek(0)
+        return code, output.read()
+
+
+def _done(path: Path, here: str | None) -> bool:
+    if not path.is_file():
+        return False
+    record = json.loads(path.read_text())
+    return record.get("status") == "ok" and record.get("commit") == here
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Format records as a table for the terminal, one row a rung."""
+    rows = [("rung", *COLUMNS)]
+    rows += [
+        (record["rung"], *("-" if record.get(c) is None else str(record[c]) for c in COLUMNS)) for record in records
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0 if argv else 2
+    results = Path("reports/results")
+    try:
+        ladder = read_ladder(argv[0])
+        for word in argv[1:]:
+            key, _, value = word.partition("=")
+            if key != "results" or not value:
+                raise ConfigError([f"command line: '{word}' is not known. Known: results=FOLDER."])
+            results = Path(value)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+    started, records, here = time.monotonic(), [], commit()
+    for rung in ladder.rungs:
+        path = results / ladder.name / f"{rung.name}.json"
+        if _done(path, here):
+            print(f"{rung.name}: has a record of this commit", flush=True)
+        elif time.monotonic() - started > ladder.budget_sec:
+            print(f"{rung.name}: not started, {ladder.budget_sec} s are spent; call again to go on", flush=True)
+            continue
+        else:
+            record = run_rung(rung, ladder.limit_sec)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record, indent=2) + "\n")
+            print(f"{rung.name}: {record['status']} after {record['process_seconds']} s", flush=True)
+        records.append(json.loads(path.read_text()))
+    print(table(records))
+    return 1 if any(record["status"] in ("failed", "timeout") for record in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,446 @@
+"""The main job: configuration -> model, data, optimizer, callbacks -> Trainer -> one result line.
+
+    composer benchmark.py yamls/shapes.yaml                          # a tiny network on a CPU (make demo prepares its data)
+    composer benchmark.py yamls/sd2_512_synthetic.yaml               # throughput of SD2 on every GPU of this machine
+    composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
+
+Values come from the defaults below, then the YAML, then `key=value`; `--print_config` shows the resolved run and stops.
+The flags of this benchmark's predecessor (`--batch_size`, `--use_synth_data`, ...) are aliases of keys. With no YAML: SD2
+at 512 pixels, global batch 2048, 30 batches.
+
+Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), or Python's own for a failed run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from composer import Trainer
+from composer.devices import Device, DeviceCPU, DeviceGPU
+from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
+from composer.utils import dist
+
+import preflight
+from callbacks.run_record import RunRecord, device_name, result_line
+from callbacks.throughput import MeasureConfig, Throughput, peak_tflops
+from config import Alias, ConfigError, Problem, load, parse_command_line, to_yaml
+from data import DataConfig, Loader, build_data, check_bad_samples
+from model import BatchRandomness, ModelConfig, build_model
+from optim import GradientNorm, OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule
+from zoo import load_family
+from zoo.objectives import ObjectiveConfig
+from zoo.spec import ImageSize, as_size
+
+DIST_TIMEOUT_SEC = 1800.0
+
+# --- what a run is ---
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """The `loggers.wandb` section: Weights & Biases, only where a project is named."""
+
+    project: str | None = None
+    name: str | None = None
+    """null: the run's name."""
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] | None = None
+    mode: Literal["online", "offline"] = "online"
+    """offline: no account needed; the run lies under wandb/ in the run's folder."""
+
+
+@dataclass(frozen=True)
+class TensorboardConfig:
+    """The `loggers.tensorboard` section."""
+
+    log_dir: str | None = None
+    """null: tensorboard/ in the run's folder."""
+
+
+@dataclass(frozen=True)
+class LoggersConfig:
+    """The `loggers` section; none is forced."""
+
+    progress_bar: bool = True
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run is made of. Sections are declared beside the code that owns them."""
+
+    run_name: str | None = None
+    """null: family, size and the time of the start."""
+    run_folder: str = "runs"
+    """Parent of all runs."""
+    seed: int = 17
+    max_duration: str = "30ba"
+    """Composer's time string: 30ba (batches), 5120sp (samples), 2ep (epochs)."""
+    global_batch_size: int = 2048
+    device_train_microbatch_size: int | None = None
+    """Images a device and pass; null: the whole device batch."""
+    image_size: Any = 512
+    """Pixels: one number for a square, or [width, height]."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
+    """null: bf16 on a GPU, fp32 on a CPU."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    loggers: LoggersConfig = field(default_factory=LoggersConfig)
+
+    @property
+    def size(self) -> ImageSize:
+        """(width, height) in pixels."""
+        return as_size(self.image_size)
+
+
+ALIASES = {
+    "batch_size": Alias("global_batch_size"),
+    "image_size": Alias("image_size"),
+    "remote": Alias("data.remote"),
+    "local": Alias("data.local"),
+    "use_synth_data": Alias("data.synthetic", bare="true"),
+    "model_name": Alias(
+        "model.family",
+        choices={
+            "sd2": ["model.family=sd2"],
+            "stabilityai/stable-diffusion-2-base": ["model.family=sd2", "objective.prediction=epsilon"],
+            "stabilityai/stable-diffusion-2": ["model.family=sd2", "objective.prediction=v"],
+        },
+    ),
+    "use_ema": Alias("ema.enabled", bare="true"),
+    "wandb_name": Alias("loggers.wandb.name"),
+    "wandb_project": Alias("loggers.wandb.project"),
+    "device_train_microbatch_size": Alias("device_train_microbatch_size"),
+}
+
+# Keys of the design whose room does not stand yet: refused by name, so that nobody believes in them.
+NOT_YET = {
+    "ema": "the exponential moving average",
+    "eval": "evaluation",
+    "target": "the stop at a quality target",
+    "save": "writing checkpoints",
+    "mlperf": "the MLPerf log",
+    "compile": "compilation of the denoiser",
+    "channels_last": "the channels-last layout",
+    "attention": "the choice of an attention back-end",
+    "gradient_checkpointing": "gradient checkpointing",
+    "num_frames": "training on video",
+}
+
+
+# What the memory estimate is made of: it is left out where one of these is itself refused.
+MEMORY_KEYS = {
+    "image_size",
+    "precision",
+    "global_batch_size",
+    "device_train_microbatch_size",
+    "model.family",
+    "model.preset",
+    "model.variant",
+    "objective.prediction",
+}
+
+
+# --- is it possible ---
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Return every problem that can be known before anything is built, in the order of the keys."""
+    found = _run_problems(config)
+    for section in (config.data, config.objective, config.optimizer, config.schedule, config.measure):
+        found += [Problem(f"{key}: {text}", (key,)) for key, text in section.problems()]
+    found += _model_problems(config)
+    if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
+        found += _memory_problems(config)
+    return found
+
+
+def _run_problems(config: RunConfig) -> list[Problem]:
+    found = []
+    is_gpu = torch.cuda.is_available()
+    if text := preflight.run_folder_problem(config.run_folder, config.run_name):
+        found.append(Problem(text, ("run_name", "run_folder")))
+    if not 0 <= config.seed < 2**32:
+        found.append(Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",)))
+    if text := preflight.duration_problem(config.max_duration):
+        found.append(Problem(f"max_duration: {text}", ("max_duration",)))
+    if not is_gpu and config.precision in ("fp16", "tf32"):
+        found.append(
+            Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))
+        )
+    return found + _batch_problems(config) + _logger_problems(config)
+
+
+def _batch_problems(config: RunConfig) -> list[Problem]:
+    """Check the arithmetic of the batch: ranks x microbatch divides it, and the stage fills at least one."""
+    keys = ("global_batch_size", "device_train_microbatch_size")
+    microbatch, ranks = config.device_train_microbatch_size, dist.get_world_size()
+    if microbatch is not None and microbatch < 1:
+        return [Problem(f"device_train_microbatch_size: {microbatch} is below 1. Possible: 1 and up, or null.", keys)]
+    if text := preflight.batch_problem(config.global_batch_size, ranks, microbatch or 1):
+        return [Problem(f"global_batch_size: {text}", keys)]
+    return []
+
+
+def _logger_problems(config: RunConfig) -> list[Problem]:
+    found = []
+    wandb, tensorboard = config.loggers.wandb, config.loggers.tensorboard
+    if wandb is not None and wandb.project is None:
+        found.append(
+            Problem("loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.", ("loggers.wandb",))
+        )
+    for section, wanted in (("wandb", wandb), ("tensorboard", tensorboard)):
+        if wanted is not None and importlib.util.find_spec(section) is None:
+            found.append(Problem(f"loggers.{section}: the package {section} is not installed. Leave the section out."))
+    return found
+
+
+def _model_problems(config: RunConfig) -> list[Problem]:
+    found = []
+    try:
+        size = config.size
+    except ValueError as error:
+        size = None
+        found.append(Problem(f"image_size: {error}", ("image_size",)))
+    try:
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+    except ValueError as error:
+        return [*found, Problem(str(error), ("model.family", "model.preset", "model.variant"))]
+    if size is not None and (text := family.size_problem(size)):
+        found.append(Problem(f"image_size: {text}", ("image_size",)))
+    prediction = config.objective.prediction
+    if prediction is not None and prediction not in family.predictions:
+        found.append(
+            Problem(
+                f"objective.prediction: {family.name} cannot be trained on '{prediction}'. Possible: "
+                f"{', '.join(family.predictions)}.",
+                ("objective.prediction",),
+            )
+        )
+    if config.model.weights is None and not config.data.synthetic:
+        found.append(
+            Problem(
+                "model.weights: not given. Real data want encoders: say model.weights=random to train on random ones "
+                "(loading trained ones is not part of this version).",
+                ("model.weights", "data.synthetic"),
+            )
+        )
+    if config.model.weights not in (None, "random"):
+        found.append(
+            Problem(f"model.weights: '{config.model.weights}' cannot be loaded in this version. Possible: random.")
+        )
+    return found
+
+
+def _memory_problems(config: RunConfig) -> list[Problem]:
+    """Estimate what the step takes and compare; runs the real model through fake tensors (some seconds)."""
+    config = resolve(config)
+    assert config.device_train_microbatch_size is not None
+    ranks = 1 if torch.cuda.is_available() else dist.get_local_world_size()
+    text = preflight.memory_problem(cost_of(config), config.device_train_microbatch_size, ranks)
+    return [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
+
+
+def cost_of(config: RunConfig) -> preflight.Cost:
+    """Trace one training step of the run's model."""
+    assert config.precision is not None
+    return preflight.measure_cost(
+        config.model, config.objective, stage=config.data.stage, size=config.size, precision=config.precision
+    )
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Fill in what null stands for on this machine, so that the run record says what was done."""
+    family = load_family(config.model.family, config.model.preset, config.model.variant)
+    device_batch = config.global_batch_size // dist.get_world_size()
+    name = config.run_name or (
+        f"{config.model.family}-{config.model.preset}-{config.size[0]}px-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    )
+    return dataclasses.replace(
+        config,
+        run_name=name,
+        precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
+        device_train_microbatch_size=config.device_train_microbatch_size or device_batch,
+        model=dataclasses.replace(config.model, weights=config.model.weights or "random"),
+        objective=dataclasses.replace(
+            config.objective, prediction=config.objective.prediction or family.predictions[0]
+        ),
+    )
+
+
+# --- the run ---
+
+
+def build_loggers(config: LoggersConfig, run_name: str, folder: Path) -> list[LoggerDestination]:
+    """Build the loggers that were asked for."""
+    loggers: list[LoggerDestination] = []
+    if config.wandb is not None:
+        section = config.wandb
+        loggers.append(
+            WandBLogger(
+                project=section.project,
+                name=section.name or run_name,
+                entity=section.entity,
+                group=section.group,
+                tags=section.tags,
+                init_kwargs={"mode": section.mode, "dir": str(folder)},
+            )
+        )
+    if config.tensorboard is not None:
+        loggers.append(TensorboardLogger(log_dir=config.tensorboard.log_dir or str(folder / "tensorboard")))
+    return loggers
+
+
+def build_device(precision: str) -> Device:
+    """Return Composer's device; float32 means float32, tf32 has to be asked for (Composer's own default allows it).
+
+    On a CPU the ranks of a machine share its cores: with all cores each, two ranks on two cores were 50 times slower.
+    """
+    if torch.cuda.is_available():
+        return DeviceGPU(allow_tf32=precision != "fp32")
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_local_world_size()))
+    return DeviceCPU()
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Run one resolved configuration to its end and return the figures of its result line."""
+    assert (
+        config.run_name is not None and config.precision is not None and config.device_train_microbatch_size is not None
+    )
+    folder = Path(config.run_folder, config.run_name)
+
+    # Device and ranks.
+    device = build_device(config.precision)
+    dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
+    device_batch = config.global_batch_size // dist.get_world_size()
+
+    # Model.
+    cost = cost_of(config)
+    model = build_model(
+        config.model, config.objective, size=config.size, normalize=config.data.normalize, seed=config.seed
+    ).place(device._device, config.precision)
+
+    # Data.
+    data = build_data(
+        config.data,
+        model.family,
+        size=config.size,
+        device_batch_size=device_batch,
+        device=device._device,
+        seed=config.seed,
+    )
+    _check_epoch(config, len(data.dataloader))
+
+    # Optimizer.
+    optimizer = build_optimizer(config.optimizer, model, config.global_batch_size)
+    gradient_norm = GradientNorm(config.optimizer.clip_norm)
+
+    # Measuring and the record. Throughput closes a window before RunRecord writes it.
+    throughput = Throughput(
+        config.measure, flops_per_image=cost.flops_per_image, peak=peak_tflops(device_name(), config.precision)
+    )
+    loader = data.dataloader if isinstance(data.dataloader, Loader) else None
+    record = RunRecord(
+        folder,
+        to_yaml(config),
+        facts_of(config, cost),
+        throughput=throughput,
+        mean_gradient_norm=gradient_norm.mean,
+        bad_samples=loader.bad_samples if loader else None,
+        check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
+    )
+    record.start()
+
+    # Trainer.
+    autocast = (
+        {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32") if device.name == "gpu" else "fp32"
+    )
+    trainer = Trainer(
+        model=model,
+        train_dataloader=data,
+        max_duration=config.max_duration,
+        optimizers=optimizer,
+        schedulers=build_schedule(config.schedule, config.global_batch_size),
+        step_schedulers_every_batch=True,
+        callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record],
+        loggers=build_loggers(config.loggers, config.run_name, folder),
+        progress_bar=config.loggers.progress_bar,
+        device=device,
+        precision=autocast,
+        device_train_microbatch_size=config.device_train_microbatch_size,
+        seed=config.seed,
+        run_name=config.run_name,
+        dist_timeout=DIST_TIMEOUT_SEC,
+    )
+    trainer.logger.log_hyperparameters(dataclasses.asdict(config))
+    trainer.fit()
+    trainer.close()
+    return record.finish()
+
+
+def _check_epoch(config: RunConfig, epoch_batches: int) -> None:
+    if epoch_batches < 1:
+        raise ConfigError(
+            [
+                f"global_batch_size: {config.global_batch_size} is more than the stage at {config.data.location} has "
+                f"samples. Take a smaller one, or more data."
+            ]
+        )
+
+
+def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
+    """What summary.json says about a run beside its figures."""
+    return {
+        "run_name": config.run_name,
+        "family": config.model.family,
+        "preset": config.model.preset,
+        "variant": config.model.variant,
+        "stage": config.data.stage,
+        "synthetic": config.data.synthetic,
+        "image_size": list(config.size),
+        "precision": config.precision,
+        "global_batch_size": config.global_batch_size,
+        "device_train_microbatch_size": config.device_train_microbatch_size,
+        "seed": config.seed,
+        "trained_parameters": cost.trained_parameters,
+        "estimated_mem_gib": cost.memory_gib(config.device_train_microbatch_size or 1),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the configuration, run it, print the result line last; rank 0 speaks for all."""
+    is_speaker = dist.get_global_rank() == 0
+    command_line = parse_command_line(argv, ALIASES)
+    try:
+        config = resolve(load(RunConfig, command_line, not_yet=NOT_YET, check=check))
+        if command_line.print_config:
+            if is_speaker:
+                print(to_yaml(config), end="")
+            return 0
+        result = train(config)
+    except ConfigError as error:
+        if is_speaker:
+            print(error, file=sys.stderr)
+        return 2
+    if is_speaker:
+        print(result_line(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""The run record: everything that a run leaves behind, written here and nowhere else.
+
+RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; `composer benchmark.py config.yaml` repeats the run
+                   environment.json    versions, commit, device
+                   metrics.jsonl       a line a window: batch, images, loss (mean of the window), clocks, speed
+                   bad_samples.jsonl   key and reason of each sample that could not be used, where there is one
+                   summary.json        flat: the result line's keys under the same names, device, versions, commit
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from composer import Callback, Logger, State
+from composer.utils import dist
+
+if TYPE_CHECKING:
+    from callbacks.throughput import Throughput
+
+SCHEMA = 1
+RESULT_KEYS = (
+    "images_per_sec",
+    "images_per_sec_min",
+    "images_per_sec_max",
+    "images_per_sec_per_device",
+    "images_per_sec_wall",
+    "mfu",
+    "data_wait_frac",
+    "peak_mem_gib",
+    "batches",
+    "warmup_batches",
+    "windows",
+    "seconds",
+    "loss",
+)
+PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "diffusers", "transformers", "open_clip_torch")
+
+
+class RunRecord(Callback):
+    """Writes the record on rank 0, and stops the run on all ranks when the loss is not finite.
+
+    Args:
+        folder: of this run; made by `start`.
+        config_yaml: the resolved configuration.
+        facts: what summary.json says beside the figures (device, image_size, stage, preset, ...).
+        throughput: the callback that closes windows; it has to stand before this one.
+        mean_gradient_norm: reads the mean norm since the last reading.
+        bad_samples: this rank's unusable samples so far, key -> reason; or None.
+        check_bad_samples: raises when there are too many, given those of all ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config_yaml: str,
+        facts: Mapping[str, Any],
+        *,
+        throughput: Throughput,
+        mean_gradient_norm: Callable[[], float | None],
+        bad_samples: Mapping[str, str] | None,
+        check_bad_samples: Callable[[Mapping[str, str]], None],
+    ):
+        self.folder = folder
+        self.config_yaml = config_yaml
+        self.facts = dict(facts)
+        self.throughput = throughput
+        self.mean_gradient_norm = mean_gradient_norm
+        self.own_bad_samples = bad_samples
+        self.check_bad_samples = check_bad_samples
+        self.all_bad_samples: dict[str, str] = {}
+        self.loss: float | None = None
+        self._losses: list[float] = []
+        self._is_writer = dist.get_global_rank() == 0
+
+    def start(self) -> None:
+        """Make the folder and write what is known before the first step. Raises OSError: it cannot be written."""
+        self.environment = environment()
+        if self._is_writer:
+            self.folder.mkdir(parents=True, exist_ok=False)
+            (self.folder / "config.yaml").write_text(self.config_yaml)
+            _write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        loss = state.total_loss_dict["loss/train/total"]  # mean over all ranks; Composer has read it already
+        if not math.isfinite(loss):
+            self._stop_on_non_finite_loss(state, loss)
+        self._losses.append(loss)
+        if self.throughput.closed_window is not None:
+            self._write_window(state, logger, self.throughput.closed_window)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self.throughput.closed_window is not None:
+            self._write_window(state, logger, self.throughput.closed_window)
+
+    def _write_window(self, state: State, logger: Logger, window: Mapping[str, Any]) -> None:
+        self._gather_bad_samples()
+        self.loss = sum(self._losses) / len(self._losses)
+        self._losses = []
+        line = {
+            "schema": SCHEMA,
+            **window,
+            "loss": self.loss,
+            "lr": state.optimizers[0].param_groups[0]["lr"],
+            "gradient_norm": self.mean_gradient_norm(),
+            "bad_samples": len(self.all_bad_samples),
+        }
+        if self._is_writer:
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+        logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
+
+    def _gather_bad_samples(self) -> None:
+        """Bring the unusable samples of all ranks together, once a window; all ranks then decide alike."""
+        if self.own_bad_samples is None:
+            return
+        known = len(self.all_bad_samples)
+        for of_rank in dist.all_gather_object(dict(self.own_bad_samples)):
+            self.all_bad_samples.update(of_rank)
+        if self._is_writer and len(self.all_bad_samples) > known:
+            new = list(self.all_bad_samples.items())[known:]
+            with open(self.folder / "bad_samples.jsonl", "a") as file:
+                file.writelines(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in new)
+            print(f"data: {len(new)} samples could not be used, e.g. {new[0][0]}: {new[0][1]}", file=sys.stderr)
+        self.check_bad_samples(self.all_bad_samples)
+
+    def _stop_on_non_finite_loss(self, state: State, loss: float) -> None:
+        # Every rank sees the same mean and comes here, so that this gathering cannot hang.
+        last = state.loss if isinstance(state.loss, torch.Tensor) else torch.tensor(float("nan"))
+        finite = dist.all_gather_object(bool(torch.isfinite(last).all()))
+        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+        where = f"rank {', '.join(map(str, ranks))}" if ranks else "an earlier microbatch of some rank"
+        raise ValueError(
+            f"loss: {loss} in batch {state.timestamp.batch.value - 1} (counted from 0), first seen on {where}. The run "
+            f"stops before anything of this batch is kept; no checkpoint was written. Lower optimizer.lr, set "
+            f"optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
+        )
+
+    def finish(self) -> dict[str, Any]:
+        """Write summary.json and return the result line's figures, rounded as both show them."""
+        figures = {**self.throughput.result(), "loss": self.loss}
+        result = {key: _rounded(figures[key]) for key in RESULT_KEYS}
+        rest = {key: _rounded(value) for key, value in figures.items() if key not in result}
+        summary = {
+            "schema": SCHEMA,
+            **result,
+            **rest,
+            "bad_samples": len(self.all_bad_samples),
+            **self.facts,
+            **self.environment,
+        }
+        if self._is_writer:
+            _write_json(self.folder / "summary.json", summary)
+        return result
+
+
+def result_line(result: Mapping[str, Any]) -> str:
+    """Format the last line that benchmark.py prints: key=value, `none` for a figure that there is not."""
+    return " ".join(f"{key}={'none' if value is None else value}" for key, value in result.items())
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, commit and device of this process, flat."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[f"{package}_version"] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[f"{package}_version"] = None
+    cuda = torch.cuda.is_available()
+    return {
+        "device": device_name(),
+        "num_devices": dist.get_world_size(),
+        "python_version": platform.python_version(),
+        **versions,
+        "cuda_version": torch.version.cuda if cuda else None,
+        "cudnn_version": torch.backends.cudnn.version() if cuda else None,
+        "platform": platform.platform(),
+        "commit": commit(),
+    }
+
+
+def device_name() -> str:
+    """Return the GPU's name as its driver gives it, or the CPU's with the threads that torch uses."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"CPU {name}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str | None:
+    """Return the commit of this checkout, with `+changes` where the tree differs from it; None outside git."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,202 @@
+"""How fast a run trains: four clocks, read at window edges.
+
+    train        from the arrival of a batch to the end of its step     the only clock that feeds images_per_sec
+    data_wait    the host waits for the next batch
+    eval         evaluation
+    other        checkpoints, logging and what stands between batches
+
+At any moment one clock runs; Composer's events switch it. The device is synchronised at window edges only, so that
+measuring does not slow what is measured. The first `measure.warmup_batches` batches belong to no measured window. The
+figure of a run is the median over its measured windows, with the least and the greatest.
+
+On several ranks each clock is the slowest rank's, so images_per_sec errs to the low side. images_per_sec_wall divides by all
+four clocks: what the run delivered, waiting and evaluation included.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer import Callback, Logger, State
+from composer.utils import dist
+
+CLOCKS = ("train", "data_wait", "eval", "other")
+
+# Peak of dense matrix products, TFLOP/s, by part of the device's name; from the makers' data sheets, without sparsity.
+PEAK_TFLOPS = {
+    "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0},
+    "H200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "H100 PCIe": {"bf16": 756.4, "fp16": 756.4, "tf32": 378.2, "fp32": 51.2},
+    "H100": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
+    "A100": {"bf16": 311.9, "fp16": 311.9, "tf32": 156.0, "fp32": 19.5},
+    "L40S": {"bf16": 362.1, "fp16": 362.1, "tf32": 183.2, "fp32": 91.6},
+    "MI300X": {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4},
+}
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """The `measure` section of a run."""
+
+    window_batches: int = 10
+    """Batches a window: one line of metrics.jsonl, one reading of the clocks."""
+    warmup_batches: int = 10
+    """Batches at the start that belong to no measured window."""
+    peak_tflops: float | None = None
+    """What MFU divides by, for one device; null: from the table of known GPUs."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be."""
+        found = []
+        if self.window_batches < 1:
+            found.append(("measure.window_batches", f"{self.window_batches} is below 1. Possible: 1 and up."))
+        if self.warmup_batches < 0:
+            found.append(("measure.warmup_batches", f"{self.warmup_batches} is below 0. Possible: 0 and up."))
+        if self.peak_tflops is not None and not (math.isfinite(self.peak_tflops) and self.peak_tflops > 0.0):
+            found.append(("measure.peak_tflops", f"{self.peak_tflops} is not above 0. Give TFLOP/s, or null."))
+        return found
+
+
+def peak_tflops(device_name: str, precision: str) -> float | None:
+    """Return the peak of a known device in TFLOP/s, else None: no MFU is better than one over a guess."""
+    known = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in device_name), {})
+    return known.get(precision)
+
+
+class Throughput(Callback):
+    """Reads the clocks at window edges; `closed_window` holds the last window's figures while its batch ends.
+
+    Args:
+        config: window, warm-up and peak.
+        flops_per_image: of a whole training step, see preflight.py.
+        peak: TFLOP/s that MFU divides by, or None.
+    """
+
+    def __init__(self, config: MeasureConfig, *, flops_per_image: float, peak: float | None):
+        self.config = config
+        self.flops_per_image = flops_per_image
+        self.peak = config.peak_tflops or peak
+        self.closed_window: dict[str, Any] | None = None
+        self.windows: list[dict[str, Any]] = []
+        self.num_batches = 0
+        self._clocks = dict.fromkeys(CLOCKS, 0.0)
+        self._running, self._since = "other", time.perf_counter()
+        self._window_batches = 0
+        self._images_before = 0
+
+    # --- which clock runs ---
+
+    def _switch(self, clock: str) -> None:
+        now = time.perf_counter()
+        self._clocks[self._running] += now - self._since
+        self._running, self._since = clock, now
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._images_before = state.timestamp.sample.value
+        if state.device.name == "gpu":
+            torch.cuda.reset_peak_memory_stats()
+        self._switch("other")
+        self._clocks = dict.fromkeys(CLOCKS, 0.0)
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        self._switch("data_wait")  # the loader's workers start, or start over
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        self._switch("data_wait")
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        self._switch("train")
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        self._switch("eval")
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        self._switch("other")
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._switch("other")
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.num_batches += 1
+        self._window_batches += 1
+        warming_up = self.num_batches <= self.config.warmup_batches
+        full = self._window_batches == self.config.window_batches
+        if full or (warming_up and self.num_batches == self.config.warmup_batches):
+            self._close_window(state, warmup=warming_up)
+        else:
+            self.closed_window = None
+        self._switch("other")
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self.closed_window = None
+        if self._window_batches:  # the rest of a duration that is no whole number of windows
+            self._close_window(state, warmup=self.num_batches <= self.config.warmup_batches)
+
+    # --- what they say ---
+
+    def _close_window(self, state: State, *, warmup: bool) -> None:
+        if state.device.name == "gpu":
+            torch.cuda.synchronize()
+        self._switch("train")
+        # One reduction a window: the slowest rank's clocks and the fullest rank's memory.
+        readings = torch.tensor([*self._clocks.values(), _peak_mem_gib(state)], dtype=torch.float64)
+        readings = state.device.tensor_to_device(readings)
+        dist.all_reduce(readings, reduce_operation="MAX")
+        *seconds, peak_mem_gib = readings.tolist()
+        clocks = dict(zip(CLOCKS, seconds, strict=True))
+        images = state.timestamp.sample.value - self._images_before
+        self.closed_window = {
+            "batch": state.timestamp.batch.value,
+            "images": state.timestamp.sample.value,
+            "warmup": warmup,
+            "window_batches": self._window_batches,
+            "images_per_sec": images / clocks["train"],
+            "images_per_sec_wall": images / sum(seconds),
+            "data_wait_frac": clocks["data_wait"] / (clocks["train"] + clocks["data_wait"]),
+            **{f"{name}_sec": value for name, value in clocks.items()},
+            "peak_mem_gib": peak_mem_gib,
+        }
+        self.windows.append(self.closed_window)
+        self._clocks = dict.fromkeys(CLOCKS, 0.0)
+        self._window_batches = 0
+        self._images_before = state.timestamp.sample.value
+        self._since = time.perf_counter()  # the reading itself belongs to no window
+
+    def result(self) -> dict[str, Any]:
+        """Return the run's figures; those of speed are None where no batch was measured."""
+        measured = [window for window in self.windows if not window["warmup"]]
+        # A last, partial window counts only where there is no whole one.
+        whole = [window for window in measured if window["window_batches"] == self.config.window_batches] or measured
+        speeds = [window["images_per_sec"] for window in whole]
+        per_sec = statistics.median(speeds) if speeds else None
+        per_device = per_sec / dist.get_world_size() if per_sec else None
+        train, wait = (sum(window[f"{clock}_sec"] for window in whole) for clock in ("train", "data_wait"))
+        return {
+            "images_per_sec": per_sec,
+            "images_per_sec_min": min(speeds, default=None),
+            "images_per_sec_max": max(speeds, default=None),
+            "images_per_sec_per_device": per_device,
+            "images_per_sec_wall": statistics.median(w["images_per_sec_wall"] for w in whole) if whole else None,
+            "mfu": per_device * self.flops_per_image / (self.peak * 1e12) if per_device and self.peak else None,
+            "peak_tflops": self.peak,
+            "tflop_per_image": self.flops_per_image / 1e12,
+            "data_wait_frac": wait / (train + wait) if whole else None,
+            "peak_mem_gib": max((window["peak_mem_gib"] for window in self.windows), default=None),
+            "batches": self.num_batches,
+            "warmup_batches": min(self.config.warmup_batches, self.num_batches),
+            "windows": len(whole),
+            "seconds": train,
+        }
+
+
+def _peak_mem_gib(state: State) -> float:
+    """Allocated by torch on a GPU, resident on a CPU (Linux gives KiB)."""
+    if state.device.name == "gpu":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

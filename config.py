@@ -1,0 +1,289 @@
+"""Typed configuration: dataclass defaults <- YAML <- command line.
+
+    composer benchmark.py yamls/shapes.yaml max_duration=100ba optimizer.lr=3e-4
+
+takes the defaults of the entry file's dataclass, lays the YAML over them, then each `key=value` in the order given.
+A predecessor's flag (`--batch_size 256`) is an alias of a key. Every key is checked by name and type, and all problems
+are reported in one `ConfigError`, each in the shape "where: what was given. What is possible. What to do."
+
+This file knows OmegaConf and messages. It has no section of its own: each section is a frozen dataclass beside the code
+that owns it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from omegaconf import OmegaConf
+
+Config = TypeVar("Config")
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one problem a line."""
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a cross-check found: `text` for the reader, and the `keys` that it is about.
+
+    A problem is dropped when one of its keys was already refused: its value is then only the default.
+    """
+
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A flag as users of the predecessors type it, and what it stands for."""
+
+    key: str
+    bare: str | None = None
+    """The value where none follows the flag; None: a value has to follow."""
+    choices: Mapping[str, Sequence[str]] | None = None
+    """For a flag that stands for several keys: what each value sets, as `key=value`."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One value for one key, and the place that a message names."""
+
+    where: str
+    key: str
+    value: Any
+    typed: str
+    """The key as it was typed (a flag keeps its own name in messages)."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line in its parts."""
+
+    yaml: str | None
+    assignments: list[Assignment]
+    print_config: bool
+    problems: list[Problem]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading: where values come from
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias]) -> CommandLine:
+    """Split `[RUN.yaml] [key=value ...] [--flag [value] ...]` into its parts; what cannot be read becomes a problem."""
+    yaml, print_config, assignments, problems = None, False, [], []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word in ("--print_config", "--print-config"):
+            print_config = True
+        elif word.startswith("--"):
+            found, problem = _read_flag(word, rest, aliases)
+            assignments += found
+            problems += [Problem(problem)] if problem else []
+        elif "=" in word:
+            assignment, problem = _read_pair(word)
+            assignments += [assignment] if assignment else []
+            problems += [Problem(problem)] if problem else []
+        elif word.endswith((".yaml", ".yml")):
+            if yaml is not None:
+                problems.append(Problem(f"command line: two YAML files, {yaml} and {word}. One run has one file."))
+            yaml = word
+        else:
+            problems.append(Problem(f"command line: '{word}' is neither a .yaml file nor key=value."))
+    return CommandLine(yaml, assignments, print_config, problems)
+
+
+def _read_flag(word: str, rest: list[str], aliases: Mapping[str, Alias]) -> tuple[list[Assignment], str | None]:
+    """Read `--name value`, `--name=value` or `--name`; takes its value off `rest`."""
+    name, has_value, value = word[2:].replace("-", "_").partition("=")
+    if name not in aliases:
+        known = ", ".join(f"--{flag}" for flag in sorted(aliases))
+        return [], f"command line: unknown flag '--{name}'. Flags: {known}, --print_config. Every key is key=value."
+    alias = aliases[name]
+    if not has_value:
+        follows = bool(rest) and not rest[0].startswith("--") and "=" not in rest[0]
+        follows = follows and not rest[0].endswith((".yaml", ".yml"))
+        if alias.bare is not None and not (follows and rest[0].lower() in ("true", "false")):
+            value = alias.bare
+        elif follows:
+            value = rest.pop(0)
+        else:
+            return [], f"command line: '--{name}' has no value. It stands for {alias.key}=VALUE."
+    if alias.choices is not None:
+        if value not in alias.choices:
+            return [], f"command line: '--{name} {value}' is not known. Known: {', '.join(sorted(alias.choices))}."
+        pairs = [_read_pair(pair)[0] for pair in alias.choices[value]]
+        return [dataclasses.replace(pair, typed=f"--{name}") for pair in pairs if pair], None
+    assignment, problem = _read_pair(f"{alias.key}={value}")
+    return ([dataclasses.replace(assignment, typed=f"--{name}")] if assignment else []), problem
+
+
+def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
+    """`key=value`, the value read as YAML reads it (1e-4 is a number, null is None, [64, 64] is a list)."""
+    key, _, raw = word.partition("=")
+    if not raw.strip():
+        return None, f"command line: '{word}' has no value. Write {key}=VALUE, or {key}=null for none."
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=True)["value"]
+    except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
+        return None, f"command line: the value of '{word}' cannot be read as YAML: {_first_line(error)}"
+    return Assignment("command line", key, value, key), None
+
+
+def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
+    """All leaf values of a YAML file, in its order."""
+    if not Path(path).is_file():
+        folder = Path(path).parent
+        there = ", ".join(sorted(p.name for p in folder.glob("*.yaml"))) if folder.is_dir() else ""
+        return [], [Problem(f"{path}: no such file. " + (f"In {folder}: {there}." if there else "Check the path."))]
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:
+        return [], [Problem(f"{path}: cannot be read as YAML: {_first_line(error)}")]
+    if not isinstance(content, dict):
+        return [], [Problem(f"{path}: holds a {type(content).__name__}. A run is a mapping of keys to values.")]
+    return [Assignment(path, key, value, key) for key, value in _leaves(content)], []
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".") + "."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checking: names and types
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def schema_keys(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Every key of a dataclass and its sections with its type; a section's own key maps to the section's class."""
+    keys: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(schema).items():
+        keys[f"{prefix}{name}"] = hint
+        section = next((h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)), None)
+        if section is not None:
+            keys.update(schema_keys(section, f"{prefix}{name}."))
+    return keys
+
+
+def _unknown_key(at: Assignment, keys: Mapping[str, Any]) -> str:
+    """Name the likeliest key: the same last part first, then the nearest spelling of the whole path."""
+    leaf = at.key.rpartition(".")[2]
+    same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
+    close_leaf = [key for key in keys if difflib.get_close_matches(leaf, [key.rpartition(".")[2]], n=1, cutoff=0.8)]
+    near = same_leaf or difflib.get_close_matches(at.key, keys, n=1, cutoff=0.75) or close_leaf
+    if near:
+        hint = "Did you mean " + " or ".join(f"'{key}'" for key in near[:3]) + "?"
+    else:
+        hint = f"Known: {', '.join(sorted({key.partition('.')[0] for key in keys}))}. --print_config shows every key."
+    return f"{at.where}: unknown key '{at.key}'. {hint}"
+
+
+def _possible(hint: Any) -> str:
+    """Describe what a key takes, for messages: 'one of fp32, bf16', 'an integer or null'."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(_possible(arg) for arg in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {len(typing.get_args(hint))} numbers"
+    if dataclasses.is_dataclass(hint):
+        return "a section with the keys " + ", ".join(field.name for field in dataclasses.fields(hint))
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+    return names.get(hint, "a value")
+
+
+def _nest(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _set(tree: Any, at: Assignment, hint: Any) -> tuple[Any, str | None]:
+    """Lay one value over the structured config; OmegaConf does the typing, the message is ours."""
+    name = at.key if at.typed == at.key else f"{at.typed} ({at.key})"
+    given = "null" if at.value is None else repr(at.value)
+    problem = f"{at.where}: {name} is {given}. Possible: {_possible(hint)}."
+    optional = types.NoneType in typing.get_args(hint) or hint is Any
+    strict_bool = bool in (hint, *typing.get_args(hint)) and not isinstance(at.value, bool | types.NoneType)
+    boolean_text = str in (hint, *typing.get_args(hint)) and isinstance(at.value, bool | list)
+    if (at.value is None and not optional) or strict_bool or boolean_text:
+        return tree, problem
+    try:
+        merged = OmegaConf.merge(tree, _nest(at.key, at.value))
+        OmegaConf.to_object(merged)
+    except Exception:  # omegaconf raises a dozen classes for a value that does not fit; the key's type says it better
+        return tree, problem
+    return merged, None
+
+
+def load(
+    schema: type[Config],
+    command_line: CommandLine,
+    *,
+    not_yet: Mapping[str, str],
+    check: Callable[[Config], Sequence[Problem]],
+) -> Config:
+    """Return the resolved configuration of a run.
+
+    Args:
+        schema: the entry file's frozen dataclass; its fields are values or sections.
+        command_line: from `parse_command_line`.
+        not_yet: key or section -> what it is, for keys of the design whose room does not stand: refused by name.
+        check: all checks across keys, given the typed configuration.
+
+    Raises:
+        ConfigError: with every problem of names, types and cross-checks at once.
+    """
+    problems, refused = [problem.text for problem in command_line.problems], set()
+    assignments = list(command_line.assignments)
+    if command_line.yaml is not None:
+        from_yaml, unreadable = read_yaml(command_line.yaml)
+        problems += [problem.text for problem in unreadable]
+        assignments = from_yaml + assignments
+
+    keys, tree = schema_keys(schema), OmegaConf.structured(schema)
+    for at in assignments:
+        room = next((text for key, text in not_yet.items() if at.key == key or at.key.startswith(f"{key}.")), None)
+        if room is not None:
+            name = f"'{at.key}'" if at.typed == at.key else f"'{at.typed}' ({at.key})"
+            problem = f"{at.where}: {name} is not available: {room} is not part of this version. Leave it out."
+        elif at.key not in keys:
+            problem = _unknown_key(at, keys)
+        else:
+            tree, problem = _set(tree, at, keys[at.key])
+        if problem is not None:
+            problems.append(problem)
+            refused.add(at.key)
+
+    config = OmegaConf.to_object(tree)
+    problems += [problem.text for problem in check(config) if not refused.intersection(problem.keys)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def to_yaml(config: Any) -> str:
+    """The whole configuration as YAML, every key with its value; reading it back gives the same configuration."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,0 +1,335 @@
+"""Batches of images or synthetic tensors, all with the contract of zoo/spec.py.
+
+From a stage `images` to a batch (B samples a device, H W the run's image size):
+
+    shard (MDS)   jpg bytes, caption str, key str                        streamed from `data.remote`, kept in `data.local`
+    decoded       RGB, any size                                          PIL; transparency over white, EXIF rotation applied
+    resized       uint8 (3, H, W)                                        short side bicubic with antialias, centre crop
+    batch         images uint8 (B, 3, H, W), tokens int64 (B, L)         in a loader worker, captions tokenised in one call
+
+Images are normalised on the device (model.py): a quarter of the bytes travel. A sample that cannot be used is named,
+counted, and replaced by the next good one of its shard, so that every batch is full and every rank has as many.
+
+`data.synthetic=true` gives one batch of the same columns, drawn once on the device: a run then measures the model.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from composer.core import DataSpec
+from PIL import Image, ImageOps, UnidentifiedImageError
+from streaming import StreamingDataLoader
+from streaming.base.util import bytes_to_int
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as vision
+
+from stream import HASH, ForkSafeStream, is_remote, read_stage
+from zoo.spec import Column, Family, ImageSize
+
+SHUFFLE_BLOCK_SAMPLES = 1 << 18
+SYNTHETIC_EPOCH_BATCHES = 1000
+LOADER_TIMEOUT_SEC = 600
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The `data` section of a run."""
+
+    stage: Literal["images", "moments"] = "images"
+    synthetic: bool = False
+    """One random batch of the stage's columns, kept on the device; remote and local are ignored."""
+    remote: str | None = None
+    """Folder or store address (s3://...) of the stage."""
+    local: str | None = None
+    """Folder that keeps the shards of `remote`; null: a folder is read in place."""
+    workers: int = 4
+    """Loader processes a device; 0: in the training process."""
+    cache_limit: str | None = None
+    """Most bytes in `local`, e.g. 100gb; null: no limit."""
+    num_canonical_nodes: int = 1
+    """Fixes the order of samples whatever the number of nodes; set it to the most nodes that the run may have."""
+    shuffle: bool = True
+    normalize: Literal["symmetric", "unit"] = "symmetric"
+    """Range of the images that the VAE sees: [-1, 1], or [0, 1] as in the MLPerf reference."""
+    max_bad_samples: int = 100
+    """A run with more unusable samples than this stops."""
+
+    @property
+    def location(self) -> str | None:
+        return self.remote or self.local
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be, the stage's own facts included."""
+        found = []
+        for key in ("workers", "max_bad_samples"):
+            if getattr(self, key) < 0:
+                found.append((f"data.{key}", f"{getattr(self, key)} is below 0. Possible: 0 and up."))
+        if self.num_canonical_nodes < 1:
+            found.append(("data.num_canonical_nodes", f"{self.num_canonical_nodes} is below 1. Possible: 1 and up."))
+        if self.cache_limit is not None and _bytes(self.cache_limit) is None:
+            found.append(("data.cache_limit", f"'{self.cache_limit}' is not a size. Possible: 500mb, 100gb, 1tb."))
+        return found if self.synthetic else found + self._stage_problems()
+
+    def _stage_problems(self) -> list[tuple[str, str]]:
+        if self.stage != "images":
+            return [("data.stage", f"'{self.stage}' can only be had with data.synthetic=true in this version.")]
+        if self.location is None:
+            return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
+        if is_remote(self.location) and (self.local is None or is_remote(self.local)):
+            return [("data.local", f"{self.local} cannot keep the shards of {self.location}. Give a folder.")]
+        try:
+            stage = read_stage(self.location)
+        except ValueError as error:
+            return [("data.remote" if self.remote else "data.local", str(error))]
+        found = []
+        if stage.facts["stage"] != self.stage:
+            found.append(
+                (
+                    "data.stage",
+                    f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.facts['stage']}'. Use "
+                    f"data.stage={stage.facts['stage']}, or another data.remote.",
+                )
+            )
+        missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
+        if stage.facts["stage"] == "images" and missing:
+            found.append(("data.remote", f"{stage.location} has no column {', '.join(missing)}. Make the stage again."))
+        limit = self.cache_limit and _bytes(self.cache_limit)
+        if limit and limit < 4 * stage.largest_shard_bytes:
+            found.append(
+                (
+                    "data.cache_limit",
+                    f"{self.cache_limit} holds fewer than 4 of the largest shard ({stage.largest_shard_bytes:,} bytes). "
+                    f"Give at least {4 * stage.largest_shard_bytes // 2**20 + 1}mb, or null.",
+                )
+            )
+        return found
+
+
+def _bytes(size: str) -> int | None:
+    try:
+        return bytes_to_int(size)
+    except ValueError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One sample
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class SampleError(ValueError):
+    """A sample that cannot be used; the message is the reason, in a few words."""
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """Decode a JPEG, PNG or WebP file to RGB, upright, transparency over white.
+
+    Raises:
+        SampleError: empty, not an image, truncated, or with more pixels than PIL holds to be safe.
+    """
+    if not data:
+        raise SampleError("image of zero bytes")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data))
+            image.load()
+            image = ImageOps.exif_transpose(image)
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise SampleError("not an image") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise SampleError("too many pixels") from error
+    except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
+        raise SampleError("truncated or damaged image") from error
+
+
+def check_caption(caption: Any) -> str:
+    """Return the caption, stripped. Raises SampleError: missing or empty."""
+    if not isinstance(caption, str):
+        raise SampleError("missing caption")
+    if not caption.strip():
+        raise SampleError("empty caption")
+    return caption.strip()
+
+
+def resize_and_crop(image: Image.Image, size: ImageSize) -> Tensor:
+    """# RGB of any size -> uint8 (3, H, W): scaled so that it just covers `size`, then cut to it around its centre.
+
+    Bicubic with antialias, both pinned: torchvision's own default of antialias has changed between releases.
+    """
+    width, height = size
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (h, w, 3) -> (3, h, w)
+    scale = max(width / image.width, height / image.height)
+    covering = [max(height, round(image.height * scale)), max(width, round(image.width * scale))]
+    pixels = vision.resize(pixels, covering, interpolation=InterpolationMode.BICUBIC, antialias=True)
+    return vision.center_crop(pixels, [height, width])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Streamed batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class StreamingLAIONDataset(ForkSafeStream):
+    """The stage `images` as decoded, resized samples: {"images": uint8 (3, H, W), "caption": str, "bad": [...]}.
+
+    Args:
+        size: (width, height) of the images, px.
+        arguments: keyword arguments of StreamingDataset.
+    """
+
+    def __init__(self, *, size: ImageSize, **arguments: Any):
+        super().__init__(**arguments)
+        self.image_size = size
+
+    def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
+        """Return the sample, or the next good one of its shard; "bad" lists (key, reason) of those passed over.
+
+        Raises:
+            ValueError: no sample of the shard can be used.
+        """
+        shard_id, offset = self.spanner[sample_id]
+        shard_start, shard_samples = sample_id - offset, self.shards[shard_id].samples
+        bad = []
+        for step in range(shard_samples):
+            sample = super().get_item(shard_start + (offset + step) % shard_samples, retry)
+            try:
+                caption = check_caption(sample["caption"])
+                images = resize_and_crop(decode_image(sample["jpg"]), self.image_size)
+            except SampleError as error:
+                bad.append((str(sample["key"]), str(error)))
+            else:
+                return {"images": images, "caption": caption, "bad": bad}
+        named = "; ".join(f"{key}: {reason}" for key, reason in bad[:3])
+        raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
+
+
+class Collate:
+    """Stacks samples to a batch and tokenises its captions in one call; travels to the loader's workers."""
+
+    def __init__(self, tokenize: Callable[[Sequence[str]], dict[str, Tensor]]):
+        self.tokenize = tokenize
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {
+            "images": torch.stack([sample["images"] for sample in samples]),  # (B, 3, H, W)
+            **self.tokenize([sample["caption"] for sample in samples]),  # (B, L) each
+            "bad": [bad for sample in samples for bad in sample["bad"]],
+        }
+
+
+class Loader(StreamingDataLoader):
+    """A StreamingDataLoader that takes the report of unusable samples out of each batch.
+
+    `bad_samples`: key -> reason, of this rank so far; callbacks/run_record.py gathers them from all ranks.
+    """
+
+    def __init__(self, *args: Any, max_bad_samples: int, **arguments: Any):
+        super().__init__(*args, **arguments)
+        self.max_bad_samples = max_bad_samples
+        self.bad_samples: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in super().__iter__():
+            self.bad_samples.update(batch.pop("bad"))
+            check_bad_samples(self.bad_samples, self.max_bad_samples)
+            yield batch
+
+
+def check_bad_samples(bad_samples: Mapping[str, str], max_bad_samples: int) -> None:
+    """Raise ValueError with the first few names when there are more than the limit."""
+    if len(bad_samples) <= max_bad_samples:
+        return
+    named = "; ".join(f"{key}: {reason}" for key, reason in list(bad_samples.items())[:5])
+    raise ValueError(
+        f"data.max_bad_samples: {len(bad_samples)} samples cannot be used, {max_bad_samples} are allowed. First: "
+        f"{named}. Raise data.max_bad_samples, or make the stage again without them."
+    )
+
+
+class SyntheticBatches:
+    """One batch of random columns, drawn once on the device and given again and again.
+
+    An epoch of it is 1,000 batches, since a duration may be given in epochs.
+    """
+
+    def __init__(self, columns: Mapping[str, Column], batch_size: int, device: torch.device, seed: int):
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(column: Column) -> Tensor:
+            shape = (batch_size, *column.shape)
+            if column.below is not None:
+                return torch.randint(0, column.below, shape, generator=generator, device=device, dtype=column.dtype)
+            return torch.randn(shape, generator=generator, device=device).to(column.dtype)
+
+        self.batch = {name: draw(column) for name, column in columns.items()}
+
+    def __len__(self) -> int:
+        return SYNTHETIC_EPOCH_BATCHES
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for _ in range(len(self)):
+            yield dict(self.batch)
+
+
+def build_data(
+    config: DataConfig, family: Family, *, size: ImageSize, device_batch_size: int, device: torch.device, seed: int
+) -> DataSpec:
+    """Return the run's batches for this rank, as a Composer DataSpec.
+
+    Args:
+        family: says the columns, and how captions become tokens.
+        size: (width, height) of the images, px.
+        device_batch_size: samples a rank and batch.
+        device: where synthetic batches are kept.
+        seed: of the order of samples, or of the synthetic batch.
+    """
+    if config.synthetic:
+        columns = family.columns(config.stage, size)
+        return DataSpec(SyntheticBatches(columns, device_batch_size, device, seed))
+
+    remote, local = config.remote, config.local
+    if remote is not None and local is None:
+        remote, local = None, remote  # a folder is read in place
+    dataset = StreamingLAIONDataset(
+        size=size,
+        remote=remote,
+        local=local,
+        validate_hash=HASH,
+        download_retry=5,
+        predownload=8 * device_batch_size,
+        cache_limit=config.cache_limit,
+        # The order, all set explicitly: it then depends on the seed and the global batch alone.
+        batch_size=device_batch_size,
+        num_canonical_nodes=config.num_canonical_nodes,
+        partition_algo="relaxed",
+        sampling_method="balanced",
+        shuffle=config.shuffle,
+        shuffle_algo="py1e",
+        shuffle_seed=seed,
+        shuffle_block_size=SHUFFLE_BLOCK_SAMPLES,
+    )
+    loader = Loader(
+        dataset,
+        max_bad_samples=config.max_bad_samples,
+        batch_size=device_batch_size,
+        num_workers=config.workers,
+        collate_fn=Collate(family.tokenize),
+        drop_last=True,
+        pin_memory=device.type == "cuda",
+        persistent_workers=config.workers > 0,
+        timeout=LOADER_TIMEOUT_SEC if config.workers else 0,
+    )
+    return DataSpec(loader)

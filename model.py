@@ -1,0 +1,228 @@
+"""One ComposerModel for every family: encode -> corrupt -> denoise -> loss.
+
+The order of a training step, for a batch that `BatchRandomness` has given its random numbers:
+
+    images (B, 3, H, W) uint8 --normalise, VAE--> moments (B, 2C, h, w)      stage `images` only
+    moments + posterior noise ------------------> latents x_0 (B, C, h, w)   scaled once
+    tokens (B, L), some replaced by the empty caption's --text encoder--> condition
+    x_0, noise, times --------------------------> x_t --denoiser--> prediction, against the objective's target
+
+Shapes: B batch, C latent channels, H W image height and width, h w latent height and width, L text tokens.
+
+The denoiser is the only registered module. The frozen encoders live in a plain holder, outside the module tree: no state
+dict has them, DDP does not broadcast them, `model.train()` does not reach them, no optimizer sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from composer import Callback, Logger, State
+from composer.models import ComposerModel
+from composer.utils import dist
+from torch import Tensor, nn
+
+from zoo import load_family
+from zoo.objectives import Objective, ObjectiveConfig
+from zoo.spec import Family, ImageSize
+
+RANDOM_ENCODERS_SEED = 20221124  # any fixed number: random encoders are the same in every command and for every `seed`
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The `model` section of a run."""
+
+    family: str = "sd2"
+    preset: str = "full"
+    """full, or tiny: the same code and block types, for a CPU."""
+    variant: str = "stock"
+    weights: str | None = None
+    """Where the frozen encoders come from: `random`, or null: random where data is synthetic, else to be given."""
+
+
+class FrozenEncoders:
+    """Holds encoders in eval mode and without gradients, outside any module tree."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self.modules = {name: module.eval().requires_grad_(False) for name, module in modules.items()}
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        for module in self.modules.values():
+            nn.Module.to(module, device=device, dtype=dtype)  # past diffusers' own `to`, which warns of every cast
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(next(iter(self.modules.values())).parameters()).dtype
+
+
+def normalize_images(images: Tensor, normalize: str) -> Tensor:
+    """# (B, 3, H, W) uint8 -> float32 in [-1, 1] ("symmetric", what SD's VAE was trained on) or [0, 1] ("unit").
+
+    "unit" is what the MLPerf reference feeds its VAE (its issue 721): needed to compare with it, wrong otherwise.
+    """
+    unit = images.float() / 255.0
+    return unit if normalize == "unit" else unit * 2.0 - 1.0
+
+
+class LatentDiffusion(ComposerModel):
+    """A family's denoiser with its frozen encoders and objective.
+
+    Args:
+        family: what is particular to the model.
+        objective: the way down.
+        denoiser: the trained network.
+        encoders: frozen networks by name.
+        size: (width, height) of the images, px.
+        normalize: "symmetric" or "unit", see `normalize_images`.
+        caption_dropout: fraction of captions replaced by the empty one in training.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        objective: Objective,
+        denoiser: nn.Module,
+        encoders: Mapping[str, nn.Module],
+        *,
+        size: ImageSize,
+        normalize: str,
+        caption_dropout: float,
+    ):
+        super().__init__()
+        self.family = family
+        self.objective = objective
+        self.denoiser = denoiser
+        self.encoders = FrozenEncoders(encoders)
+        self.latent_shape = family.latent_shape(size)
+        self.normalize = normalize
+        self.caption_dropout = caption_dropout
+        self.empty_text = family.tokenize([""])  # column -> (1, L)
+        self.device = torch.device("cpu")
+        self._cpu_autocast: torch.dtype | None = None
+
+    def place(self, device: torch.device, precision: str) -> LatentDiffusion:
+        """Move all parts to the device; encoders are cast to the compute precision, the denoiser stays float32.
+
+        Composer opens autocast on a GPU and refuses it on a CPU, so there the model opens its own.
+        """
+        compute = AUTOCAST_DTYPES.get(precision)
+        self.device = device
+        self.denoiser.to(device)
+        self.encoders.to(device, compute or torch.float32)
+        self.objective.to(device)
+        self.empty_text = {name: tokens.to(device) for name, tokens in self.empty_text.items()}
+        self._cpu_autocast = compute if device.type == "cpu" else None
+        return self
+
+    # --- one step ---
+
+    def draw(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the batch with every random number of its step: posterior, noise, times and caption dropout.
+
+        Drawn for the whole device batch before it is split, so that the microbatch size changes no number.
+
+        Args:
+            batch: columns of the stage, B first.
+            generator: on the model's device; the only source of randomness of a step.
+        """
+        num = len(next(iter(batch.values())))
+
+        def normal() -> Tensor:
+            return torch.randn(num, *self.latent_shape, generator=generator, device=generator.device)
+
+        draws = {
+            "posterior_noise": normal(),
+            "noise": normal(),
+            "times": self.objective.draw_times(num, generator),
+            "caption_dropped": torch.rand(num, generator=generator, device=generator.device) < self.caption_dropout,
+        }
+        return {**batch, **draws}
+
+    @torch.no_grad()
+    def encode(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the frozen encoders, one call each for the batch: latents (B, C, h, w) float32, and the condition."""
+        if "moments" in batch:
+            moments = batch["moments"]
+        else:
+            images = normalize_images(batch["images"], self.normalize).to(self.encoders.dtype)
+            moments = self.family.encode_images(self.encoders.modules, images)
+        latents = self.family.sample_latents(moments.float(), batch["posterior_noise"])
+
+        dropped = batch["caption_dropped"][:, None]
+        text = {name: torch.where(dropped, empty, batch[name]) for name, empty in self.empty_text.items()}
+        return latents, self.family.encode_text(self.encoders.modules, {**batch, **text})
+
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return prediction and target, (B, C, h, w), and each sample's weight, (B,)."""
+        assert "noise" in batch, "the batch has no random numbers: BatchRandomness is not among the callbacks"
+        latents, condition = self.encode(batch)
+        noise, times = batch["noise"], batch["times"]
+        noisy = self.objective.corrupt(latents, noise, times)
+        with self._autocast():
+            prediction = self.family.denoise(self.denoiser, noisy, times, condition)
+        target = self.objective.target(latents, noise, times)
+        return {"prediction": prediction, "target": target, "weight": self.objective.weight(times)}
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the weighted mean squared error, a float32 scalar."""
+        error = F.mse_loss(outputs["prediction"].float(), outputs["target"].float(), reduction="none")
+        return (outputs["weight"] * error.flatten(1).mean(dim=1)).mean()
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        return {}  # Composer would compute and reduce training metrics in every batch
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self._cpu_autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self._cpu_autocast)
+
+
+def build_model(
+    config: ModelConfig, objective: ObjectiveConfig, *, size: ImageSize, normalize: str, seed: int
+) -> LatentDiffusion:
+    """Build a model on the CPU: the denoiser's weights from `seed`, random encoders from a seed of their own."""
+    family = load_family(config.family, config.preset, config.variant)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_ENCODERS_SEED)
+        encoders = family.build_encoders()
+        torch.manual_seed(seed)
+        denoiser = family.build_denoiser()
+    return LatentDiffusion(
+        family,
+        family.build_objective(objective),
+        denoiser,
+        encoders,
+        size=size,
+        normalize=normalize,
+        caption_dropout=objective.caption_dropout,
+    )
+
+
+def step_seed(seed: int, batch_index: int, rank: int) -> int:
+    """Return the seed of one step's generator, in [0, 2**63): a hash, so that neighbours share nothing."""
+    digest = hashlib.blake2b(f"{seed} {batch_index} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class BatchRandomness(Callback):
+    """Gives every batch its random numbers from (seed, global batch index, rank) alone.
+
+    Nothing random in a step comes from the global generator, which Composer does not restore in mid-epoch.
+    """
+
+    def __init__(self, model: LatentDiffusion, seed: int):
+        self.model = model  # state.model may be wrapped by DDP
+        self.seed = seed
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        generator = torch.Generator(self.model.device)
+        generator.manual_seed(step_seed(self.seed, state.timestamp.batch.value, dist.get_global_rank()))
+        state.batch = self.model.draw(state.batch, generator)

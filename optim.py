@@ -1,0 +1,175 @@
+"""Optimizer, weight-decay groups, learning-rate schedule, gradient norm and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from composer import Callback, Logger, State, TimeUnit
+from torch import Tensor, nn
+
+WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not exactly zero
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The `optimizer` section of a run."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float | None = None
+    """Learning rate after warm-up. null: 1e-4, unless lr_per_image is given."""
+    lr_per_image: float | None = None
+    """Learning rate for each image of the global batch; excludes lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decay: Literal["all", "matrices"] = "all"
+    """What decays: all parameters (MLPerf, MosaicML), or only those of two and more dimensions (no norms, no biases)."""
+    clip_norm: float | None = None
+    """Clip gradients to this norm over all parameters; null: never."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be."""
+        found = []
+        if self.lr is not None and self.lr_per_image is not None:
+            found.append(
+                ("optimizer.lr", f"{self.lr} and optimizer.lr_per_image: {self.lr_per_image} exclude each other.")
+            )
+        for key in ("lr", "lr_per_image", "clip_norm", "eps"):
+            value = getattr(self, key)
+            if value is not None and not (math.isfinite(value) and value > 0.0):
+                found.append((f"optimizer.{key}", f"{value} is not above 0."))
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0.0):
+            found.append(("optimizer.weight_decay", f"{self.weight_decay} is below 0. Possible: 0 and up."))
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            found.append(("optimizer.betas", f"{list(self.betas)} are not in [0, 1). Usual: [0.9, 0.999]."))
+        return found
+
+    def learning_rate(self, global_batch_size: int) -> float:
+        """Return the rate after warm-up."""
+        if self.lr_per_image is not None:
+            return self.lr_per_image * global_batch_size
+        return 1e-4 if self.lr is None else self.lr
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The `schedule` section of a run."""
+
+    name: Literal["constant", "cosine"] = "constant"
+    warmup_batches: int | None = None
+    """Batches of linear warm-up; null: none, unless warmup_images is given."""
+    warmup_images: int | None = None
+    """The same in images, rounded up to whole batches; excludes warmup_batches."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be."""
+        found = []
+        if self.warmup_batches is not None and self.warmup_images is not None:
+            found.append(
+                (
+                    "schedule.warmup_batches",
+                    f"{self.warmup_batches} and schedule.warmup_images: {self.warmup_images} exclude each other.",
+                )
+            )
+        for key in ("warmup_batches", "warmup_images"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                found.append((f"schedule.{key}", f"{value} is below 0. Possible: 0 and up."))
+        return found
+
+    def num_warmup_batches(self, global_batch_size: int) -> int:
+        if self.warmup_images is not None:
+            return math.ceil(self.warmup_images / global_batch_size)
+        return self.warmup_batches or 0
+
+
+def lr_multiplier(batch: int, *, name: str, warmup_batches: int, total_batches: int) -> float:
+    """Return the factor on the learning rate of the batch with this index, counted from 0.
+
+    Linear from 1e-6 to 1 over the warm-up, as the MLPerf reference has it: (1 - 1e-6) n / W + 1e-6. Afterwards 1, or
+    half a cosine to 0 at the last batch (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts).
+    """
+    if batch < warmup_batches:
+        return (1.0 - WARMUP_START) * batch / warmup_batches + WARMUP_START
+    if name == "constant":
+        return 1.0
+    progress = (batch - warmup_batches) / max(1, total_batches - warmup_batches)
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def build_schedule(config: ScheduleConfig, global_batch_size: int) -> Callable[[State, float], float]:
+    """Return a Composer scheduler: (state, scale of the duration) -> factor on the learning rate."""
+    warmup_batches = config.num_warmup_batches(global_batch_size)
+
+    def schedule(state: State, ssr: float = 1.0) -> float:
+        return lr_multiplier(
+            state.timestamp.batch.value,
+            name=config.name,
+            warmup_batches=warmup_batches,
+            total_batches=_total_batches(state, global_batch_size),
+        )
+
+    return schedule
+
+
+def _total_batches(state: State, global_batch_size: int) -> int:
+    """Batches in `max_duration`, given in batches, samples or epochs."""
+    duration = state.max_duration
+    assert duration is not None
+    if duration.unit == TimeUnit.BATCH:
+        return duration.value
+    if duration.unit == TimeUnit.SAMPLE:
+        return math.ceil(duration.value / global_batch_size)
+    assert duration.unit == TimeUnit.EPOCH and state.dataloader_len is not None
+    return duration.value * state.dataloader_len.value
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module, global_batch_size: int) -> torch.optim.Optimizer:
+    """Return AdamW over the trainable parameters, in at most two groups (decayed, not decayed).
+
+    fused=True: one kernel for all tensors, on a GPU and on a CPU.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.decay == "all":
+        groups = [{"params": parameters, "weight_decay": config.weight_decay}]
+    else:
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate(global_batch_size), betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+class GradientNorm(Callback):
+    """Takes the norm of all gradients as one foreach norm, clips to it where asked, and keeps it on the device.
+
+    `mean()` reads the mean since the last reading: once a window, so that no step waits for it.
+    """
+
+    def __init__(self, clip_norm: float | None):
+        self.clip_norm = clip_norm
+        self._sum: Tensor | None = None
+        self._num = 0
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        # Composer has unscaled the gradients of fp16 by now, and the optimizer has not stepped.
+        parameters = [p for p in state.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm, foreach=True)
+        self._sum = norm if self._sum is None else self._sum + norm
+        self._num += 1
+
+    def mean(self) -> float | None:
+        """Return the mean norm before clipping since the last call, or None; waits for the device."""
+        if self._sum is None:
+            return None
+        value = float(self._sum) / self._num
+        self._sum, self._num = None, 0
+        return value

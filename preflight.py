@@ -1,0 +1,192 @@
+"""What would make a run fail, found before it starts: memory, arithmetic of the batch, places that cannot be written.
+
+`measure_cost` traces one training step of the real model with fake tensors: no memory is taken, nothing is computed, and
+the numbers are the model's own instead of a table's.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from composer import Time, TimeUnit
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
+from zoo.objectives import ObjectiveConfig
+from zoo.spec import Column, ImageSize
+
+BYTES_PER_TRAINED_PARAMETER = 16  # float32: weight, gradient, and AdamW's two moments
+# CUDA's autocast keeps the outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB an image were
+# seen for the SD2 UNet at 512 px.
+CUDA_AUTOCAST_FACTOR = 1.3
+USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one training step of a model takes.
+
+    flops_per_image: forward and backward of the denoiser, forward of the encoders that the stage needs.
+    activation_gib_per_image: saved for the backward pass, for each image of a microbatch.
+    activation_gib_once: the same, whatever the microbatch (weights cast by autocast).
+    """
+
+    trained_parameters: int
+    frozen_parameters: int
+    flops_per_image: float
+    activation_gib_per_image: float
+    activation_gib_once: float
+    frozen_gib: float
+
+    def memory_gib(self, microbatch: int) -> float:
+        """Return the need of one device, GiB."""
+        weights = self.trained_parameters * BYTES_PER_TRAINED_PARAMETER / 2**30
+        return weights + self.frozen_gib + self.activation_gib_once + microbatch * self.activation_gib_per_image
+
+
+@functools.cache
+def measure_cost(
+    config: ModelConfig, objective: ObjectiveConfig, *, stage: str, size: ImageSize, precision: str
+) -> Cost:
+    """Trace a training step at one and at two images; about 5 s for SD2 at 512 px."""
+    with torch.device("meta"):
+        model = build_model(config, objective, size=size, normalize="symmetric", seed=0)
+    columns = model.family.columns(stage, size)
+    compute = AUTOCAST_DTYPES.get(precision, torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in (model.denoiser, *model.encoders.modules.values()):
+            module.to_empty(device="cpu")
+        model.place(torch.device("cpu"), precision)
+        one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
+        flops = _flops(model, columns)
+    factor = CUDA_AUTOCAST_FACTOR if torch.cuda.is_available() and precision in AUTOCAST_DTYPES else 1.0
+    frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
+    return Cost(
+        trained_parameters=_num_parameters(model.denoiser),
+        frozen_parameters=frozen,
+        flops_per_image=flops,
+        activation_gib_per_image=(two - one) * factor,
+        activation_gib_once=max(0.0, 2 * one - two),
+        frozen_gib=frozen * compute.itemsize / 2**30,
+    )
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _step(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> Tensor:
+    batch = {name: torch.zeros(num_images, *column.shape, dtype=column.dtype) for name, column in columns.items()}
+    batch |= {name: torch.zeros(num_images, *model.latent_shape) for name in ("posterior_noise", "noise")}
+    batch["times"] = torch.zeros(num_images, dtype=torch.int64)
+    batch["caption_dropped"] = torch.zeros(num_images, dtype=torch.bool)
+    return model.loss(model(batch), batch)
+
+
+def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> float:
+    """Bytes of the distinct storages that autograd keeps for the backward pass, parameters left out."""
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = _step(model, columns, num_images)
+    del loss
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in parameters) / 2**30
+
+
+def _flops(model: LatentDiffusion, columns: dict[str, Column]) -> float:
+    """Count one image's step; attention in its plain form, whose matrix products the counter knows on every device."""
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        _step(model, columns, 1).backward()
+    return float(counter.get_total_flops())
+
+
+def available_gib() -> tuple[float, str]:
+    """Return what this process may take, GiB, and of what: the GPU's memory, or the machine's share of a rank."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1] / 2**30, f"this GPU ({torch.cuda.get_device_name()})"
+    return psutil.virtual_memory().available / 2**30, "this machine (free now)"
+
+
+def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int) -> str | None:
+    """Say that a run does not fit and what would, or None.
+
+    Args:
+        microbatch: images a device and pass.
+        ranks_on_device: processes that share the memory: those of this machine on a CPU, one on a GPU.
+    """
+    available, place = available_gib()
+    usable = USABLE_FRACTION * available / ranks_on_device
+    need = cost.memory_gib(microbatch)
+    if need <= usable:
+        return None
+    share = f", {usable:.1f} GiB of it for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
+    fixed = cost.memory_gib(0)
+    fits = int((usable - fixed) / cost.activation_gib_per_image)
+    ways = "Ways out: device_train_microbatch_size=" + (f"{fits} or less" if fits >= 1 else "1 does not fit either")
+    return (
+        f"{microbatch} images a pass need about {need:.1f} GiB ({fixed:.1f} for weights, gradients, optimizer and "
+        f"encoders, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. {ways}, a smaller "
+        f"image_size, model.preset=tiny, or a larger device."
+    )
+
+
+def unwritable(folder: str | Path) -> str | None:
+    """Say why nothing can be written in a folder that may not exist yet, or None; leaves nothing behind."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as error:
+        return f"{folder} cannot be written: {path}: {error.strerror}. Give a folder that this user may write in."
+
+
+def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
+    """Say why a run of this name cannot leave its record there, or None."""
+    if run_name is not None and (run_name != Path(run_name).name or run_name.startswith(".")):
+        return f"run_name: '{run_name}' is no folder name. Use letters, digits, - and _."
+    if run_name is not None and Path(run_folder, run_name).exists():
+        return (
+            f"run_name: {Path(run_folder, run_name)} exists already, and resuming is not part of this version. Take "
+            f"another run_name, or remove that folder."
+        )
+    text = unwritable(run_folder)
+    return f"run_folder: {text}" if text else None
+
+
+def duration_problem(duration: str) -> str | None:
+    """Say that a text is no duration that a run can have, or None."""
+    try:
+        parsed = Time.from_timestring(duration)
+    except (ValueError, TypeError):
+        parsed = None
+    if parsed is None or parsed.unit not in (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.EPOCH) or parsed.value < 1:
+        return f"'{duration}' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
+    return None
+
+
+def batch_problem(global_batch_size: int, num_ranks: int, microbatch: int) -> str | None:
+    """Say which batch sizes would divide into ranks and microbatches, or None."""
+    step = num_ranks * microbatch
+    if global_batch_size >= 1 and global_batch_size % step == 0:
+        return None
+    below, above = global_batch_size // step * step, (global_batch_size // step + 1) * step
+    nearest = ", ".join(str(size) for size in (below, above) if size > 0)
+    product = f"{num_ranks} ranks x {microbatch} microbatch = {step}"
+    return f"{global_batch_size} is not a multiple of {product}. Nearest: {nearest}."

@@ -1,0 +1,1 @@
+"""Data and weights, each a command: `python -m prepare.NAME --help`."""

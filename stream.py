@@ -1,0 +1,120 @@
+"""A stage on disk or in a store: the facts that a reader checks, and a StreamingDataset that is safe to fork.
+
+A stage is an MDS dataset (`index.json` and shards, with hashes) with a `dataset.json` beside the index that says what
+made it. A folder without both is not a stage: `index.json` is written last, so a half-written one has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from streaming import StreamingDataset
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS, CloudDownloader
+
+FACTS_FILE = "dataset.json"
+FACTS_SCHEMA = 1
+HASH = "xxh64"  # of every shard, checked when it is downloaded
+
+
+def is_remote(location: str) -> bool:
+    """True for an address in a store (s3://bucket/prefix), False for a folder."""
+    return bool(urlparse(location).scheme)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What `index.json` and `dataset.json` say about a dataset."""
+
+    location: str
+    facts: dict[str, Any]
+    num_samples: int
+    columns: tuple[str, ...]
+    largest_shard_bytes: int
+
+
+def read_stage(location: str) -> Stage:
+    """Read the facts of the stage at a folder or store address.
+
+    Raises:
+        ValueError: nothing is there, it is no stage, or a file cannot be read; says which and what to do.
+    """
+    scheme = urlparse(location).scheme
+    if scheme and scheme not in DOWNLOADER_MAPPINGS:
+        known = ", ".join(f"{name}://" for name in sorted(name for name in DOWNLOADER_MAPPINGS if name))
+        raise ValueError(f"'{location}' is in no known store. Known: a folder, {known}.")
+    if not scheme and not Path(location).is_dir():
+        raise ValueError(f"no folder {location}. Check the path, or make the stage: python -m prepare.shards --help")
+    index = _read_json(location, "index.json")
+    facts = _read_json(location, FACTS_FILE)
+    if facts.get("schema") != FACTS_SCHEMA:
+        raise ValueError(
+            f"{location}/{FACTS_FILE} has schema {facts.get('schema')}; this version reads {FACTS_SCHEMA}. Make the "
+            f"stage again: python -m prepare.shards --help"
+        )
+    shards = index.get("shards") or []
+    if not shards:
+        raise ValueError(f"{location}/index.json lists no shard. Make the stage again: python -m prepare.shards --help")
+    return Stage(
+        location=location,
+        facts=facts,
+        num_samples=sum(shard["samples"] for shard in shards),
+        columns=tuple(shards[0]["column_names"]),
+        largest_shard_bytes=max(shard["raw_data"]["bytes"] for shard in shards),
+    )
+
+
+def _read_json(location: str, name: str) -> dict[str, Any]:
+    if is_remote(location):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                CloudDownloader.direct_download(f"{location.rstrip('/')}/{name}", f"{folder}/{name}")
+            except Exception as error:  # each store's client has exceptions of its own
+                raise ValueError(f"cannot read {name} under {location}: {type(error).__name__}: {error}") from error
+            text = Path(folder, name).read_bytes()
+    else:
+        path = Path(location, name)
+        if not path.is_file():
+            raise ValueError(f"no {name} under {location}. Make the stage: python -m prepare.shards --help")
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}.") from error
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{location}/{name} is not JSON: {error}. Make the stage again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{location}/{name} holds a {type(content).__name__}, not an object. Make the stage again.")
+    return content
+
+
+def write_facts(folder: Path, stage: str, facts: dict[str, Any]) -> None:
+    """Write `dataset.json` beside an index that is already there; its digest covers every shard through its hash."""
+    index = (folder / "index.json").read_bytes()
+    content = {
+        "schema": FACTS_SCHEMA,
+        "stage": stage,
+        "samples": sum(shard["samples"] for shard in json.loads(index)["shards"]),
+        "index_sha256": hashlib.sha256(index).hexdigest(),
+        **facts,
+    }
+    (folder / FACTS_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+class ForkSafeStream(StreamingDataset):
+    """A StreamingDataset whose loader workers inherit no open connection.
+
+    The constructor fetches `index.json` with a client that streaming keeps; forked workers would share its socket, and
+    their answers would mix: wrong data from a healthy store (seen with streaming 0.13.0).
+    """
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        for stream in self.streams:
+            stream._downloader.clean_up()

@@ -1,0 +1,26 @@
+"""What is particular to one family of models. `load_family` is the table from a name to the file that knows it."""
+
+from __future__ import annotations
+
+import importlib
+
+from zoo.spec import Family
+
+FAMILIES = {"sd2": "zoo.sd2"}
+"""family -> module; each module has `build(preset, variant) -> Family`. Imported only when asked for."""
+
+
+def load_family(name: str, preset: str, variant: str) -> Family:
+    """Build a family in one of its sizes.
+
+    Args:
+        name: a key of FAMILIES.
+        preset: "full", or "tiny": the same code and block types, small enough for a CPU.
+        variant: a version of the network that the family knows.
+
+    Raises:
+        ValueError: an unknown name, preset or variant; the message lists the known ones.
+    """
+    if name not in FAMILIES:
+        raise ValueError(f"model.family: unknown family '{name}'. Known: {', '.join(sorted(FAMILIES))}.")
+    return importlib.import_module(FAMILIES[name]).build(preset, variant)

@@ -1,0 +1,116 @@
+"""The way down: noise schedules, what the network is asked to predict, and how much each sample counts.
+
+Symbols as in Ho et al. 2020 (arXiv:2006.11239): x_0 the latent, eps standard normal noise, abar_t the cumulative signal
+fraction, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps (its equation 4).
+
+Shapes: B batch, C latent channels, h w latent height and width, T steps of the schedule (1000).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """The `objective` section of a run."""
+
+    prediction: str | None = None
+    """What the network predicts: epsilon or v. null: the family's own."""
+    weighting: Literal["none", "min_snr"] = "none"
+    min_snr_gamma: float = 5.0
+    timesteps: Literal["uniform"] = "uniform"
+    caption_dropout: float = 0.1
+    """Fraction of captions replaced by the empty one, so that guidance has an unconditional model to lean on."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be."""
+        found = []
+        if not 0.0 <= self.caption_dropout <= 1.0:
+            found.append(("objective.caption_dropout", f"{self.caption_dropout} is not a fraction. Possible: 0 to 1."))
+        if not self.min_snr_gamma > 0.0:
+            found.append(("objective.min_snr_gamma", f"{self.min_snr_gamma} is not above 0. Usual: 5."))
+        return found
+
+
+class Objective(Protocol):
+    """What model.py asks of a way down; a flow-matching objective will have the same four methods."""
+
+    def to(self, device: torch.device) -> Objective: ...
+
+    def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
+        """Draw one time a sample, (B,), on the generator's device."""
+        ...
+
+    def corrupt(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """# (B, C, h, w), (B, C, h, w), (B,) -> (B, C, h, w) in the latents' dtype."""
+        ...
+
+    def target(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """Return what the network should say, (B, C, h, w)."""
+        ...
+
+    def weight(self, times: Tensor) -> Tensor:
+        """Return each sample's factor in the loss, (B,) float32."""
+        ...
+
+
+def scaled_linear_alphas_cumprod(num_steps: int = 1000, beta_start: float = 0.00085, beta_end: float = 0.012) -> Tensor:
+    """Return abar of Stable Diffusion's schedule, float64 (T,): betas are linear in their square roots.
+
+    The constants are Stable Diffusion's (`linear_start`, `linear_end` of its configuration; "scaled_linear" in
+    diffusers); the MLPerf reference calls the same schedule "linear".
+    """
+    betas = torch.linspace(beta_start**0.5, beta_end**0.5, num_steps, dtype=torch.float64) ** 2
+    return torch.cumprod(1.0 - betas, dim=0)
+
+
+def min_snr_weight(alpha_bar: Tensor, gamma: float, prediction: str) -> Tensor:
+    """Return min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v, with SNR = abar / (1 - abar).
+
+    Hang et al. 2023 (arXiv:2303.09556), section 3.4: the clamped weight of the x_0 loss, divided by what turns the
+    loss of each prediction into it.
+    """
+    snr = alpha_bar / (1.0 - alpha_bar)
+    return torch.clamp(snr, max=gamma) / (snr if prediction == "epsilon" else snr + 1.0)
+
+
+class DiscreteDiffusion:
+    """T discrete steps, uniform times, epsilon or v as target (Salimans & Ho 2022, arXiv:2202.00512, for v)."""
+
+    def __init__(self, config: ObjectiveConfig, prediction: Literal["epsilon", "v"]):
+        self.prediction = prediction
+        self.weighting, self.gamma = config.weighting, config.min_snr_gamma
+        self.alpha_bar = scaled_linear_alphas_cumprod().float()  # (T,)
+
+    def to(self, device: torch.device) -> DiscreteDiffusion:
+        self.alpha_bar = self.alpha_bar.to(device)
+        return self
+
+    def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
+        # From 0 on: starting at 1 would leave the step with the least noise untrained.
+        return torch.randint(0, len(self.alpha_bar), (num,), generator=generator, device=generator.device)
+
+    def _signal_and_noise(self, times: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """sqrt(abar_t) and sqrt(1 - abar_t), (B, 1, ..., 1), taken in float32 and cast to `like`'s dtype at the end."""
+        alpha_bar = self.alpha_bar[times].reshape(-1, *[1] * (like.ndim - 1))
+        return alpha_bar.sqrt().to(like.dtype), (1.0 - alpha_bar).sqrt().to(like.dtype)
+
+    def corrupt(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        signal, sigma = self._signal_and_noise(times, latents)
+        return signal * latents + sigma * noise  # Ho et al. 2020, equation 4
+
+    def target(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        if self.prediction == "epsilon":
+            return noise
+        signal, sigma = self._signal_and_noise(times, latents)
+        return signal * noise - sigma * latents  # v, Salimans & Ho 2022, appendix D
+
+    def weight(self, times: Tensor) -> Tensor:
+        if self.weighting == "none":
+            return torch.ones(len(times), device=times.device)
+        return min_snr_weight(self.alpha_bar[times], self.gamma, self.prediction)

@@ -1,0 +1,105 @@
+"""The contract between data, model and families: which tensors a batch has, and what a family has to know.
+
+Shapes: B batch, C latent channels, H W height and width in pixels, h w height and width of the latent (SD2: H/8, W/8),
+        f latent frames (video families only), L text tokens, D text width.
+
+A batch is a dict of tensors with B first. What it holds is the family's to say (`Family.columns`), by stage:
+
+    stage     column     type     one sample, SD2 at 512 px
+    images    images     uint8    (3, H, W), e.g. (3, 512, 512), not normalised
+    moments   moments    float16  (2C, h, w), e.g. (8, 64, 64): mean then logvar of the posterior, unscaled
+    both      tokens     int64    (L,), e.g. (77,); a family with two tokenizers has a second such column
+    both      ...                 further columns by the family (SDXL: original size and crop; video: conditions)
+
+SDXL, FLUX and the video families fit the same contract: the latent's shape is the family's (FLUX packs it, video adds f),
+the condition is a dict, so that pooled states, time ids and masks travel beside the token states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zoo.objectives import Objective, ObjectiveConfig
+
+ImageSize = tuple[int, int]
+"""(width, height) in pixels."""
+
+
+def as_size(value: Any) -> ImageSize:
+    """Read one number (a square) or [width, height]. Raises ValueError: it is neither."""
+    sides = [value, value] if isinstance(value, int) else value
+    if (
+        not isinstance(sides, list | tuple)
+        or len(sides) != 2
+        or any(type(side) is not int or side < 1 for side in sides)
+    ):
+        raise ValueError(f"{value!r} is not a size. Possible: pixels, e.g. 512, or [width, height].")
+    return (sides[0], sides[1])
+
+
+@dataclass(frozen=True)
+class Column:
+    """Shape and type of one sample's entry in a batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    below: int | None = None
+    """For integers: every value lies in [0, below)."""
+
+
+class Family(Protocol):
+    """What a family decides; everything else is shared (model.py, data.py, prepare/)."""
+
+    name: str
+    variant: str
+    predictions: tuple[str, ...]
+    """Targets that the family can be trained on; the first is its own."""
+
+    def size_problem(self, size: ImageSize) -> str | None:
+        """Say why images of this size cannot be trained on, or None."""
+        ...
+
+    def columns(self, stage: str, size: ImageSize) -> dict[str, Column]:
+        """Return the columns of one sample; the keys are those of a batch. Raises ValueError: an unknown stage."""
+        ...
+
+    def latent_shape(self, size: ImageSize) -> tuple[int, ...]:
+        """Return the shape of one latent, e.g. (4, 64, 64)."""
+        ...
+
+    def build_denoiser(self) -> nn.Module:
+        """Build the only trained part, initialised from torch's global generator."""
+        ...
+
+    def build_encoders(self) -> dict[str, nn.Module]:
+        """Build the frozen parts by name with random weights, from torch's global generator."""
+        ...
+
+    def build_objective(self, config: ObjectiveConfig) -> Objective:
+        """Build the way down: times, noise, target and weight."""
+        ...
+
+    def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Turn captions into the batch's text columns, int64 (B, L) each."""
+        ...
+
+    def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
+        """# (B, 3, H, W) normalised, in the encoder's dtype -> (B, 2C, h, w) mean | logvar, unscaled."""
+        ...
+
+    def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:
+        """# (B, 2C, h, w), (B, C, h, w) -> (B, C, h, w): a draw from the posterior, scaled once."""
+        ...
+
+    def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Turn the batch's text columns into what the denoiser is conditioned on."""
+        ...
+
+    def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+        """# (B, C, h, w), (B,) -> (B, C, h, w): one call of the network."""
+        ...
