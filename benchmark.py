@@ -35,12 +35,13 @@ from callbacks.throughput import MeasureConfig, Throughput, peak_tflops
 from config import Alias, ConfigError, Problem, load, parse_command_line, to_yaml
 from data import DataConfig, Loader, build_data, check_bad_samples
 from model import BatchRandomness, ModelConfig, build_model
-from optim import GradientNorm, OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule
+from optim import GradientNorm, OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, total_batches
 from zoo import load_family
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import ImageSize, as_size
 
 DIST_TIMEOUT_SEC = 1800.0
+REFUSAL_WAIT_SEC = 30.0
 
 # --- what a run is ---
 
@@ -162,8 +163,9 @@ MEMORY_KEYS = {
 def check(config: RunConfig) -> list[Problem]:
     """Return every problem that can be known before anything is built, in the order of the keys."""
     found = _run_problems(config)
-    for section in (config.data, config.objective, config.optimizer, config.schedule, config.measure):
-        found += [Problem(f"{key}: {text}", (key,)) for key, text in section.problems()]
+    sections = (config.objective, config.optimizer, config.schedule, config.measure)
+    in_sections = [config.data.problems(config.global_batch_size), *(section.problems() for section in sections)]
+    found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += _model_problems(config)
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
         found += _memory_problems(config)
@@ -344,10 +346,15 @@ def train(config: RunConfig) -> dict[str, Any]:
         device=device._device,
         seed=config.seed,
     )
-    _check_epoch(config, len(data.dataloader))
 
-    # Optimizer.
+    # Optimizer and schedule.
     optimizer = build_optimizer(config.optimizer, model, config.global_batch_size)
+    num_batches = total_batches(
+        config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=len(data.dataloader)
+    )
+    schedule = build_schedule(
+        config.schedule, optimizer, global_batch_size=config.global_batch_size, num_batches=num_batches
+    )
     gradient_norm = GradientNorm(config.optimizer.clip_norm)
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
@@ -375,7 +382,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         train_dataloader=data,
         max_duration=config.max_duration,
         optimizers=optimizer,
-        schedulers=build_schedule(config.schedule, config.global_batch_size),
+        schedulers=schedule,
         step_schedulers_every_batch=True,
         callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record],
         loggers=build_loggers(config.loggers, config.run_name, folder),
@@ -391,16 +398,6 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.fit()
     trainer.close()
     return record.finish()
-
-
-def _check_epoch(config: RunConfig, epoch_batches: int) -> None:
-    if epoch_batches < 1:
-        raise ConfigError(
-            [
-                f"global_batch_size: {config.global_batch_size} is more than the stage at {config.data.location} has "
-                f"samples. Take a smaller one, or more data."
-            ]
-        )
 
 
 def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
@@ -424,8 +421,8 @@ def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all."""
-    is_speaker = dist.get_global_rank() == 0
     command_line = parse_command_line(argv, ALIASES)
+    is_speaker = dist.get_global_rank() == 0
     try:
         config = resolve(load(RunConfig, command_line, not_yet=NOT_YET, check=check))
         if command_line.print_config:
@@ -434,8 +431,10 @@ def main(argv: Sequence[str]) -> int:
             return 0
         result = train(config)
     except ConfigError as error:
-        if is_speaker:
-            print(error, file=sys.stderr)
+        if dist.get_local_rank() != 0:
+            # The launcher ends all ranks of a machine when the first one leaves: let the one that a person hears speak.
+            time.sleep(REFUSAL_WAIT_SEC)
+        print(error, file=sys.stderr, flush=True)
         return 2
     if is_speaker:
         print(result_line(result), flush=True)

@@ -66,7 +66,7 @@ class DataConfig:
     def location(self) -> str | None:
         return self.remote or self.local
 
-    def problems(self) -> list[tuple[str, str]]:
+    def problems(self, global_batch_size: int) -> list[tuple[str, str]]:
         """(key, message) for every value that cannot be, the stage's own facts included."""
         found = []
         for key in ("workers", "max_bad_samples"):
@@ -76,9 +76,9 @@ class DataConfig:
             found.append(("data.num_canonical_nodes", f"{self.num_canonical_nodes} is below 1. Possible: 1 and up."))
         if self.cache_limit is not None and _bytes(self.cache_limit) is None:
             found.append(("data.cache_limit", f"'{self.cache_limit}' is not a size. Possible: 500mb, 100gb, 1tb."))
-        return found if self.synthetic else found + self._stage_problems()
+        return found if self.synthetic else found + self._stage_problems(global_batch_size)
 
-    def _stage_problems(self) -> list[tuple[str, str]]:
+    def _stage_problems(self, global_batch_size: int) -> list[tuple[str, str]]:
         if self.stage != "images":
             return [("data.stage", f"'{self.stage}' can only be had with data.synthetic=true in this version.")]
         if self.location is None:
@@ -101,6 +101,9 @@ class DataConfig:
         missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
         if stage.facts["stage"] == "images" and missing:
             found.append(("data.remote", f"{stage.location} has no column {', '.join(missing)}. Make the stage again."))
+        if stage.num_samples < global_batch_size:
+            given = f"{global_batch_size} is more than the {stage.num_samples} samples of the stage at {stage.location}"
+            found.append(("global_batch_size", f"{given}. Take a smaller one, or more data."))
         limit = self.cache_limit and _bytes(self.cache_limit)
         if limit and limit < 4 * stage.largest_shard_bytes:
             found.append(
@@ -186,13 +189,13 @@ class StreamingLAIONDataset(ForkSafeStream):
     """The stage `images` as decoded, resized samples: {"images": uint8 (3, H, W), "caption": str, "bad": [...]}.
 
     Args:
-        size: (width, height) of the images, px.
+        image_size: (width, height), px.
         arguments: keyword arguments of StreamingDataset.
     """
 
-    def __init__(self, *, size: ImageSize, **arguments: Any):
+    def __init__(self, *, image_size: ImageSize, **arguments: Any):
         super().__init__(**arguments)
-        self.image_size = size
+        self.image_size = image_size
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         """Return the sample, or the next good one of its shard; "bad" lists (key, reason) of those passed over.
@@ -304,7 +307,7 @@ def build_data(
     if remote is not None and local is None:
         remote, local = None, remote  # a folder is read in place
     dataset = StreamingLAIONDataset(
-        size=size,
+        image_size=size,
         remote=remote,
         local=local,
         validate_hash=HASH,

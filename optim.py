@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from composer import Callback, Logger, State, TimeUnit
+from composer import Callback, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
 WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not exactly zero
@@ -101,31 +101,29 @@ def lr_multiplier(batch: int, *, name: str, warmup_batches: int, total_batches: 
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
-def build_schedule(config: ScheduleConfig, global_batch_size: int) -> Callable[[State, float], float]:
-    """Return a Composer scheduler: (state, scale of the duration) -> factor on the learning rate."""
-    warmup_batches = config.num_warmup_batches(global_batch_size)
-
-    def schedule(state: State, ssr: float = 1.0) -> float:
-        return lr_multiplier(
-            state.timestamp.batch.value,
-            name=config.name,
-            warmup_batches=warmup_batches,
-            total_batches=_total_batches(state, global_batch_size),
-        )
-
-    return schedule
+def total_batches(duration: str, *, global_batch_size: int, epoch_batches: int) -> int:
+    """Return the batches of a Composer duration given in batches, samples or epochs."""
+    time = Time.from_timestring(duration)
+    if time.unit == TimeUnit.SAMPLE:
+        return math.ceil(time.value / global_batch_size)
+    return time.value * (epoch_batches if time.unit == TimeUnit.EPOCH else 1)
 
 
-def _total_batches(state: State, global_batch_size: int) -> int:
-    """Batches in `max_duration`, given in batches, samples or epochs."""
-    duration = state.max_duration
-    assert duration is not None
-    if duration.unit == TimeUnit.BATCH:
-        return duration.value
-    if duration.unit == TimeUnit.SAMPLE:
-        return math.ceil(duration.value / global_batch_size)
-    assert duration.unit == TimeUnit.EPOCH and state.dataloader_len is not None
-    return duration.value * state.dataloader_len.value
+def build_schedule(
+    config: ScheduleConfig, optimizer: torch.optim.Optimizer, *, global_batch_size: int, num_batches: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return the schedule, to be stepped after every batch.
+
+    A plain torch one: Composer's own kind is asked before the batch is counted, so that each rate would come one batch late
+    (seen with 0.32.1).
+    """
+    multiplier = functools.partial(
+        lr_multiplier,
+        name=config.name,
+        warmup_batches=config.num_warmup_batches(global_batch_size),
+        total_batches=num_batches,
+    )
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, global_batch_size: int) -> torch.optim.Optimizer:

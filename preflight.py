@@ -186,7 +186,7 @@ def batch_problem(global_batch_size: int, num_ranks: int, microbatch: int) -> st
     step = num_ranks * microbatch
     if global_batch_size >= 1 and global_batch_size % step == 0:
         return None
-    below, above = global_batch_size // step * step, (global_batch_size // step + 1) * step
-    nearest = ", ".join(str(size) for size in (below, above) if size > 0)
+    below = max(0, global_batch_size // step * step)
+    nearest = ", ".join(str(size) for size in (below, below + step) if size > 0)
     product = f"{num_ranks} ranks x {microbatch} microbatch = {step}"
     return f"{global_batch_size} is not a multiple of {product}. Nearest: {nearest}."

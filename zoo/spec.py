@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zoo.objectives import Objective, ObjectiveConfig
+if TYPE_CHECKING:
+    from zoo.objectives import Objective, ObjectiveConfig
 
 ImageSize = tuple[int, int]
 """(width, height) in pixels."""

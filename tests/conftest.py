@@ -1,0 +1,89 @@
+"""What the tests share: small real images in img2dataset's layout, a stage of them, and commands with a time limit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY_RUN = [
+    "model.preset=tiny",
+    "image_size=64",
+    "global_batch_size=8",
+    "max_duration=4ba",
+    "measure.window_batches=2",
+    "measure.warmup_batches=2",
+    "loggers.progress_bar=false",
+]
+
+
+def picture(number: int, size: tuple[int, int] = (80, 96), kind: str = "JPEG", mode: str = "RGB") -> bytes:
+    """A gradient with a block of one colour: not noise, so that resizing and compression mean something."""
+    width, height = size
+    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    pixels = np.stack([x, y, np.full_like(x, 37 * number % 256)], axis=-1).astype(np.uint8)
+    pixels[: height // 3, : width // 3] = (number * 53 % 256, number * 101 % 256, 200)
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, kind)
+    return file.getvalue()
+
+
+def sample_files(number: int, size: tuple[int, int] = (80, 96)) -> dict[str, bytes]:
+    """The three files of one sample, by suffix."""
+    metadata = {"url": f"https://example.invalid/{number}.jpg", "SAMPLE_ID": number}
+    return {
+        "jpg": picture(number, size),
+        "txt": f"picture number {number}".encode(),
+        "json": json.dumps(metadata).encode(),
+    }
+
+
+def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
+    """Write key -> suffix -> bytes as img2dataset does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for key, files in samples.items():
+            for suffix, content in files.items():
+                member = tarfile.TarInfo(f"{key}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def run(*command: str, timeout: int = 240, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the project's root with this interpreter's programs first on the PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tars of 24 images each, of mixed sizes."""
+    folder = tmp_path_factory.mktemp("tars")
+    sizes = [(80, 96), (128, 64), (64, 64), (200, 150)]
+    for tar in range(2):
+        numbers = range(24 * tar, 24 * (tar + 1))
+        write_tar(folder / f"{tar:05d}.tar", {f"{n:09d}": sample_files(n, sizes[n % 4]) for n in numbers})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stage(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stage `images` of `tars`."""
+    from prepare import shards
+
+    out = tmp_path_factory.mktemp("stage") / "images"
+    assert shards.main([str(tars), str(out), "shard_size=32kb"]) == 0
+    return out

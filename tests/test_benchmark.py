@@ -1,0 +1,277 @@
+"""benchmark.py through its main(): whole runs of the tiny SD2 on a CPU, and what it refuses, in full."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_RUN
+
+import benchmark
+import preflight
+from callbacks.run_record import RESULT_KEYS
+from config import parse_command_line
+
+
+def main(*words: str) -> int:
+    return benchmark.main(list(words))
+
+
+def refused(capsys, *words: str) -> list[str]:
+    assert main(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def result_of(output: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in output.splitlines()[-1].split())
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- runs ---
+
+
+@pytest.fixture(scope="module")
+def streamed(stage, tmp_path_factory) -> tuple[Path, str]:
+    """One run on streamed images: its folder and what it printed."""
+    import contextlib
+    import io
+
+    runs, printed = tmp_path_factory.mktemp("runs"), io.StringIO()
+    words = [*TINY_RUN, f"data.local={stage}", "data.workers=1", "model.weights=random", "max_duration=5ba"]
+    with contextlib.redirect_stdout(printed):
+        assert main(*words, f"run_folder={runs}", "run_name=streamed") == 0
+    return runs / "streamed", printed.getvalue()
+
+
+def test_summary_result_line_and_metrics_agree(streamed):
+    folder, printed = streamed
+    result, summary, lines = result_of(printed), json.loads((folder / "summary.json").read_text()), metrics(folder)
+    assert tuple(result) == RESULT_KEYS
+    for key, value in result.items():
+        assert summary[key] == (None if value == "none" else float(value))
+    assert [(line["batch"], line["images"], line["warmup"]) for line in lines] == [
+        (2, 16, True),
+        (4, 32, False),
+        (5, 40, False),
+    ]
+    assert summary["images_per_sec"] == pytest.approx(lines[1]["images_per_sec"], rel=1e-5)
+    assert summary["loss"] == pytest.approx(lines[-1]["loss"], rel=1e-5)
+    assert (summary["batches"], summary["warmup_batches"], summary["windows"]) == (5, 2, 1)
+    assert all(math.isfinite(line["loss"]) and line["gradient_norm"] > 0 for line in lines)
+
+
+def test_summary_says_what_ran_and_on_what(streamed):
+    summary = json.loads((streamed[0] / "summary.json").read_text())
+    environment = json.loads((streamed[0] / "environment.json").read_text())
+    assert (summary["stage"], summary["preset"], summary["image_size"]) == ("images", "tiny", [64, 64])
+    assert summary["device"].startswith("CPU ") and summary["torch_version"].startswith(torch.__version__.split("+")[0])
+    assert all(summary[key] == value for key, value in environment.items())
+    assert summary["commit"] is None or len(summary["commit"].removesuffix("+changes")) == 40
+    assert all(not isinstance(value, dict) for value in summary.values())
+
+
+def test_the_written_config_repeats_the_run_bit_for_bit(streamed, tmp_path, capsys):
+    folder, _ = streamed
+    assert main(str(folder / "config.yaml"), f"run_folder={tmp_path}", "run_name=again") == 0
+    assert [line["loss"] for line in metrics(tmp_path / "again")] == [line["loss"] for line in metrics(folder)]
+
+
+def test_another_seed_gives_another_run_and_microbatches_the_same(tmp_path, capsys):
+    losses = {}
+    for name, words in {"a": [], "b": ["seed=3"], "c": ["device_train_microbatch_size=2"]}.items():
+        assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", f"run_name={name}", *words) == 0
+        losses[name] = [line["loss"] for line in metrics(tmp_path / name)]
+    assert losses["a"] != losses["b"]
+    assert losses["c"] == pytest.approx(losses["a"], rel=1e-4)
+
+
+def test_the_rate_of_each_window_is_the_schedules(tmp_path, capsys):
+    words = ["data.synthetic=true", "schedule.warmup_batches=4", "optimizer.lr=1e-3", "measure.window_batches=1"]
+    assert main(*TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=a") == 0
+    # The line of batch n is written when the rate of batch n + 1 is set: n of 4 warm-up batches are done.
+    rates = [line["lr"] for line in metrics(tmp_path / "a")]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage_name", ["images", "moments"])
+def test_the_predecessors_flags_run_as_their_users_mean_them(tmp_path, capsys, stage_name):
+    words = ["--use_synth_data", "--device_train_microbatch_size", "4", "--batch_size", "8", "--image_size", "64"]
+    rest = ["model.preset=tiny", f"data.stage={stage_name}", "max_duration=2ba", f"run_folder={tmp_path}", "run_name=a"]
+    assert main(*words, *rest, "loggers.progress_bar=false") == 0
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert (summary["synthetic"], summary["global_batch_size"], summary["device_train_microbatch_size"]) == (True, 8, 4)
+    assert summary["images_per_sec"] is None and "images_per_sec=none" in capsys.readouterr().out  # all were warm-up
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_by_batch_and_rank(tmp_path, capsys):
+    words = ["data.synthetic=true", "optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=a", "max_duration=9ba"]
+    with pytest.raises(ValueError) as error:
+        main(*TINY_RUN, *words)
+    assert str(error.value).startswith("loss: ") and " in batch " in str(error.value)
+    assert "first seen on rank 0. The run stops before anything of this batch is kept;" in str(error.value)
+    assert not (tmp_path / "a" / "summary.json").exists()
+
+
+def test_unusable_samples_are_named_in_the_record(tmp_path, capsys):
+    from test_data import BROKEN, stage_with
+
+    words = [f"data.local={stage_with(tmp_path, BROKEN)}", "data.workers=0", "model.weights=random"]
+    assert main(*TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=a") == 0
+    lines = [json.loads(line) for line in (tmp_path / "a" / "bad_samples.jsonl").read_text().splitlines()]
+    assert {line["key"]: line["reason"] for line in lines}["004"] == "not an image" and len(lines) == 4
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["bad_samples"] == 4
+    assert metrics(tmp_path / "a")[-1]["bad_samples"] == 4
+
+
+# --- configurations ---
+
+
+def test_print_config_shows_the_resolved_run_and_starts_nothing(tmp_path, capsys):
+    assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", "--print_config") == 0
+    printed = capsys.readouterr().out
+    path = tmp_path / "printed.yaml"
+    path.write_text(printed)
+    assert (
+        "precision: fp32" in printed
+        and "device_train_microbatch_size: 8" in printed
+        and "prediction: epsilon" in printed
+    )
+    assert main(str(path), "--print_config") == 0
+    assert capsys.readouterr().out == printed
+    assert [p.name for p in tmp_path.iterdir()] == ["printed.yaml"]
+
+
+def test_with_no_yaml_it_is_sd2_at_512_with_a_global_batch_of_2048_for_30_batches():
+    config = benchmark.RunConfig()
+    assert (config.model.family, config.model.preset, config.image_size) == ("sd2", "full", 512)
+    assert (config.global_batch_size, config.max_duration) == (2048, "30ba")
+
+
+def test_too_little_memory_stops_it_before_anything_is_allocated(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "build_model", lambda *_, **__: pytest.fail("built a model"))
+    monkeypatch.setattr(preflight, "available_gib", lambda: (20.0, "this machine (free now)"))
+    [problem] = refused(capsys, "--use_synth_data", f"run_folder={tmp_path}", "precision=fp32")
+    assert problem.startswith("memory: 2048 images a pass need about 3583")
+    assert "this machine (free now) has 20.0. Ways out: device_train_microbatch_size=" in problem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys, stage):
+    (tmp_path / "old").mkdir()
+    words = [
+        "global_batch_size=10",
+        "device_train_microbatch_size=4",
+        "max_duration=soon",
+        "seed=-1",
+        "image_size=[64]",
+        "optimizer.lr=1e-4",
+        "optimizer.lr_per_image=1e-7",
+        "precision=fp16",
+        "data.remote=/nowhere",
+        "loggers.wandb.name=x",
+        "target.fid=90",
+        "--use_ema",
+        f"run_folder={tmp_path}",
+        "run_name=old",
+    ]
+    assert refused(capsys, *words) == [
+        "command line: 'target.fid' is not available: the stop at a quality target is not part of this version. Leave it "
+        "out.",
+        "command line: '--use_ema' (ema.enabled) is not available: the exponential moving average is not part of this "
+        "version. Leave it out.",
+        f"run_name: {tmp_path}/old exists already, and resuming is not part of this version. Take another run_name, or "
+        "remove that folder.",
+        "seed: -1 is not possible. Possible: 0 to 2**32 - 1.",
+        "max_duration: 'soon' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",
+        "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16.",
+        "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
+        "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
+        "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
+        "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
+        "image_size: [64] is not a size. Possible: pixels, e.g. 512, or [width, height].",
+        "model.weights: not given. Real data want encoders: say model.weights=random to train on random ones (loading "
+        "trained ones is not part of this version).",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.family=sd3"], "model.family: unknown family 'sd3'. Known: sd2."),
+        (["model.variant=mlperf"], "model.variant: sd2 has no variant 'mlperf'. Known: stock."),
+        (["image_size=60"], "image_size: 60 x 60 px does not fit sd2. Both sides have to be multiples of 8."),
+        (
+            ["objective.prediction=flow"],
+            "objective.prediction: sd2 cannot be trained on 'flow'. Possible: epsilon, v.",
+        ),
+        (["model.weights=/w"], "model.weights: '/w' cannot be loaded in this version. Possible: random."),
+        (["run_name=a/b"], "run_name: 'a/b' is no folder name. Use letters, digits, - and _."),
+        (
+            ["run_folder=/proc/runs"],
+            "run_folder: /proc/runs cannot be written: /proc: No such file or directory. Give a folder that this user may "
+            "write in.",
+        ),
+        (
+            ["device_train_microbatch_size=0"],
+            "device_train_microbatch_size: 0 is below 1. Possible: 1 and up, or null.",
+        ),
+        (
+            ["--model_name", "sdxl"],
+            "command line: '--model_name sdxl' is not known. Known: sd2, stabilityai/stable-diffusion-2, "
+            "stabilityai/stable-diffusion-2-base.",
+        ),
+        (["precision=fp8"], "command line: precision is 'fp8'. Possible: one of fp32, tf32, bf16, fp16 or null."),
+        (
+            ["eval.when=after"],
+            "command line: 'eval.when' is not available: evaluation is not part of this version. Leave it out.",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_says_why(capsys, tmp_path, words, message):
+    base = [
+        "model.preset=tiny",
+        "image_size=64",
+        "global_batch_size=8",
+        "data.synthetic=true",
+        f"run_folder={tmp_path}",
+    ]
+    assert refused(capsys, *base, *words) == [message]
+
+
+def test_a_stage_that_does_not_fit_the_config_names_both(capsys, tmp_path, stage):
+    import shutil
+
+    other = shutil.copytree(stage, tmp_path / "moments")
+    facts = json.loads((other / "dataset.json").read_text())
+    (other / "dataset.json").write_text(json.dumps({**facts, "stage": "moments"}))
+    words = [*TINY_RUN, f"data.local={other}", "model.weights=random", f"run_folder={tmp_path}"]
+    assert refused(capsys, *words) == [
+        f"data.stage: the config says 'images', {other}/dataset.json says 'moments'. Use data.stage=moments, or another "
+        f"data.remote."
+    ]
+
+
+def test_a_stage_with_fewer_samples_than_a_batch_is_refused(capsys, tmp_path, stage):
+    words = [*TINY_RUN, f"data.local={stage}", "model.weights=random", "global_batch_size=64", f"run_folder={tmp_path}"]
+    assert refused(capsys, *words, "data.workers=1") == [
+        f"global_batch_size: 64 is more than the 48 samples of the stage at {stage}. Take a smaller one, or more data."
+    ]
+
+
+def test_model_names_of_the_predecessor_choose_the_prediction():
+    words = ["--model_name", "stabilityai/stable-diffusion-2"]
+    [family, prediction] = parse_command_line(words, benchmark.ALIASES).assignments
+    assert (family.key, family.value, prediction.key, prediction.value) == (
+        "model.family",
+        "sd2",
+        "objective.prediction",
+        "v",
+    )

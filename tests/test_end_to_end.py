@@ -1,0 +1,122 @@
+"""Whole commands as a user types them, in processes of their own. Each has a limit in seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from conftest import TINY_RUN, run
+
+pytestmark = pytest.mark.slow
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_result(output: str) -> dict[str, str]:
+    lines = [line for line in output.splitlines() if line.startswith("images_per_sec=")]
+    assert len(lines) == 1, output
+    return dict(pair.split("=") for pair in lines[0].split())
+
+
+@pytest.fixture(scope="module")
+def shapes_stage(tmp_path_factory):
+    from prepare import shapes, shards
+
+    folder = tmp_path_factory.mktemp("shapes")
+    assert shapes.main([str(folder / "tars"), "num_images=256"]) == 0
+    assert shards.main([str(folder / "tars"), str(folder / "images")]) == 0
+    return folder / "images"
+
+
+def test_one_and_two_processes_learn_from_streamed_pictures(shapes_stage, tmp_path):
+    """The loss of the last window lies clearly below the first, and two ranks see the same schedule of images."""
+    words = [f"data.remote={shapes_stage}", "data.workers=1", "model.weights=random", "global_batch_size=16"]
+    words += ["max_duration=60ba", "optimizer.lr=1e-3", "measure.window_batches=10", "measure.warmup_batches=10"]
+    for ranks in (1, 2):
+        keys = [f"run_folder={tmp_path}", f"run_name=n{ranks}", f"data.local={tmp_path}/local{ranks}"]
+        done = run("composer", "-n", str(ranks), "benchmark.py", *TINY_RUN, *words, *keys, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines, result = metrics(tmp_path / f"n{ranks}"), last_result(done.stdout)
+        assert lines[-1]["loss"] < 0.5 * lines[0]["loss"], lines
+        assert [line["images"] for line in lines] == [160, 320, 480, 640, 800, 960]
+        summary = json.loads((tmp_path / f"n{ranks}" / "summary.json").read_text())
+        assert float(result["images_per_sec"]) == summary["images_per_sec"] and summary["num_devices"] == ranks
+        per_device = float(result["images_per_sec"]) / ranks
+        assert float(result["images_per_sec_per_device"]) == pytest.approx(per_device, rel=1e-4)
+
+
+def test_a_configuration_that_cannot_run_ends_with_2_and_says_it_once_on_two_ranks(tmp_path):
+    done = run("composer", "-n", "2", "benchmark.py", *TINY_RUN, "--use_synth_data", "global_batch_size=9", "lr=3")
+    assert done.returncode == 2
+    assert done.stderr.count("command line: unknown key 'lr'. Did you mean 'optimizer.lr'?\n") == 1
+    assert (
+        done.stderr.count("global_batch_size: 9 is not a multiple of 2 ranks x 1 microbatch = 2. Nearest: 8, 10.\n")
+        == 1
+    )
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_with_no_yaml_and_too_little_memory_it_stops_with_the_estimate(tmp_path):
+    """SD2 at global batch 2048 in one pass: no machine that runs this test has that much."""
+    done = run("composer", "-n", "1", "benchmark.py", "--use_synth_data", "precision=fp32", f"run_folder={tmp_path}")
+    assert done.returncode == 2
+    assert re.search(r"^memory: 2048 images a pass need about 3[0-9]{3}\.\d GiB \(1", done.stderr, re.M), done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_wandb_offline_tensorboard_and_the_progress_bar(tmp_path):
+    """No account, no network: the offline run holds the metrics under their names."""
+    words = [
+        "--use_synth_data",
+        "--wandb_project",
+        "easel-test",
+        "--wandb_name",
+        "my-run",
+        "loggers.wandb.mode=offline",
+    ]
+    words += ["loggers.tensorboard.log_dir=null", "loggers.progress_bar=true"]
+    done = run("composer", "-n", "1", "benchmark.py", *TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=logged")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loss/train/total=" in done.stderr  # Composer's bar
+    [binary] = (tmp_path / "logged" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = binary.read_bytes()
+    for text in (b"easel-test", b"my-run", b"window/images_per_sec", b"window/loss"):
+        assert text in content
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(next((tmp_path / "logged" / "tensorboard").rglob("events.*")).parent))
+    events.Reload()
+    recorded = [event.value for event in events.Scalars("window/loss")]
+    assert recorded == pytest.approx([line["loss"] for line in metrics(tmp_path / "logged")], rel=1e-6)
+
+
+def test_no_logger_is_forced(tmp_path):
+    done = run(
+        "composer", "-n", "1", "benchmark.py", *TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "run_name=a"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "summary.json",
+    ]
+
+
+def test_make_alone_prints_help():
+    done = run("make")
+    assert done.returncode == 0 and all(
+        f"  {name} " in done.stdout for name in ("env", "demo", "test", "lock", "gpu-ladder")
+    )
+
+
+def test_another_python_is_refused_by_name(tmp_path):
+    fake = tmp_path / "python9"
+    fake.write_text('#!/bin/sh\nexec python3 -c "import sys; sys.version_info = (3, 9); exec(sys.argv[1])" "$2"\n')
+    fake.chmod(0o755)
+    done = run("make", "env", f"PYTHON={fake}", f"VENV={tmp_path}/venv")
+    assert done.returncode != 0
+    assert f"PYTHON: {fake} is Python 3.9. Possible: 3.10, 3.11, 3.12. Run: PYTHON=python3.11 make ..." in done.stderr

@@ -1,0 +1,92 @@
+"""bench/ladder.py: its file, its table, and the CPU form of the command for a GPU machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import ROOT, run
+
+from bench import ladder
+from config import ConfigError
+
+
+def test_a_ladder_that_is_not_there_names_those_that_are():
+    with pytest.raises(ConfigError, match="^nowhere.yaml: no such file. Known: .*yamls/ladders/sd2_512.yaml"):
+        ladder.read_ladder("nowhere.yaml")
+
+
+def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("rungs: [{name: a}]\nlimit_sec: 1\nbudget_sec: 1\n")
+    with pytest.raises(ConfigError) as error:
+        ladder.read_ladder(str(path))
+    assert str(error.value) == (
+        f"{path}: is no ladder (KeyError: 'yaml'). Wanted: limit_sec, budget_sec and rungs, each with name, yaml and keys."
+    )
+
+
+def test_the_command_says_what_it_does_not_know(capsys):
+    assert ladder.main(["yamls/ladders/sd2_tiny_cpu.yaml", "out=x"]) == 2
+    assert capsys.readouterr().err == "command line: 'out=x' is not known. Known: results=FOLDER.\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "status"),
+    [
+        (None, "", "timeout"),
+        (2, "memory: ...", "refused"),
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried", "out_of_memory"),
+        (1, "Traceback", "failed"),
+        (0, "no summary was left", "failed"),
+    ],
+)
+def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, output, status):
+    monkeypatch.setattr(ladder, "_run", lambda command, limit: (code, output))
+    record = ladder.run_rung(ladder.Rung("a", "x.yaml", ()), 5)
+    assert record["status"] == status and record["output_end"] == output and record["device"]
+    assert status in ladder.table([record]).splitlines()[1]
+
+
+def test_a_process_that_outlives_its_limit_is_ended_with_its_children():
+    code, output = ladder._run(["bash", "-c", "echo started; sleep 60 & wait"], 2)
+    assert code is None and output == "started\n"
+
+
+def test_no_rung_is_started_after_the_budget(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "rungs: [{name: a, yaml: y, keys: []}, {name: b, yaml: y, keys: []}]\nlimit_sec: 9\nbudget_sec: -1\n"
+    )
+    monkeypatch.setattr(ladder, "run_rung", lambda *_: pytest.fail("started"))
+    assert ladder.main([str(path), f"results={tmp_path}"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "a: not started, -1 s are spent; call again to go on"
+
+
+@pytest.mark.slow
+def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path):
+    """The code of `make gpu-ladder` with the tiny preset: two rungs measured, one refused for memory, none run twice."""
+    command = ["python", "-m", "bench.ladder", "yamls/ladders/sd2_tiny_cpu.yaml", f"results={tmp_path}"]
+    done = run(*command, timeout=290)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = {p.stem: json.loads(p.read_text()) for p in (tmp_path / "sd2_tiny_cpu").glob("*.json")}
+    assert {name: record["status"] for name, record in records.items()} == {
+        "online_mb4": "ok",
+        "moments_mb8": "ok",
+        "too_large": "refused",
+    }
+    for name in ("online_mb4", "moments_mb8"):
+        assert records[name]["images_per_sec"] > 0 and records[name]["windows"] == 2
+        assert (
+            records[name]["device"].startswith("CPU") and records[name]["torch_version"] and "commit" in records[name]
+        )
+    assert "memory: 4096 images a pass need about" in records["too_large"]["output_end"]
+    again = run(*command, timeout=120)
+    if records["online_mb4"]["commit"] is not None:
+        assert "online_mb4: has a record of this commit" in again.stdout, again.stdout
+
+
+def test_gpu_ladder_installs_nothing_and_takes_the_interpreter_at_hand():
+    done = run("make", "-n", "gpu-ladder", "PYTHON=some-python")
+    assert done.stdout == "some-python -m bench.ladder yamls/ladders/sd2_512.yaml\n"
+    assert (ROOT / "yamls/ladders/sd2_512.yaml").is_file()

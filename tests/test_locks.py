@@ -1,0 +1,92 @@
+"""The locks: one version of every package on every Python, all that requirements.txt asks for, nothing resolved later."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import ROOT
+from packaging.requirements import Requirement
+
+LOCKS = ["requirements.lock", "requirements-prepare.lock"]
+VERSIONS = ["3.10", "3.11", "3.12"]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements(name: str) -> list[Requirement]:
+    lines = [line.split(" #")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def pins(name: str, python: str) -> dict[str, list[str]]:
+    """Package -> versions whose marker holds on Linux, x86-64, with this Python."""
+    environment = {
+        "python_version": python,
+        "python_full_version": f"{python}.4",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+        "os_name": "posix",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+        "extra": "",
+    }
+    found: dict[str, list[str]] = {}
+    for pin in requirements(name):
+        [specifier] = pin.specifier
+        assert specifier.operator == "==", f"{name}: {pin} is not pinned"
+        if pin.marker is None or pin.marker.evaluate(environment):
+            found.setdefault(canonical(pin.name), []).append(specifier.version)
+    return found
+
+
+@pytest.mark.parametrize("python", VERSIONS)
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_package_has_one_version_on_every_python(lock, python):
+    found = pins(lock, python)
+    assert len(found) > 30
+    assert {name: versions for name, versions in found.items() if len(versions) != 1} == {}
+
+
+@pytest.mark.parametrize("python", VERSIONS)
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_lock_holds_what_is_asked_for_within_its_bounds(lock, python):
+    found = pins(lock, python)
+    for wanted in requirements(lock.replace(".lock", ".txt")):
+        [version] = found[canonical(wanted.name)]
+        assert wanted.specifier.contains(version), f"{wanted} but {version}"
+
+
+def test_every_upper_bound_has_its_reason():
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")]
+    bounded = [line for line in lines if re.search(r"[<=]=?\d|==", line.split("#")[0])]
+    assert bounded and [line for line in bounded if " # " not in line.replace("  #", " #")] == []
+
+
+def test_the_environment_is_the_lock():
+    """The one that the tests run in, so that what they say is about the locked versions."""
+    import importlib.metadata
+    import sys
+
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if python not in VERSIONS:
+        pytest.skip(f"Python {python} has no lock")
+    found = pins("requirements.lock", python)
+    wrong = {}
+    for name in (
+        "torch",
+        "mosaicml",
+        "mosaicml-streaming",
+        "diffusers",
+        "transformers",
+        "omegaconf",
+        "numpy",
+        "pillow",
+    ):
+        installed = importlib.metadata.version(name).split("+")[0]
+        if installed != found[name][0]:
+            wrong[name] = (installed, found[name][0])
+    assert wrong == {}

@@ -1,0 +1,197 @@
+"""model.py on the tiny SD2: frozen parts stay frozen, randomness is the batch's own, the loss is the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from composer import State
+
+from model import BatchRandomness, ModelConfig, build_model, normalize_images, step_seed
+from zoo.objectives import ObjectiveConfig
+
+SIZE = (64, 64)
+
+
+def tiny(precision: str = "fp32", seed: int = 1, **objective):
+    model = build_model(
+        ModelConfig(preset="tiny"), ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=seed
+    )
+    return model.place(torch.device("cpu"), precision)
+
+
+def images_batch(num: int = 4) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (num, 3, 64, 64), generator=generator, dtype=torch.uint8)
+    tokens = torch.randint(0, 49408, (num, 77), generator=generator)
+    return {"images": images, "tokens": tokens}
+
+
+def drawn(model, batch, seed: int = 5):
+    return model.draw(batch, torch.Generator().manual_seed(seed))
+
+
+def test_frozen_encoders_are_in_no_state_dict_and_stay_in_eval_mode():
+    model = tiny()
+    model.train()
+    assert {name.split(".")[0] for name in model.state_dict()} == {"denoiser"}
+    assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"denoiser"}
+    for encoder in model.encoders.modules.values():
+        assert not encoder.training
+        assert not any(p.requires_grad for p in encoder.parameters())
+
+
+def test_gradients_reach_every_parameter_of_the_denoiser_and_nothing_else():
+    model = tiny()
+    batch = drawn(model, images_batch())
+    model.loss(model(batch), batch).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.denoiser.parameters())
+    assert all(p.grad is None for encoder in model.encoders.modules.values() for p in encoder.parameters())
+
+
+def test_encoders_run_once_for_a_batch():
+    model, calls = tiny(), []
+    for name, encoder in model.encoders.modules.items():
+        target = encoder.encoder if name == "vae" else encoder
+        target.register_forward_hook(lambda *_, name=name: calls.append(name))
+    model(drawn(model, images_batch(4)))
+    assert sorted(calls) == ["text", "vae"]
+
+
+def test_random_encoders_are_the_same_for_every_seed_and_the_denoiser_is_not():
+    one, two, again = tiny(seed=1), tiny(seed=2), tiny(seed=1)
+    for name, encoder in one.encoders.modules.items():
+        for key, value in encoder.state_dict().items():
+            assert torch.equal(value, two.encoders.modules[name].state_dict()[key])
+    assert not torch.equal(one.state_dict()["denoiser.conv_in.weight"], two.state_dict()["denoiser.conv_in.weight"])
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in one.state_dict().items())
+
+
+def test_building_leaves_the_global_generator_alone():
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    tiny()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_step_takes_nothing_from_the_global_generator():
+    model = tiny(caption_dropout=0.5)
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    batch = drawn(model, images_batch())
+    model.loss(model(batch), batch).backward()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("microbatch", [1, 2])
+def test_microbatch_size_changes_no_number(microbatch):
+    """The gradient of the whole batch is the mean of those of its parts, to float32's rounding."""
+
+    def gradients(size: int) -> list[torch.Tensor]:
+        model = tiny(caption_dropout=0.5)
+        batch = drawn(model, images_batch(4))
+        for start in range(0, 4, size):
+            part = {name: value[start : start + size] for name, value in batch.items()}
+            (model.loss(model(part), part) * size / 4).backward()
+        return [p.grad for p in model.parameters()]
+
+    for whole, parts in zip(gradients(4), gradients(microbatch), strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-5)
+
+
+def test_loss_is_the_weighted_mean_squared_error():
+    model = tiny()
+    outputs = {
+        "prediction": torch.full((2, 4, 8, 8), 3.0),
+        "target": torch.tensor([1.0, 2.0]).reshape(2, 1, 1, 1).expand(2, 4, 8, 8),
+        "weight": torch.tensor([1.0, 0.5]),
+    }
+    assert model.loss(outputs, {}).item() == pytest.approx((1.0 * 4.0 + 0.5 * 1.0) / 2)
+
+
+def test_a_perfect_denoiser_has_no_loss(monkeypatch):
+    model = tiny(prediction="v")
+    batch = drawn(model, images_batch())
+    latents, _ = model.encode(batch)
+    velocity = model.objective.target(latents, batch["noise"], batch["times"])
+    monkeypatch.setattr(model.family, "denoise", lambda *_: velocity)
+    assert model.loss(model(batch), batch).item() == 0.0
+
+
+def test_moments_give_the_same_latents_as_images():
+    """Scaled exactly once on either way: encoding first and reading the moments back changes nothing."""
+    model = tiny()
+    batch = drawn(model, images_batch())
+    images = normalize_images(batch["images"], "symmetric")
+    moments = model.family.encode_images(model.encoders.modules, images)
+    online, condition = model.encode(batch)
+    stored, _ = model.encode({**{k: v for k, v in batch.items() if k != "images"}, "moments": moments})
+    assert torch.equal(online, stored)
+    assert condition["text"].shape == (4, 77, 16)
+
+
+def test_dropped_captions_become_the_empty_caption_and_the_others_stay():
+    model = tiny(caption_dropout=0.5)
+    batch = drawn(model, images_batch(64))
+    dropped = batch["caption_dropped"]
+    assert 0 < dropped.sum() < 64
+    _, condition = model.encode(batch)
+    empty = model.family.encode_text(model.encoders.modules, model.empty_text)["text"]
+    kept = model.family.encode_text(model.encoders.modules, batch)["text"]
+    torch.testing.assert_close(condition["text"][dropped], empty.expand(int(dropped.sum()), -1, -1))
+    torch.testing.assert_close(condition["text"][~dropped], kept[~dropped])
+
+
+@pytest.mark.parametrize(("dropout", "num"), [(0.0, 0), (1.0, 64)])
+def test_caption_dropout_of_none_and_all(dropout, num):
+    assert int(drawn(tiny(caption_dropout=dropout), images_batch(64))["caption_dropped"].sum()) == num
+
+
+def test_images_are_normalised_to_the_range_that_was_asked_for():
+    images = torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 1, 1, 2).expand(1, 3, 1, 2)
+    assert normalize_images(images, "symmetric")[0, 0, 0].tolist() == [-1.0, 1.0]
+    assert normalize_images(images, "unit")[0, 0, 0].tolist() == [0.0, 1.0]
+
+
+def test_bf16_on_a_cpu_computes_in_bf16_and_keeps_float32_weights():
+    model, seen = tiny("bf16"), []
+    model.denoiser.conv_out.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    batch = drawn(model, images_batch())
+    loss = model.loss(model(batch), batch)
+    assert seen == [torch.bfloat16] and loss.dtype == torch.float32
+    assert model.encoders.dtype == torch.bfloat16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    reference = tiny()
+    assert loss.item() == pytest.approx(reference.loss(reference(batch), batch).item(), rel=0.02)
+
+
+def test_step_seeds_differ_by_seed_batch_and_rank_and_are_stable():
+    seeds = {step_seed(seed, batch, rank) for seed in range(5) for batch in range(50) for rank in range(5)}
+    assert len(seeds) == 5 * 50 * 5 and all(0 <= seed < 2**63 for seed in seeds)
+    assert step_seed(17, 0, 0) == step_seed(17, 0, 0)
+
+
+def test_batch_randomness_depends_on_the_batch_index_alone(monkeypatch):
+    model = tiny()
+    state = State(model=model, rank_zero_seed=0, run_name="test", device=_cpu())
+    callback = BatchRandomness(model, seed=7)
+
+    def draws(index: int) -> torch.Tensor:
+        monkeypatch.setattr(state, "timestamp", state.timestamp.copy(batch=index))
+        state.batch = images_batch()
+        callback.batch_start(state, None)
+        return state.batch["noise"]
+
+    first, second = draws(0), draws(1)
+    torch.manual_seed(99)  # whatever happened in between
+    assert torch.equal(draws(0), first) and not torch.equal(first, second)
+
+
+def test_a_batch_without_random_numbers_is_our_mistake():
+    with pytest.raises(AssertionError, match="BatchRandomness is not among the callbacks"):
+        tiny()(images_batch())
+
+
+def _cpu():
+    from composer.devices import DeviceCPU
+
+    return DeviceCPU()

@@ -1,0 +1,85 @@
+"""zoo/objectives.py against diffusers' schedulers and the papers' formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zoo.objectives import DiscreteDiffusion, ObjectiveConfig, min_snr_weight, scaled_linear_alphas_cumprod
+
+
+@pytest.fixture(scope="module")
+def scheduler():
+    from diffusers import DDPMScheduler
+
+    return DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", num_train_timesteps=1000)
+
+
+@pytest.fixture
+def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    latents, noise = (torch.randn(5, 4, 8, 8, generator=generator) for _ in range(2))
+    return latents, noise, torch.tensor([0, 1, 500, 998, 999])
+
+
+def test_noise_schedule_equals_diffusers(scheduler):
+    torch.testing.assert_close(scaled_linear_alphas_cumprod().float(), scheduler.alphas_cumprod, rtol=2e-6, atol=0)
+
+
+def test_corruption_equals_diffusers(scheduler, sample):
+    latents, noise, times = sample
+    objective = DiscreteDiffusion(ObjectiveConfig(), "epsilon")
+    torch.testing.assert_close(
+        objective.corrupt(latents, noise, times), scheduler.add_noise(latents, noise, times), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_velocity_equals_diffusers_and_epsilon_is_the_noise(scheduler, sample):
+    latents, noise, times = sample
+    velocity = DiscreteDiffusion(ObjectiveConfig(), "v").target(latents, noise, times)
+    torch.testing.assert_close(velocity, scheduler.get_velocity(latents, noise, times), rtol=1e-5, atol=1e-6)
+    assert DiscreteDiffusion(ObjectiveConfig(), "epsilon").target(latents, noise, times) is noise
+
+
+def test_latents_can_be_recovered_from_a_perfect_velocity(sample):
+    latents, noise, times = sample
+    objective = DiscreteDiffusion(ObjectiveConfig(), "v")
+    noisy, velocity = objective.corrupt(latents, noise, times), objective.target(latents, noise, times)
+    alpha_bar = scaled_linear_alphas_cumprod().float()[times].reshape(-1, 1, 1, 1)
+    # x_0 = sqrt(abar) x_t - sqrt(1 - abar) v, Salimans & Ho 2022, appendix D
+    torch.testing.assert_close(
+        alpha_bar.sqrt() * noisy - (1 - alpha_bar).sqrt() * velocity, latents, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+def test_min_snr_weight_equals_the_paper(scheduler, prediction):
+    from diffusers.training_utils import compute_snr
+
+    times = torch.tensor([0, 10, 300, 700, 999])
+    snr = compute_snr(scheduler, times)
+    expected = torch.minimum(snr, torch.tensor(5.0)) / (snr if prediction == "epsilon" else snr + 1)
+    weight = min_snr_weight(scaled_linear_alphas_cumprod().float()[times], 5.0, prediction)
+    torch.testing.assert_close(weight, expected, rtol=1e-4, atol=0)
+    objective = DiscreteDiffusion(ObjectiveConfig(weighting="min_snr"), prediction)
+    torch.testing.assert_close(objective.weight(times), expected, rtol=1e-4, atol=0)
+
+
+def test_plain_weight_is_one():
+    assert DiscreteDiffusion(ObjectiveConfig(), "v").weight(torch.tensor([0, 999])).tolist() == [1.0, 1.0]
+
+
+def test_times_are_uniform_over_all_thousand_steps():
+    times = DiscreteDiffusion(ObjectiveConfig(), "v").draw_times(200_000, torch.Generator().manual_seed(0))
+    counts = torch.bincount(times, minlength=1000)
+    assert len(counts) == 1000
+    # 200 expected a step, standard deviation 14: six of them on each side. Step 0 is among them.
+    assert counts.min() > 200 - 6 * 14.2 and counts.max() < 200 + 6 * 14.2
+
+
+def test_impossible_values_are_named():
+    config = ObjectiveConfig(caption_dropout=1.5, min_snr_gamma=0.0)
+    assert config.problems() == [
+        ("objective.caption_dropout", "1.5 is not a fraction. Possible: 0 to 1."),
+        ("objective.min_snr_gamma", "0.0 is not above 0. Usual: 5."),
+    ]

@@ -1,0 +1,83 @@
+"""stream.py: what is a stage, what is not, and what a reader is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from stream import ForkSafeStream, is_remote, read_stage
+
+
+@pytest.fixture
+def copy(stage, tmp_path):
+    return shutil.copytree(stage, tmp_path / "stage")
+
+
+def message(location) -> str:
+    with pytest.raises(ValueError) as error:
+        read_stage(str(location))
+    return str(error.value)
+
+
+def test_a_stage_says_what_it_holds(stage):
+    facts = read_stage(str(stage))
+    assert facts.num_samples == 48 and facts.facts["stage"] == "images"
+    assert facts.columns == ("caption", "height", "jpg", "key", "metadata", "width")
+    assert 0 < facts.largest_shard_bytes <= 40_000
+
+
+def test_a_path_that_is_not_there(tmp_path):
+    path = tmp_path / "nowhere"
+    assert message(path) == (f"no folder {path}. Check the path, or make the stage: python -m prepare.shards --help")
+
+
+@pytest.mark.parametrize("name", ["index.json", "dataset.json"])
+def test_a_folder_without_index_or_facts_is_no_stage(copy, name):
+    (copy / name).unlink()
+    assert message(copy) == f"no {name} under {copy}. Make the stage: python -m prepare.shards --help"
+
+
+@pytest.mark.parametrize("name", ["index.json", "dataset.json"])
+def test_a_file_that_is_not_json_is_named(copy, name):
+    (copy / name).write_text("{")
+    assert re.match(rf"{re.escape(str(copy / name))} is not JSON: .*\. Make the stage again\.$", message(copy))
+    (copy / name).write_text("[]")
+    assert message(copy) == f"{copy / name} holds a list, not an object. Make the stage again."
+
+
+def test_an_empty_index_and_another_schema_are_refused(copy):
+    facts = json.loads((copy / "dataset.json").read_text())
+    (copy / "dataset.json").write_text(json.dumps({**facts, "schema": 99}))
+    assert message(copy) == (
+        f"{copy}/dataset.json has schema 99; this version reads 1. Make the stage again: python -m prepare.shards --help"
+    )
+    (copy / "dataset.json").write_text(json.dumps(facts))
+    (copy / "index.json").write_text('{"shards": []}')
+    assert message(copy) == f"{copy}/index.json lists no shard. Make the stage again: python -m prepare.shards --help"
+
+
+def test_an_unknown_store_lists_the_known_ones():
+    text = message("ftp://host/stage")
+    assert text.startswith("'ftp://host/stage' is in no known store. Known: a folder, ") and "s3://" in text
+    assert is_remote("s3://bucket/x") and not is_remote("/data/x") and not is_remote("data/x")
+
+
+def test_an_unreachable_store_names_what_it_was_asked_for(monkeypatch):
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: refused at once
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    assert re.match(r"cannot read index.json under s3://bucket/stage: .*127\.0\.0\.1:9", message("s3://bucket/stage"))
+
+
+def test_store_connections_are_closed_before_workers_can_inherit_them(stage, monkeypatch):
+    """A forked worker would share the parent's socket: wrong data from a healthy store."""
+    closed = []
+    from streaming.base.storage.download import LocalDownloader
+
+    monkeypatch.setattr(LocalDownloader, "clean_up", lambda self: closed.append(self))
+    dataset = ForkSafeStream(local=str(stage), batch_size=4)
+    assert [stream._downloader for stream in dataset.streams] == closed[-1:]
