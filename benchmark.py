@@ -177,6 +177,8 @@ def _run_problems(config: RunConfig) -> list[Problem]:
     is_gpu = torch.cuda.is_available()
     if text := preflight.run_folder_problem(config.run_folder, config.run_name):
         found.append(Problem(text, ("run_name", "run_folder")))
+    if config.data.remote and config.data.local and (text := preflight.unwritable(config.data.local)):
+        found.append(Problem(f"data.local: {text}", ("data.local",)))
     if not 0 <= config.seed < 2**32:
         found.append(Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",)))
     if text := preflight.duration_problem(config.max_duration):

@@ -31,7 +31,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
-from stream import HASH, ForkSafeStream, is_remote, read_stage
+from stream import HASH, ForkSafeStream, cached_index_digest, is_remote, read_stage
 from zoo.spec import Column, Family, ImageSize
 
 SHUFFLE_BLOCK_SAMPLES = 1 << 18
@@ -104,6 +104,15 @@ class DataConfig:
         if stage.num_samples < global_batch_size:
             given = f"{global_batch_size} is more than the {stage.num_samples} samples of the stage at {stage.location}"
             found.append(("global_batch_size", f"{given}. Take a smaller one, or more data."))
+        if self.remote is not None and self.local is not None:
+            cached = cached_index_digest(self.local)
+            if self.local.rstrip("/") == self.remote.rstrip("/"):
+                found.append(
+                    ("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")
+                )
+            elif cached not in (None, stage.index_sha256):
+                given = f"{self.local} holds shards of another stage than {stage.location}"
+                found.append(("data.local", f"{given}. Give another folder, or remove this one."))
         limit = self.cache_limit and _bytes(self.cache_limit)
         if limit and limit < 4 * stage.largest_shard_bytes:
             found.append(

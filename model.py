@@ -113,13 +113,16 @@ class LatentDiffusion(ComposerModel):
 
         Composer opens autocast on a GPU and refuses it on a CPU, so there the model opens its own.
         """
-        compute = AUTOCAST_DTYPES.get(precision)
-        self.device = device
         self.denoiser.to(device)
-        self.encoders.to(device, compute or torch.float32)
+        self.encoders.to(device, AUTOCAST_DTYPES.get(precision, torch.float32))
+        return self.compute_on(device, precision)
+
+    def compute_on(self, device: torch.device, precision: str) -> LatentDiffusion:
+        """Bring what is no module to the device where the modules are already."""
+        self.device = device
         self.objective.to(device)
         self.empty_text = {name: tokens.to(device) for name, tokens in self.empty_text.items()}
-        self._cpu_autocast = compute if device.type == "cpu" else None
+        self._cpu_autocast = AUTOCAST_DTYPES.get(precision) if device.type == "cpu" else None
         return self
 
     # --- one step ---

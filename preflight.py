@@ -61,10 +61,11 @@ def measure_cost(
         model = build_model(config, objective, size=size, normalize="symmetric", seed=0)
     columns = model.family.columns(stage, size)
     compute = AUTOCAST_DTYPES.get(precision, torch.float32)
+    model.encoders.to(torch.device("meta"), compute)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in (model.denoiser, *model.encoders.modules.values()):
             module.to_empty(device="cpu")
-        model.place(torch.device("cpu"), precision)
+        model.compute_on(torch.device("cpu"), precision)
         one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
         flops = _flops(model, columns)
     factor = CUDA_AUTOCAST_FACTOR if torch.cuda.is_available() and precision in AUTOCAST_DTYPES else 1.0

@@ -33,6 +33,7 @@ class Stage:
 
     location: str
     facts: dict[str, Any]
+    index_sha256: str
     num_samples: int
     columns: tuple[str, ...]
     largest_shard_bytes: int
@@ -50,12 +51,18 @@ def read_stage(location: str) -> Stage:
         raise ValueError(f"'{location}' is in no known store. Known: a folder, {known}.")
     if not scheme and not Path(location).is_dir():
         raise ValueError(f"no folder {location}. Check the path, or make the stage: python -m prepare.shards --help")
-    index = _read_json(location, "index.json")
-    facts = _read_json(location, FACTS_FILE)
+    index_bytes, index = _read_json(location, "index.json")
+    _, facts = _read_json(location, FACTS_FILE)
     if facts.get("schema") != FACTS_SCHEMA:
         raise ValueError(
             f"{location}/{FACTS_FILE} has schema {facts.get('schema')}; this version reads {FACTS_SCHEMA}. Make the "
             f"stage again: python -m prepare.shards --help"
+        )
+    digest = hashlib.sha256(index_bytes).hexdigest()
+    if facts.get("index_sha256") != digest:
+        raise ValueError(
+            f"{location}/index.json (sha256 {digest[:12]}) is not the one that {FACTS_FILE} was written for "
+            f"({str(facts.get('index_sha256'))[:12]}). Make the stage again: python -m prepare.shards --help"
         )
     shards = index.get("shards") or []
     if not shards:
@@ -63,13 +70,21 @@ def read_stage(location: str) -> Stage:
     return Stage(
         location=location,
         facts=facts,
+        index_sha256=digest,
         num_samples=sum(shard["samples"] for shard in shards),
         columns=tuple(shards[0]["column_names"]),
         largest_shard_bytes=max(shard["raw_data"]["bytes"] for shard in shards),
     )
 
 
-def _read_json(location: str, name: str) -> dict[str, Any]:
+def cached_index_digest(local: str) -> str | None:
+    """Return the sha256 of the index that a cache folder holds, or None: it is empty."""
+    path = Path(local, "index.json")
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _read_json(location: str, name: str) -> tuple[bytes, dict[str, Any]]:
+    """Return a file of a stage, as it is and read."""
     if is_remote(location):
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -91,7 +106,7 @@ def _read_json(location: str, name: str) -> dict[str, Any]:
         raise ValueError(f"{location}/{name} is not JSON: {error}. Make the stage again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{location}/{name} holds a {type(content).__name__}, not an object. Make the stage again.")
-    return content
+    return text, content
 
 
 def write_facts(folder: Path, stage: str, facts: dict[str, Any]) -> None:

@@ -237,7 +237,7 @@ def test_a_shard_without_a_good_sample_stops_the_run(tmp_path):
 
 def test_a_section_that_fits_has_no_problem(stage):
     assert DataConfig(local=str(stage)).problems(8) == []
-    assert DataConfig(remote=str(stage), local="/tmp/anywhere", cache_limit="1gb").problems(8) == []
+    assert DataConfig(remote=str(stage), local="/nowhere/yet", cache_limit="1gb").problems(8) == []
     assert DataConfig(synthetic=True, remote="nowhere").problems(8) == []
 
 
@@ -256,6 +256,13 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     ]
     assert texts(stage="moments", local=str(stage)) == [
         "data.stage: 'moments' can only be had with data.synthetic=true in this version."
+    ]
+    assert texts(remote=str(stage), local=str(stage)) == [
+        f"data.local: {stage} is data.remote too. Leave it out: a folder is read in place."
+    ]
+    (tmp_path / "index.json").write_text("{}")
+    assert texts(remote=str(stage), local=str(tmp_path)) == [
+        f"data.local: {tmp_path} holds shards of another stage than {stage}. Give another folder, or remove this one."
     ]
     [limit] = texts(local=str(stage), cache_limit="10kb")
     assert limit.startswith("data.cache_limit: 10kb holds fewer than 4 of the largest shard (3")

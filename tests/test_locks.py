@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -68,12 +71,9 @@ def test_every_upper_bound_has_its_reason():
 
 def test_the_environment_is_the_lock():
     """The one that the tests run in, so that what they say is about the locked versions."""
-    import importlib.metadata
-    import sys
-
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if python not in VERSIONS:
-        pytest.skip(f"Python {python} has no lock")
+    if not any(Path(sys.prefix).glob(".easel-*")):
+        pytest.skip(f"{sys.prefix} was not made by `make env`")
     found = pins("requirements.lock", python)
     wrong = {}
     for name in (

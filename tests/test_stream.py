@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -54,8 +55,14 @@ def test_an_empty_index_and_another_schema_are_refused(copy):
     assert message(copy) == (
         f"{copy}/dataset.json has schema 99; this version reads 1. Make the stage again: python -m prepare.shards --help"
     )
-    (copy / "dataset.json").write_text(json.dumps(facts))
     (copy / "index.json").write_text('{"shards": []}')
+    digest = hashlib.sha256(b'{"shards": []}').hexdigest()
+    (copy / "dataset.json").write_text(json.dumps(facts))
+    assert message(copy) == (
+        f"{copy}/index.json (sha256 {digest[:12]}) is not the one that dataset.json was written for "
+        f"({facts['index_sha256'][:12]}). Make the stage again: python -m prepare.shards --help"
+    )
+    (copy / "dataset.json").write_text(json.dumps({**facts, "index_sha256": digest}))
     assert message(copy) == f"{copy}/index.json lists no shard. Make the stage again: python -m prepare.shards --help"
 
 

@@ -1,0 +1,74 @@
+"""README.md: its commands are ones that the programs understand, its tree is the tree, its figures are in a record."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+from conftest import ROOT
+
+import benchmark
+from config import load, parse_command_line, schema_keys
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
+LINES = [line.split(" #")[0].strip() for block in BLOCKS for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("composer ")])
+def test_every_composer_command_is_understood(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(line)
+    script = words.index("benchmark.py")
+    command_line = parse_command_line(words[script + 1 :], benchmark.ALIASES)
+    load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: [])
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make ")])
+def test_every_make_target_exists(line):
+    target = line.split()[1]
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+def test_every_python_module_that_is_named_exists():
+    modules = set(re.findall(r"python -m ([\w.]+)", README))
+    assert modules and all((ROOT / (module.replace(".", "/") + ".py")).is_file() for module in modules)
+
+
+def test_every_source_file_stands_in_the_tree_and_nothing_else_does():
+    from test_layout import sources
+
+    [tree] = [block for block in BLOCKS if block.startswith("benchmark.py  ")]
+    named = {line.split()[0] for line in tree.splitlines()}
+    files = {str(path.relative_to(ROOT)) for path in sources() if path.name != "__init__.py"}
+    assert files <= named
+    for name in named - files:
+        assert any(ROOT.glob(name.split("*")[0].rstrip(",") + "*")), name
+
+
+def test_every_key_that_is_named_exists_and_every_section_is_named():
+    keys = schema_keys(benchmark.RunConfig)
+    rows = [
+        row.split("|")[1] for row in README.split("## Configuration")[1].split("##")[0].splitlines() if "| `" in row[:3]
+    ]
+    named = set()
+    for row in rows:
+        for code in re.findall(r"`([^`]+)`", row):
+            words = re.sub(r"[{},]", " ", code).split()
+            prefix = words[0].rpartition(".")[0]
+            for word in words:
+                named.add(word if "." in word and not word.endswith(".") else f"{prefix}.{word}".lstrip("."))
+    named = {name.rstrip(".") for name in named}
+    assert sorted(name for name in named if name not in keys) == []
+    leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    assert sorted(leaves - named) == ["objective.timesteps", "optimizer.name"]  # each has one value so far
+
+
+def test_the_result_line_is_that_of_the_committed_record():
+    record = json.loads((ROOT / "reports/results/shapes_cpu.json").read_text())
+    [line] = [block.strip() for block in BLOCKS if block.startswith("images_per_sec=")]
+    shown = dict(pair.split("=") for pair in line.split())
+    assert shown == {key: "none" if record[key] is None else str(record[key]) for key in shown}
+    assert record["commit"] and record["device"] and record["preset"] == "tiny"
