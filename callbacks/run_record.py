@@ -154,7 +154,7 @@ class RunRecord(Callback):
             **result,
             **rest,
             "bad_samples": len(self.all_bad_samples),
-            **self.facts,
+            **{key: _rounded(value) for key, value in self.facts.items()},
             **self.environment,
         }
         if self._is_writer:
@@ -183,7 +183,7 @@ def environment() -> dict[str, Any]:
         **versions,
         "cuda_version": torch.version.cuda if cuda else None,
         "cudnn_version": torch.backends.cudnn.version() if cuda else None,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "commit": commit(),
     }
 

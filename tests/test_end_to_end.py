@@ -107,7 +107,7 @@ def test_no_logger_is_forced(tmp_path):
 
 
 def test_make_alone_prints_help():
-    done = run("make")
+    done = run("make", MAKEFLAGS="")
     assert done.returncode == 0 and all(
         f"  {name} " in done.stdout for name in ("env", "demo", "test", "lock", "gpu-ladder")
     )
@@ -117,6 +117,6 @@ def test_another_python_is_refused_by_name(tmp_path):
     fake = tmp_path / "python9"
     fake.write_text('#!/bin/sh\nexec python3 -c "import sys; sys.version_info = (3, 9); exec(sys.argv[1])" "$2"\n')
     fake.chmod(0o755)
-    done = run("make", "env", f"PYTHON={fake}", f"VENV={tmp_path}/venv")
+    done = run("make", "env", f"PYTHON={fake}", f"VENV={tmp_path}/venv", MAKEFLAGS="")
     assert done.returncode != 0
     assert f"PYTHON: {fake} is Python 3.9. Possible: 3.10, 3.11, 3.12. Run: PYTHON=python3.11 make ..." in done.stderr

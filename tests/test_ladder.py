@@ -87,6 +87,6 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path):
 
 
 def test_gpu_ladder_installs_nothing_and_takes_the_interpreter_at_hand():
-    done = run("make", "-n", "gpu-ladder", "PYTHON=some-python")
+    done = run("make", "-n", "--no-print-directory", "gpu-ladder", "PYTHON=some-python", MAKEFLAGS="")
     assert done.stdout == "some-python -m bench.ladder yamls/ladders/sd2_512.yaml\n"
     assert (ROOT / "yamls/ladders/sd2_512.yaml").is_file()

@@ -56,11 +56,8 @@ def test_every_key_that_is_named_exists_and_every_section_is_named():
     named = set()
     for row in rows:
         for code in re.findall(r"`([^`]+)`", row):
-            words = re.sub(r"[{},]", " ", code).split()
-            prefix = words[0].rpartition(".")[0]
-            for word in words:
-                named.add(word if "." in word and not word.endswith(".") else f"{prefix}.{word}".lstrip("."))
-    named = {name.rstrip(".") for name in named}
+            first, *rest = code.split()  # `section.one two three` names three keys of a section
+            named |= {first, *(f"{first.rpartition('.')[0]}.{word}" for word in rest)}
     assert sorted(name for name in named if name not in keys) == []
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     assert sorted(leaves - named) == ["objective.timesteps", "optimizer.name"]  # each has one value so far
