@@ -30,6 +30,7 @@ CLOCKS = ("train", "data_wait", "eval", "other")
 
 # Peak of dense matrix products, TFLOP/s, by part of the device's name; from the makers' data sheets, without sparsity.
 PEAK_TFLOPS = {
+    "GB200": {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0},
     "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0},
     "H200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
     "H100 PCIe": {"bf16": 756.4, "fp16": 756.4, "tf32": 378.2, "fp32": 51.2},

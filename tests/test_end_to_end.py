@@ -48,6 +48,41 @@ def test_one_and_two_processes_learn_from_streamed_pictures(shapes_stage, tmp_pa
         assert float(result["images_per_sec_per_device"]) == pytest.approx(per_device, rel=1e-4)
 
 
+ORDER_SCRIPT = """
+import json, sys, torch
+from composer.utils import dist
+from data import DataConfig, build_data
+from zoo import load_family
+
+stage, out, workers = sys.argv[1:]
+dist.initialize_dist("cpu", timeout=60.0)
+config = DataConfig(local=stage, workers=int(workers))
+batch = 16 // dist.get_world_size()
+family, cpu = load_family("sd2", "tiny", "stock"), torch.device("cpu")
+loader = build_data(config, family, size=(64, 64), device_batch_size=batch, device=cpu, seed=5).dataloader
+epochs = [[[int(image.long().sum()) for image in batch["images"]] for batch in loader] for _ in range(2)]
+with open(f"{out}.{dist.get_global_rank()}", "w") as file:
+    json.dump(epochs, file)
+"""
+
+
+def test_global_batches_are_the_same_on_one_and_two_ranks_and_any_number_of_workers(stage, tmp_path):
+    """Elastic order: who reads a sample may change, in which batch of which epoch it comes may not."""
+    script = tmp_path / "order.py"
+    script.write_text(ORDER_SCRIPT)
+    orders = []
+    for ranks, workers in ((1, 0), (2, 2)):
+        out = tmp_path / f"order{ranks}"
+        done = run("composer", "-n", str(ranks), str(script), str(stage), str(out), str(workers))
+        assert done.returncode == 0, done.stdout + done.stderr
+        parts = [json.loads((tmp_path / f"order{ranks}.{rank}").read_text()) for rank in range(ranks)]
+        orders.append(
+            [[sorted(sum(batch, [])) for batch in zip(*epoch, strict=True)] for epoch in zip(*parts, strict=True)]
+        )
+    assert orders[0] == orders[1]
+    assert [len(epoch) for epoch in orders[0]] == [3, 3] and orders[0][0] != orders[0][1]
+
+
 def test_a_configuration_that_cannot_run_ends_with_2_and_says_it_once_on_two_ranks(tmp_path):
     done = run("composer", "-n", "2", "benchmark.py", *TINY_RUN, "--use_synth_data", "global_batch_size=9", "lr=3")
     assert done.returncode == 2
