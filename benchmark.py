@@ -323,15 +323,14 @@ def build_device(precision: str) -> Device:
 
 def train(config: RunConfig) -> dict[str, Any]:
     """Run one resolved configuration to its end and return the figures of its result line."""
-    assert (
-        config.run_name is not None and config.precision is not None and config.device_train_microbatch_size is not None
-    )
-    folder = Path(config.run_folder, config.run_name)
+    assert config.precision is not None and config.device_train_microbatch_size is not None
 
     # Device and ranks.
     device = build_device(config.precision)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
     device_batch = config.global_batch_size // dist.get_world_size()
+    run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
+    config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
     # Model.
     cost = cost_of(config)
@@ -387,13 +386,13 @@ def train(config: RunConfig) -> dict[str, Any]:
         schedulers=schedule,
         step_schedulers_every_batch=True,
         callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record],
-        loggers=build_loggers(config.loggers, config.run_name, folder),
+        loggers=build_loggers(config.loggers, run_name, folder),
         progress_bar=config.loggers.progress_bar,
         device=device,
         precision=autocast,
         device_train_microbatch_size=config.device_train_microbatch_size,
         seed=config.seed,
-        run_name=config.run_name,
+        run_name=run_name,
         dist_timeout=DIST_TIMEOUT_SEC,
     )
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
@@ -439,6 +438,9 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr, flush=True)
         return 2
     if is_speaker:
+        if result["images_per_sec"] is None:
+            given = f"all {result['batches']} batches were warm-up, so there is no speed"
+            print(f"measure.warmup_batches: {given}. Lower it, or raise max_duration.", file=sys.stderr)
         print(result_line(result), flush=True)
     return 0
 

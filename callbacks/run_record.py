@@ -79,6 +79,7 @@ class RunRecord(Callback):
         self.all_bad_samples: dict[str, str] = {}
         self.loss: float | None = None
         self._losses: list[float] = []
+        self._lr: float | None = None
         self._is_writer = dist.get_global_rank() == 0
 
     def start(self) -> None:
@@ -88,6 +89,9 @@ class RunRecord(Callback):
             self.folder.mkdir(parents=True, exist_ok=False)
             (self.folder / "config.yaml").write_text(self.config_yaml)
             _write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        self._lr = state.optimizers[0].param_groups[0]["lr"]  # of this batch: at its end the next one's is set already
 
     def batch_end(self, state: State, logger: Logger) -> None:
         loss = state.total_loss_dict["loss/train/total"]  # mean over all ranks; Composer has read it already
@@ -109,7 +113,7 @@ class RunRecord(Callback):
             "schema": SCHEMA,
             **window,
             "loss": self.loss,
-            "lr": state.optimizers[0].param_groups[0]["lr"],
+            "lr": self._lr,
             "gradient_norm": self.mean_gradient_norm(),
             "bad_samples": len(self.all_bad_samples),
         }
