@@ -167,7 +167,8 @@ def test_too_little_memory_stops_it_before_anything_is_allocated(tmp_path, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys, stage):
+def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
+    pytest.importorskip("wandb")
     (tmp_path / "old").mkdir()
     words = [
         "global_batch_size=10",
