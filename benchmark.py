@@ -14,7 +14,6 @@ Exit code: 0, or 2 when the configuration cannot run (every problem on a line of
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import sys
 import time
@@ -26,7 +25,6 @@ from typing import Any, Literal
 import torch
 from composer import Trainer
 from composer.devices import Device, DeviceCPU, DeviceGPU
-from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
 import preflight
@@ -34,6 +32,7 @@ from callbacks.run_record import RunRecord, device_name, result_line
 from callbacks.throughput import MeasureConfig, Throughput, peak_tflops
 from config import Alias, ConfigError, Problem, load, parse_command_line, to_yaml
 from data import DataConfig, Loader, build_data, check_bad_samples
+from loggers import LoggersConfig, build_loggers
 from model import BatchRandomness, ModelConfig, build_model
 from optim import GradientNorm, OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, total_batches
 from zoo import load_family
@@ -44,37 +43,6 @@ DIST_TIMEOUT_SEC = 1800.0
 REFUSAL_WAIT_SEC = 30.0
 
 # --- what a run is ---
-
-
-@dataclass(frozen=True)
-class WandbConfig:
-    """The `loggers.wandb` section: Weights & Biases, only where a project is named."""
-
-    project: str | None = None
-    name: str | None = None
-    """null: the run's name."""
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] | None = None
-    mode: Literal["online", "offline"] = "online"
-    """offline: no account needed; the run lies under wandb/ in the run's folder."""
-
-
-@dataclass(frozen=True)
-class TensorboardConfig:
-    """The `loggers.tensorboard` section."""
-
-    log_dir: str | None = None
-    """null: tensorboard/ in the run's folder."""
-
-
-@dataclass(frozen=True)
-class LoggersConfig:
-    """The `loggers` section; none is forced."""
-
-    progress_bar: bool = True
-    wandb: WandbConfig | None = None
-    tensorboard: TensorboardConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +109,7 @@ NOT_YET = {
     "attention": "the choice of an attention back-end",
     "gradient_checkpointing": "gradient checkpointing",
     "num_frames": "training on video",
+    "objective.shift": "flow matching",
 }
 
 
@@ -163,7 +132,7 @@ MEMORY_KEYS = {
 def check(config: RunConfig) -> list[Problem]:
     """Return every problem that can be known before anything is built, in the order of the keys."""
     found = _run_problems(config)
-    sections = (config.objective, config.optimizer, config.schedule, config.measure)
+    sections = (config.objective, config.optimizer, config.schedule, config.measure, config.loggers)
     in_sections = [config.data.problems(config.global_batch_size), *(section.problems() for section in sections)]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += _model_problems(config)
@@ -187,7 +156,7 @@ def _run_problems(config: RunConfig) -> list[Problem]:
         found.append(
             Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))
         )
-    return found + _batch_problems(config) + _logger_problems(config)
+    return found + _batch_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> list[Problem]:
@@ -198,20 +167,13 @@ def _batch_problems(config: RunConfig) -> list[Problem]:
         return [Problem(f"device_train_microbatch_size: {microbatch} is below 1. Possible: 1 and up, or null.", keys)]
     if text := preflight.batch_problem(config.global_batch_size, ranks, microbatch or 1):
         return [Problem(f"global_batch_size: {text}", keys)]
-    return []
-
-
-def _logger_problems(config: RunConfig) -> list[Problem]:
-    found = []
-    wandb, tensorboard = config.loggers.wandb, config.loggers.tensorboard
-    if wandb is not None and wandb.project is None:
-        found.append(
-            Problem("loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.", ("loggers.wandb",))
+    canonical, nodes = config.data.num_canonical_nodes, max(1, ranks // dist.get_local_world_size())
+    if canonical >= 1 and canonical % nodes and nodes % canonical:
+        text = (
+            f"{canonical} and {nodes} nodes: one has to divide the other. Possible: {nodes}, {2 * nodes}, {4 * nodes}."
         )
-    for section, wanted in (("wandb", wandb), ("tensorboard", tensorboard)):
-        if wanted is not None and importlib.util.find_spec(section) is None:
-            found.append(Problem(f"loggers.{section}: the package {section} is not installed. Leave the section out."))
-    return found
+        return [Problem(f"data.num_canonical_nodes: {text}", ("data.num_canonical_nodes",))]
+    return []
 
 
 def _model_problems(config: RunConfig) -> list[Problem]:
@@ -288,26 +250,6 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 # --- the run ---
-
-
-def build_loggers(config: LoggersConfig, run_name: str, folder: Path) -> list[LoggerDestination]:
-    """Build the loggers that were asked for."""
-    loggers: list[LoggerDestination] = []
-    if config.wandb is not None:
-        section = config.wandb
-        loggers.append(
-            WandBLogger(
-                project=section.project,
-                name=section.name or run_name,
-                entity=section.entity,
-                group=section.group,
-                tags=section.tags,
-                init_kwargs={"mode": section.mode, "dir": str(folder)},
-            )
-        )
-    if config.tensorboard is not None:
-        loggers.append(TensorboardLogger(log_dir=config.tensorboard.log_dir or str(folder / "tensorboard")))
-    return loggers
 
 
 def build_device(precision: str) -> Device:
@@ -422,6 +364,10 @@ def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(
+            dist.get_local_rank()
+        )  # before anything asks the driver: no rank opens a context on GPU 0
     command_line = parse_command_line(argv, ALIASES)
     is_speaker = dist.get_global_rank() == 0
     try:

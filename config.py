@@ -65,6 +65,8 @@ class Assignment:
     value: Any
     typed: str
     """The key as it was typed (a flag keeps its own name in messages)."""
+    raw: str | None = None
+    """The value as it was typed on the command line: a text is taken from here, so that 0123 stays 0123."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,7 @@ def _read_flag(word: str, rest: list[str], aliases: Mapping[str, Alias]) -> tupl
         return [], f"command line: unknown flag '--{name}'. Flags: {known}, --print_config. Every key is key=value."
     alias = aliases[name]
     if not has_value:
-        follows = bool(rest) and not rest[0].startswith("--") and "=" not in rest[0]
-        follows = follows and not rest[0].endswith((".yaml", ".yml"))
+        follows = bool(rest) and not rest[0].startswith("--")
         if alias.bare is not None and not (follows and rest[0].lower() in ("true", "false")):
             value = alias.bare
         elif follows:
@@ -141,7 +142,7 @@ def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=True)["value"]
     except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
         return None, f"command line: the value of '{word}' cannot be read as YAML: {_first_line(error)}"
-    return Assignment("command line", key, value, key), None
+    return Assignment("command line", key, value, key, raw), None
 
 
 def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
@@ -210,7 +211,13 @@ def _possible(hint: Any) -> str:
         return f"a list of {len(typing.get_args(hint))} numbers"
     if dataclasses.is_dataclass(hint):
         return "a section with the keys " + ", ".join(field.name for field in dataclasses.fields(hint))
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a text (in quotes where it looks like a number)",
+        types.NoneType: "null",
+    }
     return names.get(hint, "a value")
 
 
@@ -225,13 +232,20 @@ def _set(tree: Any, at: Assignment, hint: Any) -> tuple[Any, str | None]:
     name = at.key if at.typed == at.key else f"{at.typed} ({at.key})"
     given = "null" if at.value is None else repr(at.value)
     problem = f"{at.where}: {name} is {given}. Possible: {_possible(hint)}."
-    optional = types.NoneType in typing.get_args(hint) or hint is Any
-    strict_bool = bool in (hint, *typing.get_args(hint)) and not isinstance(at.value, bool | types.NoneType)
-    boolean_text = str in (hint, *typing.get_args(hint)) and isinstance(at.value, bool | list)
-    if (at.value is None and not optional) or strict_bool or boolean_text:
+    kinds = (hint, *typing.get_args(hint))
+    value = at.value
+    if str in kinds and at.raw is not None and not isinstance(value, str | types.NoneType):
+        value = at.raw  # YAML read a number, a date or a truth value where a text was meant
+    refused = (
+        value == "???"  # OmegaConf's sign for "no value", which it would take without a word
+        or (value is None and types.NoneType not in kinds and hint is not Any)
+        or (bool in kinds and not isinstance(value, bool | types.NoneType))
+        or (str in kinds and not isinstance(value, str | types.NoneType))
+    )
+    if refused:
         return tree, problem
     try:
-        merged = OmegaConf.merge(tree, _nest(at.key, at.value))
+        merged = OmegaConf.merge(tree, _nest(at.key, value))
         OmegaConf.to_object(merged)
     except Exception:  # omegaconf raises a dozen classes for a value that does not fit; the key's type says it better
         return tree, problem

@@ -16,14 +16,18 @@ counted, and replaced by the next good one of its shard, so that every batch is 
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from composer.core import DataSpec
+from composer.utils import dist
 from PIL import Image, ImageOps, UnidentifiedImageError
 from streaming import StreamingDataLoader
 from streaming.base.util import bytes_to_int
@@ -31,11 +35,12 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
-from stream import HASH, ForkSafeStream, cached_index_digest, is_remote, read_stage
+from stream import HASH, ForkSafeStream, Stage, cached_index_digest, is_remote, read_stage
 from zoo.spec import Column, Family, ImageSize
 
 SHUFFLE_BLOCK_SAMPLES = 1 << 18
 SYNTHETIC_EPOCH_BATCHES = 1000
+MAX_COVER = 4  # times the crop's side: of a longer picture only the middle is scaled
 LOADER_TIMEOUT_SEC = 600
 
 
@@ -83,46 +88,49 @@ class DataConfig:
             return [("data.stage", f"'{self.stage}' can only be had with data.synthetic=true in this version.")]
         if self.location is None:
             return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
+        where = "data.remote" if self.remote else "data.local"
         if is_remote(self.location) and (self.local is None or is_remote(self.local)):
             return [("data.local", f"{self.local} cannot keep the shards of {self.location}. Give a folder.")]
         try:
             stage = read_stage(self.location)
         except ValueError as error:
-            return [("data.remote" if self.remote else "data.local", str(error))]
+            return [(where, str(error))]
         found = []
-        if stage.facts["stage"] != self.stage:
+        if stage.kind != self.stage:
             found.append(
                 (
                     "data.stage",
-                    f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.facts['stage']}'. Use "
-                    f"data.stage={stage.facts['stage']}, or another data.remote.",
+                    f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'. Use "
+                    f"data.stage={stage.kind}, or another {where}.",
                 )
             )
         missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
-        if stage.facts["stage"] == "images" and missing:
-            found.append(("data.remote", f"{stage.location} has no column {', '.join(missing)}. Make the stage again."))
+        if stage.kind == "images" and missing:
+            found.append((where, f"{stage.location} has no column {', '.join(missing)}. Make the stage again."))
         if stage.num_samples < global_batch_size:
             given = f"{global_batch_size} is more than the {stage.num_samples} samples of the stage at {stage.location}"
             found.append(("global_batch_size", f"{given}. Take a smaller one, or more data."))
-        if self.remote is not None and self.local is not None:
-            cached = cached_index_digest(self.local)
-            if self.local.rstrip("/") == self.remote.rstrip("/"):
-                found.append(
-                    ("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")
-                )
-            elif cached not in (None, stage.index_sha256):
-                given = f"{self.local} holds shards of another stage than {stage.location}"
-                found.append(("data.local", f"{given}. Give another folder, or remove this one."))
-        limit = self.cache_limit and _bytes(self.cache_limit)
-        if limit and limit < 4 * stage.largest_shard_bytes:
-            found.append(
-                (
-                    "data.cache_limit",
-                    f"{self.cache_limit} holds fewer than 4 of the largest shard ({stage.largest_shard_bytes:,} bytes). "
-                    f"Give at least {4 * stage.largest_shard_bytes // 2**20 + 1}mb, or null.",
-                )
+        return found + self._cache_problems(stage)
+
+    def _cache_problems(self, stage: Stage) -> list[tuple[str, str]]:
+        """Check the folder that keeps the shards, where there is one."""
+        limit = None if self.cache_limit is None else _bytes(self.cache_limit)
+        if self.remote is None or self.local is None:
+            in_place = (
+                f"{self.cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
             )
-        return found
+            return [("data.cache_limit", in_place)] if limit is not None else []
+        cached = cached_index_digest(self.local)
+        if not is_remote(self.remote) and Path(self.local).resolve() == Path(self.remote).resolve():
+            return [("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")]
+        if cached not in (None, stage.index_sha256):
+            given = f"{self.local} holds shards of another stage than {stage.location}"
+            return [("data.local", f"{given}. Give another folder, or remove this one.")]
+        if limit is not None and limit < 4 * stage.largest_shard_bytes:
+            given = f"{self.cache_limit} holds fewer than 4 of the largest shard ({stage.largest_shard_bytes:,} bytes)"
+            least = 4 * stage.largest_shard_bytes // 2**20 + 1
+            return [("data.cache_limit", f"{given}. Give at least {least}mb, or null.")]
+        return []
 
 
 def _bytes(size: str) -> int | None:
@@ -152,9 +160,11 @@ def decode_image(data: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data))
+            image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
             image.load()
             image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):  # 16 bits a pixel: PIL itself would cut everything above 255 to white
+                image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
             if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -182,8 +192,12 @@ def resize_and_crop(image: Image.Image, size: ImageSize) -> Tensor:
     Bicubic with antialias, both pinned: torchvision's own default of antialias has changed between releases.
     """
     width, height = size
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (h, w, 3) -> (3, h, w)
     scale = max(width / image.width, height / image.height)
+    # What the centre crop will cut off anyway need not be scaled first: 1 x 8000 px would become 512 x 4,096,000.
+    kept = [min(have, math.ceil(MAX_COVER * want / scale)) for have, want in zip(image.size, size, strict=True)]
+    left, top = ((have - keep) // 2 for have, keep in zip(image.size, kept, strict=True))
+    image = image.crop((left, top, left + kept[0], top + kept[1]))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (h, w, 3) -> (3, h, w)
     covering = [max(height, round(image.height * scale)), max(width, round(image.width * scale))]
     pixels = vision.resize(pixels, covering, interpolation=InterpolationMode.BICUBIC, antialias=True)
     return vision.center_crop(pixels, [height, width])
@@ -207,7 +221,7 @@ class StreamingLAIONDataset(ForkSafeStream):
         self.image_size = image_size
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
-        """Return the sample, or the next good one of its shard; "bad" lists (key, reason) of those passed over.
+        """Return the sample, or the next good one of its shard; "bad" lists (id, key, reason) of those passed over.
 
         Raises:
             ValueError: no sample of the shard can be used.
@@ -216,15 +230,16 @@ class StreamingLAIONDataset(ForkSafeStream):
         shard_start, shard_samples = sample_id - offset, self.shards[shard_id].samples
         bad = []
         for step in range(shard_samples):
-            sample = super().get_item(shard_start + (offset + step) % shard_samples, retry)
+            candidate = int(shard_start + (offset + step) % shard_samples)
+            sample = super().get_item(candidate, retry)
             try:
                 caption = check_caption(sample["caption"])
                 images = resize_and_crop(decode_image(sample["jpg"]), self.image_size)
             except SampleError as error:
-                bad.append((str(sample["key"]), str(error)))
+                bad.append((candidate, str(sample["key"]), str(error)))
             else:
                 return {"images": images, "caption": caption, "bad": bad}
-        named = "; ".join(f"{key}: {reason}" for key, reason in bad[:3])
+        named = "; ".join(f"{key}: {reason}" for _, key, reason in bad[:3])
         raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
 
 
@@ -243,28 +258,42 @@ class Collate:
 
 
 class Loader(StreamingDataLoader):
-    """A StreamingDataLoader that takes the report of unusable samples out of each batch.
+    """A StreamingDataLoader with epochs of a fixed length, that takes the report of unusable samples out of each batch.
 
-    `bad_samples`: key -> reason, of this rank so far; callbacks/run_record.py gathers them from all ranks.
+    An epoch is the whole batches of the stage. Without that it would depend on the number of ranks, since streaming pads the
+    samples to a multiple of them, and from the second epoch on a batch would not be the same on another number of ranks.
+
+    `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
     """
 
-    def __init__(self, *args: Any, max_bad_samples: int, **arguments: Any):
-        super().__init__(*args, **arguments)
+    def __init__(self, dataset: StreamingLAIONDataset, *, epoch_batches: int, max_bad_samples: int, **arguments: Any):
+        super().__init__(dataset, **arguments)
+        self.epoch_batches = epoch_batches
         self.max_bad_samples = max_bad_samples
-        self.bad_samples: dict[str, str] = {}
+        self.bad_samples: dict[int, tuple[str, str]] = {}
+
+    def __len__(self) -> int:
+        return self.epoch_batches
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in super().__iter__():
-            self.bad_samples.update(batch.pop("bad"))
+        num_batches = 0
+        for batch in itertools.islice(super().__iter__(), self.epoch_batches):
+            self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad")})
             check_bad_samples(self.bad_samples, self.max_bad_samples)
+            num_batches += 1
             yield batch
+        if num_batches < self.epoch_batches:
+            raise RuntimeError(
+                f"data: the epoch ended after {num_batches} of {self.epoch_batches} batches; the reason stands above, from "
+                f"the stream's own threads. Nothing was trained on less than it should; start the run again."
+            )
 
 
-def check_bad_samples(bad_samples: Mapping[str, str], max_bad_samples: int) -> None:
+def check_bad_samples(bad_samples: Mapping[int, tuple[str, str]], max_bad_samples: int) -> None:
     """Raise ValueError with the first few names when there are more than the limit."""
     if len(bad_samples) <= max_bad_samples:
         return
-    named = "; ".join(f"{key}: {reason}" for key, reason in list(bad_samples.items())[:5])
+    named = "; ".join(f"{key}: {reason}" for key, reason in list(bad_samples.values())[:5])
     raise ValueError(
         f"data.max_bad_samples: {len(bad_samples)} samples cannot be used, {max_bad_samples} are allowed. First: "
         f"{named}. Raise data.max_bad_samples, or make the stage again without them."
@@ -335,6 +364,7 @@ def build_data(
     )
     loader = Loader(
         dataset,
+        epoch_batches=dataset.size // (device_batch_size * dist.get_world_size()),
         max_bad_samples=config.max_bad_samples,
         batch_size=device_batch_size,
         num_workers=config.workers,

@@ -91,7 +91,7 @@ def lr_multiplier(batch: int, *, name: str, warmup_batches: int, total_batches: 
     """Return the factor on the learning rate of the batch with this index, counted from 0.
 
     Linear from 1e-6 to 1 over the warm-up, as the MLPerf reference has it: (1 - 1e-6) n / W + 1e-6. Afterwards 1, or
-    half a cosine to 0 at the last batch (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts).
+    half a cosine that would be 0 at the batch after the last (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts).
     """
     if batch < warmup_batches:
         return (1.0 - WARMUP_START) * batch / warmup_batches + WARMUP_START

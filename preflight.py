@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 from composer import Time, TimeUnit
+from composer.utils import dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,6 +28,8 @@ BYTES_PER_TRAINED_PARAMETER = 16  # float32: weight, gradient, and AdamW's two m
 # CUDA's autocast keeps the outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB an image were
 # seen for the SD2 UNet at 512 px.
 CUDA_AUTOCAST_FACTOR = 1.3
+BYTES_PER_PARAMETER_OF_DDP = 4  # its gradient buckets; Composer 0.32.1 does not let gradients live in them
+MAX_NAME_BYTES = 200  # a file system takes 255 for a name; loggers add to it
 USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
 
 
@@ -48,7 +51,8 @@ class Cost:
 
     def memory_gib(self, microbatch: int) -> float:
         """Return the need of one device, GiB."""
-        weights = self.trained_parameters * BYTES_PER_TRAINED_PARAMETER / 2**30
+        ddp = BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0
+        weights = self.trained_parameters * (BYTES_PER_TRAINED_PARAMETER + ddp) / 2**30
         return weights + self.frozen_gib + self.activation_gib_once + microbatch * self.activation_gib_per_image
 
 
@@ -119,7 +123,8 @@ def _flops(model: LatentDiffusion, columns: dict[str, Column]) -> float:
 def available_gib() -> tuple[float, str]:
     """Return what this process may take, GiB, and of what: the GPU's memory, or the machine's share of a rank."""
     if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[1] / 2**30, f"this GPU ({torch.cuda.get_device_name()})"
+        gpu = torch.cuda.get_device_properties(dist.get_local_rank())  # this rank's own; opens no context on the first
+        return gpu.total_memory / 2**30, f"this GPU ({gpu.name})"
     return psutil.virtual_memory().available / 2**30, "this machine (free now)"
 
 
@@ -140,9 +145,9 @@ def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int) -> str | N
     fits = int((usable - fixed) / cost.activation_gib_per_image)
     ways = "Ways out: device_train_microbatch_size=" + (f"{fits} or less" if fits >= 1 else "1 does not fit either")
     return (
-        f"{microbatch} images a pass need about {need:.1f} GiB ({fixed:.1f} for weights, gradients, optimizer and "
-        f"encoders, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. {ways}, a smaller "
-        f"image_size, model.preset=tiny, or a larger device."
+        f"{microbatch} images a pass need about {need:.1f} GiB ({fixed:.1f} for weights, gradients, optimizer, "
+        f"encoders and cast weights, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. "
+        f"{ways}, a smaller image_size, model.preset=tiny, or a larger device."
     )
 
 
@@ -160,8 +165,9 @@ def unwritable(folder: str | Path) -> str | None:
 
 def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
     """Say why a run of this name cannot leave its record there, or None."""
-    if run_name is not None and (run_name != Path(run_name).name or run_name.startswith(".")):
-        return f"run_name: '{run_name}' is no folder name. Use letters, digits, - and _."
+    fits = run_name is None or (run_name == Path(run_name).name and 0 < len(run_name.encode()) <= MAX_NAME_BYTES)
+    if run_name is not None and (not fits or run_name.startswith(".")):
+        return f"run_name: '{run_name[:80]}' is no folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
     if run_name is not None and Path(run_folder, run_name).exists():
         return (
             f"run_name: {Path(run_folder, run_name)} exists already, and resuming is not part of this version. Take "

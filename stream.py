@@ -19,6 +19,7 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS, CloudDownloader
 
 FACTS_FILE = "dataset.json"
 FACTS_SCHEMA = 1
+AGAIN = "Make the stage again: python -m prepare.shards --help"
 HASH = "xxh64"  # of every shard, checked when it is downloaded
 
 
@@ -32,7 +33,8 @@ class Stage:
     """What `index.json` and `dataset.json` say about a dataset."""
 
     location: str
-    facts: dict[str, Any]
+    kind: str
+    """images or moments."""
     index_sha256: str
     num_samples: int
     columns: tuple[str, ...]
@@ -55,26 +57,44 @@ def read_stage(location: str) -> Stage:
     _, facts = _read_json(location, FACTS_FILE)
     if facts.get("schema") != FACTS_SCHEMA:
         raise ValueError(
-            f"{location}/{FACTS_FILE} has schema {facts.get('schema')}; this version reads {FACTS_SCHEMA}. Make the "
-            f"stage again: python -m prepare.shards --help"
+            f"{location}/{FACTS_FILE} has schema {facts.get('schema')}; this version reads {FACTS_SCHEMA}. {AGAIN}"
         )
     digest = hashlib.sha256(index_bytes).hexdigest()
     if facts.get("index_sha256") != digest:
         raise ValueError(
             f"{location}/index.json (sha256 {digest[:12]}) is not the one that {FACTS_FILE} was written for "
-            f"({str(facts.get('index_sha256'))[:12]}). Make the stage again: python -m prepare.shards --help"
+            f"({str(facts.get('index_sha256'))[:12]}). {AGAIN}"
         )
-    shards = index.get("shards") or []
-    if not shards:
-        raise ValueError(f"{location}/index.json lists no shard. Make the stage again: python -m prepare.shards --help")
-    return Stage(
-        location=location,
-        facts=facts,
-        index_sha256=digest,
-        num_samples=sum(shard["samples"] for shard in shards),
-        columns=tuple(shards[0]["column_names"]),
-        largest_shard_bytes=max(shard["raw_data"]["bytes"] for shard in shards),
-    )
+    try:
+        if not index["shards"]:
+            raise ValueError(f"{location}/index.json lists no shard. {AGAIN}")
+        stage = Stage(
+            location=location,
+            kind=facts["stage"],
+            index_sha256=digest,
+            num_samples=sum(shard["samples"] for shard in index["shards"]),
+            columns=tuple(index["shards"][0]["column_names"]),
+            largest_shard_bytes=max(shard["raw_data"]["bytes"] for shard in index["shards"]),
+        )
+        files = [shard["zip_data"] or shard["raw_data"] for shard in index["shards"]]
+        sizes = {file["basename"]: file["bytes"] for file in files}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{location} has an index.json or {FACTS_FILE} of another kind ({error!r}). {AGAIN}"
+        ) from error
+    if not scheme:
+        _check_shards(location, sizes)
+    return stage
+
+
+def _check_shards(folder: str, sizes: dict[str, int]) -> None:
+    """Look for shards that are not there or were cut; without this a run finds them hours later."""
+    for name, size in sizes.items():
+        path = Path(folder, name)
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, index.json lists it. {AGAIN}")
+        if path.stat().st_size != size:
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes, index.json says {size:,}. {AGAIN}")
 
 
 def cached_index_digest(local: str) -> str | None:
@@ -103,9 +123,9 @@ def _read_json(location: str, name: str) -> tuple[bytes, dict[str, Any]]:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{location}/{name} is not JSON: {error}. Make the stage again.") from error
+        raise ValueError(f"{location}/{name} is not JSON: {error}. {AGAIN}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{location}/{name} holds a {type(content).__name__}, not an object. Make the stage again.")
+        raise ValueError(f"{location}/{name} holds a {type(content).__name__}, not an object. {AGAIN}")
     return text, content
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,13 +66,22 @@ def read_ladder(path: str) -> Ladder:
     if not Path(path).is_file():
         known = ", ".join(sorted(str(file) for file in Path(__file__).parent.parent.glob("yamls/ladders/*.yaml")))
         raise ConfigError([f"{path}: no such file. Known: {known}."])
-    content = OmegaConf.to_container(OmegaConf.load(path))
     try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
         rungs = tuple(Rung(rung["name"], rung["yaml"], tuple(rung["keys"])) for rung in content["rungs"])
-        return Ladder(Path(path).stem, int(content["limit_sec"]), int(content["budget_sec"]), rungs)
-    except (KeyError, TypeError, ValueError) as error:
+        ladder = Ladder(Path(path).stem, int(content["limit_sec"]), int(content["budget_sec"]), rungs)
+        for rung, given in zip(rungs, content["rungs"], strict=True):
+            if not re.fullmatch(r"[\w-]+", rung.name) or not isinstance(given["keys"], list):
+                raise ValueError(f"rung {rung.name!r} has no plain name, or its keys are no list")
+        if ladder.limit_sec < 1:
+            raise ValueError(f"limit_sec is {ladder.limit_sec}")
+    except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
         wanted = "limit_sec, budget_sec and rungs, each with name, yaml and keys"
-        raise ConfigError([f"{path}: is no ladder ({type(error).__name__}: {error}). Wanted: {wanted}."]) from error
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            [f"{path}: is no ladder ({type(error).__name__}: {first_line}). Wanted: {wanted}."]
+        ) from error
+    return ladder
 
 
 def run_rung(rung: Rung, limit_sec: int) -> dict[str, Any]:
@@ -123,10 +133,12 @@ def _run(command: Sequence[str], limit_sec: int) -> tuple[int | None, str]:
 
 
 def _done(path: Path, here: str | None) -> bool:
-    if not path.is_file():
+    """True for a whole record of this commit; outside git nothing says that a record is of this code."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
         return False
-    record = json.loads(path.read_text())
-    return record.get("status") == "ok" and record.get("commit") == here
+    return here is not None and record.get("status") == "ok" and record.get("commit") == here
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

@@ -1,9 +1,9 @@
 """The run record: everything that a run leaves behind, written here and nowhere else.
 
-RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; `composer benchmark.py config.yaml` repeats the run
+RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another run_name it repeats the run
                    environment.json    versions, commit, device
                    metrics.jsonl       a line a window: batch, images, loss (mean of the window), clocks, speed
-                   bad_samples.jsonl   key and reason of each sample that could not be used, where there is one
+                   bad_samples.jsonl   number, key and reason of each sample that could not be used, where there is one
                    summary.json        flat: the result line's keys under the same names, device, versions, commit
 """
 
@@ -54,7 +54,7 @@ class RunRecord(Callback):
         facts: what summary.json says beside the figures (device, image_size, stage, preset, ...).
         throughput: the callback that closes windows; it has to stand before this one.
         mean_gradient_norm: reads the mean norm since the last reading.
-        bad_samples: this rank's unusable samples so far, key -> reason; or None.
+        bad_samples: this rank's unusable samples so far, sample id -> (key, reason); or None.
         check_bad_samples: raises when there are too many, given those of all ranks.
     """
 
@@ -66,8 +66,8 @@ class RunRecord(Callback):
         *,
         throughput: Throughput,
         mean_gradient_norm: Callable[[], float | None],
-        bad_samples: Mapping[str, str] | None,
-        check_bad_samples: Callable[[Mapping[str, str]], None],
+        bad_samples: Mapping[int, tuple[str, str]] | None,
+        check_bad_samples: Callable[[Mapping[int, tuple[str, str]]], None],
     ):
         self.folder = folder
         self.config_yaml = config_yaml
@@ -76,7 +76,7 @@ class RunRecord(Callback):
         self.mean_gradient_norm = mean_gradient_norm
         self.own_bad_samples = bad_samples
         self.check_bad_samples = check_bad_samples
-        self.all_bad_samples: dict[str, str] = {}
+        self.all_bad_samples: dict[int, tuple[str, str]] = {}
         self.loss: float | None = None
         self._losses: list[float] = []
         self._lr: float | None = None
@@ -119,7 +119,7 @@ class RunRecord(Callback):
         }
         if self._is_writer:
             with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({key: _finite(value) for key, value in line.items()}, allow_nan=False) + "\n")
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
 
     def _gather_bad_samples(self) -> None:
@@ -131,9 +131,11 @@ class RunRecord(Callback):
             self.all_bad_samples.update(of_rank)
         if self._is_writer and len(self.all_bad_samples) > known:
             new = list(self.all_bad_samples.items())[known:]
+            lines = ({"sample": sample, "key": key, "reason": reason} for sample, (key, reason) in new)
             with open(self.folder / "bad_samples.jsonl", "a") as file:
-                file.writelines(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in new)
-            print(f"data: {len(new)} samples could not be used, e.g. {new[0][0]}: {new[0][1]}", file=sys.stderr)
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            key, reason = new[0][1]
+            print(f"data: {len(new)} samples could not be used, e.g. {key}: {reason}", file=sys.stderr)
         self.check_bad_samples(self.all_bad_samples)
 
     def _stop_on_non_finite_loss(self, state: State, loss: float) -> None:
@@ -216,6 +218,11 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: fp16's skipped first steps have an infinite gradient norm, which is written as null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rounded(value: Any) -> Any:

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import random
+import re
 import shutil
 import sys
 import tarfile
@@ -128,6 +129,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0 if argv else 2
     values = {"num_images": 2048, "image_size": 64, "seed": 17}
+    bounds = {"num_images": (1, 10**9), "image_size": (8, 4096), "seed": (0, 2**32 - 1)}
     paths = [word for word in argv if "=" not in word]
     problems = []
     for word in argv:
@@ -136,10 +138,13 @@ def main(argv: Sequence[str]) -> int:
             continue
         if key not in values:
             problems.append(f"command line: unknown key '{key}'. Known: {', '.join(values)}.")
-        elif not value.isdigit() or (key != "seed" and int(value) < 1):
-            problems.append(f"command line: {key} is '{value}'. Possible: a whole number above 0.")
+            continue
+        low, high = bounds[key]
+        number = int(value) if re.fullmatch("[0-9]{1,10}", value) else -1
+        if not low <= number <= high:
+            problems.append(f"command line: {key} is '{value[:40]}'. Possible: a whole number from {low} to {high}.")
         else:
-            values[key] = int(value)
+            values[key] = number
     if len(paths) != 1:
         problems.append("command line: exactly one OUT has to be given. python -m prepare.shapes --help says more.")
     elif Path(paths[0]).exists():

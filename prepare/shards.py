@@ -5,7 +5,8 @@
     python -m prepare.shards laion/ /data/laion_images shard_size=64mb
 
 SOURCE: a tar, a folder of tars, or a folder of files. A sample is the files of one key: KEY.jpg, .png or .webp (the image),
-KEY.txt (the caption), and KEY.json (metadata, optional). OUT: a folder that does not exist yet, or an empty one.
+KEY.txt (the caption), and KEY.json (metadata, optional); a key ends at the first dot. OUT: a folder that does not exist
+yet, or an empty one.
 
 The image's bytes are stored as they are, never encoded again; each is decoded once to know that it can be. A sample that
 cannot be used is skipped, named with its reason in OUT/skipped.jsonl, and counted; training will not meet it.
@@ -16,12 +17,13 @@ Exit code: 0 when at least one sample was written, 1 when none was, 2 when it co
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 import sys
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -55,6 +57,8 @@ class Account:
     written: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     bad_sources: Counter[str] = field(default_factory=Counter)
+    ignored: list[str] = field(default_factory=list)
+    """Files that belong to no sample."""
 
     @property
     def skipped(self) -> int:
@@ -67,6 +71,7 @@ class Account:
             f"read {self.read:,} samples, wrote {self.written:,}, skipped {self.skipped:,}"
             + (f" ({why})" if why else "")
             + (f"; sources with a fault: {self.bad_sources.total()} ({sources})" if sources else "")
+            + (f"; files of no sample: {len(self.ignored):,}, e.g. {self.ignored[0]}" if self.ignored else "")
         )
 
 
@@ -76,17 +81,22 @@ class Account:
 
 
 def find_sources(paths: Sequence[Path]) -> list[Path]:
-    """Return tars and folders of files in a fixed order. Raises ValueError: a path that is neither."""
+    """Return tars and folders of files in a fixed order; a folder is looked through to one level below it.
+
+    Raises:
+        ValueError: a path that is neither, or a folder that holds neither.
+    """
     sources = []
     for path in paths:
         if path.is_dir():
-            tars = sorted(path.glob("*.tar"))
-            has_files = any(child.suffix.lstrip(".").lower() in IMAGE_SUFFIXES for child in path.iterdir())
-            if not tars and not has_files:
-                raise ValueError(
-                    f"{path}: holds neither tars nor images. Possible: a tar, a folder of tars, a folder of KEY.jpg, KEY.txt."
-                )
-            sources += [*tars, *([path] if has_files else [])]
+            folders = [
+                folder for folder in (path, *sorted(path.iterdir())) if folder.is_dir() and _holds_images(folder)
+            ]
+            found = [*sorted(path.glob("*.tar")), *folders]
+            if not found:
+                possible = "a tar, a folder of tars, a folder of KEY.jpg, KEY.txt"
+                raise ValueError(f"{path}: holds neither tars nor images. Possible: {possible}.")
+            sources += found
         elif path.is_file():
             sources.append(path)
         else:
@@ -94,26 +104,35 @@ def find_sources(paths: Sequence[Path]) -> list[Path]:
     return sources
 
 
+def _holds_images(folder: Path) -> bool:
+    return any(child.suffix.lstrip(".").lower() in IMAGE_SUFFIXES for child in folder.iterdir())
+
+
 class SourceError(ValueError):
     """What is wrong with a source itself; the message is the reason, in a few words."""
 
 
-def read_source(source: Path) -> Iterator[Sample]:
+def read_source(source: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
     """Yield the samples of one source in order; the files of a key have to follow one another, as img2dataset has them.
+
+    Args:
+        source: a tar, or a folder of files.
+        ignore: is told each file that belongs to no sample.
 
     Raises:
         SourceError: the source cannot be read to its end (samples before that are yielded), or has no sample.
     """
-    files = _tar_files(source) if source.is_file() else _folder_files(source)
     sample = None
     try:
-        for key, suffix, content in files:
-            if sample is None or sample.key != key:
+        for key, suffix, content in _tar_files(source, ignore) if source.is_file() else _folder_files(source, ignore):
+            part = "image" if suffix in IMAGE_SUFFIXES else suffix
+            # The same part again is another sample of the same key: it will be named as a duplicate, not swallowed.
+            if sample is None or sample.key != key or part in sample.files:
                 if sample is not None:
                     yield sample
                 sample = Sample(source.name, key)
-            sample.files["image" if suffix in IMAGE_SUFFIXES else suffix] = content
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+            sample.files[part] = content
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if sample is not None:
             yield sample
         raise SourceError("cannot be read to its end") from error
@@ -130,25 +149,41 @@ def _key_and_suffix(name: str) -> tuple[str, str] | None:
     return (str(path.with_name(stem)), suffix) if stem and suffix in (*IMAGE_SUFFIXES, "txt", "json") else None
 
 
-def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
+def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[str, str, bytes]]:
     with tarfile.open(source, mode="r|*") as tar:
         for member in tar:
-            named = _key_and_suffix(member.name) if member.isfile() else None
-            if named is not None:
+            if member.isdir():
+                continue
+            named = (
+                _key_and_suffix(member.name) if member.isfile() else None
+            )  # a stream cannot go back to a link's target
+            if named is None:
+                ignore(member.name)
+            else:
                 extracted = tar.extractfile(member)
                 assert extracted is not None
                 yield (*named, extracted.read())
 
 
-def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
+def _folder_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[str, str, bytes]]:
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source} is neither a file nor a folder")
     for path in sorted(source.iterdir()):
+        if path.is_dir() or path.suffix == ".tar":
+            continue  # sources of their own
         named = _key_and_suffix(path.name) if path.is_file() else None
-        if named is not None:
+        if named is None:
+            ignore(path.name)
+        else:
             yield (*named, path.read_bytes())
 
 
 def to_row(sample: Sample) -> dict[str, Any]:
     """Check one sample and return its MDS row. Raises SampleError: it cannot be used."""
+    try:
+        sample.key.encode()
+    except UnicodeEncodeError as error:
+        raise SampleError("key is not UTF-8") from error
     if "image" not in sample.files:
         raise SampleError("missing image")
     image = decode_image(sample.files["image"])
@@ -160,7 +195,7 @@ def to_row(sample: Sample) -> dict[str, Any]:
         raise SampleError("caption is not UTF-8") from error
     try:
         metadata = json.loads(sample.files.get("json", b"{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SampleError("metadata is not JSON") from error
     return {
         "jpg": sample.files["image"],
@@ -178,7 +213,7 @@ def to_row(sample: Sample) -> dict[str, Any]:
 
 
 def write_stage(sources: Sequence[Path], out: Path, shard_size: int) -> Account:
-    """Write `images` from all sources to `out`, and return the account. Nothing stays when no sample could be written."""
+    """Write `images` from all sources to `out`, and return the account. No stage stays when no sample could be written."""
     account, partial = Account(), out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with (
@@ -203,6 +238,7 @@ def write_stage(sources: Sequence[Path], out: Path, shard_size: int) -> Account:
                 "written": account.written,
                 "skipped": dict(account.reasons),
                 "bad_sources": dict(account.bad_sources),
+                "ignored_files": len(account.ignored),
             },
         },
     )
@@ -221,7 +257,7 @@ def _write_source(source: Path, writer: MDSWriter, account: Account, skipped: IO
 
     seen: set[str] = set()
     try:
-        for sample in read_source(source):
+        for sample in read_source(source, account.ignored.append):
             account.read += 1
             progress.update()
             try:
@@ -238,7 +274,7 @@ def _write_source(source: Path, writer: MDSWriter, account: Account, skipped: IO
 
 
 def _num_bytes(source: Path) -> int:
-    files: Iterable[Path] = [source] if source.is_file() else source.iterdir()
+    files = source.iterdir() if source.is_dir() else [source]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
@@ -257,7 +293,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         shard_size = bytes_to_int(keys.get("shard_size", "64mb"))
     except ValueError:
-        problems.append(f"command line: shard_size is '{keys['shard_size']}'. Possible: a size, e.g. 64mb.")
+        shard_size = -1
+    if not 1024 <= shard_size < 2**32:  # an MDS shard counts its bytes in 32 bits
+        problems.append(f"command line: shard_size is '{keys['shard_size']}'. Possible: 1kb to 4gb, e.g. 64mb.")
     sources: list[Path] = []
     if len(paths) < 2:
         problems.append("command line: SOURCE... and OUT have to be given. python -m prepare.shards --help says more.")
@@ -283,11 +321,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _out_problems(out: str) -> list[str]:
+    """Say why the finished stage could not be put in place: found before the work, not after it."""
+    path = Path(out)
     if is_remote(out):
         return [f"OUT: {out} is in a store. This version writes folders; copy the finished one."]
-    if Path(out).is_file() or (Path(out).is_dir() and any(Path(out).iterdir())):
+    if path.is_symlink() or path.is_mount() or path.resolve() == Path.cwd():
+        return [
+            f"OUT: {out} is a link, a mount point or the current folder, which cannot be replaced. Give a folder in it."
+        ]
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
         return [f"OUT: {out} exists and is not empty. Give a new folder, or remove it."]
-    text = unwritable(out)
+    text = unwritable(path.parent)
     return [f"OUT: {text}"] if text else []
 
 

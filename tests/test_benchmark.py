@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -118,8 +119,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_batch_and_rank(tmp_path, cap
     words = ["data.synthetic=true", "optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=a", "max_duration=9ba"]
     with pytest.raises(ValueError) as error:
         main(*TINY_RUN, *words)
-    assert str(error.value).startswith("loss: ") and " in batch " in str(error.value)
-    assert "first seen on rank 0. The run stops before anything of this batch is kept;" in str(error.value)
+    assert re.fullmatch(
+        r"loss: (nan|inf) in batch [12] \(counted from 0\), first seen on rank 0\. The run stops before anything of this "
+        r"batch is kept; no checkpoint was written\. Lower optimizer\.lr, set optimizer\.clip_norm=1, or use "
+        r"precision=bf16 instead of fp16\.",
+        str(error.value),
+    )
     assert not (tmp_path / "a" / "summary.json").exists()
 
 
@@ -129,7 +134,7 @@ def test_unusable_samples_are_named_in_the_record(tmp_path, capsys):
     words = [f"data.local={stage_with(tmp_path, BROKEN)}", "data.workers=0", "model.weights=random"]
     assert main(*TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=a") == 0
     lines = [json.loads(line) for line in (tmp_path / "a" / "bad_samples.jsonl").read_text().splitlines()]
-    assert {line["key"]: line["reason"] for line in lines}["004"] == "not an image" and len(lines) == 4
+    assert {line["sample"]: line["reason"] for line in lines}[4] == "not an image" and len(lines) == 4
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["bad_samples"] == 4
     assert metrics(tmp_path / "a")[-1]["bad_samples"] == 4
 
@@ -197,10 +202,10 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "max_duration: 'soon' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",
         "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16.",
         "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
-        "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
-        "image_size: [64] is not a size. Possible: pixels, e.g. 512, or [width, height].",
+        "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
+        "image_size: [64] is not a size. Possible: pixels, e.g. 512, or [width, height], to 16384.",
         "model.weights: not given. Real data want encoders: say model.weights=random to train on random ones (loading "
         "trained ones is not part of this version).",
     ]
@@ -217,7 +222,16 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
             "objective.prediction: sd2 cannot be trained on 'flow'. Possible: epsilon, v.",
         ),
         (["model.weights=/w"], "model.weights: '/w' cannot be loaded in this version. Possible: random."),
-        (["run_name=a/b"], "run_name: 'a/b' is no folder name. Use letters, digits, - and _."),
+        (["run_name=a/b"], "run_name: 'a/b' is no folder name. Use letters, digits, - and _, 200 at most."),
+        (["run_name=''"], "run_name: '' is no folder name. Use letters, digits, - and _, 200 at most."),
+        (
+            ["image_size=800000"],
+            "image_size: 800000 is not a size. Possible: pixels, e.g. 512, or [width, height], to 16384.",
+        ),
+        (
+            ["objective.shift=3"],
+            "command line: 'objective.shift' is not available: flow matching is not part of this version. Leave it out.",
+        ),
         (
             ["run_folder=/proc/runs"],
             "run_folder: /proc/runs cannot be written: /proc: No such file or directory. Give a folder that this user may "
@@ -250,6 +264,30 @@ def test_a_run_that_cannot_be_says_why(capsys, tmp_path, words, message):
     assert refused(capsys, *base, *words) == [message]
 
 
+def test_a_cache_folder_that_cannot_be_written_is_refused(capsys, tmp_path, stage):
+    words = [*TINY_RUN, f"data.remote={stage}", "model.weights=random", f"run_folder={tmp_path}"]
+    assert refused(capsys, *words, "data.local=/proc/cache") == [
+        "data.local: /proc/cache cannot be written: /proc: No such file or directory. Give a folder that this user may "
+        "write in."
+    ]
+
+
+def test_an_infinite_gradient_norm_is_written_as_null(tmp_path, capsys, monkeypatch):
+    """fp16's GradScaler skips its first steps with infinite gradients; JSON has no infinity."""
+    monkeypatch.setattr(benchmark.GradientNorm, "mean", lambda self: math.inf)
+    assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", "run_name=a") == 0
+    assert [line["gradient_norm"] for line in metrics(tmp_path / "a")] == [None, None]
+
+
+def test_a_number_of_canonical_nodes_that_does_not_divide_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(benchmark.dist, "get_local_world_size", lambda: 2)
+    words = [*TINY_RUN, "data.synthetic=true", "data.num_canonical_nodes=3", f"run_folder={tmp_path}"]
+    assert refused(capsys, *words) == [
+        "data.num_canonical_nodes: 3 and 2 nodes: one has to divide the other. Possible: 2, 4, 8."
+    ]
+
+
 def test_a_stage_that_does_not_fit_the_config_names_both(capsys, tmp_path, stage):
     import shutil
 
@@ -259,7 +297,7 @@ def test_a_stage_that_does_not_fit_the_config_names_both(capsys, tmp_path, stage
     words = [*TINY_RUN, f"data.local={other}", "model.weights=random", f"run_folder={tmp_path}"]
     assert refused(capsys, *words) == [
         f"data.stage: the config says 'images', {other}/dataset.json says 'moments'. Use data.stage=moments, or another "
-        f"data.remote."
+        f"data.local."
     ]
 
 

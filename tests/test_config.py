@@ -102,7 +102,11 @@ def test_a_flag_can_stand_for_several_keys():
         (["batch=null"], "command line: batch is null. Possible: an integer."),
         (["--batch_size", "many"], "command line: --batch_size (batch) is 'many'. Possible: an integer."),
         (["flag=3"], "command line: flag is 3. Possible: true or false."),
-        (["text=true"], "command line: text is True. Possible: a text or null."),
+        (
+            ["text=???"],
+            "command line: text is '???'. Possible: a text (in quotes where it looks like a number) or null.",
+        ),
+        (["batch=???"], "command line: batch is '???'. Possible: an integer."),
         (["optimizer.name=adam"], "command line: optimizer.name is 'adam'. Possible: one of adamw, sgd."),
         (["optimizer.lr=fast"], "command line: optimizer.lr is 'fast'. Possible: a number or null."),
         (["optimizer.betas=[0.9]"], "command line: optimizer.betas is [0.9]. Possible: a list of 2 numbers."),
@@ -132,6 +136,20 @@ def test_a_flag_can_stand_for_several_keys():
 def test_what_is_wrong_is_said_in_full(words: list[str], message: str):
     found = problems(*words)[0]
     assert found == message or (message.endswith(": ") and found.startswith(message))
+
+
+@pytest.mark.parametrize("text", ["0123", "20261120_1316", "12:30:45", "1e3", "true", "a=b"])
+def test_a_text_on_the_command_line_stays_as_it_was_typed(text: str):
+    assert read(f"text={text}").text == text
+    assert read("text=null").text is None and read("text='null'").text == "null"
+
+
+def test_a_number_in_a_yaml_where_a_text_is_meant_is_refused(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("text: 0123\n")
+    assert problems(str(path)) == [
+        f"{path}: text is 83. Possible: a text (in quotes where it looks like a number) or null."
+    ]
 
 
 def test_a_yaml_that_is_not_there_names_those_that_are(tmp_path: Path):

@@ -94,6 +94,39 @@ def test_an_image_that_cannot_be_used_says_why(content, reason):
     assert str(error.value) == reason
 
 
+@pytest.mark.parametrize("bits", ["little", "big"])
+def test_sixteen_bits_a_pixel_are_scaled_and_not_cut_to_white(bits):
+    ramp = np.linspace(0, 65535, 256).astype("<u2" if bits == "little" else ">u2").reshape(16, 16)
+    file = io.BytesIO()
+    Image.fromarray(ramp).save(file, "PNG")
+    decoded = np.array(decode_image(file.getvalue()))[..., 0].reshape(-1)
+    assert np.abs(decoded.astype(int) - np.arange(256)).max() <= 1
+
+
+def test_other_formats_are_no_images_of_a_stage():
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, "BMP")
+    with pytest.raises(SampleError, match="^not an image$"):
+        decode_image(file.getvalue())
+
+
+@pytest.mark.parametrize("source", [(1, 8000), (8000, 1), (30, 3000)])
+def test_an_elongated_picture_costs_no_more_than_its_crop(source):
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    image = decode_image(picture(0, source, kind="PNG"))
+    ours = resize_and_crop(image, (256, 256))
+    assert ours.shape == (3, 256, 256)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 < 200  # MiB; the whole would take GiB
+    if min(source) > 1:  # the middle of it, as if all had been scaled
+        scale = 256 / min(source)
+        whole = image.resize((round(source[0] * scale), round(source[1] * scale)), Image.Resampling.BICUBIC)
+        left, top = (whole.width - 256) // 2, (whole.height - 256) // 2
+        expected = np.array(whole.crop((left, top, left + 256, top + 256))).transpose(2, 0, 1).astype(int)
+        assert np.abs(ours.numpy().astype(int) - expected).max() <= 2
+
+
 def test_a_decompression_bomb_is_refused_without_being_decoded(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     for size in ((40, 40), (80, 80)):  # PIL warns of the first and raises at the second
@@ -135,6 +168,20 @@ def test_an_epoch_gives_every_sample_once_and_the_next_another_order(stage):
     one, two = fingerprints(loader), fingerprints(loader)
     assert len({value for batch in one for value in batch}) == 48
     assert sorted(sum(one, [])) == sorted(sum(two, [])) and one != two
+
+
+def test_an_epoch_is_the_whole_batches_of_the_stage(stage):
+    loader = loader_of(stage, batch=10, workers=2)
+    for _ in range(3):
+        assert len(list(loader)) == len(loader) == 4  # 48 // 10
+
+
+def test_an_epoch_that_ends_early_is_an_error(stage, monkeypatch):
+    """Streaming ends an epoch without an exception when its threads fail."""
+    loader = loader_of(stage)
+    monkeypatch.setattr(StreamingLAIONDataset, "_each_sample_id", lambda self, it: iter(range(17)))
+    with pytest.raises(RuntimeError, match="^data: the epoch ended after 2 of 6 batches; the reason stands above"):
+        list(loader)
 
 
 def test_order_depends_on_the_seed_and_not_on_the_number_of_workers(stage):
@@ -201,10 +248,10 @@ def test_broken_samples_are_named_and_replaced_so_that_every_batch_is_full(tmp_p
     loader = loader_of(stage_with(tmp_path, BROKEN), batch=4, workers=workers)
     assert [len(batch["images"]) for batch in loader] == [4, 4, 4, 4]
     assert loader.bad_samples == {
-        "003": "image of zero bytes",
-        "004": "not an image",
-        "009": "truncated or damaged image",
-        "015": "empty caption",
+        3: ("003", "image of zero bytes"),
+        4: ("004", "not an image"),
+        9: ("009", "truncated or damaged image"),
+        15: ("015", "empty caption"),
     }
     list(loader)  # the next epoch meets the same four again
     assert len(loader.bad_samples) == 4
@@ -264,6 +311,15 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     assert texts(remote=str(stage), local=str(tmp_path)) == [
         f"data.local: {tmp_path} holds shards of another stage than {stage}. Give another folder, or remove this one."
     ]
-    [limit] = texts(local=str(stage), cache_limit="10kb")
+    link = tmp_path / "link"
+    link.symlink_to(stage)
+    assert "is data.remote too" in texts(remote=str(stage), local=str(link))[0]
+    assert texts(local=str(stage), cache_limit="1gb") == [
+        "data.cache_limit: 1gb has no effect on a folder that is read in place. Give data.remote and data.local."
+    ]
+    assert texts(remote=str(stage), local="/nowhere/yet", cache_limit="0")[0].startswith(
+        "data.cache_limit: 0 holds fewer"
+    )
+    [limit] = texts(remote=str(stage), local="/nowhere/yet", cache_limit="10kb")
     assert limit.startswith("data.cache_limit: 10kb holds fewer than 4 of the largest shard (3")
     assert limit.endswith(" bytes). Give at least 1mb, or null.")

@@ -26,6 +26,26 @@ def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "rung", ["{name: a, yaml: y, keys: seed=1}", "{name: ../../x, yaml: y, keys: []}", "{name: [}", "- x"]
+)
+def test_odd_rungs_are_refused(tmp_path, rung):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"rungs: [{rung}]\nlimit_sec: 1\nbudget_sec: 1\n")
+    with pytest.raises(ConfigError, match="^.*x.yaml: is no ladder "):
+        ladder.read_ladder(str(path))
+
+
+def test_a_record_counts_as_done_only_where_the_commit_is_known(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"status": "ok", "commit": "abc"}')
+    assert ladder._done(path, "abc") and not ladder._done(path, "abd") and not ladder._done(path, None)
+    path.write_text('{"status": "ok", "commit": null}')
+    assert not ladder._done(path, None)
+    path.write_text("{")
+    assert not ladder._done(path, "abc")
+
+
 def test_the_command_says_what_it_does_not_know(capsys):
     assert ladder.main(["yamls/ladders/sd2_tiny_cpu.yaml", "out=x"]) == 2
     assert capsys.readouterr().err == "command line: 'out=x' is not known. Known: results=FOLDER.\n"

@@ -13,7 +13,7 @@ from conftest import ROOT
 FLOORS = [
     {"zoo.spec", "zoo.objectives", "zoo.sampling", "zoo.ldm", "config"},
     {"stream", "metrics", "zoo"},
-    {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks"},
+    {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks", "loggers"},
     {"eval", "preflight"},
     {"benchmark", "sweep", "export", "prepare", "bench", "reports"},
 ]

@@ -73,17 +73,22 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(mo
     monkeypatch.setattr(preflight, "available_gib", lambda: (10.0, "this machine (free now)"))
     assert memory_problem(COST, 16, 1) is None
     assert memory_problem(COST, 64, 1) == (
-        "64 images a pass need about 33.0 GiB (1.0 for weights, gradients, optimizer and encoders, 0.50 an image); this "
-        "machine (free now) has 10.0. Ways out: device_train_microbatch_size=17 or less, a smaller image_size, "
+        "64 images a pass need about 33.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
+        "image); this machine (free now) has 10.0. Ways out: device_train_microbatch_size=17 or less, a smaller image_size, "
         "model.preset=tiny, or a larger device."
     )
     assert memory_problem(COST, 16, 2) == (
-        "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer and encoders, 0.50 an image); this "
-        "machine (free now) has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: device_train_microbatch_size=7 or "
-        "less, a smaller image_size, model.preset=tiny, or a larger device."
+        "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
+        "image); this machine (free now) has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: "
+        "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, or a larger device."
     )
     monkeypatch.setattr(preflight, "available_gib", lambda: (1.2, "this machine (free now)"))
     assert "Ways out: device_train_microbatch_size=1 does not fit either, a smaller" in memory_problem(COST, 16, 1)
+
+
+def test_several_ranks_need_ddps_buckets_too(monkeypatch):
+    monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 2)
+    assert COST.memory_gib(0) == 20 / 16
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
@@ -117,9 +122,11 @@ def test_a_folder_that_cannot_be_written_is_found_and_nothing_is_left_behind(tmp
 def test_names_of_runs(tmp_path):
     (tmp_path / "old").mkdir()
     assert run_folder_problem(str(tmp_path), "new") is None and run_folder_problem(str(tmp_path), None) is None
-    assert (
-        run_folder_problem(str(tmp_path), "a/b") == "run_name: 'a/b' is no folder name. Use letters, digits, - and _."
+    assert run_folder_problem(str(tmp_path), "a/b") == (
+        "run_name: 'a/b' is no folder name. Use letters, digits, - and _, 200 at most."
     )
+    for name in ("", ".", "..", ".hidden", "x" * 201):
+        assert "is no folder name" in run_folder_problem(str(tmp_path), name)
     assert run_folder_problem(str(tmp_path), "old") == (
         f"run_name: {tmp_path}/old exists already, and resuming is not part of this version. Take another run_name, or "
         f"remove that folder."

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -37,7 +40,7 @@ def test_the_stage_says_what_made_it_and_has_hashes(stage, tars):
     facts = json.loads((stage / "dataset.json").read_text())
     index = json.loads((stage / "index.json").read_text())
     assert facts["stage"] == "images" and facts["samples"] == 48 and facts["made_by"] == "prepare.shards"
-    assert facts["counts"] == {"read": 48, "written": 48, "skipped": {}, "bad_sources": {}}
+    assert facts["counts"] == {"read": 48, "written": 48, "skipped": {}, "bad_sources": {}, "ignored_files": 0}
     assert facts["sources"] == [{"name": t.name, "bytes": t.stat().st_size} for t in sorted(tars.glob("*.tar"))]
     assert len(index["shards"]) > 1 and all(set(shard["raw_data"]["hashes"]) == {"xxh64"} for shard in index["shards"])
 
@@ -107,8 +110,6 @@ def test_what_cannot_be_used_is_counted_and_named_and_the_rest_is_written(tmp_pa
 
 
 def test_a_key_that_comes_twice_in_a_source_is_written_once(tmp_path):
-    import tarfile
-
     one = write_tar(tmp_path / "one.tar", {"a": sample_files(1), "b": sample_files(2)})
     two = write_tar(tmp_path / "two.tar", {"a": sample_files(3)})
     with tarfile.open(one, "a") as tar, tarfile.open(two) as more:
@@ -117,6 +118,59 @@ def test_a_key_that_comes_twice_in_a_source_is_written_once(tmp_path):
     assert shards.main([str(one), str(tmp_path / "out")]) == 0
     assert [row["caption"] for row in rows(tmp_path / "out")] == ["picture number 1", "picture number 2"]
     assert skipped(tmp_path / "out" / "skipped.jsonl") == [("one.tar", "a", "duplicate key")]
+
+
+def test_nothing_is_lost_without_a_word(tmp_path, capsys):
+    """Repeated parts, two pictures of a key, keys with dots, links, names that are no text, folders in folders."""
+    folder = tmp_path / "in"
+    one, two = sample_files(1), sample_files(2)
+    write_tar(folder / "0.tar", {"a": one})
+    with tarfile.open(folder / "0.tar", "a") as tar:
+        for name, content in {
+            "a.jpg": two["jpg"],
+            "a.txt": two["txt"],
+            "b.jpg": one["jpg"],
+            "b.png": picture(3, kind="PNG"),
+            "b.txt": b"b",
+            "c.v2.jpg": one["jpg"],
+            "d\udcff.jpg": one["jpg"],
+            "d\udcff.txt": b"d",
+            "e.jpg": one["jpg"],
+            "e.txt": b"e",
+            "e.json": b"[" * 200_000,
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        link = tarfile.TarInfo("f.jpg")
+        link.type, link.linkname = tarfile.LNKTYPE, "a.jpg"
+        tar.addfile(link)
+    (folder / "1.tar").symlink_to("nowhere")
+    os.mkfifo(folder / "2.tar")
+    (folder / "00000").mkdir()
+    for suffix, content in sample_files(4).items():
+        (folder / "00000" / f"deep.{suffix}").write_bytes(content)
+    (folder / "00000" / "stats.parquet").touch()
+
+    assert shards.main([str(folder), str(tmp_path / "out")]) == 0
+    assert [(row["key"], row["caption"]) for row in rows(tmp_path / "out")] == [
+        ("a", "picture number 1"),
+        ("b", "b"),
+        ("deep", "picture number 4"),
+    ]
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+        ("0.tar", "a", "duplicate key"),
+        ("0.tar", "b", "missing caption"),
+        ("0.tar", "d\udcff", "key is not UTF-8"),
+        ("0.tar", "e", "metadata is not JSON"),
+        ("1.tar", None, "cannot be read to its end"),
+        ("2.tar", None, "cannot be read to its end"),
+    ]
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "read 7 samples, wrote 3, skipped 4 (duplicate key: 1, key is not UTF-8: 1, metadata is not JSON: 1, missing "
+        "caption: 1); sources with a fault: 2 (cannot be read to its end: 2); files of no sample: 3, e.g. c.v2.jpg; in "
+        f"{tmp_path}/out"
+    )
 
 
 def test_nothing_is_left_but_the_reasons_when_no_sample_can_be_used(tmp_path, capsys):
@@ -163,7 +217,7 @@ def test_what_a_stopped_run_left_is_no_stage_and_does_not_hinder_the_next(tars, 
         ),
         (
             ["{tmp}/in.tar", "/proc/out"],
-            "OUT: /proc/out cannot be written: /proc: No such file or directory. Give a folder that this user may write in.",
+            "OUT: /proc cannot be written: /proc: No such file or directory. Give a folder that this user may write in.",
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "size=3"],
@@ -171,7 +225,15 @@ def test_what_a_stopped_run_left_is_no_stage_and_does_not_hinder_the_next(tars, 
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "shard_size=x"],
-            "command line: shard_size is 'x'. Possible: a size, e.g. 64mb.",
+            "command line: shard_size is 'x'. Possible: 1kb to 4gb, e.g. 64mb.",
+        ),
+        (
+            ["{tmp}/in.tar", "{tmp}/out", "shard_size=99tb"],
+            "command line: shard_size is '99tb'. Possible: 1kb to 4gb, e.g. 64mb.",
+        ),
+        (
+            ["{tmp}/in.tar", "{tmp}/link"],
+            "OUT: {tmp}/link is a link, a mount point or the current folder, which cannot be replaced. Give a folder in it.",
         ),
     ],
 )
@@ -179,6 +241,7 @@ def test_shards_says_what_it_cannot_do(tmp_path, capsys, words, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
     write_tar(tmp_path / "in.tar", {"a": sample_files(0)})
     assert shards.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert capsys.readouterr().err == message.format(tmp=tmp_path) + "\n"
@@ -232,7 +295,11 @@ def test_rendered_pictures_go_through_prepare_shards(tmp_path):
     [
         (["a", "b"], "command line: exactly one OUT has to be given. python -m prepare.shapes --help says more."),
         (["{tmp}"], "OUT: {tmp} exists. Give a new folder, or remove it."),
-        (["{tmp}/a", "num_images=0"], "command line: num_images is '0'. Possible: a whole number above 0."),
+        (
+            ["{tmp}/a", "num_images=0"],
+            "command line: num_images is '0'. Possible: a whole number from 1 to 1000000000.",
+        ),
+        (["{tmp}/a", "seed=²"], "command line: seed is '²'. Possible: a whole number from 0 to 4294967295."),
         (["{tmp}/a", "images=3"], "command line: unknown key 'images'. Known: num_images, image_size, seed."),
     ],
 )

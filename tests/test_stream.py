@@ -25,7 +25,7 @@ def message(location) -> str:
 
 def test_a_stage_says_what_it_holds(stage):
     facts = read_stage(str(stage))
-    assert facts.num_samples == 48 and facts.facts["stage"] == "images"
+    assert facts.num_samples == 48 and facts.kind == "images"
     assert facts.columns == ("caption", "height", "jpg", "key", "metadata", "width")
     assert 0 < facts.largest_shard_bytes <= 40_000
 
@@ -44,9 +44,12 @@ def test_a_folder_without_index_or_facts_is_no_stage(copy, name):
 @pytest.mark.parametrize("name", ["index.json", "dataset.json"])
 def test_a_file_that_is_not_json_is_named(copy, name):
     (copy / name).write_text("{")
-    assert re.match(rf"{re.escape(str(copy / name))} is not JSON: .*\. Make the stage again\.$", message(copy))
+    assert re.match(rf"{re.escape(str(copy / name))} is not JSON: .*\. Make the stage again: ", message(copy))
     (copy / name).write_text("[]")
-    assert message(copy) == f"{copy / name} holds a list, not an object. Make the stage again."
+    assert (
+        message(copy)
+        == f"{copy / name} holds a list, not an object. Make the stage again: python -m prepare.shards --help"
+    )
 
 
 def test_an_empty_index_and_another_schema_are_refused(copy):
@@ -64,6 +67,27 @@ def test_an_empty_index_and_another_schema_are_refused(copy):
     )
     (copy / "dataset.json").write_text(json.dumps({**facts, "index_sha256": digest}))
     assert message(copy) == f"{copy}/index.json lists no shard. Make the stage again: python -m prepare.shards --help"
+
+
+def test_a_shard_that_is_missing_or_was_cut_is_found_before_the_run(copy):
+    shard = copy / "shard.00001.mds"
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-7])
+    again = "Make the stage again: python -m prepare.shards --help"
+    assert message(copy) == f"{shard} has {size - 7:,} bytes, index.json says {size:,}. {again}"
+    shard.unlink()
+    assert message(copy) == f"{shard} is missing, index.json lists it. {again}"
+
+
+@pytest.mark.parametrize(
+    "content", ['{"shards": [{}]}', '{"shards": "x"}', "{}", '{"shards": [{"samples": 1, "raw_data": null}]}']
+)
+def test_an_index_of_another_kind_is_refused(copy, content):
+    (copy / "index.json").write_text(content)
+    facts = json.loads((copy / "dataset.json").read_text())
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    (copy / "dataset.json").write_text(json.dumps({**facts, "index_sha256": digest}))
+    assert message(copy).startswith(f"{copy} has an index.json or dataset.json of another kind (")
 
 
 def test_an_unknown_store_lists_the_known_ones():

@@ -30,16 +30,15 @@ if TYPE_CHECKING:
 ImageSize = tuple[int, int]
 """(width, height) in pixels."""
 
+MAX_SIDE_PX = 16384
+
 
 def as_size(value: Any) -> ImageSize:
     """Read one number (a square) or [width, height]. Raises ValueError: it is neither."""
     sides = [value, value] if isinstance(value, int) else value
-    if (
-        not isinstance(sides, list | tuple)
-        or len(sides) != 2
-        or any(type(side) is not int or side < 1 for side in sides)
-    ):
-        raise ValueError(f"{value!r} is not a size. Possible: pixels, e.g. 512, or [width, height].")
+    is_pair = isinstance(sides, list | tuple) and len(sides) == 2
+    if not is_pair or any(type(side) is not int or not 1 <= side <= MAX_SIDE_PX for side in sides):
+        raise ValueError(f"{value!r} is not a size. Possible: pixels, e.g. 512, or [width, height], to {MAX_SIDE_PX}.")
     return (sides[0], sides[1])
 
 
