@@ -15,7 +15,7 @@ STAMP = $(VENV)/.easel-$(LOCK_SUM)
 SHAPES := cache/shapes
 NAME ?= shapes-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help env lock lint test test-slow demo gpu-ladder clean
+.PHONY: help env lock lint test test-slow test-gpu demo gpu-ladder clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -40,10 +40,13 @@ lint: $(STAMP)  ## ruff: format and rules
 	$(VENV)/bin/ruff check -q .
 
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "not slow and not gpu"
+	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "not slow and not gpu"
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "slow and not gpu"
+	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "slow and not gpu"
+
+test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
+	$(PYTHON) -m pytest -q tests/gpu
 
 demo: $(STAMP)  ## render pictures, write shards, stream them, train a tiny network on a CPU
 	test -d $(SHAPES)/tars || $(PY) -m prepare.shapes $(SHAPES)/tars

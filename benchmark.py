@@ -152,6 +152,9 @@ def _run_problems(config: RunConfig) -> list[Problem]:
         found.append(Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",)))
     if text := preflight.duration_problem(config.max_duration):
         found.append(Problem(f"max_duration: {text}", ("max_duration",)))
+    if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
+        given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
+        found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
     if not is_gpu and config.precision in ("fp16", "tf32"):
         found.append(
             Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))
@@ -364,10 +367,9 @@ def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(
-            dist.get_local_rank()
-        )  # before anything asks the driver: no rank opens a context on GPU 0
+    if dist.get_local_rank() < torch.cuda.device_count():
+        # Before anything asks the driver, so that no rank opens a context on the first GPU.
+        torch.cuda.set_device(dist.get_local_rank())
     command_line = parse_command_line(argv, ALIASES)
     is_speaker = dist.get_global_rank() == 0
     try:

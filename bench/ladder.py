@@ -6,7 +6,8 @@
 A rung is a YAML of yamls/ with some keys. Its record, RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's
 name, command and status: ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the end of what
 the run printed. A rung that has an `ok` record of this commit is not run again, so that the command can be called until all
-are there; no rung is started after `budget_sec`. results= defaults to reports/results.
+are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says which commit this is. results=
+defaults to reports/results.
 Exit code: 0 when each rung of this call ran or was refused, 1 when one failed, 2 when the ladder cannot be read.
 """
 
@@ -126,19 +127,28 @@ def _run(command: Sequence[str], limit_sec: int) -> tuple[int | None, str]:
             code: int | None = process.wait(timeout=limit_sec)
         except subprocess.TimeoutExpired:
             code = None
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=30)
+            _end(process)
+        except BaseException:  # an interrupted ladder leaves no run behind that would hold the GPU
+            _end(process)
+            raise
         output.seek(0)
         return code, output.read()
 
 
+def _end(process: subprocess.Popen) -> None:
+    """End a rung with all its children."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+
+
 def _done(path: Path, here: str | None) -> bool:
-    """True for a whole record of this commit; outside git nothing says that a record is of this code."""
+    """True for a whole record of this commit; without one, or with changes, nothing says that a record is of this code."""
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError):
         return False
-    return here is not None and record.get("status") == "ok" and record.get("commit") == here
+    is_commit = here is not None and not here.endswith("+changes")
+    return is_commit and record.get("status") == "ok" and record.get("commit") == here
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -171,8 +181,12 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
     started, records, here = time.monotonic(), [], commit()
-    for rung in ladder.rungs:
-        path = results / ladder.name / f"{rung.name}.json"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the rung is ended first
+    if here is None or here.endswith("+changes"):
+        given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
+        print(f"{ladder.name}: {given}, so every rung runs again; those without a record first", file=sys.stderr)
+    paths = {rung: results / ladder.name / f"{rung.name}.json" for rung in ladder.rungs}
+    for rung, path in sorted(paths.items(), key=lambda pair: pair[1].is_file()):
         if _done(path, here):
             print(f"{rung.name}: has a record of this commit", flush=True)
         elif time.monotonic() - started > ladder.budget_sec:

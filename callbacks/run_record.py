@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -207,7 +208,10 @@ def device_name() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, with `+changes` where the tree differs from it; None outside git."""
+    """Return the commit of this checkout, with `+changes` where the tree differs from it, records left out.
+
+    Outside git: what EASEL_COMMIT says, for a copy of the tree on another machine, or None.
+    """
     root = Path(__file__).resolve().parent.parent
 
     def git(*words: str) -> str:
@@ -215,9 +219,10 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports/results")
+        return git("rev-parse", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("EASEL_COMMIT")
 
 
 def _finite(value: Any) -> Any:

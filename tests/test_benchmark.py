@@ -288,6 +288,28 @@ def test_a_number_of_canonical_nodes_that_does_not_divide_is_refused(capsys, tmp
     ]
 
 
+def test_more_ranks_than_gpus_are_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(benchmark.dist, "get_local_world_size", lambda: 2)
+    assert refused(capsys, *TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}") == [
+        "composer -n: 2 ranks on this machine, which has 1 GPUs. Start at most that many."
+    ]
+
+
+def test_the_commit_outside_git_is_what_the_environment_says(monkeypatch):
+    from callbacks import run_record
+
+    def no_git(*_, **__):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(run_record.subprocess, "run", no_git)
+    assert run_record.commit() is None
+    monkeypatch.setenv("EASEL_COMMIT", "abc")
+    assert run_record.commit() == "abc"
+
+
 def test_a_stage_that_does_not_fit_the_config_names_both(capsys, tmp_path, stage):
     import shutil
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, run
@@ -40,6 +45,8 @@ def test_a_record_counts_as_done_only_where_the_commit_is_known(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"status": "ok", "commit": "abc"}')
     assert ladder._done(path, "abc") and not ladder._done(path, "abd") and not ladder._done(path, None)
+    path.write_text('{"status": "ok", "commit": "abc+changes"}')
+    assert not ladder._done(path, "abc+changes")  # two changed trees have the same name
     path.write_text('{"status": "ok", "commit": null}')
     assert not ladder._done(path, None)
     path.write_text("{")
@@ -73,6 +80,29 @@ def test_a_process_that_outlives_its_limit_is_ended_with_its_children():
     assert code is None and output == "started\n"
 
 
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_ladder_leaves_no_run_behind(tmp_path, sent):
+    """A run that lives on would hold the GPU, and the next call would measure beside it."""
+    pid_file = tmp_path / "pid"
+    code = (
+        "import sys; from bench import ladder; "
+        f"ladder.run_rung = lambda rung, limit: ladder._run(['bash', '-c', 'sleep 60 & echo $! > {pid_file}; wait'], 50); "
+        "sys.exit(ladder.main(sys.argv[1:]))"
+    )
+    path = tmp_path / "x.yaml"
+    path.write_text("rungs: [{name: a, yaml: y, keys: []}]\nlimit_sec: 50\nbudget_sec: 50\n")
+    process = subprocess.Popen([sys.executable, "-c", code, str(path), f"results={tmp_path}"], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not (pid_file.is_file() and pid_file.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child = int(pid_file.read_text())
+    process.send_signal(getattr(signal, sent))
+    assert process.wait(timeout=30) != 0
+    time.sleep(0.5)
+    state = Path(f"/proc/{child}/stat")
+    assert not state.is_file() or state.read_text().split()[2] == "Z"
+
+
 def test_no_rung_is_started_after_the_budget(tmp_path, monkeypatch, capsys):
     path = tmp_path / "x.yaml"
     path.write_text(
@@ -102,7 +132,7 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path):
         )
     assert "memory: 4096 images a pass need about" in records["too_large"]["output_end"]
     again = run(*command, timeout=120)
-    if records["online_mb4"]["commit"] is not None:
+    if len(records["online_mb4"]["commit"] or "") == 40:
         assert "online_mb4: has a record of this commit" in again.stdout, again.stdout
 
 
