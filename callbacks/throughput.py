@@ -28,7 +28,8 @@ from composer.utils import dist
 
 CLOCKS = ("train", "data_wait", "eval", "other")
 
-# Peak of dense matrix products, TFLOP/s, by part of the device's name; from the makers' data sheets, without sparsity.
+# Peak of dense matrix products, TFLOP/s, by part of the device's name: the makers' published figures, without sparsity.
+# Not measured here; summary.json says which one MFU divided by, and `measure.peak_tflops` replaces it.
 PEAK_TFLOPS = {
     "GB200": {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0},
     "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0},

@@ -154,9 +154,8 @@ def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[st
         for member in tar:
             if member.isdir():
                 continue
-            named = (
-                _key_and_suffix(member.name) if member.isfile() else None
-            )  # a stream cannot go back to a link's target
+            # A link is left out: a stream cannot go back to its target.
+            named = _key_and_suffix(member.name) if member.isfile() else None
             if named is None:
                 ignore(member.name)
             else:
