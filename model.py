@@ -16,6 +16,7 @@ dict has them, DDP does not broadcast them, `model.train()` does not reach them,
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import xxhash
 from composer import Callback, Logger, State
 from composer.models import ComposerModel
 from composer.utils import dist
@@ -61,6 +63,20 @@ class FrozenEncoders:
     @property
     def dtype(self) -> torch.dtype:
         return next(next(iter(self.modules.values())).parameters()).dtype
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Encoder -> digest of its weights. To be read before `to` casts them, as `build_model` does."""
+        return {name: fingerprint(module) for name, module in self.modules.items()}
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def normalize_images(images: Tensor, normalize: str) -> Tensor:
@@ -198,7 +214,7 @@ def build_model(
         encoders = family.build_encoders()
         torch.manual_seed(seed)
         denoiser = family.build_denoiser()
-    return LatentDiffusion(
+    model = LatentDiffusion(
         family,
         family.build_objective(objective),
         denoiser,
@@ -207,6 +223,9 @@ def build_model(
         normalize=normalize,
         caption_dropout=objective.caption_dropout,
     )
+    if not next(denoiser.parameters()).is_meta:
+        model.encoders.fingerprints  # noqa: B018  taken now, of the weights as they were loaded
+    return model
 
 
 def step_seed(seed: int, batch_index: int, rank: int) -> int:
