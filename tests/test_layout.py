@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 FLOORS = [
-    {"zoo.spec", "zoo.objectives", "zoo.sampling", "zoo.ldm", "config"},
+    {"zoo.spec", "zoo.objectives", "zoo.sampling", "zoo.ldm", "config", "tensors"},
     {"stream", "metrics", "zoo"},
     {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks", "loggers"},
     {"eval", "preflight"},

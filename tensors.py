@@ -1,0 +1,39 @@
+"""Names and shapes of a model's tensors: what is kept across processes is found again by these, never by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def canonical_name(name: str) -> str:
+    """Return a tensor's name without the parts that DDP, torch.compile, FSDP and activation checkpointing add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Canonical name -> parameter, for those that are floating-point and trained."""
+    named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
+    return {name: p for name, p in named if p.requires_grad and p.is_floating_point()}
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def difference(expected: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Describe how two tables name -> shape differ, with three names of each kind; empty where they do not."""
+
+    def some(names: list[str]) -> str:
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    missing = [name for name in expected if name not in given]
+    extra = [name for name in given if name not in expected]
+    other = [f"{n} is {given[n]}, not {expected[n]}" for n in expected if n in given and given[n] != expected[n]]
+    kinds = (("missing", missing), ("left over", extra), ("of another shape", other))
+    return "; ".join(f"{len(names)} {kind} ({some(names)})" for kind, names in kinds if names)

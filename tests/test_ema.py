@@ -1,0 +1,382 @@
+"""ema.py against closed forms, a replay in float64, and diffusers' EMAModel; then its contracts."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from composer import Event, Timestamp
+from torch import nn
+
+from ema import EMA, EMAConfig, lerp_, power_gamma
+from tensors import canonical_name
+
+
+def problems(**changes) -> list[tuple[str, str]]:
+    return EMAConfig(**changes).problems()
+
+
+def tiny_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.register_buffer("position_ids", torch.arange(77))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+class Run:
+    """Drives an EMA as Composer does: events in order, a timestamp that has advanced at BATCH_END."""
+
+    def __init__(self, model: nn.Module, ema: EMA, images: int = 10):
+        self.ema, self.images = ema, images
+        self.state = SimpleNamespace(model=model, timestamp=Timestamp(), previous_timestamp=None)
+        self.state.scaler, self.state.optimizers = None, []
+        self.event(Event.FIT_START)
+
+    def event(self, event: Event) -> None:
+        assert self.ema.match(event, self.state)
+        self.ema.apply(event, self.state, None)
+
+    def step(self, change: float = 1.0) -> None:
+        with torch.no_grad():
+            for p in self.state.model.parameters():
+                p.add_(change * torch.randn(p.shape, generator=torch.Generator().manual_seed(self.batch)))
+        self.event(Event.AFTER_TRAIN_BATCH)
+        self.state.previous_timestamp = self.state.timestamp
+        self.state.timestamp = self.state.timestamp.to_next_batch(samples=self.images)
+        self.event(Event.BATCH_END)
+
+    @property
+    def batch(self) -> int:
+        return self.state.timestamp.batch.value
+
+
+def weight_of(run: Run) -> torch.Tensor:
+    return run.state.model[0].weight.detach().clone()
+
+
+def replay(history: list[torch.Tensor], factors: list[float]) -> torch.Tensor:
+    """The definition in float64: e <- b e + (1 - b) theta."""
+    average = history[0].double()
+    for theta, factor in zip(history[1:], factors, strict=True):
+        average = factor * average + (1.0 - factor) * theta.double()
+    return average
+
+
+# --- laws ---
+
+
+def test_constant_decay_equals_the_closed_form():
+    """Weights that stay at c after starting at 0: after n steps the average is (1 - beta^n) c."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    run = Run(model, EMA(EMAConfig(decay=0.9)))
+    nn.init.constant_(model.weight, 3.0)
+    for n in range(1, 6):
+        run.step(change=0.0)
+        assert run.ema.weights["weight"].item() == pytest.approx(3.0 * (1.0 - 0.9**n), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "factor"),
+    [
+        (EMAConfig(), lambda t: 0.9999),
+        (EMAConfig(decay=0.5), lambda t: 0.5),
+        (EMAConfig(half_life="4ba"), lambda t: 0.5 ** (1 / 4)),
+        (EMAConfig(half_life="40sp"), lambda t: 0.5 ** (10 / 40)),
+        (EMAConfig(sigma_rel=0.1), lambda t: (1 - 1 / t) ** (6.937 + 1)),
+    ],
+    ids=["default", "decay", "half-life in batches", "half-life in images", "power function"],
+)
+def test_every_kind_of_decay_equals_its_definition_replayed_in_float64(config, factor):
+    run = Run(tiny_model(), EMA(config))
+    history = [weight_of(run)]
+    for _ in range(12):
+        run.step()
+        history.append(weight_of(run))
+    expected = replay(history, [factor(t) for t in range(1, 13)])
+    torch.testing.assert_close(run.ema.weights["0.weight"].double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_it_equals_diffusers_ema_of_the_same_weights():
+    from diffusers.training_utils import EMAModel
+
+    run = Run(tiny_model(), EMA(EMAConfig(decay=0.9)))
+    trained = [p for p in run.state.model.parameters() if p.requires_grad]
+    other = EMAModel(trained, decay=0.9, min_decay=0.9)
+    other.optimization_step = 1  # its first step is always a copy
+    for _ in range(8):
+        run.step()
+        other.step(trained)
+    ours = list(run.ema.weights.values())
+    for mine, theirs in zip(ours, other.shadow_params, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_half_life_in_images_does_not_depend_on_the_batch_size():
+    """The same path of weights seen every 10 and every 20 images, the average taken at common points."""
+    one, two = (EMA(EMAConfig(half_life="40sp")) for _ in range(2))
+    assert one.decay_of(1, 10, 1) ** 2 == pytest.approx(two.decay_of(1, 20, 1))
+
+
+def test_power_gamma_solves_its_equation_and_agrees_with_the_paper():
+    for sigma in (0.01, 0.05, 0.1, 0.25, 0.288):
+        gamma = power_gamma(sigma)
+        assert np.sqrt(gamma + 1) / ((gamma + 2) * np.sqrt(gamma + 3)) == pytest.approx(sigma, rel=1e-9)
+    assert power_gamma(0.05) == pytest.approx(16.97, abs=0.01) and power_gamma(0.10) == pytest.approx(6.94, abs=0.01)
+
+
+def test_a_power_function_average_weighs_the_past_by_its_density():
+    """Equation of the paper: theta(tau) weighs tau^gamma. A ramp theta(t) = t averages to t (gamma + 1) / (gamma + 2)."""
+    ema, total = EMA(EMAConfig(sigma_rel=0.1)), 4000
+    average = 0.0
+    for t in range(1, total + 1):
+        factor = ema.decay_of(1, 1, t)
+        average = factor * average + (1 - factor) * t
+    gamma = power_gamma(0.1)
+    assert average == pytest.approx(total * (gamma + 1) / (gamma + 2), rel=1e-3)
+
+
+@pytest.mark.parametrize("config", [{"decay": 0.9}, {"half_life": "7ba"}, {"half_life": "33sp"}, {"sigma_rel": 0.1}])
+def test_the_factor_of_k_steps_is_the_product_of_k_factors(config):
+    ema = EMA(EMAConfig(**config))
+    single = np.prod([ema.decay_of(1, 10, t) for t in range(5, 9)])
+    assert ema.decay_of(4, 40, 8) == pytest.approx(single)
+
+
+def test_a_float32_average_of_bfloat16_weights_does_not_stall():
+    """In bfloat16, 1 + 1e-4 * 1 is 1: an average kept in that type would never move."""
+    weights, averages = [torch.ones(4, dtype=torch.bfloat16)], [torch.zeros(4)]
+    for _ in range(100):
+        lerp_(averages, weights, 1e-4)
+    assert averages[0][0].item() == pytest.approx(1.0 - 0.9999**100, rel=1e-4)
+
+
+# --- what is averaged, and when ---
+
+
+def test_only_trained_floating_point_parameters_are_averaged_and_no_buffer_is_touched():
+    model = tiny_model()
+    run = Run(model, EMA(EMAConfig(decay=0.5)))
+    run.step()
+    assert list(run.ema.weights) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
+    assert torch.equal(model.position_ids, torch.arange(77))
+    assert all(average.dtype == torch.float32 for average in run.ema.weights.values())
+
+
+@pytest.mark.parametrize(("start", "first"), [("0ba", 0), ("3ba", 3), ("25sp", 3)])
+def test_it_starts_as_a_copy_at_its_time_and_takes_no_memory_before(start, first):
+    run = Run(tiny_model(), EMA(EMAConfig(decay=0.9, start=start)))
+    for _ in range(first):
+        assert run.ema.weights == {}
+        run.step()
+    assert torch.equal(run.ema.weights["0.weight"], weight_of(run)) and run.ema.num_steps == 0
+    run.step()
+    assert run.ema.num_steps == 1 and not torch.equal(run.ema.weights["0.weight"], weight_of(run))
+
+
+def test_updated_every_third_batch_it_takes_the_weights_of_that_batch():
+    run = Run(tiny_model(), EMA(EMAConfig(decay=0.9, every=3)))
+    history = [weight_of(run)]
+    for n in range(1, 8):
+        run.step()
+        if n % 3 == 0:
+            history.append(weight_of(run))
+    expected = replay(history, [0.9**3, 0.9**3])
+    torch.testing.assert_close(run.ema.weights["0.weight"].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_that_the_scaler_skips_are_not_averaged():
+    """A real scaler and optimizer: the third of five steps has an infinite gradient."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    run = Run(model, EMA(EMAConfig(decay=0.5)))
+    run.state.scaler, run.state.optimizers = scaler, [optimizer]
+    averaged = [model.weight.detach().clone()]
+    for n in range(5):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum() * (float("inf") if n == 2 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        run.event(Event.AFTER_TRAIN_BATCH)
+        scaler.step(optimizer)
+        scaler.update()
+        run.state.previous_timestamp = run.state.timestamp
+        run.state.timestamp = run.state.timestamp.to_next_batch(samples=10)
+        run.event(Event.BATCH_END)
+        if n != 2:
+            averaged.append(model.weight.detach().clone())
+    assert run.ema.num_steps == 4
+    torch.testing.assert_close(run.ema.weights["weight"].double(), replay(averaged, [0.5] * 4))
+
+
+def test_an_update_makes_no_new_tensor():
+    """In place: the same storages before and after, and nothing allocated in between."""
+    run = Run(tiny_model(), EMA(EMAConfig(decay=0.9)))
+    before = [average.data_ptr() for average in run.ema.weights.values()]
+    weights = [p.detach() for p in run.state.model.parameters() if p.requires_grad]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        lerp_(list(run.ema.weights.values()), weights, 0.1)
+    assert max((event.cpu_memory_usage for event in profile.key_averages()), default=0) == 0
+    assert [average.data_ptr() for average in run.ema.weights.values()] == before
+
+
+# --- lending it to the model ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_applied_puts_the_average_in_and_takes_it_out_to_the_last_bit(dtype):
+    run = Run(tiny_model().to(dtype), EMA(EMAConfig(decay=0.5)))
+    run.step()
+    trained, average = weight_of(run), run.ema.weights["0.weight"].clone()
+    with run.ema.applied():
+        assert torch.equal(weight_of(run), average.to(dtype)) and not torch.equal(weight_of(run), trained)
+        with run.ema.applied():
+            assert torch.equal(weight_of(run), average.to(dtype))
+        assert torch.equal(weight_of(run), average.to(dtype))
+    assert torch.equal(weight_of(run), trained) and torch.equal(run.ema.weights["0.weight"], average)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_applied_restores_the_training_weights_after_an_exception(error):
+    run = Run(tiny_model(), EMA(EMAConfig(decay=0.5)))
+    run.step()
+    trained = weight_of(run)
+    with pytest.raises(error), run.ema.applied():
+        raise error
+    assert torch.equal(weight_of(run), trained)
+    run.step()
+
+
+def test_applied_restores_what_it_had_exchanged_when_memory_runs_out_midway(monkeypatch):
+    run = Run(tiny_model(), EMA(EMAConfig(decay=0.5)))
+    run.step()
+    before = copy.deepcopy(run.state.model.state_dict())
+    averages = copy.deepcopy(run.ema.weights)
+    import ema
+
+    exchange, calls = ema._exchange, []
+
+    def fail_at_the_third(one, other):
+        calls.append(one)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        exchange(one, other)
+
+    monkeypatch.setattr(ema, "_exchange", fail_at_the_third)
+    with pytest.raises(torch.OutOfMemoryError), run.ema.applied():
+        raise AssertionError("not reached")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.state.model.state_dict().items())
+    assert all(torch.equal(tensor, averages[name]) for name, tensor in run.ema.weights.items())
+
+
+def test_applied_without_an_average_yet_leaves_the_weights():
+    run = Run(tiny_model(), EMA(EMAConfig(decay=0.5, start="5ba")))
+    trained = weight_of(run)
+    with run.ema.applied():
+        assert torch.equal(weight_of(run), trained)
+
+
+# --- kept and found again ---
+
+
+class Wrapper(nn.Module):
+    """As DDP does: one more part in front of every name."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+
+def test_names_are_canonical_whatever_wraps_the_model():
+    assert canonical_name("module.denoiser._orig_mod.conv.weight") == "denoiser.conv.weight"
+    assert canonical_name("_fsdp_wrapped_module.a._checkpoint_wrapped_module.b") == "a.b"
+    plain, wrapped = EMA(EMAConfig(decay=0.5)), EMA(EMAConfig(decay=0.5))
+    one = Run(tiny_model(), plain)
+    one.step()
+    wrapped.bind(tiny_model())
+    wrapped.load_state_dict(plain.state_dict())
+    Run(Wrapper(tiny_model()), wrapped)
+    assert all(torch.equal(wrapped.weights[name], plain.weights[name]) for name in plain.weights)
+
+
+def test_a_resumed_average_goes_on_bit_for_bit():
+    config = EMAConfig(half_life="70sp", every=2)
+    whole = Run(tiny_model(), EMA(config))
+    for _ in range(9):
+        whole.step()
+        if whole.batch == 5:  # between two updates
+            kept = copy.deepcopy((whole.ema.state_dict(), whole.state.model, whole.state.timestamp))
+    saved, model, timestamp = kept
+    ema = EMA(config)
+    ema.bind(model)
+    ema.load_state_dict(saved)
+    resumed = Run(model, ema)
+    resumed.state.timestamp = timestamp
+    for _ in range(4):
+        resumed.step()
+    assert all(torch.equal(ema.weights[name], whole.ema.weights[name]) for name in whole.ema.weights)
+
+
+def test_an_average_that_does_not_fit_is_refused_with_the_names():
+    ema = EMA(EMAConfig(decay=0.5))
+    run = Run(tiny_model(), ema)
+    run.step()
+    state = ema.state_dict()
+    state["weights"]["2.weight"] = torch.zeros(1)
+    state["weights"]["extra"] = state["weights"].pop("0.bias")
+    fresh = EMA(EMAConfig(decay=0.5))
+    fresh.bind(tiny_model())
+    with pytest.raises(ValueError) as error:
+        fresh.load_state_dict(state)
+    assert str(error.value) == (
+        "ema: the saved average does not fit the model: 1 missing (0.bias); 1 left over (extra); 1 of another shape "
+        "(2.weight is (1,), not (2, 4))."
+    )
+
+
+def test_shards_are_averaged_where_they_lie():
+    """A DTensor on a mesh of one: the average is of its local part, and no collective is needed."""
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        model = nn.Linear(4, 2, bias=False)
+        mesh = init_device_mesh("cpu", (1,))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh, [Shard(0)]))
+        ema = EMA(EMAConfig(decay=0.5))
+        ema.bind(model)
+        ema._begin()
+        lerp_(list(ema.weights.values()), ema._weights_where_the_average_is(), 0.5)
+        assert type(ema.weights["weight"]) is torch.Tensor
+        with ema.applied():
+            assert torch.equal(model.weight.to_local(), model.weight.full_tensor())
+    finally:
+        destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"half_life": "1000ba", "decay": 0.9},
+            [("ema.half_life", "1000ba and ema.decay: 0.9 exclude each other.")],
+        ),
+        (
+            {"half_life": "3ep"},
+            [("ema.half_life", "'3ep' is not possible. Possible: 1000ba, 2048000sp; 1 and up.")],
+        ),
+        ({"start": "soon"}, [("ema.start", "'soon' is not possible. Possible: 0ba, 800000ba, 512000sp.")]),
+        ({"decay": 1.0}, [("ema.decay", "1.0 is not in [0, 1). Usual: 0.999 to 0.9999.")]),
+        ({"sigma_rel": 0.3}, [("ema.sigma_rel", "0.3 is not in (0, 0.289). Usual: 0.05 to 0.25.")]),
+        ({"every": 0}, [("ema.every", "0 is below 1. Possible: 1 and up.")]),
+        ({}, []),
+    ],
+)
+def test_values_that_cannot_be_are_named(changes, expected):
+    assert problems(**changes) == expected
