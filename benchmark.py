@@ -8,11 +8,16 @@ Values come from the defaults below, then the YAML, then `key=value`; `--print_c
 The flags of this benchmark's predecessor (`--batch_size`, `--use_synth_data`, ...) are aliases of keys. With no YAML: SD2
 at 512 pixels, global batch 2048, 30 batches.
 
-Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), or Python's own for a failed run.
+A run with a name goes on where its newest checkpoint was taken when the same command is given again; one that is finished
+says so. SIGTERM and SIGUSR1 end it at the next batch edge, after a checkpoint if there is time for one.
+
+Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 128 + signal after a signal, or
+Python's own for a failed run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -24,17 +29,20 @@ from typing import Any, Literal
 
 import torch
 from composer import Trainer
-from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.utils import dist
 
 import preflight
 from callbacks.run_record import RunRecord, device_name, result_line
 from callbacks.throughput import MeasureConfig, Throughput, peak_tflops
+from checkpoints import DEFAULT_EVERY_IMAGES, Checkpointer, SaveConfig
 from config import Alias, ConfigError, Problem, load, parse_command_line, to_yaml
 from data import DataConfig, Loader, build_data, check_bad_samples
+from ema import EMA, EMAConfig
 from loggers import LoggersConfig, build_loggers
-from model import BatchRandomness, ModelConfig, build_model
+from model import BatchRandomness, ModelConfig, build_device, build_model
 from optim import GradientNorm, OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, total_batches
+from resume import begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
+from stream import read_stage
 from zoo import load_family
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import ImageSize, as_size
@@ -68,6 +76,8 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
 
@@ -99,10 +109,8 @@ ALIASES = {
 
 # Keys of the design whose room does not stand yet: refused by name, so that nobody believes in them.
 NOT_YET = {
-    "ema": "the exponential moving average",
     "eval": "evaluation",
     "target": "the stop at a quality target",
-    "save": "writing checkpoints",
     "mlperf": "the MLPerf log",
     "compile": "compilation of the denoiser",
     "channels_last": "the channels-last layout",
@@ -123,6 +131,7 @@ MEMORY_KEYS = {
     "model.preset",
     "model.variant",
     "objective.prediction",
+    "ema.enabled",
 }
 
 
@@ -132,8 +141,12 @@ MEMORY_KEYS = {
 def check(config: RunConfig) -> list[Problem]:
     """Return every problem that can be known before anything is built, in the order of the keys."""
     found = _run_problems(config)
-    sections = (config.objective, config.optimizer, config.schedule, config.measure, config.loggers)
-    in_sections = [config.data.problems(config.global_batch_size), *(section.problems() for section in sections)]
+    sections = (config.objective, config.optimizer, config.schedule, config.ema, config.save, config.measure)
+    made_for = {"model.family": config.model.family, "data.normalize": config.data.normalize}
+    with contextlib.suppress(ValueError):  # named by _model_problems
+        made_for["image_size"] = list(config.size)
+    of_data = config.data.problems(config.global_batch_size, made_for)
+    in_sections = [of_data, *(section.problems() for section in (*sections, config.loggers))]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += _model_problems(config)
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
@@ -217,12 +230,19 @@ def _model_problems(config: RunConfig) -> list[Problem]:
 
 
 def _memory_problems(config: RunConfig) -> list[Problem]:
-    """Estimate what the step takes and compare; runs the real model through fake tensors (some seconds)."""
+    """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds)."""
     config = resolve(config)
     assert config.device_train_microbatch_size is not None
-    ranks = 1 if torch.cuda.is_available() else dist.get_local_world_size()
-    text = preflight.memory_problem(cost_of(config), config.device_train_microbatch_size, ranks)
-    return [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
+    ranks, cost = 1 if torch.cuda.is_available() else dist.get_local_world_size(), cost_of(config)
+    on_device = config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())
+    text = preflight.memory_problem(cost, config.device_train_microbatch_size, ranks, ema=on_device)
+    found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
+    if config.save.every_images:
+        checkpoint_gib = cost.checkpoint_gib(ema=config.ema.enabled)
+        folder = Path(config.run_folder, config.run_name or "")
+        if text := preflight.room_problem(folder, checkpoint_gib, config.save.keep + 1):
+            found.append(Problem(f"save: {text}", ("save.every_images", "save.keep", "run_folder", *MEMORY_KEYS)))
+    return found
 
 
 def cost_of(config: RunConfig) -> preflight.Cost:
@@ -240,9 +260,16 @@ def resolve(config: RunConfig) -> RunConfig:
     name = config.run_name or (
         f"{config.model.family}-{config.model.preset}-{config.size[0]}px-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     )
+    every_images = 0 if config.data.synthetic else DEFAULT_EVERY_IMAGES
+    given, snapshot = config.save.every_images, config.save.snapshot_every_images
     return dataclasses.replace(
         config,
         run_name=name,
+        save=dataclasses.replace(
+            config.save,
+            every_images=every_images if given is None else given,
+            snapshot_every_images=every_images if snapshot is None else snapshot,
+        ),
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or device_batch,
         model=dataclasses.replace(config.model, weights=config.model.weights or "random"),
@@ -253,17 +280,6 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 # --- the run ---
-
-
-def build_device(precision: str) -> Device:
-    """Return Composer's device; float32 means float32, tf32 has to be asked for (Composer's own default allows it).
-
-    On a CPU the ranks of a machine share its cores: with all cores each, two ranks on two cores were 50 times slower.
-    """
-    if torch.cuda.is_available():
-        return DeviceGPU(allow_tf32=precision != "fp32")
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_local_world_size()))
-    return DeviceCPU()
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -277,11 +293,19 @@ def train(config: RunConfig) -> dict[str, Any]:
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
+    # Where the run is: at its newest whole checkpoint, or at the beginning.
+    begun = begin(folder)
+
     # Model.
     cost = cost_of(config)
     model = build_model(
         config.model, config.objective, size=config.size, normalize=config.data.normalize, seed=config.seed
-    ).place(device._device, config.precision)
+    )
+    stage = None if config.data.synthetic else read_stage(config.data.location)
+    check_encoders(stage, model.encoders.fingerprints)
+    identity = identity_of(config, stage, model.encoders.fingerprints)
+    check_checkpoint(begun, identity)
+    model.place(device._device, config.precision)
 
     # Data.
     data = build_data(
@@ -292,6 +316,9 @@ def train(config: RunConfig) -> dict[str, Any]:
         device=device._device,
         seed=config.seed,
     )
+    at = begun.progress
+    if at.batch:
+        data.dataloader.resume(at.epoch, at.batch_in_epoch, config.global_batch_size)
 
     # Optimizer and schedule.
     optimizer = build_optimizer(config.optimizer, model, config.global_batch_size)
@@ -308,6 +335,13 @@ def train(config: RunConfig) -> dict[str, Any]:
         config.measure, flops_per_image=cost.flops_per_image, peak=peak_tflops(device_name(), config.precision)
     )
     loader = data.dataloader if isinstance(data.dataloader, Loader) else None
+    checkpointer = Checkpointer(
+        folder / "checkpoints",
+        config.save,
+        model=model,
+        identity=identity,
+        resume_from=begun.checkpoint,
+    )
     record = RunRecord(
         folder,
         to_yaml(config),
@@ -316,8 +350,12 @@ def train(config: RunConfig) -> dict[str, Any]:
         mean_gradient_norm=gradient_norm.mean,
         bad_samples=loader.bad_samples if loader else None,
         check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
+        last_checkpoint=lambda: checkpointer.last_full,
     )
-    record.start()
+    record.start(at.batch)
+    begun.say(record.num_starts)
+    if at.batch >= num_batches:
+        return record.finish()  # stopped between its last checkpoint and its summary, or max_duration is shorter now
 
     # Trainer.
     autocast = (
@@ -330,8 +368,10 @@ def train(config: RunConfig) -> dict[str, Any]:
         optimizers=optimizer,
         schedulers=schedule,
         step_schedulers_every_batch=True,
-        callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record],
-        loggers=build_loggers(config.loggers, run_name, folder),
+        spin_dataloaders=False,  # the loader has been told where to begin
+        algorithms=[EMA(config.ema)] if config.ema.enabled else [],
+        callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer],
+        loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
         progress_bar=config.loggers.progress_bar,
         device=device,
         precision=autocast,
@@ -343,7 +383,9 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     trainer.fit()
     trainer.close()
-    return record.finish()
+    result = record.finish()
+    begun.release()
+    return result
 
 
 def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
@@ -360,8 +402,10 @@ def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
         "global_batch_size": config.global_batch_size,
         "device_train_microbatch_size": config.device_train_microbatch_size,
         "seed": config.seed,
+        "max_duration": config.max_duration,
+        "ema": config.ema.enabled,
         "trained_parameters": cost.trained_parameters,
-        "estimated_mem_gib": cost.memory_gib(config.device_train_microbatch_size or 1),
+        "estimated_mem_gib": cost.memory_gib(config.device_train_microbatch_size or 1, ema=config.ema.enabled),
     }
 
 
@@ -378,6 +422,14 @@ def main(argv: Sequence[str]) -> int:
             if is_speaker:
                 print(to_yaml(config), end="")
             return 0
+        folder = Path(config.run_folder, config.run_name or "")
+        if (folder / "config.yaml").is_file():
+            check_begun(config, folder)
+            if line := finished(folder, config.max_duration):
+                if is_speaker:
+                    print(f"run_name: {folder} is finished; a longer max_duration would go on.", file=sys.stderr)
+                    print(line, flush=True)
+                return 0
         result = train(config)
     except ConfigError as error:
         if dist.get_local_rank() != 0:

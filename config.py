@@ -168,6 +168,12 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield f"{prefix}{name}", value
 
 
+def flat(config: Any) -> dict[str, Any]:
+    """Return every key of a configuration with its value, as plain values: tuples become lists."""
+    leaves = _leaves(OmegaConf.to_container(OmegaConf.structured(config)))
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in leaves}
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".") + "."
 

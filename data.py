@@ -1,4 +1,4 @@
-"""Batches of images or synthetic tensors, all with the contract of zoo/spec.py.
+"""Batches of images, moments or synthetic tensors, all with the contract of zoo/spec.py.
 
 From a stage `images` to a batch (B samples a device, H W the run's image size):
 
@@ -7,6 +7,7 @@ From a stage `images` to a batch (B samples a device, H W the run's image size):
     resized       uint8 (3, H, W)                                        short side bicubic with antialias, centre crop
     batch         images uint8 (B, 3, H, W), tokens int64 (B, L)         in a loader worker, captions tokenised in one call
 
+From a stage `moments` (prepare/latents.py) a batch is read as it lies in the shards: moments float16 (B, 2C, h, w), tokens.
 Images are normalised on the device (model.py): a quarter of the bytes travel. A sample that cannot be used is named,
 counted, and replaced by the next good one of its shard, so that every batch is full and every rank has as many.
 
@@ -15,9 +16,13 @@ counted, and replaced by the next good one of its shard, so that every batch is 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import itertools
 import math
+import os
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +40,8 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
-from stream import HASH, ForkSafeStream, Stage, cached_index_digest, is_remote, read_stage
+from shared_memory import remove_dead_segments
+from stream import HASH, BatchStream, MomentsStream, Stage, cached_index_digest, is_remote, read_stage
 from zoo.spec import Column, Family, ImageSize
 
 SHUFFLE_BLOCK_SAMPLES = 1 << 18
@@ -71,8 +77,12 @@ class DataConfig:
     def location(self) -> str | None:
         return self.remote or self.local
 
-    def problems(self, global_batch_size: int) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be, the stage's own facts included."""
+    def problems(self, global_batch_size: int, made_for: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be, the stage's own facts included.
+
+        Args:
+            made_for: key of the configuration -> its value, for what a stage of moments has been made for.
+        """
         found = []
         for key in ("workers", "max_bad_samples"):
             if getattr(self, key) < 0:
@@ -81,11 +91,9 @@ class DataConfig:
             found.append(("data.num_canonical_nodes", f"{self.num_canonical_nodes} is below 1. Possible: 1 and up."))
         if self.cache_limit is not None and _bytes(self.cache_limit) is None:
             found.append(("data.cache_limit", f"'{self.cache_limit}' is not a size. Possible: 500mb, 100gb, 1tb."))
-        return found if self.synthetic else found + self._stage_problems(global_batch_size)
+        return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for)
 
-    def _stage_problems(self, global_batch_size: int) -> list[tuple[str, str]]:
-        if self.stage != "images":
-            return [("data.stage", f"'{self.stage}' can only be had with data.synthetic=true in this version.")]
+    def _stage_problems(self, global_batch_size: int, made_for: Mapping[str, Any]) -> list[tuple[str, str]]:
         if self.location is None:
             return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
         where = "data.remote" if self.remote else "data.local"
@@ -104,9 +112,16 @@ class DataConfig:
                     f"data.stage={stage.kind}, or another {where}.",
                 )
             )
-        missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
-        if stage.kind == "images" and missing:
+        wanted = {"images": ("jpg", "caption", "key"), "moments": ("moments", "tokens")}.get(stage.kind, ())
+        missing = [name for name in wanted if name not in stage.columns]
+        if stage.kind == self.stage and missing:
             found.append((where, f"{stage.location} has no column {', '.join(missing)}. Make the stage again."))
+        for key, value in made_for.items():
+            made = stage.facts.get(key.rpartition(".")[2])  # an `images` stage is made for nothing in particular
+            if made is not None and made != value:
+                found.append(
+                    (key, f"{value}, but the moments at {stage.location} were made for {made}. Use that value.")
+                )
         if stage.num_samples < global_batch_size:
             given = f"{global_batch_size} is more than the {stage.num_samples} samples of the stage at {stage.location}"
             found.append(("global_batch_size", f"{given}. Take a smaller one, or more data."))
@@ -208,19 +223,32 @@ def resize_and_crop(image: Image.Image, size: ImageSize) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class StreamingLAIONDataset(ForkSafeStream):
-    """The stage `images` as decoded, resized samples: {"images": uint8 (3, H, W), "caption": str, "bad": [...]}.
+class StreamingLAIONDataset(BatchStream):
+    """The stage `images` as batches: {"images": uint8 (B, 3, H, W), text columns int64 (B, L), "bad": [...]}.
 
     Args:
         image_size: (width, height), px.
+        tokenize: captions -> the batch's text columns.
         arguments: keyword arguments of StreamingDataset.
     """
 
-    def __init__(self, *, image_size: ImageSize, **arguments: Any):
+    def __init__(
+        self, *, image_size: ImageSize, tokenize: Callable[[Sequence[str]], dict[str, Tensor]], **arguments: Any
+    ):
         super().__init__(**arguments)
         self.image_size = image_size
+        self.tokenize = tokenize
 
-    def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
+    def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
+        """Decode and resize the samples, and tokenise their captions in one call."""
+        samples = [self.read_sample(sample_id) for sample_id in sample_ids]
+        return {
+            "images": torch.stack([sample["images"] for sample in samples]),
+            **self.tokenize([sample["caption"] for sample in samples]),
+            "bad": [bad for sample in samples for bad in sample["bad"]],
+        }
+
+    def read_sample(self, sample_id: int) -> dict[str, Any]:
         """Return the sample, or the next good one of its shard; "bad" lists (id, key, reason) of those passed over.
 
         Raises:
@@ -231,7 +259,7 @@ class StreamingLAIONDataset(ForkSafeStream):
         bad = []
         for step in range(shard_samples):
             candidate = int(shard_start + (offset + step) % shard_samples)
-            sample = super().get_item(candidate, retry)
+            sample = self[candidate]
             try:
                 caption = check_caption(sample["caption"])
                 images = resize_and_crop(decode_image(sample["jpg"]), self.image_size)
@@ -243,20 +271,6 @@ class StreamingLAIONDataset(ForkSafeStream):
         raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
 
 
-class Collate:
-    """Stacks samples to a batch and tokenises its captions in one call; travels to the loader's workers."""
-
-    def __init__(self, tokenize: Callable[[Sequence[str]], dict[str, Tensor]]):
-        self.tokenize = tokenize
-
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {
-            "images": torch.stack([sample["images"] for sample in samples]),  # (B, 3, H, W)
-            **self.tokenize([sample["caption"] for sample in samples]),  # (B, L) each
-            "bad": [bad for sample in samples for bad in sample["bad"]],
-        }
-
-
 class Loader(StreamingDataLoader):
     """A StreamingDataLoader with epochs of a fixed length, that takes the report of unusable samples out of each batch.
 
@@ -266,19 +280,25 @@ class Loader(StreamingDataLoader):
     `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
     """
 
-    def __init__(self, dataset: StreamingLAIONDataset, *, epoch_batches: int, max_bad_samples: int, **arguments: Any):
-        super().__init__(dataset, **arguments)
+    def __init__(self, dataset: BatchStream, *, epoch_batches: int, max_bad_samples: int, **arguments: Any):
+        super().__init__(dataset, batch_size=None, worker_init_fn=live_as_worker, **arguments)
         self.epoch_batches = epoch_batches
         self.max_bad_samples = max_bad_samples
         self.bad_samples: dict[int, tuple[str, str]] = {}
+        self._batches_before = 0
 
     def __len__(self) -> int:
         return self.epoch_batches
 
+    def resume(self, epoch: int, batch_in_epoch: int, global_batch_size: int) -> None:
+        """Let the next iteration begin within an epoch, after that many of its batches."""
+        self.dataset.resume(epoch, batch_in_epoch * global_batch_size)
+        self._batches_before = batch_in_epoch
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        num_batches = 0
-        for batch in itertools.islice(super().__iter__(), self.epoch_batches):
-            self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad")})
+        num_batches, self._batches_before = self._batches_before, 0
+        for batch in itertools.islice(super().__iter__(), self.epoch_batches - num_batches):
+            self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
             check_bad_samples(self.bad_samples, self.max_bad_samples)
             num_batches += 1
             yield batch
@@ -287,6 +307,27 @@ class Loader(StreamingDataLoader):
                 f"data: the epoch ended after {num_batches} of {self.epoch_batches} batches; the reason stands above, from "
                 f"the stream's own threads. Nothing was trained on less than it should; start the run again."
             )
+
+
+def live_as_worker(worker_id: int) -> None:
+    """Let a loader worker end with its trainer, whatever ended that, and by nothing but its trainer.
+
+    A batch system sends SIGTERM to every process of a job; a worker that obeyed it would take the trainer down before it has
+    written its checkpoint. A worker whose trainer was killed would live on, and hold the shared memory that a restart needs.
+    """
+    if hasattr(signal, "sigwaitinfo"):  # Linux
+        PR_SET_PDEATHSIG = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_the_trainer_says_so, daemon=True).start()
+
+
+def _end_when_the_trainer_says_so() -> None:
+    trainer = os.getppid()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+        pass
+    os._exit(0)
 
 
 def check_bad_samples(bad_samples: Mapping[int, tuple[str, str]], max_bad_samples: int) -> None:
@@ -316,12 +357,18 @@ class SyntheticBatches:
             return torch.randn(shape, generator=generator, device=device).to(column.dtype)
 
         self.batch = {name: draw(column) for name, column in columns.items()}
+        self._batches_before = 0
 
     def __len__(self) -> int:
         return SYNTHETIC_EPOCH_BATCHES
 
+    def resume(self, epoch: int, batch_in_epoch: int, global_batch_size: int) -> None:
+        """Let the next iteration begin within an epoch, after that many of its batches."""
+        self._batches_before = batch_in_epoch
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for _ in range(len(self)):
+        num_batches, self._batches_before = len(self) - self._batches_before, 0
+        for _ in range(num_batches):
             yield dict(self.batch)
 
 
@@ -344,32 +391,38 @@ def build_data(
     remote, local = config.remote, config.local
     if remote is not None and local is None:
         remote, local = None, remote  # a folder is read in place
-    dataset = StreamingLAIONDataset(
-        image_size=size,
-        remote=remote,
-        local=local,
-        validate_hash=HASH,
-        download_retry=5,
-        predownload=8 * device_batch_size,
-        cache_limit=config.cache_limit,
+    if dist.get_local_rank() == 0:
+        remove_dead_segments()
+    dist.barrier()
+    arguments = {
+        "remote": remote,
+        "local": local,
+        "validate_hash": HASH,
+        "download_retry": 5,
+        "predownload": 8 * device_batch_size,
+        "cache_limit": config.cache_limit,
         # The order, all set explicitly: it then depends on the seed and the global batch alone.
-        batch_size=device_batch_size,
-        num_canonical_nodes=config.num_canonical_nodes,
-        partition_algo="relaxed",
-        sampling_method="balanced",
-        shuffle=config.shuffle,
-        shuffle_algo="py1e",
-        shuffle_seed=seed,
-        shuffle_block_size=SHUFFLE_BLOCK_SAMPLES,
-    )
+        "batch_size": device_batch_size,
+        "num_canonical_nodes": config.num_canonical_nodes,
+        "partition_algo": "relaxed",
+        "sampling_method": "balanced",
+        "shuffle": config.shuffle,
+        "shuffle_algo": "py1e",
+        "shuffle_seed": seed,
+        "shuffle_block_size": SHUFFLE_BLOCK_SAMPLES,
+    }
+    dataset: BatchStream
+    if config.stage == "moments":
+        columns = family.columns("moments", size)
+        kinds = {n: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for n, c in columns.items()}
+        dataset = MomentsStream(columns=kinds, **arguments)
+    else:
+        dataset = StreamingLAIONDataset(image_size=size, tokenize=family.tokenize, **arguments)
     loader = Loader(
         dataset,
         epoch_batches=dataset.size // (device_batch_size * dist.get_world_size()),
         max_bad_samples=config.max_bad_samples,
-        batch_size=device_batch_size,
         num_workers=config.workers,
-        collate_fn=Collate(family.tokenize),
-        drop_last=True,
         pin_memory=device.type == "cuda",
         persistent_workers=config.workers > 0,
         timeout=LOADER_TIMEOUT_SEC if config.workers else 0,

@@ -51,8 +51,8 @@ class LoggersConfig:
         return found
 
 
-def build_loggers(config: LoggersConfig, run_name: str, folder: Path) -> list[LoggerDestination]:
-    """Build the loggers that were asked for."""
+def build_loggers(config: LoggersConfig, run_name: str, run_id: str, folder: Path) -> list[LoggerDestination]:
+    """Build the loggers that were asked for; a run that is resumed goes on under its `run_id` at W&B."""
     loggers: list[LoggerDestination] = []
     if config.wandb is not None:
         section = config.wandb
@@ -63,7 +63,7 @@ def build_loggers(config: LoggersConfig, run_name: str, folder: Path) -> list[Lo
                 entity=section.entity,
                 group=section.group,
                 tags=section.tags,
-                init_kwargs={"mode": section.mode, "dir": str(folder)},
+                init_kwargs={"mode": section.mode, "dir": str(folder), "id": run_id, "resume": "allow"},
             )
         )
     if config.tensorboard is not None:

@@ -7,6 +7,7 @@ the numbers are the model's own instead of a table's.
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ BYTES_PER_TRAINED_PARAMETER = 16  # float32: weight, gradient, and AdamW's two m
 # CUDA's autocast keeps the outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB an image were
 # seen for the SD2 UNet at 512 px.
 CUDA_AUTOCAST_FACTOR = 1.3
+BYTES_PER_PARAMETER_OF_EMA = 4
 BYTES_PER_PARAMETER_OF_DDP = 4  # its gradient buckets; Composer 0.32.1 does not let gradients live in them
 MAX_NAME_BYTES = 200  # a file system takes 255 for a name; loggers add to it
 USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
@@ -49,11 +51,16 @@ class Cost:
     activation_gib_once: float
     frozen_gib: float
 
-    def memory_gib(self, microbatch: int) -> float:
-        """Return the need of one device, GiB."""
+    def memory_gib(self, microbatch: int, *, ema: bool) -> float:
+        """Return the need of one device, GiB; `ema`: it holds an average of the weights too."""
         ddp = BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0
-        weights = self.trained_parameters * (BYTES_PER_TRAINED_PARAMETER + ddp) / 2**30
+        bytes_each = BYTES_PER_TRAINED_PARAMETER + ddp + (BYTES_PER_PARAMETER_OF_EMA if ema else 0)
+        weights = self.trained_parameters * bytes_each / 2**30
         return weights + self.frozen_gib + self.activation_gib_once + microbatch * self.activation_gib_per_image
+
+    def checkpoint_gib(self, *, ema: bool) -> float:
+        """Return the size of a full checkpoint, GiB: weights, two moments, and the average."""
+        return self.trained_parameters * 4 * (4 if ema else 3) / 2**30
 
 
 @functools.cache
@@ -128,20 +135,21 @@ def available_gib() -> tuple[float, str]:
     return psutil.virtual_memory().available / 2**30, "this machine (free now)"
 
 
-def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int) -> str | None:
+def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bool) -> str | None:
     """Say that a run does not fit and what would, or None.
 
     Args:
         microbatch: images a device and pass.
         ranks_on_device: processes that share the memory: those of this machine on a CPU, one on a GPU.
+        ema: an average of the weights lies on the device.
     """
     available, place = available_gib()
     usable = USABLE_FRACTION * available / ranks_on_device
-    need = cost.memory_gib(microbatch)
+    need = cost.memory_gib(microbatch, ema=ema)
     if need <= usable:
         return None
     share = f", {usable:.1f} GiB of it for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
-    fixed = cost.memory_gib(0)
+    fixed = cost.memory_gib(0, ema=ema)
     fits = int((usable - fixed) / cost.activation_gib_per_image)
     ways = "Ways out: device_train_microbatch_size=" + (f"{fits} or less" if fits >= 1 else "1 does not fit either")
     return (
@@ -163,16 +171,40 @@ def unwritable(folder: str | Path) -> str | None:
         return f"{folder} cannot be written: {path}: {error.strerror}. Give a folder that this user may write in."
 
 
+def room_problem(folder: str | Path, checkpoint_gib: float, num: int) -> str | None:
+    """Say that a disk has no room for the full checkpoints of a run, or None.
+
+    Args:
+        folder: of the run; what it holds already is counted as room, since it will be replaced.
+        num: files that are there at once: those kept, and the one that is being written.
+    """
+    there = Path(folder).absolute()
+    held_gib = sum(path.stat().st_size for path in there.glob("checkpoints/*.pt")) / 2**30
+    while not there.exists():
+        there = there.parent
+    need_gib, free_gib = num * checkpoint_gib, shutil.disk_usage(there).free / 2**30
+    if need_gib <= free_gib + held_gib:
+        return None
+    return (
+        f"{num} full checkpoints of {checkpoint_gib:.3g} GiB need {need_gib:.3g} GiB, {there} has {free_gib:.3g} free. Make "
+        f"room, lower save.keep, give another run_folder, or save.every_images=0 for none."
+    )
+
+
 def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
     """Say why a run of this name cannot leave its record there, or None."""
     fits = run_name is None or (run_name == Path(run_name).name and 0 < len(run_name.encode()) <= MAX_NAME_BYTES)
     if run_name is not None and (not fits or run_name.startswith(".")):
         return f"run_name: '{run_name[:80]}' is no folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
-    if run_name is not None and Path(run_folder, run_name).exists():
-        return (
-            f"run_name: {Path(run_folder, run_name)} exists already, and resuming is not part of this version. Take "
-            f"another run_name, or remove that folder."
-        )
+    folder = Path(run_folder, run_name or "")
+    is_begun = (folder / "config.yaml").is_file() or not folder.exists()
+    if (
+        run_name is not None
+        and not is_begun
+        and (folder.is_file() or {path.name for path in folder.iterdir()} - {".lock"})
+    ):
+        given = f"{folder} is there, and is no run (it has no config.yaml)"
+        return f"run_name: {given}. Take another run_name, or remove it."
     text = unwritable(run_folder)
     return f"run_folder: {text}" if text else None
 

@@ -2,7 +2,9 @@
 
 RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another run_name it repeats the run
                    environment.json    versions, commit, device
+                   starts.jsonl        a line a start: when, from which batch, on what; the first one names the run's id
                    metrics.jsonl       a line a window: batch, images, loss (mean of the window), clocks, speed
+                   metrics.cut.jsonl   lines of batches that a resume went back behind
                    bad_samples.jsonl   number, key and reason of each sample that could not be used, where there is one
                    summary.json        flat: the result line's keys under the same names, device, versions, commit
 """
@@ -16,7 +18,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +61,7 @@ class RunRecord(Callback):
         mean_gradient_norm: reads the mean norm since the last reading.
         bad_samples: this rank's unusable samples so far, sample id -> (key, reason); or None.
         check_bad_samples: raises when there are too many, given those of all ranks.
+        last_checkpoint: the newest whole checkpoint, for messages.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class RunRecord(Callback):
         mean_gradient_norm: Callable[[], float | None],
         bad_samples: Mapping[int, tuple[str, str]] | None,
         check_bad_samples: Callable[[Mapping[int, tuple[str, str]]], None],
+        last_checkpoint: Callable[[], Path | None],
     ):
         self.folder = folder
         self.config_yaml = config_yaml
@@ -77,19 +83,64 @@ class RunRecord(Callback):
         self.mean_gradient_norm = mean_gradient_norm
         self.own_bad_samples = bad_samples
         self.check_bad_samples = check_bad_samples
+        self.last_checkpoint = last_checkpoint
+        self.run_id = ""
+        self.num_starts = 0
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
         self.loss: float | None = None
         self._losses: list[float] = []
+        self._batch = 0
+        self._written_to = 0
         self._lr: float | None = None
         self._is_writer = dist.get_global_rank() == 0
 
-    def start(self) -> None:
-        """Make the folder and write what is known before the first step. Raises OSError: it cannot be written."""
+    def start(self, batch: int) -> None:
+        """Begin or go on with the record, at this batch; rank 0 cuts it back to there and keeps what it cuts.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         self.environment = environment()
         if self._is_writer:
-            self.folder.mkdir(parents=True, exist_ok=False)
-            (self.folder / "config.yaml").write_text(self.config_yaml)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            earlier = read_lines(self.folder / "starts.jsonl")
+            self.num_starts = len(earlier) + 1
+            self.run_id = earlier[0]["run_id"] if earlier else uuid.uuid4().hex[:8]
+            start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
+            where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
+            _append(self.folder / "starts.jsonl", [{**start, **where}])
+            _write(self.folder / "config.yaml", self.config_yaml)
             _write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
+            (self.folder / "summary.json").unlink(missing_ok=True)  # it would say that the run is finished
+            kept = self._cut_back(batch)
+            # Speeds of another machine are not this one's.
+            same = {e["start"] for e in earlier if all(e[key] == where[key] for key in ("device", "num_devices"))}
+            self.throughput.windows = [line for line in kept if line.get("start") in same]
+            self.loss = kept[-1]["loss"] if kept else None
+            self._written_to = kept[-1]["batch"] if kept else 0
+            for line in read_lines(self.folder / "bad_samples.jsonl"):
+                self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
+
+    def _cut_back(self, batch: int) -> list[dict[str, Any]]:
+        """Leave the lines up to a batch in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        kept = [line for line in read_lines(path) if line["batch"] <= batch]
+        rest = "".join(text.splitlines(keepends=True)[len(kept) :])
+        if rest:
+            with open(self.folder / "metrics.cut.jsonl", "a") as file:
+                file.write(rest if rest.endswith("\n") else rest + "\n")
+            _write(path, "".join(json.dumps(line) + "\n" for line in kept))
+        return kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the losses that no line had yet, the last of them this batch's."""
+        return {"losses": list(self._losses), "batch": self._batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them over, so that the next line's mean has every batch since the last line."""
+        num = max(0, state["batch"] - self._written_to)  # a line may have been written after the checkpoint
+        self._losses = state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :]
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         self._lr = state.optimizers[0].param_groups[0]["lr"]  # of this batch: at its end the next one's is set already
@@ -99,6 +150,7 @@ class RunRecord(Callback):
         if not math.isfinite(loss):
             self._stop_on_non_finite_loss(state, loss)
         self._losses.append(loss)
+        self._batch = state.timestamp.batch.value
         if self.throughput.closed_window is not None:
             self._write_window(state, logger, self.throughput.closed_window)
 
@@ -112,6 +164,7 @@ class RunRecord(Callback):
         self._losses = []
         line = {
             "schema": SCHEMA,
+            "start": self.num_starts,
             **window,
             "loss": self.loss,
             "lr": self._lr,
@@ -119,8 +172,7 @@ class RunRecord(Callback):
             "bad_samples": len(self.all_bad_samples),
         }
         if self._is_writer:
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({key: _finite(value) for key, value in line.items()}, allow_nan=False) + "\n")
+            _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in line.items()}])
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
 
     def _gather_bad_samples(self) -> None:
@@ -133,8 +185,7 @@ class RunRecord(Callback):
         if self._is_writer and len(self.all_bad_samples) > known:
             new = list(self.all_bad_samples.items())[known:]
             lines = ({"sample": sample, "key": key, "reason": reason} for sample, (key, reason) in new)
-            with open(self.folder / "bad_samples.jsonl", "a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+            _append(self.folder / "bad_samples.jsonl", lines)
             key, reason = new[0][1]
             print(f"data: {len(new)} samples could not be used, e.g. {key}: {reason}", file=sys.stderr)
         self.check_bad_samples(self.all_bad_samples)
@@ -147,8 +198,8 @@ class RunRecord(Callback):
         where = f"rank {', '.join(map(str, ranks))}" if ranks else "an earlier microbatch of some rank"
         raise ValueError(
             f"loss: {loss} in batch {state.timestamp.batch.value - 1} (counted from 0), first seen on {where}. The run "
-            f"stops before anything of this batch is kept; no checkpoint was written. Lower optimizer.lr, set "
-            f"optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
+            f"stops before anything of this batch is kept; the last good checkpoint is {self.last_checkpoint()}. Lower "
+            f"optimizer.lr, set optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
         )
 
     def finish(self) -> dict[str, Any]:
@@ -161,12 +212,24 @@ class RunRecord(Callback):
             **result,
             **rest,
             "bad_samples": len(self.all_bad_samples),
+            "starts": self.num_starts,
             **{key: _rounded(value) for key, value in self.facts.items()},
             **self.environment,
         }
         if self._is_writer:
             _write_json(self.folder / "summary.json", summary)
         return result
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a .jsonl file, up to one that a killed writer left unfinished."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
 
 
 def result_line(result: Mapping[str, Any]) -> str:
@@ -234,5 +297,17 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def _append(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+
+
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    _write(path, json.dumps(content, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

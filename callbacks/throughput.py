@@ -86,7 +86,7 @@ class Throughput(Callback):
         self.peak = config.peak_tflops or peak
         self.closed_window: dict[str, Any] | None = None
         self.windows: list[dict[str, Any]] = []
-        self.num_batches = 0
+        self.num_batches = 0  # in this process; `windows` has those before a resume too
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
         self._running, self._since = "other", time.perf_counter()
         self._window_batches = 0
@@ -190,8 +190,8 @@ class Throughput(Callback):
             "tflop_per_image": self.flops_per_image / 1e12,
             "data_wait_frac": wait / (train + wait) if whole else None,
             "peak_mem_gib": max((window["peak_mem_gib"] for window in self.windows), default=None),
-            "batches": self.num_batches,
-            "warmup_batches": min(self.config.warmup_batches, self.num_batches),
+            "batches": max((window["batch"] for window in self.windows), default=0),
+            "warmup_batches": sum(window["window_batches"] for window in self.windows if window["warmup"]),
             "windows": len(whole),
             "seconds": train,
         }

@@ -121,7 +121,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_batch_and_rank(tmp_path, cap
         main(*TINY_RUN, *words)
     assert re.fullmatch(
         r"loss: (nan|inf) in batch [12] \(counted from 0\), first seen on rank 0\. The run stops before anything of this "
-        r"batch is kept; no checkpoint was written\. Lower optimizer\.lr, set optimizer\.clip_norm=1, or use "
+        r"batch is kept; the last good checkpoint is None\. Lower optimizer\.lr, set optimizer\.clip_norm=1, or use "
         r"precision=bf16 instead of fp16\.",
         str(error.value),
     )
@@ -175,6 +175,7 @@ def test_too_little_memory_stops_it_before_anything_is_allocated(tmp_path, capsy
 def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
     pytest.importorskip("wandb")
     (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").touch()
     words = [
         "global_batch_size=10",
         "device_train_microbatch_size=4",
@@ -188,22 +189,23 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "loggers.wandb.name=x",
         "target.fid=90",
         "--use_ema",
+        "ema.every=0",
+        "save.keep=0",
         f"run_folder={tmp_path}",
         "run_name=old",
     ]
     assert refused(capsys, *words) == [
         "command line: 'target.fid' is not available: the stop at a quality target is not part of this version. Leave it "
         "out.",
-        "command line: '--use_ema' (ema.enabled) is not available: the exponential moving average is not part of this "
-        "version. Leave it out.",
-        f"run_name: {tmp_path}/old exists already, and resuming is not part of this version. Take another run_name, or "
-        "remove that folder.",
+        f"run_name: {tmp_path}/old is there, and is no run (it has no config.yaml). Take another run_name, or remove it.",
         "seed: -1 is not possible. Possible: 0 to 2**32 - 1.",
         "max_duration: 'soon' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",
         "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16.",
         "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
+        "ema.every: 0 is below 1. Possible: 1 and up.",
+        "save.keep: 0 is below 1. Possible: 1 and up.",
         "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
         "image_size: [64] is not a size. Possible: pixels, e.g. 512, or [width, height], to 16384.",
         "model.weights: not given. Real data want encoders: say model.weights=random to train on random ones (loading "

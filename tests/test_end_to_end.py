@@ -130,7 +130,7 @@ def test_a_run_streams_from_an_object_store_and_learns_what_a_run_from_the_folde
         done = run("composer", "-n", "1", "benchmark.py", *words, *place, f"run_name={name}", **variables)
         assert done.returncode == 0, done.stdout + done.stderr
     assert [m["loss"] for m in metrics(tmp_path / "store")] == [m["loss"] for m in metrics(tmp_path / "folder")]
-    assert len(list((tmp_path / "cache").glob("shard.*.mds"))) == len(list(stage.glob("shard.*.mds")))
+    assert len(list((tmp_path / "cache").rglob("shard.*.mds"))) == len(list(stage.rglob("shard.*.mds")))
 
     done = run(
         "python", "benchmark.py", *words, "data.remote=s3://easel/nowhere", f"data.local={tmp_path}/x", **variables

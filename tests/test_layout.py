@@ -12,9 +12,9 @@ from conftest import ROOT
 
 FLOORS = [
     {"zoo.spec", "zoo.objectives", "zoo.sampling", "zoo.ldm", "config", "tensors"},
-    {"stream", "metrics", "zoo"},
+    {"stream", "metrics", "zoo", "checkpoint_files", "shared_memory"},
     {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks", "loggers"},
-    {"eval", "preflight"},
+    {"eval", "preflight", "resume"},
     {"benchmark", "sweep", "export", "prepare", "bench", "reports"},
 ]
 """Rooms by floor, the lowest first; a longer name wins (zoo.spec is not zoo)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from preflight import (
     duration_problem,
     measure_cost,
     memory_problem,
+    room_problem,
     run_folder_problem,
     unwritable,
 )
@@ -71,24 +73,42 @@ COST = Cost(
 
 def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(monkeypatch):
     monkeypatch.setattr(preflight, "available_gib", lambda: (10.0, "this machine (free now)"))
-    assert memory_problem(COST, 16, 1) is None
-    assert memory_problem(COST, 64, 1) == (
+    assert memory_problem(COST, 16, 1, ema=False) is None
+    assert memory_problem(COST, 64, 1, ema=False) == (
         "64 images a pass need about 33.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
         "image); this machine (free now) has 10.0. Ways out: device_train_microbatch_size=17 or less, a smaller image_size, "
         "model.preset=tiny, or a larger device."
     )
-    assert memory_problem(COST, 16, 2) == (
+    assert memory_problem(COST, 16, 2, ema=False) == (
         "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
         "image); this machine (free now) has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: "
         "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, or a larger device."
     )
     monkeypatch.setattr(preflight, "available_gib", lambda: (1.2, "this machine (free now)"))
-    assert "Ways out: device_train_microbatch_size=1 does not fit either, a smaller" in memory_problem(COST, 16, 1)
+    assert "Ways out: device_train_microbatch_size=1 does not fit either, a smaller" in memory_problem(
+        COST, 16, 1, ema=False
+    )
 
 
-def test_several_ranks_need_ddps_buckets_too(monkeypatch):
+def test_several_ranks_need_ddps_buckets_too_and_an_average_is_a_fifth_copy(monkeypatch):
+    assert COST.memory_gib(0, ema=True) == 20 / 16
     monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 2)
-    assert COST.memory_gib(0) == 20 / 16
+    assert COST.memory_gib(0, ema=False) == 20 / 16
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_found(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=2 * GIB))
+    assert COST.checkpoint_gib(ema=False) == 12 / 16 and COST.checkpoint_gib(ema=True) == 1.0
+    assert room_problem(tmp_path / "runs" / "new", 0.75, 2) is None
+    assert room_problem(tmp_path / "runs" / "new", 0.75, 3) == (
+        f"3 full checkpoints of 0.75 GiB need 2.25 GiB, {tmp_path} has 2 free. Make room, lower save.keep, give another "
+        f"run_folder, or save.every_images=0 for none."
+    )
+    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
+    with open(tmp_path / "old" / "checkpoints" / "full.pt", "wb") as file:
+        file.truncate(GIB // 2)
+    assert room_problem(tmp_path / "old", 0.75, 3) is None
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
@@ -121,6 +141,12 @@ def test_a_folder_that_cannot_be_written_is_found_and_nothing_is_left_behind(tmp
 
 def test_names_of_runs(tmp_path):
     (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").touch()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").touch()
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".lock").touch()
+    assert run_folder_problem(str(tmp_path), "begun") is run_folder_problem(str(tmp_path), "killed") is None
     assert run_folder_problem(str(tmp_path), "new") is None and run_folder_problem(str(tmp_path), None) is None
     assert run_folder_problem(str(tmp_path), "a/b") == (
         "run_name: 'a/b' is no folder name. Use letters, digits, - and _, 200 at most."
@@ -128,6 +154,5 @@ def test_names_of_runs(tmp_path):
     for name in ("", ".", "..", ".hidden", "x" * 201):
         assert "is no folder name" in run_folder_problem(str(tmp_path), name)
     assert run_folder_problem(str(tmp_path), "old") == (
-        f"run_name: {tmp_path}/old exists already, and resuming is not part of this version. Take another run_name, or "
-        f"remove that folder."
+        f"run_name: {tmp_path}/old is there, and is no run (it has no config.yaml). Take another run_name, or remove it."
     )

@@ -51,6 +51,13 @@ class Column:
     below: int | None = None
     """For integers: every value lies in [0, below)."""
 
+    @property
+    def stored(self) -> str:
+        """The type in a shard, as numpy names it: tokens of a vocabulary up to 65,536 are kept in two bytes."""
+        if self.below is not None and self.below <= 2**16 and self.dtype == torch.int64:
+            return "uint16"
+        return str(self.dtype).removeprefix("torch.")
+
 
 class Family(Protocol):
     """What a family decides; everything else is shared (model.py, data.py, prepare/)."""

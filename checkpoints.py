@@ -1,0 +1,379 @@
+"""What a checkpoint holds, when one is written, and how a run goes on from it. Files: checkpoint_files.py.
+
+RUN/checkpoints/full-ba000000001200-DIGEST.pt        weights, EMA, optimizer, schedule, scaler, counts, callbacks
+                weights-im000000512000-DIGEST.pt     a snapshot: weights, EMA, images seen, time
+
+Names and shapes are compared exactly before anything is loaded, and so is what the run is (its `identity`).
+
+Composer's own path is not used: it loads without comparing names, removes `latest` before it makes it anew, writes in place
+and unpickles what it finds (seen with 0.32.1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Algorithm, Callback, Logger, State, Timestamp
+from composer.loggers import LoggerDestination
+from composer.utils import dist
+from torch import Tensor, nn
+
+from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
+from config import ConfigError
+from tensors import canonical_name, difference, shapes
+
+DEFAULT_EVERY_IMAGES = 512_000  # the evaluation cadence of the MLPerf benchmark
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class SaveConfig:
+    """The `save` section of a run."""
+
+    every_images: int | None = None
+    """Images between full checkpoints; 0: never. null: 512000, or 0 where data is synthetic."""
+    keep: int = 2
+    """Newest full checkpoints that stay; snapshots all stay."""
+    snapshot_every_images: int | None = None
+    """Images between snapshots of the weights; 0: never. null: 512000, or 0 where data is synthetic."""
+    grace_sec: float = 30.0
+    """Seconds from SIGTERM or SIGUSR1 to the kill (30 with Composer's launcher): a checkpoint is written if it fits."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be."""
+        found = []
+        for key in ("every_images", "snapshot_every_images"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                found.append((f"save.{key}", f"{value} is below 0. Possible: 0 (never) and up, or null."))
+        if self.keep < 1:
+            found.append(("save.keep", f"{self.keep} is below 1. Possible: 1 and up."))
+        if not self.grace_sec >= 0.0:
+            found.append(("save.grace_sec", f"{self.grace_sec} is below 0. Possible: 0 and up."))
+        return found
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, at a batch's end; images over all ranks, seconds of training from its first start."""
+
+    epoch: int
+    batch: int
+    images: int
+    batch_in_epoch: int
+    images_in_epoch: int
+    seconds: float
+
+    @classmethod
+    def of(cls, state: State) -> Progress:
+        """Read a run's progress; after the last batch of an epoch it is at the start of the next one."""
+        now = state.timestamp
+        if state.dataloader_len is not None and now.batch_in_epoch.value == state.dataloader_len.value:
+            now = now.to_next_epoch()
+        counts = (now.epoch, now.batch, now.sample, now.batch_in_epoch, now.sample_in_epoch)
+        return cls(*(count.value for count in counts), seconds=now.total_wct.total_seconds())
+
+    def timestamp(self) -> Timestamp:
+        """Return Composer's form of it."""
+        return Timestamp(
+            epoch=self.epoch,
+            epoch_in_iteration=self.epoch,
+            batch=self.batch,
+            sample=self.images,
+            batch_in_epoch=self.batch_in_epoch,
+            sample_in_epoch=self.images_in_epoch,
+            total_wct=datetime.timedelta(seconds=self.seconds),
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Contents
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
+
+
+def _optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of each group's parameters: torch itself keeps positions alone."""
+    names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _average(state: State) -> Algorithm | None:
+    """Return the run's EMA, which this file must not import."""
+    return next((algorithm for algorithm in state.algorithms if type(algorithm).__name__ == "EMA"), None)
+
+
+def _own_callbacks(state: State) -> dict[str, Callback]:
+    return {type(c).__name__: c for c in state.callbacks if not isinstance(c, LoggerDestination)}
+
+
+def contents(state: State, model: nn.Module, identity: Mapping[str, Any], *, full: bool) -> dict[str, Any]:
+    """Return what a checkpoint holds, as tensors and plain values; the tensors are the live ones."""
+    average = _average(state)
+    content = {
+        "schema": SCHEMA,
+        "identity": dict(identity),
+        "progress": asdict(Progress.of(state)),
+        "unix_time": time.time(),
+        "model": _weights(model),
+        "ema": None if average is None else average.state_dict(),
+    }
+    if full:
+        [optimizer], [schedule] = state.optimizers, state.schedulers
+        content |= {
+            "optimizer": {"names": _optimizer_names(model, optimizer), **optimizer.state_dict()},
+            "schedule": schedule.state_dict(),
+            "scaler": state.scaler.state_dict() if state.scaler is not None else {},
+            "callbacks": {name: kept for name, c in _own_callbacks(state).items() if (kept := c.state_dict())},
+        }
+    return content
+
+
+def restore(content: Mapping[str, Any], state: State, model: nn.Module, path: Path) -> None:
+    """Bring a run to where a full checkpoint was taken, after comparing every name and shape.
+
+    Raises:
+        ConfigError: lists what does not fit; nothing has been changed then.
+    """
+    [optimizer], [schedule], average = state.optimizers, state.schedulers, _average(state)
+    saved = content["optimizer"]
+    problems = []
+    if text := difference(shapes(_weights(model)), shapes(content["model"])):
+        problems.append(
+            f"{path}: its weights do not fit the model: {text}. Use the configuration that it was made with."
+        )
+    if saved["names"] != _optimizer_names(model, optimizer):
+        problems.append(f"{path}: its optimizer has other parameters or groups. Use optimizer.decay as it was.")
+    elif text := difference(
+        _moment_shapes(optimizer.param_groups, None), _moment_shapes(saved["param_groups"], saved["state"])
+    ):
+        problems.append(f"{path}: its optimizer state does not fit the model: {text}. The file is not whole.")
+    if (average is None) != (content["ema"] is None):
+        has, wants = ("no average", "true") if content["ema"] is None else ("an average", "false")
+        problems.append(f"ema.enabled: {wants}, but {path} has {has}. Leave it as the run was begun.")
+    if problems:
+        raise ConfigError(problems)
+    if average is not None:
+        average.bind(model)
+        try:
+            average.load_state_dict(content["ema"])
+        except ValueError as error:
+            raise ConfigError([f"{path}: {error}"]) from error
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(content["model"][canonical_name(name)])
+    optimizer.load_state_dict({"state": _cloned(saved["state"]), "param_groups": saved["param_groups"]})
+    schedule.load_state_dict(content["schedule"])
+    if state.scaler is not None and content["scaler"]:
+        state.scaler.load_state_dict(content["scaler"])
+    for name, callback in _own_callbacks(state).items():
+        if name in content["callbacks"]:
+            callback.load_state_dict(content["callbacks"][name])
+    state.timestamp = Progress(**content["progress"]).timestamp()
+
+
+def _moment_shapes(groups: list[dict[str, Any]], state: Mapping[int, Any] | None) -> dict[str, Any]:
+    """Shapes of AdamW's two moments by position: as a file has them, or as the parameters want them."""
+    if state is None:
+        wanted = [tuple(parameter.shape) for group in groups for parameter in group["params"]]
+        return {f"parameter {n} {key}": shape for n, shape in enumerate(wanted) for key in ("exp_avg", "exp_avg_sq")}
+    return {
+        f"parameter {n} {key}": tuple(tensor.shape)
+        for n, kept in state.items()
+        for key, tensor in kept.items()
+        if key != "step"
+    }
+
+
+def _cloned(state: Mapping[int, Any]) -> dict[int, Any]:
+    """Copy an optimizer's tensors: on a CPU it would go on in the mapped file, whose disk space then stays taken."""
+    return {n: {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()} for n, kept in state.items()}
+
+
+def disagreements(content: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> list[str]:
+    """One message for each value of a run's identity that differs between a checkpoint and this run."""
+    saved, keys = content["identity"], dict.fromkeys([*identity, *content["identity"]])
+    return [
+        f"{key}: {identity.get(key)!r}, but {path} was made with {saved.get(key)!r}. A run goes on as it began: use that "
+        f"value, or another run_name."
+        for key in keys
+        if saved.get(key) != identity.get(key)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Checkpointer(Callback):
+    """Writes checkpoints at batch edges on rank 0, restores one after Composer has built its state, stops at a signal.
+
+    Args:
+        folder: of the checkpoints.
+        config: with every_images and snapshot_every_images resolved.
+        model: the ComposerModel itself, not what DDP makes of it.
+        identity: key -> plain value that a checkpoint has to agree with.
+        resume_from: path and content of the checkpoint to go on from, or None.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: SaveConfig,
+        *,
+        model: nn.Module,
+        identity: Mapping[str, Any],
+        resume_from: tuple[Path, Mapping[str, Any]] | None,
+    ):
+        assert config.every_images is not None and config.snapshot_every_images is not None
+        self.folder, self.config, self.model, self.identity = folder, config, model, dict(identity)
+        self.resume_from = resume_from
+        self.last_full: Path | None = resume_from[0] if resume_from else None
+        self._last_batch = -1
+        self._last_write_sec: float | None = None
+        self._signal = 0
+        self._signal_at = 0.0
+        self._handlers: dict[int, Any] = {}
+        self._group: torch.distributed.ProcessGroup | None = None
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        if self.resume_from is not None:
+            path, content = self.resume_from
+            self.resume_from = None  # the file may be pruned: nothing holds on to it
+            restore(content, state, self.model, path)
+            self._last_batch = state.timestamp.batch.value
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if not self.config.every_images:
+            return
+        if dist.get_world_size() > 1:
+            # On the CPU, so that asking whether to stop waits for no device.
+            self._group = torch.distributed.new_group(backend="gloo")
+        for number in STOP_SIGNALS:
+            self._handlers[number] = signal.signal(number, self._note_signal)
+
+    def _note_signal(self, number: int, frame: Any) -> None:
+        if not self._signal:
+            self._signal, self._signal_at = number, time.monotonic()
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        if self._handlers:
+            number, waited_sec = self._agree_on_signal()
+            if number:
+                self._stop(state, number, waited_sec)
+        before, now = state.previous_timestamp.sample.value, state.timestamp.sample.value
+        if _passed(self.config.every_images, before, now):
+            self._save(state, full=True)
+        if _passed(self.config.snapshot_every_images, before, now):
+            self._save(state, full=False)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self.config.every_images and self._last_batch != state.timestamp.batch.value:
+            self._save(state, full=True)
+        self._give_back_signals()
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._give_back_signals()
+
+    def _give_back_signals(self) -> None:
+        for number, handler in self._handlers.items():
+            with contextlib.suppress(ValueError):  # the interpreter is going down
+                signal.signal(number, handler)
+        self._handlers = {}
+
+    def _agree_on_signal(self) -> tuple[int, float]:
+        """Return the signal that any rank has had, or 0, and the longest that one has waited: the same on all ranks."""
+        waited = time.monotonic() - self._signal_at if self._signal else 0.0
+        if self._group is None:
+            return self._signal, waited
+        seen = torch.tensor([float(self._signal), waited], dtype=torch.float64)
+        torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, group=self._group)
+        return int(seen[0]), float(seen[1])
+
+    def _stop(self, state: State, number: int, waited_sec: float) -> None:
+        """Leave with 128 + signal, after a checkpoint if there is time for one."""
+        name, batch = signal.Signals(number).name, state.timestamp.batch.value
+        needed = self._slowest_write_sec()
+        if self._last_batch == batch:
+            outcome = f"batch {batch} is saved already"
+        elif waited_sec + needed > self.config.grace_sec:
+            outcome = (
+                f"no checkpoint: the last one took {needed:.1f} s, and {waited_sec:.1f} of save.grace_sec="
+                f"{self.config.grace_sec:g} had passed; the last whole one is {self.last_full}"
+            )
+        else:
+            self._save(state, full=True)
+            outcome = f"saved {self.last_full}"
+        if dist.get_global_rank() == 0:
+            print(
+                f"{name}: stopped after batch {batch}; {outcome}. The same command goes on.",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._give_back_signals()
+        raise SystemExit(128 + number)
+
+    def _slowest_write_sec(self) -> float:
+        """Seconds of the last write, which rank 0 knows; 0 before the first: trying costs nothing that was whole."""
+        known = [self._last_write_sec or 0.0]
+        dist.broadcast_object_list(known)
+        return known[0]
+
+    def _save(self, state: State, *, full: bool) -> None:
+        """Write on rank 0; all ranks learn how it went, and stop together where it went wrong."""
+        outcome: list[str | None] = [None]
+        if dist.get_global_rank() == 0:
+            begun = time.monotonic()
+            content = contents(state, self.model, self.identity, full=full)
+            batch, images = content["progress"]["batch"], content["progress"]["images"]
+            name = stem(FULL, batch) if full else stem(WEIGHTS, images)
+            try:
+                path = write(self.folder, name, content)
+            except OSError as error:
+                outcome[0] = self._failure(name, content, error)
+            else:
+                if full:
+                    self.last_full, self._last_write_sec = path, time.monotonic() - begun
+                    for old in listed(self.folder, FULL)[self.config.keep :]:
+                        old.unlink()
+        dist.broadcast_object_list(outcome)
+        if outcome[0] is not None:
+            raise OSError(outcome[0])
+        if full:
+            self._last_batch = state.timestamp.batch.value
+
+    def _failure(self, name: str, content: Mapping[str, Any], error: OSError) -> str:
+        free_gib = shutil.disk_usage(self.folder).free / 2**30 if self.folder.exists() else 0.0
+        return (
+            f"checkpoints: {self.folder / name} ({num_bytes(content) / 2**30:.3g} GiB) cannot be written: "
+            f"{error.strerror or error}; {free_gib:.3g} GiB are free. The run stops, since it could not be resumed from "
+            f"here. The last whole checkpoint is {self.last_full}. Make room, and start the same command again."
+        )
+
+
+def _passed(every: int | None, before: int, now: int) -> bool:
+    """True when a multiple of `every` lies in (before, now]."""
+    return bool(every) and now // every > before // every
+
+
+def num_bytes(content: Any) -> int:
+    """Return the bytes of all tensors in nested containers."""
+    if isinstance(content, Tensor):
+        return content.nbytes
+    if isinstance(content, Mapping):
+        return sum(num_bytes(value) for value in content.values())
+    return sum(num_bytes(value) for value in content) if isinstance(content, list | tuple) else 0

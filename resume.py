@@ -1,0 +1,166 @@
+"""Where a named run stands, and whether this start may go on with it.
+
+A start takes the run's folder for itself, finds the newest whole checkpoint, and compares what the run is: first the keys of
+config.yaml, before anything is built; then, with the encoders and the stage at hand, what the checkpoint itself says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from composer.utils import dist
+from filelock import FileLock, Timeout
+
+from callbacks.run_record import RESULT_KEYS, result_line
+from checkpoint_files import find_newest, read
+from checkpoints import Progress, disagreements
+from config import ConfigError, flat, read_yaml
+from stream import Stage
+
+Result = TypeVar("Result")
+
+# What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
+MAY_CHANGE = (
+    "run_name",
+    "run_folder",
+    "max_duration",  # unless the learning rate follows it
+    "device_train_microbatch_size",
+    "model.weights",  # the encoders' fingerprints have to agree
+    "data.remote",  # the stage's digest has to agree
+    "data.local",
+    "data.workers",
+    "data.cache_limit",
+    "data.max_bad_samples",
+    "ema.device",
+    "save.",
+    "measure.",
+    "loggers.",
+)
+
+
+def _lasting(config: Any) -> dict[str, Any]:
+    """Key -> value of all that has to stay as it was when the run was begun."""
+    kept = {key: value for key, value in flat(config).items() if not key.startswith(MAY_CHANGE)}
+    return kept if config.schedule.name == "constant" else {**kept, "max_duration": config.max_duration}
+
+
+def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+    """Key -> plain value for what makes a run this run and no other; checkpoints carry it."""
+    encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
+    return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
+
+
+def check_begun(config: Any, folder: Path) -> None:
+    """Compare with the configuration that a run was begun with. Raises ConfigError: lists what differs."""
+    begun = {at.key: at.value for at in read_yaml(str(folder / "config.yaml"))[0]}
+    differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
+    if differing:
+        raise ConfigError(
+            [
+                f"{key}: {value}, but {folder} was begun with {begun[key]}. A run goes on as it began: use that value, or "
+                f"another run_name."
+                for key, value in differing.items()
+            ]
+        )
+
+
+def finished(folder: Path, max_duration: str) -> str | None:
+    """Return the result line of a run that has trained for this long already, or None."""
+    path = folder / "summary.json"
+    if not path.is_file():
+        return None
+    summary = json.loads(path.read_text())
+    if summary.get("max_duration") != max_duration:
+        return None
+    return result_line({key: summary[key] for key in RESULT_KEYS})
+
+
+def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None:
+    """Compare the run's encoders with those that moments were made with. Raises ConfigError: they are others."""
+    if stage is None:
+        return
+    made = stage.facts.get("encoders") or {}
+    differing = [name for name, digest in fingerprints.items() if made.get(name) not in (None, digest)]
+    if differing:
+        raise ConfigError(
+            [
+                f"model.weights: its {name} has the fingerprint {fingerprints[name]}, the moments at {stage.location} were "
+                f"made with {made[name]}. Use those weights, or make the moments again: python -m prepare.latents --help"
+                for name in differing
+            ]
+        )
+
+
+@dataclass
+class Begun:
+    """A run that this process has taken for itself, and how far it is.
+
+    checkpoint: path and content of the one to go on from, or None; lock: held by rank 0 to the end of the process.
+    """
+
+    folder: Path
+    progress: Progress
+    checkpoint: tuple[Path, dict[str, Any]] | None
+    lock: FileLock | None
+
+    def say(self, num_starts: int) -> None:
+        """Tell the person who started it from where the run goes on, if it was begun before."""
+        if self.lock is not None and num_starts > 1:
+            at = f"batch {self.progress.batch}, {self.progress.images:,} images"
+            where = f"{at} ({self.checkpoint[0]})" if self.checkpoint else "its beginning: it has no checkpoint"
+            print(f"run_name: {self.folder} goes on from {where}.", file=sys.stderr, flush=True)
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def begin(folder: Path) -> Begun:
+    """Take a run's folder and find where it stands; all ranks call it.
+
+    Raises:
+        ConfigError: another process has it, its checkpoints are all damaged, or the newest cannot be read.
+    """
+    lock = FileLock(folder / ".lock")
+
+    def find() -> Path | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            given = f"another process is training in {folder}"
+            raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
+        return find_newest(folder / "checkpoints")
+
+    newest = _on_rank_zero(find)
+    checkpoint = None if newest is None else (newest, read(newest))
+    progress = Progress(**checkpoint[1]["progress"]) if checkpoint else Progress(0, 0, 0, 0, 0, 0.0)
+    return Begun(folder, progress, checkpoint, lock if dist.get_global_rank() == 0 else None)
+
+
+def _on_rank_zero(work: Callable[[], Result]) -> Result:
+    """Let rank 0 do what only one may, and give all ranks its result; a ConfigError is raised on all of them."""
+    outcome: list[Any] = [None, None]
+    if dist.get_global_rank() == 0:
+        try:
+            outcome[0] = work()
+        except ConfigError as error:
+            outcome[1] = error.problems
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ConfigError(outcome[1])
+    return outcome[0]
+
+
+def check_checkpoint(begun: Begun, identity: Mapping[str, Any]) -> None:
+    """Compare a run with the checkpoint that it would go on from. Raises ConfigError: lists what differs."""
+    if begun.checkpoint is not None:
+        path, content = begun.checkpoint
+        if problems := disagreements(content, identity, path):
+            raise ConfigError(problems)
