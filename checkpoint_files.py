@@ -150,10 +150,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        reason = re.search(r"(?:GLOBAL|Unsupported (?:global|class|operand)\w*)[^.\n]*[\w.]+", str(error))
-        named = reason.group(0).strip() if reason else str(error).splitlines()[0]
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        given = named.group(1) if named else str(error).splitlines()[0]
         raise ConfigError(
-            [f"{path}: holds more than tensors and plain values ({named}). No code from a file runs here. Remove it."]
+            [f"{path}: holds more than tensors and plain values ({given}). No code from a file runs here. Remove it."]
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]

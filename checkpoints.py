@@ -352,6 +352,7 @@ class Checkpointer(Callback):
                         old.unlink()
         dist.broadcast_object_list(outcome)
         if outcome[0] is not None:
+            self._give_back_signals()
             raise OSError(outcome[0])
         if full:
             self._last_batch = state.timestamp.batch.value

@@ -303,7 +303,8 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
         "data.local: None cannot keep the shards of s3://bucket/stage. Give a folder."
     ]
     assert texts(stage="moments", local=str(stage)) == [
-        "data.stage: 'moments' can only be had with data.synthetic=true in this version."
+        f"data.stage: the config says 'moments', {stage}/dataset.json says 'images'. Use data.stage=images, or another "
+        f"data.local."
     ]
     assert texts(remote=str(stage), local=str(stage)) == [
         f"data.local: {stage} is data.remote too. Leave it out: a folder is read in place."

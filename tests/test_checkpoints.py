@@ -1,0 +1,472 @@
+"""Checkpoints: the files, what they hold, what is refused, and the run that goes on bit for bit.
+
+Whole commands that are killed are in tests/test_resume.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY_RUN
+
+import benchmark
+import checkpoint_files
+from callbacks.run_record import RunRecord
+from checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
+from checkpoints import Checkpointer, SaveConfig
+from config import ConfigError
+
+
+def damaged(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        del data[len(data) // 2 :]
+    elif how == "flipped":
+        data[len(data) // 2] ^= 1
+    else:
+        data.clear()
+    path.write_bytes(data)
+
+
+def differences(one, two, path: str = "") -> list[str]:
+    """Where two nested contents differ, to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return [] if torch.equal(one, two) else [path]
+    if isinstance(one, dict):
+        if one.keys() != two.keys():
+            return [f"{path}: keys"]
+        return [text for key in one for text in differences(one[key], two[key], f"{path}.{key}")]
+    if isinstance(one, list | tuple):
+        return [text for n, pair in enumerate(zip(one, two, strict=True)) for text in differences(*pair, f"{path}.{n}")]
+    return [] if one == two else [path]
+
+
+def content(**more) -> dict:
+    return {"schema": 1, "tensor": torch.arange(1000.0), **more}
+
+
+# --- files ---
+
+
+def test_a_file_is_named_by_the_digest_of_its_bytes_and_reads_back(tmp_path):
+    path = write(tmp_path / "new", stem(FULL, 7), content(nested={"a": [1, 2.5, "x", None]}))
+    assert path.name.startswith("full-ba000000000007-") and is_whole(path)
+    assert differences(read(path), content(nested={"a": [1, 2.5, "x", None]})) == []
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "emptied"])
+def test_a_damaged_newest_is_set_aside_with_a_word_and_the_one_before_is_found(tmp_path, capsys, how):
+    older = write(tmp_path, stem(FULL, 1), content())
+    newest = write(tmp_path, stem(FULL, 2), content())
+    damaged(newest, how)
+    assert find_newest(tmp_path) == older
+    assert capsys.readouterr().err == (
+        f"checkpoints: {newest} is damaged (its bytes do not have its digest); set aside.\n"
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {older.name, f"{newest.name}.damaged"}
+    assert find_newest(tmp_path) == older and capsys.readouterr().err == ""
+
+
+def test_when_every_checkpoint_is_damaged_the_run_does_not_begin_anew_in_silence(tmp_path):
+    paths = [write(tmp_path, stem(FULL, n), content()) for n in (1, 2)]
+    for path in paths:
+        damaged(path, "flipped")
+    for _ in range(2):  # the second start says it too
+        with pytest.raises(ConfigError) as error:
+            find_newest(tmp_path)
+        assert str(error.value) == (
+            f"checkpoints: every one of the 2 full checkpoints in {tmp_path} is damaged, the newest is "
+            f"{paths[1].name}.damaged. Bring back a copy, or take another run_name to begin anew."
+        )
+
+
+def test_newest_means_the_greatest_number_and_other_files_are_left_alone(tmp_path):
+    paths = {n: write(tmp_path, stem(FULL, n), content()) for n in (900, 1000, 99)}
+    write(tmp_path, stem(WEIGHTS, 10**9), content())
+    for name in ("notes.txt", "full-ba1.pt", "full-ba000000009999-xyz.pt"):
+        (tmp_path / name).write_bytes(b"mine")
+    (tmp_path / ".full-ba000000002000.77.tmp").write_bytes(b"half")
+    assert find_newest(tmp_path) == paths[1000]
+    assert not list(tmp_path.glob("*.tmp")) and (tmp_path / "notes.txt").exists()
+    assert find_newest(tmp_path / "none") is None
+
+
+def test_a_number_written_again_replaces_the_other(tmp_path):
+    write(tmp_path, stem(WEIGHTS, 5), content(a=1))
+    again = write(tmp_path, stem(WEIGHTS, 5), content(a=2))
+    assert list(tmp_path.iterdir()) == [again]
+
+
+def test_a_pickled_class_is_refused_and_none_of_its_code_runs(tmp_path):
+    class Mischief:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    path = write(tmp_path, stem(FULL, 1), content(object=Mischief()))
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert str(error.value) == (
+        f"{path}: holds more than tensors and plain values (posix.mkdir). No code from a file runs here. Remove it."
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.write_bytes(b"no zip at all"), "cannot be read as a checkpoint: "),
+        (lambda path: torch.save([1], path), "has schema list; this version reads 1. Use the version that wrote it."),
+        (
+            lambda path: torch.save({"schema": 9}, path),
+            "has schema 9; this version reads 1. Use the version that wrote it.",
+        ),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path, make, message):
+    path = tmp_path / "full.pt"
+    make(path)
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}: {message}") and len(error.value.problems) == 1
+
+
+def test_a_disk_that_fills_leaves_nothing_behind_and_gives_its_reason(tmp_path):
+    """A real limit of the kernel on the size of files, in a process of its own."""
+    code = (
+        "import resource, signal, sys, torch; from pathlib import Path; import checkpoint_files as c\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try: c.write(Path(sys.argv[1]), 'full-ba000000000001', {'schema': 1, 't': torch.zeros(10**6)})\n"
+        "except OSError as error: print(error.errno, error.strerror)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == f"{errno.EFBIG} File too large", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- runs ---
+
+
+def main(*words: str) -> int:
+    return benchmark.main(list(words))
+
+
+def words_of(tmp_path, name: str, *more: str) -> list[str]:
+    every_three = ["save.every_images=24", "save.snapshot_every_images=32", "--use_ema", "ema.half_life=40sp"]
+    return [*TINY_RUN, "--use_synth_data", *every_three, f"run_folder={tmp_path}", f"run_name={name}", *more]
+
+
+def newest(tmp_path, name: str) -> dict:
+    path = listed(tmp_path / name / "checkpoints", FULL)[0]
+    assert is_whole(path)
+    return read(path)
+
+
+def same_training(one: dict, two: dict) -> bool:
+    keys = ("model", "ema", "optimizer", "schedule", "scaler")
+    return differences({key: one[key] for key in keys}, {key: two[key] for key in keys}) == []
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An unbroken run of 10 batches of 8, with checkpoints each third and snapshots each fourth."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(*words_of(folder, "whole", "max_duration=10ba")) == 0
+    return folder
+
+
+def test_a_run_leaves_its_newest_full_checkpoints_and_all_its_snapshots(whole):
+    folder = whole / "whole" / "checkpoints"
+    assert [path.name[:20] for path in listed(folder, FULL)] == [
+        "full-ba000000000010-"[:20],
+        "full-ba000000000009-"[:20],
+    ]
+    assert [int(path.name[10:22]) for path in listed(folder, WEIGHTS)] == [64, 32]
+    snapshot = read(listed(folder, WEIGHTS)[0])
+    assert sorted(snapshot) == ["ema", "identity", "model", "progress", "schema", "unix_time"]
+    assert snapshot["progress"]["images"] == 64 and snapshot["identity"]["model.preset"] == "tiny"
+    assert set(snapshot["ema"]["weights"]) == set(snapshot["model"])
+    assert all(name.startswith("denoiser.") for name in snapshot["model"])  # no frozen encoder, no wrapper
+
+
+def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(whole, tmp_path, capsys):
+    assert main(*words_of(tmp_path, "part", "max_duration=4ba")) == 0
+    assert main(*words_of(tmp_path, "part", "max_duration=10ba", "data.workers=1", "save.keep=1")) == 0
+    resumed = newest(tmp_path, "part")
+    assert same_training(resumed, newest(whole, "whole"))
+    assert len(listed(tmp_path / "part" / "checkpoints", FULL)) == 1  # save.keep
+    assert f"run_name: {tmp_path}/part goes on from batch 4, 32 images ({tmp_path}/part/checkpoints/full-ba" in (
+        capsys.readouterr().err
+    )
+
+
+def test_another_microbatch_size_gives_the_same_numbers_to_rounding(whole, tmp_path):
+    assert main(*words_of(tmp_path, "part", "max_duration=4ba")) == 0
+    assert main(*words_of(tmp_path, "part", "max_duration=10ba", "device_train_microbatch_size=2")) == 0
+    one, two = newest(tmp_path, "part")["model"], newest(whole, "whole")["model"]
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=0, atol=2e-5)  # AdamW's first steps are lr * sign: 1e-4 each
+
+
+def test_a_finished_run_says_so_and_repeats_its_result(whole, capsys):
+    assert main(*words_of(whole, "whole", "max_duration=10ba")) == 0
+    told = capsys.readouterr()
+    assert told.err == f"run_name: {whole}/whole is finished; a longer max_duration would go on.\n"
+    summary = json.loads((whole / "whole" / "summary.json").read_text())
+    assert told.out.startswith(f"images_per_sec={summary['images_per_sec']} ") and told.out.count("\n") == 1
+
+
+def test_the_record_is_cut_back_to_the_checkpoint_and_what_is_cut_is_kept(whole, tmp_path):
+    """A run that died at batch 8 with a checkpoint at 6: lines 7 and 8 will be written again."""
+    import shutil
+
+    folder = shutil.copytree(whole / "whole", tmp_path / "whole")
+    for path in listed(folder / "checkpoints", FULL):
+        path.unlink()
+    assert main(*words_of(tmp_path, "donor", "max_duration=6ba")) == 0
+    donor = listed(tmp_path / "donor" / "checkpoints", FULL)[0]
+    shutil.copy(donor, folder / "checkpoints")
+    (folder / "summary.json").unlink()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"schema": 1, "ba')  # killed while it wrote
+    before = [json.loads(line) for line in (whole / "whole" / "metrics.jsonl").read_text().splitlines()]
+
+    assert main(*words_of(tmp_path, "whole", "max_duration=10ba")) == 0
+    after = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["batch"], line["loss"]) for line in after] == [(line["batch"], line["loss"]) for line in before]
+    assert [line["start"] for line in after] == [1, 1, 1, 2, 2]
+    cut = (folder / "metrics.cut.jsonl").read_text().splitlines()
+    assert [json.loads(line)["batch"] for line in cut[:-1]] == [8, 10] and cut[-1] == '{"schema": 1, "ba'
+    starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+    assert [(start["start"], start["batch"]) for start in starts] == [(1, 0), (2, 6)]
+    assert starts[0]["run_id"] == starts[1]["run_id"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["batches"], summary["starts"], summary["warmup_batches"]) == (10, 2, 4)
+
+
+def test_the_mean_loss_of_a_window_has_the_batches_before_the_resume_too(whole, tmp_path):
+    """Stopped at batch 3, in the middle of the window of batches 3 and 4."""
+    words = ["save.every_images=8", "measure.warmup_batches=0"]
+    assert main(*words_of(tmp_path, "whole", *words, "max_duration=4ba")) == 0
+    expected = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+    folder = tmp_path / "part" / "checkpoints"
+    folder.mkdir(parents=True)
+    assert main(*words_of(tmp_path, "donor", *words, "save.keep=9", "max_duration=4ba")) == 0
+    (tmp_path / "donor" / "checkpoints").rename(folder)
+    listed(folder, FULL)[0].unlink()
+    for name in ("config.yaml", "starts.jsonl", "metrics.jsonl"):
+        (tmp_path / "donor" / name).rename(tmp_path / "part" / name)
+    assert main(*words_of(tmp_path, "part", *words, "max_duration=4ba")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["batch"] == 4 and lines[-1]["loss"] == expected
+
+
+def test_a_run_without_checkpoints_begins_again_and_says_so(tmp_path, capsys):
+    words = words_of(tmp_path, "a", "save.every_images=0", "save.snapshot_every_images=0")
+    assert main(*words) == 0
+    (tmp_path / "a" / "summary.json").unlink()
+    capsys.readouterr()
+    assert main(*words) == 0
+    assert f"run_name: {tmp_path}/a goes on from its beginning: it has no checkpoint.\n" in capsys.readouterr().err
+    assert not (tmp_path / "a" / "checkpoints").exists()
+
+
+def test_synthetic_runs_write_no_checkpoint_unless_asked(tmp_path):
+    assert main(*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "run_name=a") == 0
+    assert not (tmp_path / "a" / "checkpoints").exists()
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(*words) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def begun(whole, tmp_path):
+    import shutil
+
+    shutil.copytree(whole / "whole", tmp_path / "a")
+    (tmp_path / "a" / "summary.json").unlink()
+    return tmp_path
+
+
+def rewrite(tmp_path, change) -> Path:
+    """Change the content of a run's newest checkpoint, with a right digest."""
+    path = listed(tmp_path / "a" / "checkpoints", FULL)[0]
+    kept = {**read(path)}
+    change(kept)
+    return write(path.parent, stem(FULL, 10), kept)
+
+
+def test_a_run_goes_on_only_as_it_began_and_all_that_differs_is_named(begun, capsys):
+    words = words_of(begun, "a", "optimizer.lr=1e-3", "seed=18", "ema.half_life=41sp", "max_duration=12ba")
+    tail = "A run goes on as it began: use that value, or another run_name.\n"
+    assert refused(capsys, *words) == (
+        f"seed: 18, but {begun}/a was begun with 17. {tail}"
+        f"optimizer.lr: 0.001, but {begun}/a was begun with None. {tail}"
+        f"ema.half_life: 41sp, but {begun}/a was begun with 40sp. {tail}"
+    )
+
+
+def test_a_schedule_that_ends_with_the_run_keeps_its_duration(tmp_path, capsys):
+    words = ["schedule.name=cosine", "save.every_images=8"]
+    assert main(*words_of(tmp_path, "a", *words)) == 0
+    assert refused(capsys, *words_of(tmp_path, "a", *words, "max_duration=9ba")) == (
+        f"max_duration: 9ba, but {tmp_path}/a was begun with 4ba. A run goes on as it began: use that value, or another "
+        f"run_name.\n"
+    )
+
+
+CASES = {
+    "missing weight": (
+        lambda kept: kept["model"].pop("denoiser.conv_in.bias"),
+        "{path}: its weights do not fit the model: 1 missing (denoiser.conv_in.bias). Use the configuration that it was "
+        "made with.",
+    ),
+    "extra weight": (
+        lambda kept: kept["model"].update(extra=torch.zeros(1)),
+        "{path}: its weights do not fit the model: 1 left over (extra). Use the configuration that it was made with.",
+    ),
+    "another shape": (
+        lambda kept: kept["model"].update({"denoiser.conv_in.bias": torch.zeros(3)}),
+        "{path}: its weights do not fit the model: 1 of another shape (denoiser.conv_in.bias is (3,), not (32,)). Use the "
+        "configuration that it was made with.",
+    ),
+    "optimizer of others": (
+        lambda kept: kept["optimizer"]["names"][0].reverse(),
+        "{path}: its optimizer has other parameters or groups. Use optimizer.decay as it was.",
+    ),
+    "optimizer without a state": (
+        lambda kept: kept["optimizer"]["state"].pop(3),
+        "{path}: its optimizer state does not fit the model: 2 missing (parameter 3 exp_avg, parameter 3 exp_avg_sq). The "
+        "file is not whole.",
+    ),
+    "no average": (
+        lambda kept: kept.update(ema=None),
+        "ema.enabled: true, but {path} has no average. Leave it as the run was begun.",
+    ),
+    "average without a weight": (
+        lambda kept: kept["ema"]["weights"].pop("denoiser.conv_in.bias"),
+        "{path}: ema: the saved average does not fit the model: 1 missing (denoiser.conv_in.bias).",
+    ),
+    "another family": (
+        lambda kept: kept["identity"].update({"model.family": "sdxl"}),
+        "model.family: 'sd2', but {path} was made with 'sdxl'. A run goes on as it began: use that value, or another "
+        "run_name.",
+    ),
+    "other encoders": (
+        lambda kept: kept["identity"].update({"encoders.vae": "0" * 32}),
+        "encoders.vae: '{vae}', but {path} was made with '00000000000000000000000000000000'. A run goes on as it began: "
+        "use that value, or another run_name.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(begun, capsys, case):
+    change, message = CASES[case]
+    vae = newest(begun, "a")["identity"]["encoders.vae"]
+    path = rewrite(begun, change)
+    told = refused(capsys, *words_of(begun, "a", "max_duration=12ba"))
+    assert told.splitlines()[-1] == message.format(path=path, vae=vae)
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(begun, capsys):
+    from filelock import FileLock
+
+    with FileLock(begun / "a" / ".lock"):
+        assert refused(capsys, *words_of(begun, "a", "max_duration=12ba")) == (
+            f"run_name: another process is training in {begun}/a. Wait for it, or take another run_name.\n"
+        )
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_written_stops_the_run_with_the_last_whole_one(
+    begun, monkeypatch, capsys
+):
+    def full_disk(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    last = listed(begun / "a" / "checkpoints", FULL)[0]
+    monkeypatch.setattr(checkpoint_files.DigestingFile, "flush", full_disk, raising=True)
+    monkeypatch.setattr(checkpoint_files.os, "fsync", lambda descriptor: full_disk(None))
+    with pytest.raises(OSError) as error:
+        main(*words_of(begun, "a", "max_duration=12ba"))
+    text = str(error.value)
+    named = re.escape(f"checkpoints: {begun}/a/checkpoints/full-ba000000000012")
+    assert re.match(
+        named + r" \(0\.01\d* GiB\) cannot be written: No space left on device; [\d.e+]+ GiB are free\. ", text
+    )
+    assert text.endswith(
+        f"GiB are free. The run stops, since it could not be resumed from here. The last whole checkpoint is {last}. Make "
+        f"room, and start the same command again."
+    )
+    assert not list((begun / "a" / "checkpoints").glob(".*"))
+
+
+# --- signals ---
+
+
+def stopped_in_batch_five(monkeypatch, number: int, *words: str) -> int:
+    """Run until this process has sent itself a signal, as a batch system would, and return the exit code."""
+    before = RunRecord.after_train_batch
+
+    def after_train_batch(self, state, logger):
+        before(self, state, logger)
+        if state.timestamp.batch.value == 4:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(RunRecord, "after_train_batch", after_train_batch)
+        main(*words)
+    return stop.value.code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(whole, tmp_path, capsys, monkeypatch, number):
+    seen = signal.getsignal(number)
+    words = words_of(tmp_path, "a", "max_duration=10ba")
+    assert stopped_in_batch_five(monkeypatch, number, *words) == 128 + number and signal.getsignal(number) == seen
+    gc.collect()  # the run's folder is free when its process ends: here, when its frames are gone
+    path = listed(tmp_path / "a" / "checkpoints", FULL)[0]
+    assert capsys.readouterr().err.endswith(
+        f"{number.name}: stopped after batch 5; saved {path}. The same command goes on.\n"
+    )
+    assert main(*words) == 0
+    assert same_training(newest(tmp_path, "a"), newest(whole, "whole"))
+
+
+def test_no_checkpoint_is_begun_that_would_not_fit_into_the_grace(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Checkpointer, "_slowest_write_sec", lambda self: 40.0)
+    words = words_of(tmp_path, "a", "max_duration=10ba")
+    assert stopped_in_batch_five(monkeypatch, signal.SIGTERM, *words) == 143
+    [path] = listed(tmp_path / "a" / "checkpoints", FULL)
+    told = capsys.readouterr().err
+    assert "SIGTERM: stopped after batch 5; no checkpoint: the last one took 40.0 s, and 0." in told
+    assert told.endswith(
+        f"of save.grace_sec=30 had passed; the last whole one is {path}. The same command goes on.\n"
+    ) and path.name.startswith("full-ba000000000003-")
+
+
+# --- the section ---
+
+
+def test_values_that_cannot_be_are_named():
+    assert SaveConfig(every_images=-1, snapshot_every_images=-5, keep=0, grace_sec=float("nan")).problems() == [
+        ("save.every_images", "-1 is below 0. Possible: 0 (never) and up, or null."),
+        ("save.snapshot_every_images", "-5 is below 0. Possible: 0 (never) and up, or null."),
+        ("save.keep", "0 is below 1. Possible: 1 and up."),
+        ("save.grace_sec", "nan is below 0. Possible: 0 and up."),
+    ]
+    assert SaveConfig().problems() == []
