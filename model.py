@@ -16,7 +16,6 @@ dict has them, DDP does not broadcast them, `model.train()` does not reach them,
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 from collections.abc import Mapping
@@ -57,6 +56,9 @@ class FrozenEncoders:
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         self.modules = {name: module.eval().requires_grad_(False) for name, module in modules.items()}
+        on_meta = any(p.is_meta for module in modules.values() for p in module.parameters())
+        # Encoder -> digest of its weights: taken now, before `to` casts them. Meta tensors (preflight.py) have none.
+        self.fingerprints = {} if on_meta else {name: fingerprint(module) for name, module in modules.items()}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         for module in self.modules.values():
@@ -65,11 +67,6 @@ class FrozenEncoders:
     @property
     def dtype(self) -> torch.dtype:
         return next(next(iter(self.modules.values())).parameters()).dtype
-
-    @functools.cached_property
-    def fingerprints(self) -> dict[str, str]:
-        """Encoder -> digest of its weights. To be read before `to` casts them, as `build_model` does."""
-        return {name: fingerprint(module) for name, module in self.modules.items()}
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -97,7 +94,7 @@ class LatentDiffusion(ComposerModel):
         family: what is particular to the model.
         objective: the way down.
         denoiser: the trained network.
-        encoders: frozen networks by name.
+        encoders: the frozen networks.
         size: (width, height) of the images, px.
         normalize: "symmetric" or "unit", see `normalize_images`.
         caption_dropout: fraction of captions replaced by the empty one in training.
@@ -108,7 +105,7 @@ class LatentDiffusion(ComposerModel):
         family: Family,
         objective: Objective,
         denoiser: nn.Module,
-        encoders: Mapping[str, nn.Module],
+        encoders: FrozenEncoders,
         *,
         size: ImageSize,
         normalize: str,
@@ -118,7 +115,7 @@ class LatentDiffusion(ComposerModel):
         self.family = family
         self.objective = objective
         self.denoiser = denoiser
-        self.encoders = FrozenEncoders(encoders)
+        self.encoders = encoders
         self.latent_shape = family.latent_shape(size)
         self.normalize = normalize
         self.caption_dropout = caption_dropout
@@ -211,12 +208,11 @@ def build_model(
 ) -> LatentDiffusion:
     """Build a model on the CPU: the denoiser's weights from `seed`, random encoders from a seed of their own."""
     family = load_family(config.family, config.preset, config.variant)
+    encoders = build_encoders(config, family)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(RANDOM_ENCODERS_SEED)
-        encoders = family.build_encoders()
         torch.manual_seed(seed)
         denoiser = family.build_denoiser()
-    model = LatentDiffusion(
+    return LatentDiffusion(
         family,
         family.build_objective(objective),
         denoiser,
@@ -225,9 +221,13 @@ def build_model(
         normalize=normalize,
         caption_dropout=objective.caption_dropout,
     )
-    if not next(denoiser.parameters()).is_meta:
-        model.encoders.fingerprints  # noqa: B018  taken now, of the weights as they were loaded
-    return model
+
+
+def build_encoders(config: ModelConfig, family: Family) -> FrozenEncoders:
+    """Build a family's encoders on the CPU, with the fingerprints of their weights as they were loaded."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_ENCODERS_SEED)
+        return FrozenEncoders(family.build_encoders())
 
 
 def build_device(precision: str) -> Device:

@@ -85,11 +85,11 @@ def _mapped_numbers() -> tuple[set[str], str | None]:
 
 def _shares_memory_beyond_its_processes() -> bool:
     """True in a container with the host's shared memory (--ipc=host) and process numbers of its own."""
+    return _namespace("ipc") == FIRST_IPC_NAMESPACE and _namespace("pid") != FIRST_PID_NAMESPACE
 
-    def namespace(name: str) -> int:
-        return (NAMESPACES / name).stat().st_ino
 
-    return namespace("ipc") == FIRST_IPC_NAMESPACE and namespace("pid") != FIRST_PID_NAMESPACE
+def _namespace(name: str) -> int:
+    return (NAMESPACES / name).stat().st_ino
 
 
 def _remove(segments: list[Path], locks: list[Path]) -> bool:

@@ -168,7 +168,15 @@ class BatchStream(StreamingDataset):
     """
 
     def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
+        try:
+            super().__init__(**arguments)
+        except ValueError as error:
+            if "Reused local directory" not in str(error):
+                raise
+            raise ValueError(
+                f"data.local: {arguments.get('local')} is in use by another run on this machine, or by shared memory that a "
+                f"run has left (then a line above says so). Give each run a folder of its own, or wait for the other one."
+            ) from error
         for stream in self.streams:
             stream._downloader.clean_up()
 

@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,11 @@ def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
     return path
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files under a folder, hidden ones included: path in it -> content."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def run(*command: str, timeout: int = 240, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the project's root with this interpreter's programs first on the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -87,3 +93,30 @@ def stage(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("stage") / "images"
     assert shards.main([str(tars), str(out), "shard_size=32kb"]) == 0
     return out
+
+
+@pytest.fixture(scope="session")
+def store() -> Iterator[tuple[Any, dict[str, str]]]:
+    """An S3 server on loopback (moto's) with a bucket `easel`: a client of it, and the variables that lead to it."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {
+        "S3_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    client = boto3.client(
+        "s3",
+        endpoint_url=variables["S3_ENDPOINT_URL"],
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    )
+    client.create_bucket(Bucket="easel")
+    yield client, variables
+    server.stop()

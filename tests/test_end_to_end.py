@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from conftest import TINY_RUN, run, sample_files, write_tar
+from conftest import TINY_RUN, run, sample_files, tree, write_tar
 
 pytestmark = pytest.mark.slow
 
@@ -89,38 +89,11 @@ def test_global_batches_are_the_same_on_one_and_two_ranks_and_any_number_of_work
     assert [len(epoch) for epoch in orders[0]] == [2, 2, 2] and orders[0][0] != orders[0][1]
 
 
-@pytest.fixture(scope="module")
-def store():
-    """An S3 server on loopback (moto's), its address, and a client of it; ended with the module."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    variables = {
-        "S3_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    client = boto3.client(
-        "s3",
-        endpoint_url=variables["S3_ENDPOINT_URL"],
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-        region_name="us-east-1",
-    )
-    yield client, variables
-    server.stop()
-
-
 def test_a_run_streams_from_an_object_store_and_learns_what_a_run_from_the_folder_learns(store, stage, tmp_path):
     """Two loader workers, a fresh cache each time: no worker may share the parent's connection."""
     client, variables = store
-    client.create_bucket(Bucket="easel")
-    for path in stage.iterdir():
-        client.upload_file(str(path), "easel", f"images/{path.name}")
+    for name, content in tree(stage).items():
+        client.put_object(Bucket="easel", Key=f"images/{name}", Body=content)
     words = [*TINY_RUN, "data.workers=2", "model.weights=random", f"run_folder={tmp_path}", "max_duration=12ba"]
     places = {
         "folder": [f"data.remote={stage}"],

@@ -1,4 +1,4 @@
-"""prepare/: img2dataset's layout -> stage `images`, and the rendered pictures."""
+"""prepare/shards.py and shapes.py: img2dataset's layout -> stage `images`, MLPerf's -> `moments`, rendered pictures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import os
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import picture, sample_files, write_tar
+from conftest import picture, sample_files, tree, write_tar
 from PIL import Image
 from streaming import StreamingDataset
 
 from prepare import shapes, shards
+from stream import read_stage
+from zoo import load_family
 
 
 def rows(stage: Path) -> list[dict]:
@@ -41,7 +44,8 @@ def test_the_stage_says_what_made_it_and_has_hashes(stage, tars):
     index = json.loads((stage / "index.json").read_text())
     assert facts["stage"] == "images" and facts["samples"] == 48 and facts["made_by"] == "prepare.shards"
     assert facts["counts"] == {"read": 48, "written": 48, "skipped": {}, "bad_sources": {}, "ignored_files": 0}
-    assert facts["sources"] == [{"name": t.name, "bytes": t.stat().st_size} for t in sorted(tars.glob("*.tar"))]
+    plan = json.loads((stage / "plan.json").read_text())
+    assert plan["parts"] == [{"name": t.name, "bytes": t.stat().st_size} for t in sorted(tars.glob("*.tar"))]
     assert len(index["shards"]) > 1 and all(set(shard["raw_data"]["hashes"]) == {"xxh64"} for shard in index["shards"])
 
 
@@ -56,11 +60,10 @@ def test_tar_folder_of_tars_and_folder_of_files_give_the_same_samples(tars, tmp_
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
 
 
-def test_the_same_command_gives_the_same_bytes(tars, tmp_path):
-    for name in ("a", "b"):
-        assert shards.main([str(tars), str(tmp_path / name)]) == 0
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+def test_any_number_of_workers_gives_the_same_bytes(tars, tmp_path):
+    for workers in (1, 2, 3):
+        assert shards.main([str(tars), str(tmp_path / f"{workers}"), f"workers={workers}"]) == 0
+    assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(tmp_path / "3")
 
 
 def test_what_cannot_be_used_is_counted_and_named_and_the_rest_is_written(tmp_path, capsys):
@@ -173,29 +176,201 @@ def test_nothing_is_lost_without_a_word(tmp_path, capsys):
     )
 
 
-def test_nothing_is_left_but_the_reasons_when_no_sample_can_be_used(tmp_path, capsys):
-    tar = write_tar(tmp_path / "in.tar", {"a": {"jpg": b"", "txt": b"x"}})
-    assert shards.main([str(tar), str(tmp_path / "out")]) == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.tar", "out.skipped.jsonl"]
-    assert capsys.readouterr().out == (
-        f"read 1 samples, wrote 0, skipped 1 (image of zero bytes: 1); nothing written; why is in "
-        f"{tmp_path}/out.skipped.jsonl\n"
-    )
+def test_where_no_sample_can_be_used_there_is_no_stage_but_the_reasons(tmp_path, capsys):
+    tar, out = write_tar(tmp_path / "in.tar", {"a": {"jpg": b"", "txt": b"x"}}), tmp_path / "out"
+    for _ in range(2):  # a second start says it again
+        assert shards.main([str(tar), str(out)]) == 1
+        assert sorted(tree(out)) == ["part-00000/part.json", "plan.json", "skipped.jsonl"]
+        assert capsys.readouterr().out.splitlines()[-1] == (
+            f"read 1 samples, wrote 0, skipped 1 (image of zero bytes: 1); no stage; why is in {out}/skipped.jsonl"
+        )
+    assert skipped(out / "skipped.jsonl") == [("in.tar", "a", "image of zero bytes")]
+    with pytest.raises(ValueError, match="no index.json under"):
+        read_stage(str(out))
 
 
-def test_what_a_stopped_run_left_is_no_stage_and_does_not_hinder_the_next(tars, tmp_path, monkeypatch):
-    from stream import read_stage
+# --- inputs of every kind ---
 
-    def stop(sample):
-        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards, "to_row", stop)
-        shards.main([str(tars), str(tmp_path / "out")])
-    with pytest.raises(ValueError, match="no folder"):
-        read_stage(str(tmp_path / "out"))
-    assert shards.main([str(tars), str(tmp_path / "out")]) == 0
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+def encoded(image: Image.Image, kind: str, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(Image.new("RGB", (60, 40)), "JPEG", exif=exif)
+
+
+RED, BLUE = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (40, 40), "blue")
+IMAGES = {
+    "cmyk": ("jpg", picture(1, mode="CMYK"), (80, 96)),
+    "gray": ("jpg", picture(2, mode="L"), (80, 96)),
+    "rgba": ("png", picture(3, kind="PNG", mode="RGBA"), (80, 96)),
+    "palette": ("png", picture(4, kind="PNG", mode="P"), (80, 96)),
+    "sixteen": ("png", encoded(Image.fromarray(np.full((40, 40), 30000, np.uint16)), "PNG"), (40, 40)),
+    "turned": ("jpg", turned(), (40, 60)),
+    "animated_webp": ("webp", encoded(RED, "WEBP", save_all=True, append_images=[BLUE], lossless=True), (40, 40)),
+    "animated_png": ("png", encoded(RED, "PNG", save_all=True, append_images=[BLUE]), (40, 40)),
+    "pixel": ("png", encoded(RED.resize((1, 1)), "PNG"), (1, 1)),
+    "wide": ("png", encoded(RED.resize((20_000, 3)), "PNG"), (20_000, 3)),
+    "gif": ("jpg", encoded(RED, "GIF", save_all=True, append_images=[BLUE]), "not an image"),
+    "html": ("jpg", b"<!DOCTYPE html><html>404</html>", "not an image"),
+    "truncated": ("jpg", picture(0, (200, 200))[:1500], "truncated or damaged image"),
+    "cut_webp": ("webp", picture(0, (200, 200), kind="WEBP")[:400], "truncated or damaged image"),
+    "empty": ("jpg", b"", "image of zero bytes"),
+    "bomb": ("png", encoded(Image.new("1", (14_000, 14_000)), "PNG"), "too many pixels"),
+}
+"""Name -> suffix, content, and the size of the picture or why it cannot be used."""
+
+
+def odd_images(path: Path) -> Path:
+    return write_tar(path, {name: {suffix: data, "txt": b"x"} for name, (suffix, data, _) in IMAGES.items()})
+
+
+def test_every_kind_of_image_is_stored_as_it_is_or_skipped_with_its_reason(tmp_path):
+    assert shards.main([str(odd_images(tmp_path / "in.tar")), str(tmp_path / "out")]) == 0
+    found = {row["key"]: row for row in rows(tmp_path / "out")}
+    reasons = {key: reason for _, key, reason in skipped(tmp_path / "out" / "skipped.jsonl")}
+    assert found.keys() | reasons.keys() == IMAGES.keys()
+    for name, (_, data, outcome) in IMAGES.items():
+        if isinstance(outcome, str):
+            assert reasons[name] == outcome
+        else:
+            assert found[name]["jpg"] == data and (found[name]["width"], found[name]["height"]) == outcome
+
+
+def test_every_kind_of_caption_is_stripped_or_skipped_with_its_reason(tmp_path):
+    image, long = picture(1), " ".join(["word"] * 10_000)
+    captions = {
+        "long": long.encode(),
+        "lines": b"one\r\ntwo\n\nthree\n",
+        "accents": "\u00e4\u4e16\U0001f600".encode(),
+        "nul": b"a\0b",
+        "marked": b"\xef\xbb\xbfwith a byte order mark",
+        "spaces": b" \t\n",
+        "nothing": b"",
+        "latin": "K\u00e4se".encode("latin-1"),
+        "utf16": "cheese".encode("utf-16"),
+    }
+    samples = {name: {"jpg": image, "txt": text} for name, text in captions.items()}
+    tar = write_tar(tmp_path / "in.tar", {**samples, "missing": {"jpg": image}})
+    assert shards.main([str(tar), str(tmp_path / "out")]) == 0
+    assert {row["key"]: row["caption"] for row in rows(tmp_path / "out")} == {
+        "long": long,
+        "lines": "one\r\ntwo\n\nthree",
+        "accents": "\u00e4\u4e16\U0001f600",
+        "nul": "a\0b",
+        "marked": "\ufeffwith a byte order mark",
+    }
+    assert [(key, reason) for _, key, reason in skipped(tmp_path / "out" / "skipped.jsonl")] == [
+        ("spaces", "empty caption"),
+        ("nothing", "empty caption"),
+        ("latin", "caption is not UTF-8"),
+        ("utf16", "caption is not UTF-8"),
+        ("missing", "missing caption"),
+    ]
+
+
+def test_a_name_that_climbs_out_of_its_tar_is_skipped_and_nothing_is_written_there(tmp_path):
+    files = sample_files(1)
+    names = ["../../climbed", "/absolute", "sub/../../under", "sub/fine", "dots..fine"]
+    tar = write_tar(tmp_path / "in" / "0.tar", dict.fromkeys(names, files))
+    assert shards.main([str(tar), str(tmp_path / "out")]) == 0
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["sub/fine"]
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+        ("0.tar", name, "key climbs out of its tar") for name in names[:3]
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"] and not Path("/absolute.jpg").exists()
+    account = json.loads((tmp_path / "out" / "dataset.json").read_text())["counts"]
+    assert account["ignored_files"] == 3  # dots..fine.jpg: a key ends at the first dot
+
+
+# --- the MLPerf reference's moments ---
+
+
+def npy(array: np.ndarray, **options) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return file.getvalue()
+
+
+def moments(number: int, side: int = 8) -> np.ndarray:
+    return np.random.default_rng(number).normal(0, 3, (1, 8, side, side)).astype(np.float32)
+
+
+def test_published_moments_become_the_stage_moments(tmp_path, capsys):
+    good = {f"{n:03d}": {"npy": npy(moments(n)), "txt": f"picture {n}".encode(), "json": b'{"n": 1}'} for n in range(5)}
+    tar = write_tar(tmp_path / "in.tar", {**good, "fortran": {"npy": npy(np.asfortranarray(moments(9))), "txt": b"f"}})
+    assert shards.main([str(tar), str(tmp_path / "out")]) == 0
+    found = rows(tmp_path / "out")
+    assert [row["key"] for row in found] == [*good, "fortran"]
+    for number, row in [*enumerate(found[:5]), (9, found[5])]:
+        assert row["moments"].dtype == np.float16 and np.array_equal(row["moments"], moments(number)[0].astype("f2"))
+    tokens = load_family("sd2", "full", "stock").tokenize([row["caption"] for row in found])["tokens"]
+    assert found[0]["tokens"].dtype == np.uint16 and [list(row["tokens"]) for row in found] == tokens.tolist()
+    assert found[0]["metadata"] == {"n": 1}
+    facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert facts["stage"] == "moments" and read_stage(str(tmp_path / "out")).num_samples == 6
+    assert {key: facts[key] for key in ("family", "preset", "variant", "image_size", "normalize", "encoders")} == {
+        "family": "sd2",
+        "preset": "full",
+        "variant": "stock",
+        "image_size": [64, 64],
+        "normalize": "unit",
+        "encoders": {"vae": None, "text": None},
+    }
+
+
+class Bomb:
+    """Fails the test when it is unpickled."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("code from a file was run",))
+
+
+def test_moments_that_cannot_be_used_say_why(tmp_path):
+    spoilt = moments(1)
+    spoilt[0, 3, 2, 1] = np.nan
+    huge_header = npy(moments(2)).replace(b"(1, 8, 8, 8)", b"(1, 8, 9, 9)")
+    cases = {
+        "good": (npy(moments(0)), None),
+        "shape": (npy(moments(0, side=16)), "moments of another shape than (1, 8, 8, 8)"),
+        "flat": (npy(moments(0)[0]), "moments of another shape than (1, 8, 8, 8)"),
+        "lie": (huge_header, "moments of another shape than (1, 8, 8, 8)"),
+        "double": (npy(moments(0).astype("f8")), "moments are not float32"),
+        "nan": (npy(spoilt), "moments are not finite in float16"),
+        "large": (npy(moments(0) * 1e6), "moments are not finite in float16"),
+        "cut": (npy(moments(0))[:-5], "truncated or damaged moments"),
+        "longer": (npy(moments(0)) + b"more", "truncated or damaged moments"),
+        "zero": (b"", "not an .npy array"),
+        "text": (b"<html>", "not an .npy array"),
+        "pickled": (
+            npy(np.array([Bomb()], object), allow_pickle=True),
+            "moments are pickled objects, which are never loaded",
+        ),
+    }
+    samples = {name: {"npy": content, "txt": b"x"} for name, (content, _) in cases.items()}
+    tar = write_tar(tmp_path / "in.tar", {**samples, "picture": sample_files(1), "mute": {"npy": npy(moments(3))}})
+    assert shards.main([str(tar), str(tmp_path / "out")]) == 0
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
+    expected = {name: reason for name, (_, reason) in cases.items() if reason}
+    expected |= {"picture": "missing moments", "mute": "missing caption"}
+    assert {key: reason for _, key, reason in skipped(tmp_path / "out" / "skipped.jsonl")} == expected
+
+
+def test_the_first_sample_decides_between_images_and_moments(tmp_path):
+    stray = {"npy": npy(moments(0)), "txt": b"x"}
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "0.tar").write_bytes(b"no tar")
+    write_tar(tmp_path / "in" / "1.tar", {"words": {"txt": b"x"}, "a": sample_files(1), "b": stray})
+    assert shards.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["stage"] == "images"
+    assert ("1.tar", "b", "missing image") in skipped(tmp_path / "out" / "skipped.jsonl")
+    assert shards.peek([write_tar(tmp_path / "m.tar", {"cut": {"npy": b"?"}, "a": stray})]) == ("moments", (64, 64))
+    assert shards.peek([write_tar(tmp_path / "n.tar", {"cut": {"npy": b"?"}})]) == ("moments", (512, 512))
 
 
 @pytest.mark.parametrize(
@@ -212,28 +387,37 @@ def test_what_a_stopped_run_left_is_no_stage_and_does_not_hinder_the_next(tars, 
         ),
         (["{tmp}/in.tar", "{tmp}/full"], "OUT: {tmp}/full exists and is not empty. Give a new folder, or remove it."),
         (
-            ["{tmp}/in.tar", "s3://b/o"],
-            "OUT: s3://b/o is in a store. This version writes folders; copy the finished one.",
+            ["{tmp}/in.tar", "ftp://b/o"],
+            "OUT: ftp://b/o is in no known store. Possible: a folder, alipan://, gs://, oci://, s3://.",
         ),
         (
             ["{tmp}/in.tar", "/proc/out"],
-            "OUT: /proc cannot be written: /proc: No such file or directory. Give a folder that this user may write in.",
+            "OUT: /proc/out cannot be written: /proc: No such file or directory. Give a folder that this user may write in.",
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "size=3"],
-            "command line: unknown key 'size'. Known: shard_size (e.g. shard_size=64mb).",
-        ),
-        (
-            ["{tmp}/in.tar", "{tmp}/out", "shard_size=x"],
-            "command line: shard_size is 'x'. Possible: 1kb to 4gb, e.g. 64mb.",
+            "command line: unknown key 'size'. Known: shard_size, workers. --print_config shows every key.",
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "shard_size=99tb"],
-            "command line: shard_size is '99tb'. Possible: 1kb to 4gb, e.g. 64mb.",
+            "shard_size: '99tb' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb.",
+        ),
+        (["{tmp}/in.tar", "{tmp}/out", "workers=0"], "workers: 0 is below 1. Possible: 1 and up, or null."),
+        (["{tmp}/in.tar", "{tmp}/in.tar"], "OUT: {tmp}/in.tar is a file. Give a folder."),
+        (["{tmp}/in.tar", "{tmp}/link"], "OUT: {tmp}/link is a link to nothing. Give a folder, or remove the link."),
+        (
+            ["{tmp}/tars", "{tmp}/tars/out"],
+            "OUT: {tmp}/tars/out lies in {tmp}/tars, which is only read. Give a place outside of it.",
         ),
         (
-            ["{tmp}/in.tar", "{tmp}/link"],
-            "OUT: {tmp}/link is a link, a mount point or the current folder, which cannot be replaced. Give a folder in it.",
+            ["{tmp}/tars", "{tmp}/tars"],
+            "OUT: {tmp}/tars lies in {tmp}/tars, which is only read. Give a place outside of it.",
+        ),
+        (
+            ["{tmp}/none", "{tmp}/out", "shard_size=x", "wokers=2"],
+            "command line: unknown key 'wokers'. Did you mean 'workers'?\n"
+            "shard_size: 'x' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb.\n"
+            "{tmp}/none: no such file or folder. Possible: a tar, a folder of tars, a folder of files.",
         ),
     ],
 )
@@ -241,7 +425,8 @@ def test_shards_says_what_it_cannot_do(tmp_path, capsys, words, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    write_tar(tmp_path / "tars" / "0.tar", {"a": sample_files(0)})
     write_tar(tmp_path / "in.tar", {"a": sample_files(0)})
     assert shards.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert capsys.readouterr().err == message.format(tmp=tmp_path) + "\n"

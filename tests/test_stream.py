@@ -7,9 +7,12 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
+import torch
+from streaming import MDSWriter, StreamingDataset
 
-from stream import BatchStream, is_remote, read_stage
+from stream import AGAIN, BatchStream, MomentsStream, ShardError, is_remote, read_stage, write_facts
 
 
 @pytest.fixture
@@ -112,3 +115,103 @@ def test_store_connections_are_closed_before_workers_can_inherit_them(stage, mon
     monkeypatch.setattr(LocalDownloader, "clean_up", lambda self: closed.append(self))
     dataset = BatchStream(local=str(stage), batch_size=4)
     assert [stream._downloader for stream in dataset.streams] == closed[-1:]
+
+
+# --- moments in batches ---
+
+COLUMNS = {"moments": ((8, 4, 4), "float16", "float16"), "tokens": ((77,), "uint16", "int64")}
+
+
+def moments_row(number: int) -> dict:
+    values = np.random.default_rng(number)
+    return {
+        "moments": values.normal(size=(8, 4, 4)).astype(np.float16),
+        "tokens": values.integers(0, 49408, 77).astype(np.uint16),
+        "caption": "ä" * (number % 5),  # rows of several lengths, an empty column among them
+        "key": f"{number:03d}",
+        "metadata": {"number": number},
+    }
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory):
+    """47 rows in several shards, with columns of fixed and of varying size around one another."""
+    out = tmp_path_factory.mktemp("moments") / "stage"
+    columns = {"moments": "ndarray:float16:8,4,4", "tokens": "ndarray:uint16:77", "caption": "str", "key": "str"}
+    with MDSWriter(out=str(out), columns={**columns, "metadata": "json"}, hashes=["xxh64"], size_limit=4096) as writer:
+        for number in range(47):
+            writer.write(moments_row(number))
+    write_facts(out, "moments", {})
+    return out
+
+
+def stream_of(location, **arguments) -> MomentsStream:
+    return MomentsStream(columns=COLUMNS, local=str(location), batch_size=5, **arguments)
+
+
+def test_a_batch_of_moments_holds_the_rows_that_plain_streaming_reads(moments):
+    batch = stream_of(moments).read_batch([40, 3, 3, 46, 0])
+    plain = StreamingDataset(local=str(moments), batch_size=1)
+    assert batch["moments"].dtype == torch.float16 and batch["tokens"].dtype == torch.int64
+    for place, number in enumerate([40, 3, 3, 46, 0]):
+        assert np.array_equal(batch["moments"][place].numpy(), plain[number]["moments"])
+        assert np.array_equal(batch["tokens"][place].numpy(), plain[number]["tokens"])
+        assert np.array_equal(batch["moments"][place].numpy(), moments_row(number)["moments"])
+
+
+def test_an_iteration_gives_whole_batches_in_the_order_of_plain_streaming(moments):
+    arguments = {"shuffle": True, "shuffle_seed": 3, "num_canonical_nodes": 1}
+    plain = StreamingDataset(local=str(moments), batch_size=5, **arguments)
+    expected = [row["moments"] for row in plain]
+    found = [row for batch in stream_of(moments, **arguments) for row in batch["moments"].numpy()]
+    assert len(found) == 45 and all(np.array_equal(*pair) for pair in zip(found, expected, strict=False))
+
+
+def test_it_resumes_within_an_epoch_at_the_next_batch(moments):
+    arguments = {"shuffle": True, "shuffle_seed": 3, "num_canonical_nodes": 1}
+    whole = stream_of(moments, **arguments)
+    epochs = [[batch["moments"] for batch in whole] for _ in range(3)]
+    resumed = stream_of(moments, **arguments)
+    resumed.resume(epoch=1, samples=15)
+    rest, after = [batch["moments"] for batch in resumed], [batch["moments"] for batch in resumed]
+    assert len(rest) == 6 and all(torch.equal(*pair) for pair in zip(rest, epochs[1][3:], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(after, epochs[2], strict=True))
+
+
+def test_two_runs_that_keep_their_shards_in_one_folder_are_told_so(moments, tmp_path):
+    first = stream_of(tmp_path / "cache", remote=str(moments))
+    with pytest.raises(ValueError) as error:
+        stream_of(tmp_path / "cache", remote=str(moments))
+    assert len(first) == 47 and str(error.value) == (
+        f"data.local: {tmp_path}/cache is in use by another run on this machine, or by shared memory that a run has left "
+        f"(then a line above says so). Give each run a folder of its own, or wait for the other one."
+    )
+
+
+def test_a_shard_that_left_the_cache_is_fetched_again(moments, tmp_path):
+    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+    one = dataset.read_batch([0, 10, 20, 30, 40])
+    for path in (tmp_path / "cache").rglob("shard.*.mds"):
+        path.unlink()
+    assert torch.equal(dataset.read_batch([0, 10, 20, 30, 40])["moments"], one["moments"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:-100], "{shard} is damaged: it ends within row 1. {again}"),
+        (
+            lambda data: b"\5" + data[1:],
+            "{shard} is damaged: it has another number of rows than index.json says. {again}",
+        ),
+        (lambda data: data[:8], "{shard} is damaged: it has another number of rows than index.json says. {again}"),
+    ],
+)
+def test_a_damaged_shard_is_named(moments, tmp_path, change, message):
+    copy = shutil.copytree(moments, tmp_path / "stage")
+    shard = copy / "shard.00000.mds"
+    rows = json.loads((copy / "index.json").read_text())["shards"][0]["samples"]
+    shard.write_bytes(change(shard.read_bytes()))
+    with pytest.raises(ShardError) as error:
+        stream_of(copy).read_batch(list(range(rows)))
+    assert str(error.value) == message.format(shard=shard, again=AGAIN).replace("row 1.", f"row {rows - 1}.")

@@ -1,0 +1,187 @@
+"""From a shard of images to the rows of a part: threads decode, a rank's device encodes, the order stays.
+
+Shapes: B batch, H W image height and width, px, C latent channels, h w height and width of the latent, L text tokens,
+D text width.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from composer.utils import dist
+from streaming.base.format.mds.reader import MDSReader
+from streaming.base.hashing import get_hash
+from torch import Tensor
+
+from data import SampleError, check_caption, decode_image, resize_and_crop
+from model import AUTOCAST_DTYPES, ModelConfig, build_encoders, normalize_images
+from prepare.moments import check_finite, to_float16, tokens_of
+from prepare.parts import Part
+from prepare.places import Failed, Place
+from stream import HASH
+from zoo import load_family
+from zoo.spec import ImageSize
+
+AGAIN = "Make that stage again, or copy it anew"
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One sample of IN; `problem` says why it cannot be used."""
+
+    key: str
+    caption: str = ""
+    image: Tensor | None = None
+    """uint8 (3, H, W)."""
+    metadata: Any = None
+    problem: str | None = None
+
+
+def decode_row(reader: MDSReader, size: ImageSize, row: int) -> Decoded:
+    """Read, decode, resize and crop one sample; in a thread."""
+    sample = reader[row]
+    try:
+        caption = check_caption(sample["caption"])
+        image = resize_and_crop(decode_image(sample["jpg"]), size)
+    except SampleError as error:
+        return Decoded(str(sample["key"]), problem=str(error))
+    return Decoded(str(sample["key"]), caption, image, sample.get("metadata"))
+
+
+def in_order(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], ahead: int) -> Iterator[Any]:
+    """Yield work(item) in the order of the items, with at most `ahead` results waiting."""
+    items, waiting = iter(items), deque()
+    for item in itertools.islice(items, ahead):
+        waiting.append(pool.submit(work, item))
+    while waiting:
+        result = waiting.popleft().result()
+        waiting.extend(pool.submit(work, item) for item in itertools.islice(items, 1))
+        yield result
+
+
+class Encoder:
+    """Fills parts: the frozen encoders on this rank's device.
+
+    Args:
+        config: which encoders.
+        size: (width, height) of the images, px.
+        normalize: "symmetric" or "unit", see `model.normalize_images`.
+        precision: fp32, tf32 or bf16.
+        batch_size: images a call of the VAE.
+        store_text: whether rows have the text states.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, size: ImageSize, normalize: str, precision: str, batch_size: int, store_text: bool
+    ):
+        self.size = size
+        self.batch_size = batch_size
+        self.store_text = store_text
+        self.normalize = normalize
+        self.device = build_device(precision)
+        self.family = load_family(config.family, config.preset, config.variant)
+        self.encoders = build_encoders(config, self.family)
+        self.empty_text = self.family.tokenize([""])
+        self.encoders.to(self.device, AUTOCAST_DTYPES.get(precision, torch.float32))
+
+    def text_states(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """# (B, L) tokens by column -> (B, L, D) by state; nothing where they are not stored."""
+        if not self.store_text:
+            return {}
+        on_device = {name: column.to(self.device) for name, column in tokens.items()}
+        with torch.no_grad():
+            return self.family.encode_text(self.encoders.modules, on_device)
+
+    @torch.no_grad()
+    def moments(self, images: Tensor) -> np.ndarray:
+        """# uint8 (B, 3, H, W) -> float16 (B, 2C, h, w): mean | logvar, unscaled."""
+        encoders = self.encoders
+        normalized = normalize_images(images.to(self.device), self.normalize).to(encoders.dtype)
+        return to_float16(self.family.encode_images(encoders.modules, normalized))
+
+    def fill(self, part: Part, samples: Iterator[Decoded], columns: Iterable[str], done: Callable[[int], Any]) -> None:
+        """Write one shard's samples to a part, `batch_size` of the usable ones at a time.
+
+        Args:
+            columns: of the part.
+            done: is told how many samples were read.
+        """
+        usable = self._usable(part, samples, done)
+        while batch := list(itertools.islice(usable, self.batch_size)):
+            values = {"moments": self.moments(torch.stack([sample.image for sample in batch]))}
+            values |= (tokens := tokens_of(self.family, [sample.caption for sample in batch]))
+            states = self.text_states(
+                {name: torch.from_numpy(column.astype(np.int64)) for name, column in tokens.items()}
+            )
+            values |= {name: to_float16(column) for name, column in states.items()}
+            for number, sample in enumerate(batch):
+                row = {name: column[number] for name, column in values.items()}
+                try:
+                    check_finite("moments", row["moments"])
+                    for name in states:
+                        check_finite(f"{name} states", row[name])
+                except SampleError as error:
+                    part.skip(sample.key, str(error))
+                    continue
+                row |= {"caption": sample.caption, "key": sample.key, "metadata": sample.metadata}
+                part.write({name: row[name] for name in columns})
+
+    @staticmethod
+    def _usable(part: Part, samples: Iterator[Decoded], done: Callable[[int], Any]) -> Iterator[Decoded]:
+        for sample in samples:
+            part.read()
+            done(1)
+            if sample.problem is None:
+                yield sample
+            else:
+                part.skip(sample.key, sample.problem)
+
+
+def build_device(precision: str) -> torch.device:
+    """Return this rank's device; float32 means float32 there, and the host computes in one thread.
+
+    On a CPU the number of threads changes last bits of the VAE's convolutions: with one, a rank's bytes are everyone's. On
+    a GPU machine the decoding threads would each open as many threads as there are cores.
+    """
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    return torch.device("cuda", dist.get_local_rank())
+
+
+def open_shard(place: Place, shard: Mapping[str, Any], folder: Path) -> MDSReader:
+    """Return a reader of one shard of IN, fetched to `folder` where IN is a store, its content checked.
+
+    Raises:
+        Failed: it is missing or damaged (names it, and both digests), or not safe to read.
+    """
+    raw = shard["raw_data"]
+    for is_last in (False, True):  # a transfer can fail where the store is whole
+        try:
+            file = place.fetch(raw["basename"], folder)
+            digest = get_hash(HASH, file.read_bytes())
+        except OSError as error:
+            raise Failed(f"IN: {place.address}/{raw['basename']} cannot be read: {error}. {AGAIN}.") from error
+        if digest == raw["hashes"][HASH]:
+            break
+        if is_last:
+            listed = f"{HASH} {digest}, index.json says {raw['hashes'][HASH]}"
+            raise Failed(f"IN: {place.address}/{raw['basename']} is damaged: {listed}. {AGAIN}.")
+    entry = {**shard, "raw_data": {**raw, "basename": file.name}}
+    reader = MDSReader.from_json(str(file.parent), None, entry)
+    try:
+        reader.validate(allow_unsafe_types=False)
+    except ValueError as error:
+        unsafe = f"IN: {place.address}/{raw['basename']} has a pickled column, which could run code"
+        raise Failed(f"{unsafe}. Make that stage again without it.") from error
+    return reader

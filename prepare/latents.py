@@ -1,0 +1,318 @@
+"""Encode the stage `images` once: each image's VAE moments and each caption's tokens, the stage `moments`.
+
+    python -m prepare.latents IN OUT model.weights=random
+    composer -n 8 -m prepare.latents /data/laion_images /data/laion_moments model.weights=random image_size=512
+    composer -n 8 -m prepare.latents s3://bucket/images s3://bucket/moments model.weights=random store_text=true
+
+IN: a stage `images`, a folder or an address in a store. OUT: a folder that is new, empty or the same command's, or an
+address in a store. Images are resized and cropped as in training. Samples that cannot be used are skipped, named with
+their reasons in OUT/skipped.jsonl, and counted. A shard of IN that is missing or damaged stops the command.
+
+Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (its number) modulo (number of ranks). Stopped at
+any point, the same command goes on with the parts that are not done, also on another number of ranks, and OUT has the
+same bytes as if it had never been stopped (on the same kind of device). On a CPU a rank computes in one thread, since the
+number of threads changes last bits: start a rank a core, `composer -n CORES`. Ranks beyond the number of shards have
+nothing to do (shard_size of prepare.shards makes more of them). The precision is fp32 unless another one is
+asked for: moments are made once and used for days.
+
+Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
+(16), precision (fp32, tf32, bf16), store_text (false), shard_size (64mb), workers (decoding threads a rank, 4).
+Exit code: 0 when at least one sample was written, 1 when none was or the work failed, 2 when it could not start.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from composer.utils import dist
+from PIL import Image
+from streaming.base.util import bytes_to_int
+from tqdm import tqdm
+
+from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from model import ModelConfig
+from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
+from prepare.moments import mds_columns
+from prepare.parts import (
+    GO_ON,
+    PATIENCE_SEC,
+    Account,
+    Part,
+    Plan,
+    begin,
+    finish,
+    make_part,
+    parts_to_make,
+    shard_size_problem,
+    split_words,
+    wait_for_parts,
+    wait_for_plan,
+    where_to_look,
+)
+from prepare.places import Failed, Place, Refused, address_problem, open_place, out_problem
+from stream import HASH, Stage, read_stage
+from zoo import load_family
+from zoo.spec import ImageSize, as_size
+
+REFUSAL_WAIT_SEC = 30.0  # the launcher ends all ranks when the first one leaves: let the one that a person hears speak
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is to be made
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LatentsConfig:
+    """The keys of this command."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    image_size: Any = 512
+    """Pixels: one number for a square, or [width, height]."""
+    normalize: Literal["symmetric", "unit"] = "symmetric"
+    """Range of the images that the VAE sees: [-1, 1], or [0, 1] as in the MLPerf reference."""
+    batch_size: int = 16
+    """Images a call of the VAE; part of the plan, since it changes last bits."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    store_text: bool = False
+    """Store the text states too: for SD2 158 kB a caption."""
+    shard_size: str = "64mb"
+    workers: int = 4
+    """Decoding threads a rank."""
+
+    @property
+    def size(self) -> ImageSize:
+        """(width, height) in pixels."""
+        return as_size(self.image_size)
+
+
+def check(config: LatentsConfig) -> list[Problem]:
+    """Return every problem that can be known before anything is built."""
+    found = []
+    for key in ("batch_size", "workers"):
+        if getattr(config, key) < 1:
+            found.append(Problem(f"{key}: {getattr(config, key)} is below 1. Possible: 1 and up.", (key,)))
+    if text := shard_size_problem(config.shard_size):
+        found.append(Problem(text, ("shard_size",)))
+    if config.precision == "tf32" and not torch.cuda.is_available():
+        found.append(Problem("precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",)))
+    if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
+        given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
+        found.append(Problem(f"composer -n: {given}. Start at most that many."))
+    return found + _model_problems(config)
+
+
+def _model_problems(config: LatentsConfig) -> list[Problem]:
+    found = []
+    if config.model.weights is None:
+        text = "not given. Say model.weights=random to encode with random encoders (loading trained ones is not part of"
+        found.append(Problem(f"model.weights: {text} this version).", ("model.weights",)))
+    elif config.model.weights != "random":
+        text = f"'{config.model.weights}' cannot be loaded in this version. Possible: random."
+        found.append(Problem(f"model.weights: {text}", ("model.weights",)))
+    try:
+        size = config.size
+    except ValueError as error:
+        size = None
+        found.append(Problem(f"image_size: {error}", ("image_size",)))
+    try:
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+    except ValueError as error:
+        return [*found, Problem(str(error), ("model.family", "model.preset", "model.variant"))]
+    if size is not None and (text := family.size_problem(size)):
+        found.append(Problem(f"image_size: {text}", ("image_size",)))
+    return found
+
+
+def open_input(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
+    """Return the place of the stage `images`, its facts, and its shards as its index lists them.
+
+    Raises:
+        ValueError: it is no such stage, or cannot be read.
+    """
+    if text := address_problem(location):
+        raise ValueError(f"IN: {text}")
+    try:
+        stage = read_stage(location)
+        shards = json.loads(open_place(location).read("index.json"))["shards"]
+    except (ValueError, OSError) as error:
+        raise ValueError(f"IN: {error}") from error
+    if stage.kind != "images":
+        raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of images (prepare.shards).")
+    missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
+    if missing:
+        raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
+    if not stage.num_samples:
+        raise ValueError(f"IN: {location} has no sample. {AGAIN}.")
+    for shard in shards:
+        if shard["format"] != "mds" or shard["zip_data"] or HASH not in shard["raw_data"]["hashes"]:
+            name = shard["raw_data"]["basename"]
+            raise ValueError(f"IN: {location}/{name} is not an uncompressed MDS shard with {HASH}. {AGAIN}.")
+    return open_place(location), stage, shards
+
+
+def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list[dict]) -> Plan:
+    """Return what this command makes of a stage."""
+    facts = {
+        "family": config.model.family,
+        "preset": config.model.preset,
+        "variant": config.model.variant,
+        "image_size": list(config.size),
+        "normalize": config.normalize,
+        "encoders": encoder.encoders.fingerprints,
+        "precision": config.precision,
+        "batch_size": config.batch_size,
+        "store_text": config.store_text,
+        "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples},
+    }
+    text = encoder.text_states(encoder.empty_text)
+    columns = mds_columns(encoder.family, config.size, text=text, metadata="metadata" in stage.columns)
+    inputs = [
+        {"name": raw["basename"], "bytes": raw["bytes"], HASH: raw["hashes"][HASH], "samples": shard["samples"]}
+        for shard in shards
+        for raw in (shard["raw_data"],)
+    ]
+    return Plan("prepare.latents", "moments", columns, bytes_to_int(config.shard_size), facts, inputs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_parts(
+    place: Place, plan: Plan, todo: Sequence[int], encoder: Encoder, source: Place, shards: list[dict], workers: int
+) -> float:
+    """Make parts one after the other; return the seconds that the slowest took."""
+    longest_sec, num_images = 0.0, sum(shards[number]["samples"] for number in todo)
+    if not todo:
+        return longest_sec  # and leave no scratch folder behind where rank 0 may have cleared it
+    with (
+        warnings.catch_warnings(),
+        ThreadPoolExecutor(workers) as pool,
+        place.scratch_folder() as folder,
+        tqdm(total=num_images, unit=" images", desc="encode", disable=dist.get_global_rank() != 0) as progress,
+    ):
+        # `decode_image` makes this an error for itself alone, which is no use in threads: they share one list of filters.
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+        def fill(number: int, part: Part) -> None:
+            reader = open_shard(source, shards[number], folder)
+            one = functools.partial(decode_row, reader, encoder.size)
+            samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
+            encoder.fill(part, samples, plan.columns, progress.update)
+            if Path(reader.dirname) == folder:
+                (folder / reader.raw_data.basename).unlink()
+
+        for number in todo:
+            started = time.monotonic()
+            make_part(place, plan, number, fill)
+            longest_sec = max(longest_sec, time.monotonic() - started)
+    return longest_sec
+
+
+def write_stage(
+    config: LatentsConfig, source: Place, stage: Stage, shards: list[dict], place: Place
+) -> tuple[Account, str] | None:
+    """Make the stage, or this rank's share of what is missing of it.
+
+    Returns:
+        the account and the speed in words on rank 0, None on the others.
+
+    Raises:
+        Refused: OUT holds something else.
+        Failed, OSError: the work had to stop.
+    """
+    encoder = Encoder(
+        config.model,
+        size=config.size,
+        normalize=config.normalize,
+        precision=config.precision,
+        batch_size=config.batch_size,
+        store_text=config.store_text,
+    )
+    plan, ranks = plan_for(config, encoder, stage, shards), dist.get_world_size()
+    if dist.get_global_rank() != 0:
+        wait_for_plan(place, plan)
+        todo = parts_to_make(place, plan)
+        mine = [number for number in todo if number % ranks == dist.get_global_rank()]
+        make_parts(place, plan, mine, encoder, source, shards, config.workers)
+        return None
+    started = time.monotonic()
+    with place.only_writer():
+        begin(place, plan)
+        todo = parts_to_make(place, plan)
+        mine = [number for number in todo if number % ranks == 0]
+        longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers)
+        wait_for_parts(place, len(shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
+        account = finish(place, plan)
+    seconds, images = time.monotonic() - started, sum(shards[number]["samples"] for number in todo)
+    speed = f"; {images / seconds:,.1f} images/s over {seconds:,.0f} s" if images else ""
+    return account, speed
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file. Rank 0 speaks for all."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0 if argv else 2
+    if dist.get_local_rank() < torch.cuda.device_count():
+        torch.cuda.set_device(dist.get_local_rank())  # so that no rank opens a context on the first GPU
+    paths, words = split_words(argv)
+    command_line = parse_command_line(words, {})
+    problems, config, found = [], LatentsConfig(), None
+    try:
+        config = load(LatentsConfig, command_line, not_yet={}, check=check)
+    except ConfigError as error:
+        problems += error.problems
+    if command_line.print_config and not problems:
+        print(to_yaml(config), end="")
+        return 0
+    if len(paths) != 2:
+        problems.append("command line: IN and OUT have to be given. python -m prepare.latents --help says more.")
+    else:
+        try:
+            found = open_input(paths[0])
+        except ValueError as error:
+            problems.append(str(error))
+        problem = out_problem(paths[1], paths[:1])
+        problems += [problem] if problem else []
+    if problems:
+        return _refuse("\n".join(problems))
+    assert found is not None
+    try:
+        result = write_stage(config, *found, open_place(paths[1]))
+    except Refused as error:
+        return _refuse(str(error))
+    except Failed as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    except OSError as error:
+        print(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.", file=sys.stderr, flush=True)
+        return 1
+    if result is None:
+        return 0
+    account, speed = result
+    print(f"{account}{speed}; {where_to_look(account, paths[1])}", flush=True)
+    return 0 if account.written else 1
+
+
+def _refuse(text: str) -> int:
+    if dist.get_local_rank() != 0:
+        time.sleep(REFUSAL_WAIT_SEC)
+    print(text, file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""The stage `moments`: its columns, its number types, and arrays as the MLPerf reference publishes them.
+
+Shapes: C latent channels, h w height and width of the latent, L text tokens, D text width. SD2 at 512 px: (8, 64, 64), (77,).
+
+    moments   float16 (2C, h, w)   mean | logvar of the VAE's posterior, unscaled: a latent is drawn when it is read
+    tokens    uint16 (L,)          and every further text column of the family
+    text      float16 (L, D)       text states, where store_text=true asked for them
+    caption, key, metadata         as in the stage `images`; metadata where that has it
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data import SampleError
+from zoo.spec import Family, ImageSize
+
+
+def mds_columns(family: Family, size: ImageSize, *, text: Mapping[str, Tensor], metadata: bool) -> dict[str, str]:
+    """Return name -> MDS encoding.
+
+    Args:
+        size: (width, height) of the images, px.
+        text: states of one caption, (1, L, D) each; empty where they are not stored.
+        metadata: whether there is a column of that name.
+    """
+    columns = {"caption": "str", "key": "str", **({"metadata": "json"} if metadata else {})}
+    for name, column in family.columns("moments", size).items():
+        columns[name] = _encoding(column.stored, column.shape)
+    return columns | {name: _encoding("float16", tuple(states.shape[1:])) for name, states in text.items()}
+
+
+def _encoding(dtype: str, shape: Sequence[int]) -> str:
+    return f"ndarray:{dtype}:{','.join(map(str, shape))}"
+
+
+def tokens_of(family: Family, captions: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the family's text columns, uint16 (B, L) each."""
+    return {name: tokens.numpy().astype(np.uint16) for name, tokens in family.tokenize(captions).items()}
+
+
+def to_float16(values: Tensor) -> np.ndarray:
+    """Round to float16 on the way to the host; what lies beyond 65,504 becomes infinite, for `check_finite` to find."""
+    return values.to(torch.float16).cpu().numpy()
+
+
+def check_finite(name: str, values: np.ndarray) -> None:
+    """Raise SampleError: the values of one sample cannot be stored."""
+    if not np.isfinite(values).all():
+        raise SampleError(f"{name} are not finite in float16")
+
+
+def npy_shape(content: bytes) -> tuple[int, ...]:
+    """Return the shape that an .npy file claims. Raises SampleError: not a plain array of float32."""
+    return _npy_header(content)[0]
+
+
+def read_npy(content: bytes, shape: Sequence[int]) -> np.ndarray:
+    """Return the moments of one .npy file as the MLPerf reference publishes them, float16 without the leading 1.
+
+    (1, 2C, h, w) float32, mean | logvar, unscaled: mlcommons/training, stable_diffusion, webdataset_images2latents.py.
+
+    Args:
+        shape: what one sample has to have, (2C, h, w).
+
+    Raises:
+        SampleError: another shape or type, cut, pickled, or not finite in float16.
+    """
+    found, is_fortran, offset = _npy_header(content)
+    wanted = (1, *shape)
+    if found != wanted:
+        raise SampleError(f"moments of another shape than {wanted}")
+    if len(content) - offset != 4 * np.prod(wanted):
+        raise SampleError("truncated or damaged moments")
+    values = np.frombuffer(content, "<f4", offset=offset).reshape(wanted, order="F" if is_fortran else "C")[0]
+    with np.errstate(over="ignore"):
+        moments = np.ascontiguousarray(values.astype(np.float16))
+    check_finite("moments", moments)
+    return moments
+
+
+def _npy_header(content: bytes) -> tuple[tuple[int, ...], bool, int]:
+    """Read shape, order and the place of the data from the header alone: a lie about the size allocates nothing."""
+    file = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(file)
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, is_fortran, dtype = readers[version](file)
+    except (ValueError, KeyError) as error:
+        raise SampleError("not an .npy array") from error
+    if dtype.hasobject:
+        raise SampleError("moments are pickled objects, which are never loaded")
+    if dtype != np.dtype("<f4"):
+        raise SampleError("moments are not float32")
+    return shape, is_fortran, file.tell()

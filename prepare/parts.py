@@ -1,0 +1,362 @@
+"""How a stage is made so that the work can stop anywhere and go on: a plan, parts, and a finish.
+
+    OUT/plan.json                    what is being made and of what; written first, and compared by every later start
+    OUT/part-00012/shard.00000.mds   a part is made of one input (a tar, a shard): its shards ...
+    OUT/part-00012/part.json         ... and, last, their entries of the index and what became of every sample
+    OUT/skipped.jsonl                the finish, when all parts are there: every skipped sample with its reason,
+    OUT/index.json                   the index of all parts' shards,
+    OUT/dataset.json                 and, last, what makes it a stage (stream.py reads nothing without it)
+
+A part's bytes depend on its input and the plan alone, not on who makes it or how often the work was interrupted. A part
+with its part.json is done and never made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from streaming import MDSWriter
+from streaming.base.util import bytes_to_int
+
+from prepare.places import Failed, Place, Refused
+from stream import FACTS_FILE, HASH, write_facts
+
+PLAN_FILE = "plan.json"
+PLAN_SCHEMA = 1
+PART_FILE = "part.json"
+SKIPPED_FILE = "skipped.jsonl"
+PATIENCE_SEC = 1800.0
+GO_ON = "What is done stays; the same command goes on from there"
+
+
+def part_name(number: int) -> str:
+    """Return the name of a part, which is its folder's."""
+    return f"part-{number:05d}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What became of the samples
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Account:
+    """What became of every sample and input; the counters are by reason."""
+
+    read: int = 0
+    written: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    bad_sources: Counter[str] = field(default_factory=Counter)
+    ignored_files: int = 0
+    """Files that belong to no sample."""
+    ignored_example: str | None = None
+
+    def add(self, other: Account) -> None:
+        self.read += other.read
+        self.written += other.written
+        self.skipped.update(other.skipped)
+        self.bad_sources.update(other.bad_sources)
+        self.ignored_files += other.ignored_files
+        self.ignored_example = self.ignored_example or other.ignored_example
+
+    def counts(self) -> dict[str, Any]:
+        """Return it as JSON has it, reasons in order."""
+        return {
+            "read": self.read,
+            "written": self.written,
+            "skipped": dict(sorted(self.skipped.items())),
+            "bad_sources": dict(sorted(self.bad_sources.items())),
+            "ignored_files": self.ignored_files,
+        }
+
+    def __str__(self) -> str:
+        why = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.skipped.items()))
+        sources = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.bad_sources.items()))
+        return (
+            f"read {self.read:,} samples, wrote {self.written:,}, skipped {self.skipped.total():,}"
+            + (f" ({why})" if why else "")
+            + (f"; sources with a fault: {self.bad_sources.total()} ({sources})" if sources else "")
+            + (
+                f"; files of no sample: {self.ignored_files:,}, e.g. {self.ignored_example}"
+                if self.ignored_files
+                else ""
+            )
+        )
+
+
+class Part:
+    """Takes the samples of one input. Whoever fills it calls `read` for each, then `write` or `skip`."""
+
+    def __init__(self, source: str, writer: MDSWriter):
+        self.source = source
+        self.account = Account()
+        self.skipped: list[dict[str, Any]] = []
+        self._writer = writer
+
+    def read(self) -> None:
+        self.account.read += 1
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._writer.write(row)
+        self.account.written += 1
+
+    def skip(self, key: str, reason: str) -> None:
+        self.account.skipped[reason] += 1
+        self.skipped.append({"source": self.source, "key": key, "reason": reason})
+
+    def fault(self, reason: str) -> None:
+        """Note what is wrong with the input itself."""
+        self.account.bad_sources[reason] += 1
+        self.skipped.append({"source": self.source, "key": None, "reason": reason})
+
+    def ignore(self, name: str) -> None:
+        """Note a file that belongs to no sample."""
+        self.account.ignored_files += 1
+        self.account.ignored_example = self.account.ignored_example or name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is being made, and of what: everything that the bytes of a part depend on.
+
+    Args:
+        made_by: the command.
+        stage: images or moments.
+        columns: of the MDS shards, name -> encoding.
+        shard_size: bytes of a shard, at most.
+        facts: what dataset.json says about the stage beside its counts.
+        inputs: one a part, in order: its name, and what it is known by (bytes, digest).
+    """
+
+    made_by: str
+    stage: str
+    columns: dict[str, str]
+    shard_size: int
+    facts: dict[str, Any]
+    inputs: list[dict[str, Any]]
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """Return it as plan.json has it."""
+        head = {"schema": PLAN_SCHEMA, "made_by": self.made_by, "stage": self.stage}
+        tail = {"shard_size": self.shard_size, "columns": self.columns, "parts": self.inputs}
+        return {**head, **self.facts, **tail}
+
+    @cached_property
+    def text(self) -> bytes:
+        return (json.dumps(self.content, indent=1) + "\n").encode()
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text).hexdigest()
+
+
+def begin(place: Place, plan: Plan) -> None:
+    """Write the plan, or find that the one that lies there is the same.
+
+    Raises:
+        Refused: the place holds something else (says what differs), or cannot be read or written.
+    """
+    try:
+        names = place.names()
+        text = place.read(PLAN_FILE) if PLAN_FILE in names else None
+        if not names:
+            place.put_bytes(PLAN_FILE, plan.text)
+    except OSError as error:
+        raise Refused(f"OUT: {place.address} cannot be written: {error}. Give another place.") from error
+    if text == plan.text or not names:
+        return
+    if text is None:
+        raise Refused(f"OUT: {place.address} exists and is not empty. Give a new folder, or remove it.")
+    try:
+        differences = _differences(json.loads(text), json.loads(plan.text))
+    except (ValueError, AttributeError):
+        differences = []
+    state = "finished" if FACTS_FILE in names else "unfinished"
+    differences = [text for text in differences if not text.startswith("columns.")] or differences  # these follow
+    what = "; ".join(differences) or "its plan.json is of another kind"
+    raise Refused(
+        f"OUT: {place.address} holds the {state} work of another command: {what}. Give another OUT, or remove this one."
+    )
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list[str]:
+    """Say key by key what another plan has otherwise; of the parts, the first."""
+    found = []
+    for key in [*new, *(key for key in old if key not in new)]:
+        was, now = old.get(key), new.get(key)
+        if was == now:
+            continue
+        if isinstance(was, dict) and isinstance(now, dict):
+            found += _differences(was, now, f"{at}{key}.")
+        elif key != "parts" or not isinstance(was, list):
+            found.append(f"{at}{key} was {json.dumps(was)}, is {json.dumps(now)}")
+        elif len(was) != len(now):
+            found.append(f"parts were {len(was)}, are {len(now)}")
+        else:
+            number = next(number for number in range(len(now)) if was[number] != now[number])
+            found += _differences(was[number], now[number], f"{part_name(number)}.")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts, and the finish
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parts_to_make(place: Place, plan: Plan) -> list[int]:
+    """Return the numbers of the parts that are not done, and say how many are."""
+    num = len(plan.inputs)
+    todo = sorted(_missing(place, num))
+    if len(todo) < num:
+        what = "the work goes on" if todo else "nothing is left to make"
+        print(f"{place.address}: {num - len(todo)} of {num} parts are done already, {what}", flush=True)
+    return todo
+
+
+def _missing(place: Place, num_parts: int) -> set[int]:
+    names = place.names()
+    return {number for number in range(num_parts) if f"{part_name(number)}/{PART_FILE}" not in names}
+
+
+def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part], None]) -> Account:
+    """Make one part and put it, its part.json last.
+
+    Args:
+        fill: is given the number and a Part to write the samples to.
+
+    Raises:
+        OSError: the place cannot be written.
+    """
+    name = part_name(number)
+    work = place.scratch / name
+    # A writer that outlived its command (a rank whose launcher was killed) may still be at this part: wait for it.
+    with place.lock(name, PATIENCE_SEC):
+        if f"{name}/{PART_FILE}" in place.names(f"{name}/"):
+            return _read_part(place, plan, number)[0]
+        shutil.rmtree(work, ignore_errors=True)  # what a killed writer left
+        with MDSWriter(out=str(work), columns=plan.columns, hashes=[HASH], size_limit=plan.shard_size) as writer:
+            part = Part(plan.inputs[number]["name"], writer)
+            fill(number, part)
+        assert part.account.read == part.account.written + part.account.skipped.total()
+        for entry in writer.shards:
+            basename = entry["raw_data"]["basename"]
+            place.put(f"{name}/{basename}", work / basename)
+        shutil.rmtree(work)
+        content = {
+            "plan": plan.digest,
+            "made_from": plan.inputs[number],
+            "account": {**part.account.counts(), "ignored_example": part.account.ignored_example},
+            "skipped": part.skipped,
+            "shards": writer.shards,
+        }
+        place.put_bytes(f"{name}/{PART_FILE}", (json.dumps(content, indent=1) + "\n").encode())
+        return part.account
+
+
+def _read_part(place: Place, plan: Plan, number: int) -> tuple[Account, dict[str, Any]]:
+    """Return a done part's account and its whole part.json. Raises Failed: it is not one of this plan."""
+    name = part_name(number)
+    content = json.loads(place.read(f"{name}/{PART_FILE}"))
+    if content["plan"] != plan.digest:
+        raise Failed(f"OUT: {place.address}/{name} was made by another command at the same time. Remove OUT.")
+    account = dict(content["account"])
+    counters = {name: Counter(account.pop(name)) for name in ("skipped", "bad_sources")}
+    return Account(**account, **counters), content
+
+
+def finish(place: Place, plan: Plan) -> Account:
+    """Put the index and the facts of a stage whose parts are all done, where they are not there yet.
+
+    Returns:
+        the account over all parts. Where nothing was written there is no stage, only `skipped.jsonl`.
+    """
+    account, skipped, shards = Account(), [], []
+    for number in range(len(plan.inputs)):
+        of_part, content = _read_part(place, plan, number)
+        account.add(of_part)
+        skipped += content["skipped"]
+        for entry in content["shards"]:
+            raw = {**entry["raw_data"], "basename": f"{part_name(number)}/{entry['raw_data']['basename']}"}
+            shards.append({**entry, "raw_data": raw})
+    if FACTS_FILE not in place.names():
+        place.put_bytes(SKIPPED_FILE, "".join(json.dumps(line) + "\n" for line in skipped).encode())
+        if account.written:
+            with place.scratch_folder() as folder:
+                (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))
+                facts = {"made_by": plan.made_by, **plan.facts, "counts": account.counts()}
+                write_facts(folder, plan.stage, facts)
+                place.put("index.json", folder / "index.json")
+                place.put(FACTS_FILE, folder / FACTS_FILE)
+    place.clear_scratch()
+    return account
+
+
+def wait_for_plan(place: Place, plan: Plan, patience_sec: float = PATIENCE_SEC) -> None:
+    """Wait on another rank than 0 until rank 0 has written or found the plan. Raises Failed: it did not."""
+    deadline = time.monotonic() + patience_sec
+    while PLAN_FILE not in place.names() or place.read(PLAN_FILE) != plan.text:
+        if time.monotonic() > deadline:
+            raise Failed(f"OUT: {place.address}: rank 0 wrote no {PLAN_FILE} for this command. {GO_ON}.")
+        time.sleep(place.poll_sec)
+
+
+def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:
+    """Wait until the parts that other ranks make are done.
+
+    Raises:
+        Failed: no new one came for `patience_sec`; names those that are missing.
+    """
+    known, last_news = num_parts, time.monotonic()
+    while missing := _missing(place, num_parts):
+        if len(missing) != known:
+            known, last_news = len(missing), time.monotonic()
+            print(f"waiting for the other ranks' parts: {known} of {num_parts}", flush=True)
+        if time.monotonic() - last_news > patience_sec:
+            named = ", ".join(map(part_name, sorted(missing)[:5])) + (", ..." if known > 5 else "")
+            raise Failed(
+                f"OUT: {place.address}: no other rank finished a part for {patience_sec / 60:.0f} minutes; {known} are "
+                f"missing: {named}. Start the command again: it goes on from what is done."
+            )
+        time.sleep(place.poll_sec)
+
+
+def where_to_look(account: Account, address: str) -> str:
+    """Return the end of a command's closing line."""
+    return f"in {address}" if account.written else f"no stage; why is in {address.rstrip('/')}/{SKIPPED_FILE}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command lines
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command line's places and its keys: KEY=VALUE and --flags. ./a=b is a place."""
+    keys = [word for word in argv if re.match(r"--|[\w.]+=", word)]
+    return [word for word in argv if word not in keys], keys
+
+
+def shard_size_problem(size: str) -> str | None:
+    """Say that a text is not the size of a shard, or None."""
+    try:
+        num_bytes = bytes_to_int(size)
+    except ValueError:
+        num_bytes = -1
+    if 1024 <= num_bytes < 2**32:  # an MDS shard counts its bytes in 32 bits
+        return None
+    return f"shard_size: '{size}' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb."

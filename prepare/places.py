@@ -1,0 +1,270 @@
+"""Where a stage is read or written: a folder, or a prefix in a store that streaming knows how to list.
+
+A file arrives in a place whole or not at all. In a folder it is made in `.work` beside its place, written to the disk and
+renamed; in a store it is made on this machine and put as one object. A stage is finished by its last file, so a writer
+that is killed at any point leaves nothing that a reader would take for a stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from filelock import FileLock, Timeout
+from streaming.base.storage import upload
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS, CloudDownloader
+from streaming.base.util import retry
+
+from preflight import unwritable
+from stream import is_remote
+
+WORK = ".work"
+LOCK_WAIT_SEC = 10.0  # the workers of a command that was killed notice it and end within a second
+NUM_TRIES = 5  # 1, 2, 4, 8 s apart: a store may be away for some seconds
+
+
+class Refused(ValueError):
+    """The work cannot start there; the message says why and what to do."""
+
+
+class Failed(ValueError):
+    """The work had to stop; the message says why and what to do. What is done stays."""
+
+
+class Place:
+    """What a folder and a store have in common: their files are put from a scratch folder on this machine.
+
+    Attributes:
+        address: as the user gave it, for messages.
+        scratch: folder of unfinished files and locks; removed when a stage is finished.
+        poll_sec: how often it may be listed.
+    """
+
+    poll_sec = 2.0
+
+    def __init__(self, address: str, scratch: Path):
+        self.address = address
+        self.scratch = scratch
+
+    def names(self, prefix: str = "") -> set[str]:
+        """Return the files under a prefix ("" or "part-00001/"), as paths inside the place."""
+        raise NotImplementedError
+
+    def fetch(self, name: str, folder: Path) -> Path:
+        """Return a local path with a file's content, in `folder` where it had to be downloaded.
+
+        Raises:
+            OSError: it is not there or cannot be read.
+        """
+        raise NotImplementedError
+
+    def put(self, name: str, file: Path) -> None:
+        """Move a whole file from the scratch folder to its name, replacing what is there. Raises OSError."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> bytes:
+        """Return a small file's content. Raises OSError."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self.fetch(name, Path(folder)).read_bytes()
+
+    def put_bytes(self, name: str, content: bytes) -> None:
+        """Put a small file. Raises OSError."""
+        with self.scratch_folder() as folder:
+            file = folder / Path(name).name
+            file.write_bytes(content)
+            self.put(name, file)
+
+    @contextlib.contextmanager
+    def scratch_folder(self) -> Iterator[Path]:
+        """Yield a new folder from which files can be put; it is removed afterwards."""
+        self.make_scratch()
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            yield Path(folder)
+
+    def make_scratch(self) -> None:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+
+    def lock(self, name: str, timeout_sec: float) -> FileLock:
+        """Return a lock between the processes of this machine that write here; the system frees it when one dies."""
+        self.make_scratch()
+        return FileLock(self.scratch / f"{name}.lock", timeout=timeout_sec)
+
+    @contextlib.contextmanager
+    def only_writer(self) -> Iterator[None]:
+        """Hold the place for one command. Raises Refused: another one has it, or it cannot be written."""
+        try:
+            lock = self.lock("command", LOCK_WAIT_SEC)
+            lock.acquire()
+        except Timeout as error:
+            text = "is being written by another command on this machine. Let that one end, or stop it"
+            raise Refused(f"OUT: {self.address} {text}.") from error
+        except OSError as error:
+            raise Refused(f"OUT: {self.address} cannot be written: {error}. Give another place.") from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                (self.scratch / "command.lock").unlink()
+                self.scratch.rmdir()  # fails where unfinished work lies in it
+            lock.release()
+
+    def clear_scratch(self) -> None:
+        """Remove what is left of this and of killed commands; for the one that holds the place, when all is done."""
+        for path in self.scratch.iterdir() if self.scratch.is_dir() else ():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != "command.lock":
+                path.unlink(missing_ok=True)
+
+
+class Folder(Place):
+    """A folder on disk."""
+
+    def __init__(self, address: str):
+        super().__init__(address, Path(address, WORK))
+        self.path = Path(address)
+
+    def names(self, prefix: str = "") -> set[str]:
+        found = set()
+        for folder, folders, files in os.walk(self.path / prefix):  # bears what other ranks move away meanwhile
+            if WORK in folders:
+                folders.remove(WORK)
+            found |= {Path(folder, file).relative_to(self.path).as_posix() for file in files}
+        return found
+
+    def fetch(self, name: str, folder: Path) -> Path:
+        return self.path / name
+
+    def put(self, name: str, file: Path) -> None:
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _to_disk(file)
+        file.replace(target)
+        _to_disk(target.parent)  # the rename: a part's last file must not be there before the others
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Store(Place):
+    """A prefix in a store, through streaming's own clients (for S3: `S3_ENDPOINT_URL` and the usual AWS variables).
+
+    A store has no locks: commands of one plan on two machines do the same work twice, to the same bytes; of two plans, one
+    is refused at the start, or both at the finish.
+    """
+
+    poll_sec = 15.0
+
+    def __init__(self, address: str):
+        digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
+        super().__init__(address.rstrip("/"), Path(tempfile.gettempdir(), f"easel-{os.getuid()}-{digest}"))
+        self.prefix = urlparse(self.address).path.lstrip("/") + "/"
+
+    def __reduce__(self) -> tuple[type[Store], tuple[str]]:
+        return Store, (self.address,)  # a worker process makes clients of its own: a shared socket would mix answers
+
+    def make_scratch(self) -> None:
+        # Its name can be guessed: in a folder that everybody may write in it has to be ours.
+        self.scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.scratch.is_symlink() or self.scratch.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self.scratch} belongs to another user")
+
+    @cached_property
+    def _uploader(self) -> Any:
+        with tempfile.TemporaryDirectory() as empty:  # it wants an empty folder; each put says the real one
+            return upload.CloudUploader.get((empty, self.address), keep_local=True, retry=NUM_TRIES)
+
+    def names(self, prefix: str = "") -> set[str]:
+        with _as_os_error(f"{self.address} cannot be listed"):
+            found = self._uploader.list_objects(prefix) or []
+        return {name.lstrip("/").removeprefix(self.prefix) for name in found}
+
+    def fetch(self, name: str, folder: Path) -> Path:
+        file = folder / Path(name).name
+        file.unlink(missing_ok=True)  # the client takes a file that is there for the one that is wanted
+        downloader = CloudDownloader.get(self.address)
+        with _as_os_error(f"{self.address}/{name} cannot be read"):
+            try:
+                again = retry(clean_up_fn=downloader.clean_up, num_attempts=NUM_TRIES)
+                again(lambda: downloader.download(f"{self.address}/{name}", str(file)))()
+            finally:
+                downloader.clean_up()
+        return file
+
+    def put(self, name: str, file: Path) -> None:
+        folder, _, base = f"{self.address}/{name}".rpartition("/")
+        assert file.name == base
+        with _as_os_error(f"{self.address}/{name} cannot be put"):
+            self._uploader.local, self._uploader.remote = str(file.parent), folder
+            try:
+                self._uploader.upload_file(base)
+            finally:
+                self._uploader.remote = self.address
+        file.unlink()
+
+
+@contextlib.contextmanager
+def _as_os_error(what: str) -> Iterator[None]:
+    """Each store's client has exceptions of its own; who writes or reads a place handles OSError."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def open_place(address: str) -> Place:
+    """Return the place at a folder or a store's address (see `address_problem`)."""
+    return Store(address) if is_remote(address) else Folder(address)
+
+
+def address_problem(address: str) -> str | None:
+    """Say that an address is in no store that can be listed, read and written, or None."""
+    known = {
+        scheme
+        for scheme, name in upload.UPLOADERS.items()
+        if scheme in DOWNLOADER_MAPPINGS and getattr(upload, name).list_objects is not upload.CloudUploader.list_objects
+    }
+    scheme = urlparse(address).scheme
+    if not scheme or scheme in known:
+        return None
+    named = ", ".join(f"{name}://" for name in sorted(known - {""}))
+    return f"{address} is in no known store. Possible: a folder, {named}."
+
+
+def out_problem(out: str, inputs: Sequence[str]) -> str | None:
+    """Say why a stage of these inputs could not be written there, before any work is done; or None."""
+    if text := address_problem(out):
+        return f"OUT: {text}"
+    for given in inputs:
+        if _lies_in(out, given):
+            return f"OUT: {out} lies in {given}, which is only read. Give a place outside of it."
+    if is_remote(out):
+        return None
+    path = Path(out)
+    if path.is_symlink() and not path.exists():
+        return f"OUT: {out} is a link to nothing. Give a folder, or remove the link."
+    if path.exists() and not path.is_dir():
+        return f"OUT: {out} is a file. Give a folder."
+    text = unwritable(out)
+    return f"OUT: {text}" if text else None
+
+
+def _lies_in(inner: str, outer: str) -> bool:
+    """True for the same place too."""
+    if is_remote(inner) or is_remote(outer):
+        return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
+    inside, around = Path(inner).resolve(), Path(outer).resolve()
+    return around == inside or around in inside.parents

@@ -1,0 +1,150 @@
+"""Samples as img2dataset writes them: tars or folders of KEY.jpg, KEY.txt, KEY.json; or KEY.npy for stored moments.
+
+Nothing is extracted to the disk: a tar is read as a stream, so a member's name can never be more than a key.
+"""
+
+from __future__ import annotations
+
+import lzma
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from data import SampleError, check_caption
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+MOMENTS_SUFFIX = "npy"
+SUFFIXES = (*IMAGE_SUFFIXES, MOMENTS_SUFFIX, "txt", "json")
+
+
+@dataclass
+class Sample:
+    """The files of one key, as bytes by suffix; all image suffixes are "image"."""
+
+    key: str
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+class SourceError(ValueError):
+    """What is wrong with a source itself; the message is the reason, in a few words."""
+
+
+def find_sources(paths: Sequence[Path]) -> list[Path]:
+    """Return tars and folders of files in a fixed order; a folder is looked through to one level below it.
+
+    Raises:
+        ValueError: a path that is neither, or a folder that holds neither.
+    """
+    sources = []
+    for path in paths:
+        if path.is_dir():
+            folders = [folder for folder in (path, *sorted(path.iterdir())) if _holds_samples(folder)]
+            found = [*sorted(path.glob("*.tar")), *folders]
+            if not found:
+                possible = "a tar, a folder of tars, a folder of KEY.jpg, KEY.txt"
+                raise ValueError(f"{path}: holds neither tars nor images. Possible: {possible}.")
+            sources += found
+        elif path.is_file():
+            sources.append(path)
+        else:
+            raise ValueError(f"{path}: no such file or folder. Possible: a tar, a folder of tars, a folder of files.")
+    return sources
+
+
+def _holds_samples(folder: Path) -> bool:
+    suffixes = (*IMAGE_SUFFIXES, MOMENTS_SUFFIX)
+    return folder.is_dir() and any(child.suffix.lstrip(".").lower() in suffixes for child in folder.iterdir())
+
+
+def num_bytes(source: Path) -> int:
+    """Return the size of a tar, or of all files of a folder."""
+    files = source.iterdir() if source.is_dir() else [source]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def read_source(source: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    """Yield the samples of one source in order; the files of a key have to follow one another, as img2dataset has them.
+
+    Args:
+        source: a tar, or a folder of files.
+        ignore: is told each file that belongs to no sample.
+
+    Raises:
+        SourceError: the source cannot be read to its end (samples before that are yielded), or has no sample.
+    """
+    sample = None
+    try:
+        for key, suffix, content in _tar_files(source, ignore) if source.is_file() else _folder_files(source, ignore):
+            part = "image" if suffix in IMAGE_SUFFIXES else suffix
+            # The same part again is another sample of the same key: it will be named as a duplicate, not swallowed.
+            if sample is None or sample.key != key or part in sample.files:
+                if sample is not None:
+                    yield sample
+                sample = Sample(key)
+            sample.files[part] = content
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if sample is not None:
+            yield sample
+        raise SourceError("cannot be read to its end") from error
+    if sample is None:
+        raise SourceError("has no sample")
+    yield sample
+
+
+def _key_and_suffix(name: str) -> tuple[str, str] | None:
+    """Split a file's name by WebDataset's convention, which img2dataset follows: the key ends at the first dot."""
+    path = PurePosixPath(name)
+    stem, _, suffix = path.name.partition(".")
+    suffix = suffix.lower()
+    return (str(path.with_name(stem)), suffix) if stem and suffix in SUFFIXES else None
+
+
+def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[str, str, bytes]]:
+    with tarfile.open(source, mode="r|*") as tar:
+        for member in tar:
+            if member.isdir():
+                continue
+            # A link is left out: a stream cannot go back to its target.
+            named = _key_and_suffix(member.name) if member.isfile() else None
+            if named is None:
+                ignore(member.name)
+            else:
+                extracted = tar.extractfile(member)
+                assert extracted is not None
+                yield (*named, extracted.read())
+
+
+def _folder_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[str, str, bytes]]:
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source} is neither a file nor a folder")
+    for path in sorted(source.iterdir()):
+        if path.is_dir() or path.suffix == ".tar":
+            continue  # sources of their own
+        named = _key_and_suffix(path.name) if path.is_file() else None
+        if named is None:
+            ignore(path.name)
+        else:
+            yield (*named, path.read_bytes())
+
+
+def check_key(key: str) -> None:
+    """Raise SampleError: the key cannot be stored, or is a path that leads out of its source."""
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise SampleError("key is not UTF-8") from error
+    path = PurePosixPath(key)
+    if path.is_absolute() or ".." in path.parts:
+        raise SampleError("key climbs out of its tar")
+
+
+def read_caption(sample: Sample) -> str:
+    """Return the sample's caption. Raises SampleError: missing, not UTF-8, empty."""
+    if "txt" not in sample.files:
+        raise SampleError("missing caption")
+    try:
+        return check_caption(sample.files["txt"].decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise SampleError("caption is not UTF-8") from error

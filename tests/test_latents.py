@@ -1,0 +1,452 @@
+"""prepare/latents.py: moments against the VAE itself, the account, ranks, stores, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, run, sample_files, tree, write_tar
+from streaming import MDSWriter
+from streaming.base.format import reader_from_json
+from test_prepare import IMAGES, skipped
+from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
+
+from data import decode_image, resize_and_crop
+from model import ModelConfig, build_model
+from prepare import encoder, latents, parts, places, shards
+from prepare.shards import COLUMNS
+from stream import HASH, read_stage, write_facts
+from zoo.objectives import ObjectiveConfig
+from zoo.sd2 import SD2
+
+KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=5"]
+SIZE = (64, 64)
+LIMIT_SEC = 100
+
+
+@pytest.fixture(autouse=True)
+def same_number_of_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The encoders as every command draws them."""
+    config = ModelConfig(preset="tiny", weights="random")
+    return build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=0)
+
+
+@pytest.fixture(scope="module")
+def unbroken(stage, tmp_path_factory) -> Path:
+    """What one undisturbed command makes of the stage."""
+    out = tmp_path_factory.mktemp("latents") / "out"
+    assert latents.main([str(stage), str(out), *KEYS]) == 0
+    return out
+
+
+def rows(stage: Path) -> list[dict]:
+    entries = json.loads((stage / "index.json").read_text())["shards"]
+    return [row for entry in entries for row in reader_from_json(str(stage), None, entry)]
+
+
+def images_of(samples: list[dict], out: Path, columns: dict[str, str] = COLUMNS, size_limit: int = 1 << 20) -> Path:
+    """A stage `images` as another tool may write it: nothing was checked."""
+    with MDSWriter(out=str(out), columns=columns, hashes=[HASH], size_limit=size_limit) as writer:
+        for number, sample in enumerate(samples):
+            row = {"caption": "x", "key": f"{number:03d}", "width": 1, "height": 1, "metadata": {"n": number}, **sample}
+            writer.write({name: row[name] for name in columns})
+    write_facts(out, "images", {})
+    return out
+
+
+# --- what is stored ---
+
+
+def test_moments_are_the_posterior_parameters_of_the_vae_to_the_rounding_of_float16(stage, unbroken, reference):
+    vae = reference.encoders.modules["vae"]
+    made, given = rows(unbroken), rows(stage)
+    assert [row["key"] for row in made] == [row["key"] for row in given] and len(made) == 48
+    for row, sample in zip(made, given, strict=True):
+        image = resize_and_crop(decode_image(sample["jpg"]), SIZE)[None].float() / 127.5 - 1.0
+        with torch.no_grad():
+            expected = vae.encode(image).latent_dist.parameters[0].numpy()
+        assert row["moments"].dtype == np.float16 and row["moments"].shape == (8, 8, 8)
+        np.testing.assert_allclose(row["moments"].astype(np.float32), expected, rtol=2**-10, atol=1e-5)
+
+
+def test_tokens_captions_keys_and_metadata_are_those_of_the_images(stage, unbroken, reference):
+    made, given = rows(unbroken), rows(stage)
+    tokens = reference.family.tokenize([row["caption"] for row in given])["tokens"]
+    assert [row["tokens"].tolist() for row in made] == tokens.tolist() and made[0]["tokens"].dtype == np.uint16
+    for name in ("caption", "key", "metadata"):
+        assert [row[name] for row in made] == [row[name] for row in given]
+    assert set(made[0]) == {"moments", "tokens", "caption", "key", "metadata"}
+
+
+def test_the_stage_says_by_which_encoders_and_of_what_it_was_made(stage, unbroken, reference):
+    facts = json.loads((unbroken / "dataset.json").read_text())
+    fingerprints = reference.encoders.fingerprints
+    assert set(fingerprints) == {"vae", "text"}
+    given = read_stage(str(stage))
+    expected = {
+        "stage": "moments",
+        "made_by": "prepare.latents",
+        "family": "sd2",
+        "preset": "tiny",
+        "variant": "stock",
+        "image_size": [64, 64],
+        "normalize": "symmetric",
+        "encoders": fingerprints,
+        "precision": "fp32",
+        "store_text": False,
+        "source": {"index_sha256": given.index_sha256, "samples": 48},
+        "counts": {"read": 48, "written": 48, "skipped": {}, "bad_sources": {}, "ignored_files": 0},
+    }
+    assert {key: facts[key] for key in expected} == expected
+    assert read_stage(str(unbroken)).kind == "moments" and read_stage(str(unbroken)).num_samples == 48
+    assert str(stage) not in "".join(content.decode(errors="ignore") for content in tree(unbroken).values())
+
+
+def test_text_states_are_stored_where_asked_for(stage, tmp_path, reference):
+    assert latents.main([str(stage), str(tmp_path / "out"), *KEYS, "store_text=true"]) == 0
+    made = rows(tmp_path / "out")
+    tokens = reference.family.tokenize([row["caption"] for row in made[:5]])
+    with torch.no_grad():
+        states = reference.family.encode_text(reference.encoders.modules, tokens)["text"]
+    for row, state in zip(made[:5], states, strict=True):
+        assert row["text"].dtype == np.float16 and row["text"].shape == (77, 16)
+        np.testing.assert_allclose(row["text"].astype(np.float32), state.numpy(), rtol=2**-10, atol=1e-4)
+
+
+def test_size_range_and_precision_are_those_of_the_keys(stage, tmp_path, reference):
+    keys = [key for key in KEYS if "size" not in key]
+    words = ["image_size=[96,64]", "normalize=unit", "precision=bf16"]
+    assert latents.main([str(stage), str(tmp_path / "out"), *keys, *words]) == 0
+    row, sample = rows(tmp_path / "out")[7], rows(stage)[7]
+    image = resize_and_crop(decode_image(sample["jpg"]), (96, 64))[None].float() / 255.0
+    with torch.no_grad():
+        expected = reference.encoders.modules["vae"].encode(image).latent_dist.parameters[0].numpy()
+    assert row["moments"].shape == (8, 8, 12)
+    error = np.abs(row["moments"].astype(np.float32) - expected).mean() / np.abs(expected).mean()
+    assert 0 < error < 0.1  # bf16 has 8 bits; another range or size is off by more than one
+
+
+# --- samples that cannot be used ---
+
+
+def test_every_kind_of_image_is_encoded_or_skipped_with_its_reason(tmp_path):
+    samples = [{"key": name, "jpg": data} for name, (_, data, _) in IMAGES.items()]
+    captions = [" ", "", "word " * 10_000, "one\r\ntwo", "ä世"]
+    samples += [
+        {"key": f"caption{n}", "jpg": sample_files(1)["jpg"], "caption": text} for n, text in enumerate(captions)
+    ]
+    reasons = {name: outcome for name, (_, _, outcome) in IMAGES.items() if isinstance(outcome, str)}
+    reasons |= {"caption0": "empty caption", "caption1": "empty caption"}
+    out = tmp_path / "out"
+    assert latents.main([str(images_of(samples, tmp_path / "in")), str(out), *KEYS, "workers=3"]) == 0
+    assert [row["key"] for row in rows(out)] == [s["key"] for s in samples if s["key"] not in reasons]
+    assert {key: reason for _, key, reason in skipped(out / "skipped.jsonl")} == reasons
+    counts = json.loads((out / "dataset.json").read_text())["counts"]
+    assert counts["read"] == len(samples) == counts["written"] + sum(counts["skipped"].values())
+
+
+def test_moments_that_float16_cannot_hold_cost_their_sample_and_no_other(
+    stage, unbroken, tmp_path, monkeypatch, capsys
+):
+    encode, spoilt = SD2.encode_images, {"at": 0}
+
+    def encode_images(self, encoders, images):
+        moments = encode(self, encoders, images)
+        for row in range(len(images)):
+            if spoilt["at"] in (3, 4, 17):
+                moments[row, 0, 0, 0] = {3: float("nan"), 4: 70000.0, 17: float("inf")}[spoilt["at"]]
+            spoilt["at"] += 1
+        return moments
+
+    monkeypatch.setattr(SD2, "encode_images", encode_images)
+    assert latents.main([str(stage), str(tmp_path / "out"), *KEYS]) == 0
+    made = {row["key"]: row["moments"] for row in rows(tmp_path / "out")}
+    whole = {row["key"]: row["moments"] for row in rows(unbroken)}
+    lost = [f"{n:09d}" for n in (3, 4, 17)]
+    named = [(key, reason) for _, key, reason in skipped(tmp_path / "out" / "skipped.jsonl")]
+    assert named == [(key, "moments are not finite in float16") for key in lost]
+    assert all(np.array_equal(made[key], whole[key]) for key in whole if key not in lost) and len(made) == 45
+    assert capsys.readouterr().out.startswith(
+        "read 48 samples, wrote 45, skipped 3 (moments are not finite in float16: 3); "
+    )
+
+
+@pytest.mark.parametrize("num_samples", [1, 5, 47])
+def test_any_number_of_samples_comes_out_whole_with_any_number_of_threads(tmp_path, num_samples):
+    files = {f"{n:09d}": sample_files(n) for n in range(num_samples)}
+    source = write_tar(tmp_path / "in.tar", files)
+    assert shards.main([str(source), str(tmp_path / "images"), "shard_size=16kb"]) == 0
+    for workers in (1, 4):
+        out = tmp_path / f"{workers}"
+        assert latents.main([str(tmp_path / "images"), str(out), *KEYS, f"workers={workers}", "shard_size=4kb"]) == 0
+        assert [row["key"] for row in rows(out)] == list(files)
+    assert tree(tmp_path / "1") == tree(tmp_path / "4")
+
+
+def test_where_nothing_can_be_used_there_is_no_stage(tmp_path, capsys):
+    source = images_of([{"jpg": b""}] * 7, tmp_path / "in")
+    assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("read 7 samples, wrote 0, skipped 7 (image of zero bytes: 7); ")
+    assert line.endswith(f"; no stage; why is in {tmp_path}/out/skipped.jsonl")
+    assert sorted(tree(tmp_path / "out")) == ["part-00000/part.json", "plan.json", "skipped.jsonl"]
+
+
+# --- stopped, several ranks, stores ---
+
+
+def test_stopped_at_any_file_it_goes_on_to_the_same_bytes(stage, unbroken, tmp_path, monkeypatch, capsys):
+    put, whole = places.Folder.put, tree(unbroken)
+    for nth in range(len(whole)):
+        out, calls = tmp_path / f"{nth}", itertools.count()
+
+        def stopped(self, name, file, nth=nth, calls=calls):
+            if next(calls) == nth:
+                raise OSError("no space")
+            put(self, name, file)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(places.Folder, "put", stopped)
+            assert latents.main([str(stage), str(out), *KEYS]) == (1 if nth else 2)  # without a plan it did not start
+        with pytest.raises(ValueError):
+            read_stage(str(out))
+        times = {path: path.stat().st_mtime_ns for path in out.glob("*/part.json")}
+        assert latents.main([str(stage), str(out), *KEYS]) == 0
+        assert tree(out) == whole and {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_who_makes_a_part_changes_no_byte(stage, unbroken, tmp_path, monkeypatch):
+    """Rank 0 stops after the plan; rank 1 of 2 makes its share; ranks 0 of 2 and of 1 the rest."""
+    out = tmp_path / "out"
+    words = [str(stage), str(out), *KEYS]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(latents, "make_parts", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        latents.main(words)
+    num = len(json.loads((out / "plan.json").read_text())["parts"])
+    for rank in (1, 0):
+        with monkeypatch.context() as patch:
+            for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+                patch.setenv(name, str(value))
+            assert latents.main(words) == 0
+        done = {int(path.parent.name[-5:]) for path in out.glob("*/part.json")}
+        assert done == (set(range(1, num, 2)) if rank else set(range(num)))
+    assert tree(out) == tree(unbroken)
+
+
+def test_from_a_store_to_a_store_are_the_bytes_from_a_folder_to_a_folder(stage, unbroken, bucket):  # noqa: F811
+    for name, content in tree(stage).items():
+        bucket.put_object(Bucket="easel", Key=f"in/images/{name}", Body=content)
+    assert latents.main(["s3://easel/in/images/", "s3://easel/moments", *KEYS]) == 0
+    assert objects(bucket, "moments/") == tree(unbroken)
+    assert read_stage("s3://easel/moments").kind == "moments"
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_and_started_again_on_one_make_the_bytes_of_one(stage, unbroken, tmp_path):
+    words = ["-m", "prepare.latents", str(stage), str(tmp_path / "out"), *KEYS]
+    done = run("composer", "-n", "2", *words[:3], str(tmp_path / "two"), *KEYS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert tree(tmp_path / "two") == tree(unbroken)
+    assert "read 48 samples, wrote 48, skipped 0; " in done.stdout
+
+    slow = "import time, prepare.latents as l; m = l.make_part\n"
+    slow += "l.make_part = lambda *a: (m(*a), time.sleep(1))\nimport sys; sys.exit(l.main(sys.argv[1:]))\n"
+    (tmp_path / "slow.py").write_text(slow)  # a second between parts, in which to be killed
+    path = f"{Path(os.sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen(
+        ["composer", "-n", "2", str(tmp_path / "slow.py"), *words[2:]],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_SEC
+        while not list((tmp_path / "out").glob("*/part.json")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(LIMIT_SEC)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/part.json")}
+    assert made and not (tmp_path / "out" / "dataset.json").exists()
+    done = run("python", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert tree(tmp_path / "out") == tree(unbroken)
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+
+
+@pytest.mark.slow
+def test_two_ranks_that_cannot_start_say_it_once(stage, tmp_path):
+    words = [str(stage), str(tmp_path / "out"), *KEYS, "image_size=65", "precision=fp64"]
+    done = run("composer", "-n", "2", "-m", "prepare.latents", *words)
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.count("image_size: 65 x 65 px does not fit sd2. Both sides have to be multiples of 8.\n") == 1
+    assert done.stderr.count("command line: precision is 'fp64'. Possible: one of fp32, tf32, bf16.\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# --- inputs that are damaged ---
+
+
+def test_a_damaged_shard_stops_the_command_with_both_digests(stage, unbroken, tmp_path, capsys):
+    source = shutil.copytree(stage, tmp_path / "in")
+    name = "part-00001/shard.00000.mds"
+    whole = (source / name).read_bytes()
+    (source / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 1
+    listed = next(
+        s["raw_data"]
+        for s in json.loads((source / "index.json").read_text())["shards"]
+        if s["raw_data"]["basename"] == name
+    )
+    from streaming.base.hashing import get_hash
+
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"IN: {source}/{name} is damaged: xxh64 {get_hash(HASH, (source / name).read_bytes())}, index.json says "
+        f"{listed['hashes'][HASH]}. Make that stage again, or copy it anew."
+    )
+    assert not (tmp_path / "out" / "dataset.json").exists()
+    (source / name).write_bytes(whole)  # mended, it goes on
+    assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 0
+    assert tree(tmp_path / "out") == tree(unbroken)
+
+
+def test_a_shard_that_is_missing_in_a_store_stops_the_command_by_name(stage, bucket, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(places, "NUM_TRIES", 1)
+    for name, content in tree(stage).items():
+        if name != "part-00001/shard.00000.mds":
+            bucket.put_object(Bucket="easel", Key=f"holes/{name}", Body=content)
+    assert latents.main(["s3://easel/holes", "s3://easel/holes_moments", *KEYS]) == 1
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith(
+            "IN: s3://easel/holes/part-00001/shard.00000.mds cannot be read: s3://easel/holes/part-00001/shard.00000.mds "
+            "cannot be read: ClientError: "
+        )
+    )
+
+
+def test_a_transfer_that_fails_once_is_done_again(stage, tmp_path):
+    class Shaky(places.Folder):
+        reads = 0
+
+        def fetch(self, name, folder):
+            self.reads += 1
+            file = folder / "copy.mds"
+            file.write_bytes((self.path / name).read_bytes()[self.reads == 1 :])
+            return file
+
+    entry = json.loads((stage / "index.json").read_text())["shards"][0]
+    reader = encoder.open_shard(Shaky(str(stage)), entry, tmp_path)
+    assert len(list(reader)) == entry["samples"]
+
+
+def test_a_pickled_column_is_not_read(tmp_path, capsys):
+    source = images_of(
+        [{"jpg": b"", "evil": 1}], tmp_path / "in", {"jpg": "bytes", "caption": "str", "key": "str", "evil": "pkl"}
+    )
+    assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"IN: {source}/shard.00000.mds has a pickled column, which could run code. Make that stage again without it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (["{in}"], ["command line: IN and OUT have to be given. python -m prepare.latents --help says more."]),
+        (
+            ["{tmp}/none", "{tmp}/out"],
+            ["IN: no folder {tmp}/none. Check the path, or make the stage: python -m prepare.shards --help"],
+        ),
+        (
+            ["{moments}", "{tmp}/out"],
+            ["IN: {moments} is a stage of moments. Possible: a stage of images (prepare.shards)."],
+        ),
+        (
+            ["{empty}", "{tmp}/out"],
+            ["IN: {empty}/index.json lists no shard. Make the stage again: python -m prepare.shards --help"],
+        ),
+        (
+            ["{wordless}", "{tmp}/out"],
+            ["IN: {wordless} has no column caption. Make that stage again, or copy it anew."],
+        ),
+        (["{in}", "{in}"], ["OUT: {in} lies in {in}, which is only read. Give a place outside of it."]),
+        (["{in}", "{in}/out"], ["OUT: {in}/out lies in {in}, which is only read. Give a place outside of it."]),
+        (
+            ["ftp://b/in", "{tmp}/out"],
+            ["IN: ftp://b/in is in no known store. Possible: a folder, alipan://, gs://, oci://, s3://."],
+        ),
+        (["{in}", "{moments}/plan.json"], ["OUT: {moments}/plan.json is a file. Give a folder."]),
+        (["{in}", "{in}/../full"], ["OUT: {in}/../full exists and is not empty. Give a new folder, or remove it."]),
+        (
+            ["{in}", "{moments}", "batch_size=4"],
+            [
+                "OUT: {moments} holds the finished work of another command: batch_size was 5, is 4. Give another OUT, or "
+                "remove this one."
+            ],
+        ),
+        (
+            ["{in}", "{tmp}/out", "batch_size=0", "workers=x", "precision=tf32", "image_size=70", "shard_size=1"],
+            [
+                "command line: workers is 'x'. Possible: an integer.",
+                "batch_size: 0 is below 1. Possible: 1 and up.",
+                "shard_size: '1' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb.",
+                "precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.",
+                "image_size: 70 x 70 px does not fit sd2. Both sides have to be multiples of 8.",
+            ],
+        ),
+        (
+            ["{in}", "{tmp}/out", "model.weights=null", "model.preset=huge"],
+            [
+                "model.weights: not given. Say model.weights=random to encode with random encoders (loading trained ones "
+                "is not part of this version).",
+                "model.preset: unknown preset 'huge'. Known: full, tiny.",
+            ],
+        ),
+        (
+            ["{in}", "{tmp}/out", "model.weights=sd2.ckpt"],
+            ["model.weights: 'sd2.ckpt' cannot be loaded in this version. Possible: random."],
+        ),
+    ],
+)
+def test_latents_says_what_it_cannot_do(stage, unbroken, tmp_path, capsys, words, messages):
+    places_of = {"in": stage, "moments": unbroken, "tmp": tmp_path}
+    for name, columns in (("empty", COLUMNS), ("wordless", {"jpg": "bytes", "key": "str"})):
+        places_of[name] = images_of([] if name == "empty" else [{"jpg": b""}], tmp_path / name, columns)
+    (stage.parent / "full").mkdir(exist_ok=True)
+    (stage.parent / "full" / "file").touch()
+    given, keys = words[:2] if len(words) > 1 else words, words[2:]
+    assert latents.main([word.format(**places_of) for word in [*given, *KEYS, *keys]]) == 2
+    assert capsys.readouterr().err == "".join(f"{message.format(**places_of)}\n" for message in messages)
+    assert not (tmp_path / "out").exists()
+
+
+def test_print_config_shows_every_key_and_starts_nothing(stage, tmp_path, capsys):
+    assert latents.main([str(stage), str(tmp_path / "out"), *KEYS, "--print_config"]) == 0
+    assert "batch_size: 5\n" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_the_account_of_the_parts_adds_up_to_the_account_of_the_stage(unbroken):
+    accounts = [json.loads(path.read_text())["account"] for path in unbroken.glob("*/part.json")]
+    assert len(accounts) == len(json.loads((unbroken / "plan.json").read_text())["parts"]) > 2
+    assert sum(account["read"] for account in accounts) == 48
+    assert parts.part_name(12) == "part-00012"
