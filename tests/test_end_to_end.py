@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from conftest import TINY_RUN, run, sample_files, tree, write_tar
@@ -54,13 +55,15 @@ from composer.utils import dist
 from data import DataConfig, build_data
 from zoo import load_family
 
-stage, out, workers = sys.argv[1:]
+stage, out, workers, epoch, batch_in_epoch = sys.argv[1:]
 dist.initialize_dist("cpu", timeout=60.0)
 config = DataConfig(local=stage, workers=int(workers))
 batch = 16 // dist.get_world_size()
 family, cpu = load_family("sd2", "tiny", "stock"), torch.device("cpu")
 loader = build_data(config, family, size=(64, 64), device_batch_size=batch, device=cpu, seed=5).dataloader
-epochs = [[[int(image.long().sum()) for image in batch["images"]] for batch in loader] for _ in range(3)]
+if int(epoch):
+    loader.resume(int(epoch), int(batch_in_epoch), 16)
+epochs = [[[int(image.long().sum()) for image in batch["images"]] for batch in loader] for _ in range(3 - int(epoch))]
 with open(f"{out}.{dist.get_global_rank()}", "w") as file:
     json.dump(epochs, file)
 """
@@ -77,16 +80,18 @@ def test_global_batches_are_the_same_on_one_and_two_ranks_and_any_number_of_work
     script = tmp_path / "order.py"
     script.write_text(ORDER_SCRIPT)
     orders = []
-    for ranks, workers in ((1, 0), (2, 2)):
-        out = tmp_path / f"order{ranks}"
-        done = run("composer", "-n", str(ranks), str(script), str(stage), str(out), str(workers))
+    for ranks, workers, begin in ((1, 0, ("0", "0")), (2, 2, ("0", "0")), (2, 1, ("1", "1"))):
+        out = tmp_path / f"order{len(orders)}"
+        done = run("composer", "-n", str(ranks), str(script), str(stage), str(out), str(workers), *begin)
         assert done.returncode == 0, done.stdout + done.stderr
-        parts = [json.loads((tmp_path / f"order{ranks}.{rank}").read_text()) for rank in range(ranks)]
+        parts = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
         orders.append(
             [[sorted(sum(batch, [])) for batch in zip(*epoch, strict=True)] for epoch in zip(*parts, strict=True)]
         )
     assert orders[0] == orders[1]
     assert [len(epoch) for epoch in orders[0]] == [2, 2, 2] and orders[0][0] != orders[0][1]
+    # Gone on from within the second epoch, on another number of ranks than it was begun with.
+    assert orders[2] == [orders[0][1][1:], orders[0][2]]
 
 
 def test_a_run_streams_from_an_object_store_and_learns_what_a_run_from_the_folder_learns(store, stage, tmp_path):

@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run, sample_files, tree, write_tar
+from conftest import ROOT, TINY_RUN, run, sample_files, tree, write_tar
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from test_prepare import IMAGES, skipped
 from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
 
+import benchmark
 from data import decode_image, resize_and_crop
 from model import ModelConfig, build_model
 from prepare import encoder, latents, parts, places, shards
@@ -450,3 +451,41 @@ def test_the_account_of_the_parts_adds_up_to_the_account_of_the_stage(unbroken):
     assert len(accounts) == len(json.loads((unbroken / "plan.json").read_text())["parts"]) > 2
     assert sum(account["read"] for account in accounts) == 48
     assert parts.part_name(12) == "part-00012"
+
+
+def test_training_from_moments_is_training_from_images_to_the_rounding_of_the_moments(stage, unbroken, tmp_path):
+    """The same posterior draws, noise and times. Mean and logvar are rounded to 11 bits, 4.9e-4 relative: so is the loss."""
+    losses = {}
+    for kind, place in (("images", stage), ("moments", unbroken)):
+        words = [f"data.stage={kind}", f"data.local={place}", "data.shuffle=false", "data.workers=0"]
+        words += [
+            *TINY_RUN,
+            "model.weights=random",
+            "objective.prediction=v",
+            "max_duration=1ba",
+        ]  # v: the target has x_0
+        words += ["measure.window_batches=1", f"run_folder={tmp_path}", f"run_name={kind}"]
+        assert benchmark.main(words) == 0
+        [line] = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
+        losses[kind] = json.loads(line)["loss"]
+    assert losses["moments"] == pytest.approx(losses["images"], rel=4.9e-4) and losses["moments"] != losses["images"]
+
+
+def test_moments_of_other_encoders_size_or_range_are_refused(unbroken, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(unbroken, other)
+    facts = json.loads((other / "dataset.json").read_text())
+    made = facts["encoders"]["vae"]
+    (other / "dataset.json").write_text(json.dumps({**facts, "encoders": {**facts["encoders"], "vae": "0" * 32}}))
+    words = [*TINY_RUN, "data.stage=moments", f"data.local={other}", "model.weights=random", f"run_folder={tmp_path}"]
+    assert benchmark.main(words) == 2
+    assert capsys.readouterr().err == (
+        f"model.weights: its vae has the fingerprint {made}, the moments at {other} were made with {'0' * 32}. Use those "
+        f"weights, or make the moments again: python -m prepare.latents --help\n"
+    )
+    words += ["image_size=128", "data.normalize=unit"]
+    assert benchmark.main(words) == 2
+    assert capsys.readouterr().err == (
+        f"data.normalize: unit, but the moments at {other} were made for symmetric. Use that value.\n"
+        f"image_size: [128, 128], but the moments at {other} were made for [64, 64]. Use that value.\n"
+    )

@@ -11,6 +11,8 @@ from conftest import ROOT
 
 import benchmark
 from config import load, parse_command_line, schema_keys
+from prepare import latents
+from prepare.parts import split_words
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
@@ -21,6 +23,12 @@ LINES = [line.split(" #")[0].strip() for block in BLOCKS for line in block.split
 def test_every_composer_command_is_understood(line, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(line)
+    if "-m" in words:
+        assert words[words.index("-m") + 1] == "prepare.latents"
+        places, keys = split_words(words[words.index("-m") + 2 :])
+        load(latents.LatentsConfig, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
+        assert len(places) == 2
+        return
     script = words.index("benchmark.py")
     command_line = parse_command_line(words[script + 1 :], benchmark.ALIASES)
     load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: [])
