@@ -203,8 +203,10 @@ class EMA(Algorithm):
             return 0.5 ** (passed / self._half_life.value)
         return (DEFAULT_DECAY if self.config.decay is None else self.config.decay) ** steps
 
+    @torch.no_grad()
     def _weights_where_the_average_is(self) -> list[Tensor]:
-        local = [_local(p) for p in self._parameters.values()]
+        # Not `_local`: no gradient is recorded here, and detaching some hundred tensors is a thirtieth of the update.
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in self._parameters.values()]
         if self.config.device == "model" or not any(tensor.is_cuda for tensor in local):
             return local
         if not self._staging:

@@ -36,13 +36,16 @@ def remove_dead_segments() -> list[str]:
     _let_settle(path for paths in segments.values() for path in paths)
     mapped, hidden = _mapped_numbers()
     dead = [number for number in sorted({*segments, *locks}) if number not in mapped]
-    if hidden and dead:
-        paths = " ".join(f"{folder}/{number}_*" for number in dead for folder in (SEGMENTS, tempfile.gettempdir()))
-        print(
-            f"shared memory: {', '.join(dead)} may be left from runs that are gone, but {hidden}: left as they are. If no "
-            f"other run is alive on this machine: rm -f {paths}",
-            file=sys.stderr,
-        )
+    if hidden:
+        left = [number for number in dead if segments[number]]  # locks alone hold no memory
+        if left:
+            named = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+            six = "[0-9]" * 6
+            print(
+                f"shared memory: {named} may be left from runs that are gone, but {hidden}: left as they are. If no other "
+                f"run is alive on this machine: rm -f {SEGMENTS}/{six}_* {tempfile.gettempdir()}/{six}_*_filelock",
+                file=sys.stderr,
+            )
         return []
     return [number for number in dead if _remove(segments[number], locks[number])]
 

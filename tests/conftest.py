@@ -12,6 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# Before torch is loaded, here and in every command: beside one busy process on two cores a run in two threads was 40 times
+# slower (each of its many small operations waits for the thread that waits for a core), in one thread not at all.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 from PIL import Image

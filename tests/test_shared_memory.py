@@ -119,10 +119,19 @@ def test_where_a_process_cannot_be_inspected_nothing_is_removed_and_the_command_
     leave(*places, "000004")
     assert remove_dead_segments() == [] and left(places) == {"000004"}
     segments, locks = places
+    six = "[0-9]" * 6
     assert capsys.readouterr().err == (
         f"shared memory: 000004 may be left from runs that are gone, but 1 processes of other users could not be inspected: "
-        f"left as they are. If no other run is alive on this machine: rm -f {segments}/000004_* {locks}/000004_*\n"
+        f"left as they are. If no other run is alive on this machine: rm -f {segments}/{six}_* {locks}/{six}_*_filelock\n"
     )
+    (segments / "000004_locals").rename(segments / "000005_locals")
+    for number in ("000006", "000007", "000008"):
+        leave(*places, number)
+    remove_dead_segments()
+    assert "shared memory: 000004, 000005, 000006 and 2 more may be left" in capsys.readouterr().err
+    for path in segments.iterdir():
+        path.unlink()
+    assert remove_dead_segments() == [] and capsys.readouterr().err == ""  # locks alone are not worth a line
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,233 @@
+"""Measure the parts of a run that its speed and its start depend on, each against what others use for it.
+
+    python -m bench.micro                                      # one table, and reports/results/micro.json
+    python -m bench.micro parts=ema,moments rounds=15 results=/tmp/micro.json
+
+    ema           an update of the average, against Composer's, diffusers' and one flat lerp         bench/micro_ema.py
+    moments       samples/s of one loader process, against plain streaming and WebDataset            bench/micro_data.py
+    images        the same from JPEGs
+    checkpoint    writing one and finding it again, against torch.save                               bench/micro_run.py
+    first_step    from the command to the record of the first batch
+
+Contestants of a part take turns, round by round, in one process (bench/contest.py). The record is flat: KEY is a median,
+KEY_min and KEY_max the spread, a ratio the median of the rounds' own; `by_round` has every value. What is written on the
+way lies in a temporary folder under work=FOLDER (null: the system's), which is removed again.
+Exit code: 0 when every part was measured, 1 when one failed (no record is written), 2 when the command cannot be read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.contest import Figures
+from bench.micro_data import IMAGES_BATCH, MOMENTS_BATCH, measure_data
+from bench.micro_ema import measure_ema
+from bench.micro_run import measure_checkpoint, measure_first_step
+from callbacks.run_record import environment
+from config import ConfigError, Problem, load, parse_command_line, to_yaml
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class MicroConfig:
+    """The keys of this command."""
+
+    parts: str = "ema,moments,images,checkpoint,first_step"
+    """Names with commas between them; the order is their own."""
+    rounds: int = 7
+    """Turns of each contestant; checkpoint and first_step take 3 at most."""
+    num_parameters: int = 100_000_000
+    """Of the UNet whose weights are averaged and kept, about."""
+    threads: int = 1
+    """Of torch, for the updates of the average on a CPU; bench/micro_ema.py says why."""
+    num_samples: int = 8192
+    """Of the stage `moments`: 64 KiB each, twice that in the tars."""
+    num_images: int = 256
+    results: str = "reports/results/micro.json"
+    """The record's file; an earlier one is replaced."""
+    work: str | None = None
+    """Folder for temporary files, on the disk to be measured; null: the system's."""
+
+    @property
+    def names(self) -> list[str]:
+        """The parts, as they were given."""
+        return [name.strip() for name in self.parts.split(",")]
+
+
+PARTS: dict[str, Callable[[MicroConfig, Path], Figures]] = {
+    "ema": lambda config, folder: measure_ema(config.num_parameters, config.rounds, config.threads),
+    "moments": lambda config, folder: measure_data("moments", folder, config.num_samples, config.rounds),
+    "images": lambda config, folder: measure_data("images", folder, config.num_images, config.rounds),
+    "checkpoint": lambda config, folder: measure_checkpoint(folder, config.num_parameters, config.rounds),
+    "first_step": lambda config, folder: measure_first_step(folder, config.rounds),
+}
+
+# what, our key, the other's key or None, the ratio's key or None
+ROWS: tuple[tuple[str, str, str | None, str | None], ...] = (
+    ("EMA update, ms: Composer", "ema_ms", "ema_composer_ms", "ema_speedup_vs_composer"),
+    ("EMA update, ms: diffusers", "ema_ms", "ema_diffusers_ms", "ema_speedup_vs_diffusers"),
+    ("EMA update, ms: diffusers, foreach", "ema_ms", "ema_diffusers_foreach_ms", "ema_speedup_vs_diffusers_foreach"),
+    ("EMA update, ms: one flat lerp (ours over it)", "ema_ms", "ema_flat_ms", "ema_over_flat"),
+    ("EMA temporary memory, MiB: Composer", "ema_temporary_mib", "ema_composer_temporary_mib", None),
+    ("EMA temporary memory, MiB: diffusers", "ema_temporary_mib", "ema_diffusers_temporary_mib", None),
+    ("EMA temporary memory, MiB: diffusers, foreach", "ema_temporary_mib", "ema_diffusers_foreach_temporary_mib", None),
+    *(
+        (
+            f"{stage}, samples/s: {words}",
+            f"{stage}_samples_per_sec",
+            f"{stage}_{other}_samples_per_sec",
+            f"{stage}_speedup_vs_{ratio}",
+        )
+        for stage in ("moments", "images")
+        for words, other, ratio in (
+            ("plain streaming", "plain", "plain_streaming"),
+            ("WebDataset", "webdataset", "webdataset"),
+        )
+    ),
+    (
+        "checkpoint written, s: torch.save (ours over it)",
+        "checkpoint_write_sec",
+        "checkpoint_torch_save_sec",
+        "checkpoint_write_over_torch_save",
+    ),
+    ("checkpoint found, s", "checkpoint_find_sec", None, None),
+    ("command to first step, s", "first_step_sec", None, None),
+)
+
+
+# --- is it possible ---
+
+
+def check(config: MicroConfig) -> list[Problem]:
+    """Return every problem of the keys."""
+    found = []
+    if unknown := [name for name in config.names if name not in PARTS]:
+        found.append(Problem(f"parts: unknown {', '.join(map(repr, unknown))}. Known: {', '.join(PARTS)}.", ("parts",)))
+    least = {"rounds": 1, "threads": 1, "num_parameters": 100_000}
+    # One batch begins the clock, so two are the least.
+    least |= {"num_samples": 2 * MOMENTS_BATCH, "num_images": 2 * IMAGES_BATCH}
+    for key, value in least.items():
+        if getattr(config, key) < value:
+            found.append(Problem(f"{key}: {getattr(config, key)} is below {value}. Possible: {value} and up.", (key,)))
+    if Path(config.results).is_dir():
+        found.append(Problem(f"results: {config.results} is a folder. Give a file's name.", ("results",)))
+    return found + _work_problems(config)
+
+
+def _work_problems(config: MicroConfig) -> list[Problem]:
+    """Check the folder for temporary files; a full disk would be found minutes later, and by all its users."""
+    folder = Path(config.work or tempfile.gettempdir())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return [Problem(f"work: {folder} is no folder that can be written to. Give one that is there.", ("work",))]
+    need = {"moments": 3 * 2**16 * config.num_samples, "checkpoint": 2 * 16 * config.num_parameters}
+    need_gib = max((need.get(name, 0) for name in config.names), default=0) / 2**30
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    if free_gib > need_gib:
+        return []
+    keys = ("work", "parts", "num_samples", "num_parameters")
+    given = f"{folder} has {free_gib:.1f} GiB free, {need_gib:.1f} GiB are needed"
+    return [Problem(f"work: {given}. Give another folder, or fewer num_samples or num_parameters.", keys)]
+
+
+# --- the record ---
+
+
+def measure(config: MicroConfig) -> dict[str, Any]:
+    """Measure the parts and return the record.
+
+    Raises:
+        RuntimeError: a part failed; its own exception is the cause.
+    """
+    started = time.monotonic()
+    head = {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **environment(),
+        "webdataset_version": importlib.metadata.version("webdataset"),
+        "num_cpus": os.cpu_count(),
+        "load_average_before": round(os.getloadavg()[0], 2),  # what else the machine was doing
+    }
+    figures: dict[str, Any] = {}
+    by_round: dict[str, list[float]] = {}
+    for name in (name for name in PARTS if name in config.names):
+        begun = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(dir=config.work, prefix=f"micro-{name}-") as folder:
+                found = PARTS[name](config, Path(folder))
+        except Exception as error:
+            raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
+        figures |= found.flat
+        by_round |= found.by_round
+        print(f"{name}: measured in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    seconds = round(time.monotonic() - started, 1)
+    return {**head, "seconds": seconds, "config": asdict(config), **figures, "by_round": by_round}
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Format a record for the terminal: one row for each comparison that it has, in fixed columns."""
+    rows = [("what", "ours", "other", "ratio", "spread")]
+    for what, ours, other, ratio in ROWS:
+        if ours in record:
+            spread = f"{_cell(record, f'{ratio}_min')} to {_cell(record, f'{ratio}_max')}" if ratio else "-"
+            rows.append((what, *(_cell(record, key) for key in (ours, other, ratio)), spread))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cell(record: Mapping[str, Any], key: str | None) -> str:
+    if key is None:
+        return "-"
+    value = record[key]
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    command_line = parse_command_line(argv, {})
+    try:
+        config = load(MicroConfig, command_line, not_yet={}, check=check)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if command_line.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    busy, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if busy > cores / 4:
+        text = f"{busy:.1f} before the start, on {cores} cores. The figures are of a busy machine"
+        print(f"micro: load average is {text}; run again when it is idle.", file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: temporary folders are removed first
+    try:
+        record = measure(config)
+        path = Path(config.results)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    except (RuntimeError, OSError) as error:
+        traceback.print_exception(error.__cause__ or error)
+        print(f"micro: no record was written. {error}", file=sys.stderr)
+        return 1
+    print(table(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
