@@ -233,8 +233,8 @@ def build_encoders(config: ModelConfig, family: Family) -> FrozenEncoders:
 def build_device(precision: str) -> Device:
     """Return Composer's device; float32 means float32, tf32 has to be asked for (Composer's own default allows it).
 
-    On a CPU the ranks of a machine share its cores, unless OMP_NUM_THREADS says how many threads each has: with all cores each,
-    two ranks on two cores were 50 times slower.
+    On a CPU the ranks of a machine share its cores, unless OMP_NUM_THREADS says how many threads each has: with all cores
+    each, two ranks on two cores were 50 times slower.
     """
     if torch.cuda.is_available():
         return DeviceGPU(allow_tf32=precision != "fp32")
