@@ -20,6 +20,7 @@ from conftest import ROOT, TINY_RUN, run
 from test_checkpoints import newest, same_training
 
 from checkpoint_files import FULL, is_whole, listed
+from prepare import latents
 
 pytestmark = pytest.mark.slow
 
@@ -95,9 +96,12 @@ def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bi
         assert [line["batch"] for line in lines] == list(range(1, 15))
 
 
-def test_two_ranks_are_killed_and_go_on_bit_for_bit(stage, tmp_path):
-    composer(2, words_of(tmp_path, "whole", stage, "max_duration=10ba"))
-    words = words_of(tmp_path, "part", stage, "max_duration=10ba")
+def test_two_ranks_that_train_from_moments_are_killed_and_go_on_bit_for_bit(stage, tmp_path):
+    moments = tmp_path / "moments"
+    assert latents.main([str(stage), str(moments), "model.preset=tiny", "model.weights=random", "image_size=64"]) == 0
+    more = ["data.stage=moments", "max_duration=10ba"]
+    composer(2, words_of(tmp_path, "whole", moments, *more))
+    words = words_of(tmp_path, "part", moments, *more)
     kill_after(start("composer", "-n", "2", "benchmark.py", *words), tmp_path / "part", 4, is_launcher=True)
     composer(2, words)
     assert same_training(newest(tmp_path, "part"), newest(tmp_path, "whole"))
