@@ -175,7 +175,8 @@ def restore(content: Mapping[str, Any], state: State, model: nn.Module, path: Pa
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(content["model"][canonical_name(name)])
-    optimizer.load_state_dict({"state": _cloned(saved["state"]), "param_groups": saved["param_groups"]})
+    kept = _cloned(saved["state"]) if next(model.parameters()).device.type == "cpu" else saved["state"]
+    optimizer.load_state_dict({"state": kept, "param_groups": saved["param_groups"]})
     schedule.load_state_dict(content["schedule"])
     if state.scaler is not None and content["scaler"]:
         state.scaler.load_state_dict(content["scaler"])

@@ -152,7 +152,10 @@ def test_wandb_offline_tensorboard_and_the_progress_bar(tmp_path):
     done = run("composer", "-n", "1", "benchmark.py", *TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=logged")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "loss/train/total=" in done.stderr  # Composer's bar
-    [binary] = (tmp_path / "logged" / "wandb").glob("offline-run-*/run-*.wandb")
+    [start] = [json.loads(line) for line in (tmp_path / "logged" / "starts.jsonl").read_text().splitlines()]
+    [binary] = (tmp_path / "logged" / "wandb").glob(
+        f"offline-run-*/run-{start['run_id']}.wandb"
+    )  # a resume uses it again
     content = binary.read_bytes()
     for text in (b"easel-test", b"my-run", b"window/images_per_sec", b"window/loss"):
         assert text in content
