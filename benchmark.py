@@ -358,9 +358,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         return record.finish()  # stopped between its last checkpoint and its summary, or max_duration is shorter now
 
     # Trainer.
-    autocast = (
-        {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32") if device.name == "gpu" else "fp32"
-    )
+    of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
     trainer = Trainer(
         model=model,
         train_dataloader=data,
@@ -374,7 +372,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
         progress_bar=config.loggers.progress_bar,
         device=device,
-        precision=autocast,
+        precision=of_gpu if device.name == "gpu" else "fp32",
         device_train_microbatch_size=config.device_train_microbatch_size,
         seed=config.seed,
         run_name=run_name,
@@ -383,6 +381,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     trainer.fit()
     trainer.close()
+    if loader is not None:
+        loader.close()
     result = record.finish()
     begun.release()
     return result

@@ -20,6 +20,7 @@ import ctypes
 import io
 import itertools
 import math
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -295,6 +296,11 @@ class Loader(StreamingDataLoader):
         self.dataset.resume(epoch, batch_in_epoch * global_batch_size)
         self._batches_before = batch_in_epoch
 
+    def close(self) -> None:
+        """End the worker processes; left to the garbage collector each would be waited for in vain for five seconds."""
+        if self._iterator is not None and self.num_workers:
+            self._iterator._shutdown_workers()
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         num_batches, self._batches_before = self._batches_before, 0
         for batch in itertools.islice(super().__iter__(), self.epoch_batches - num_batches):
@@ -321,6 +327,9 @@ def live_as_worker(worker_id: int) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_the_trainer_says_so, daemon=True).start()
+    # At its end leave at once: the stream's threads of an epoch that was not read to its end would never be joined, and the
+    # loader gives each worker five seconds for that.
+    multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=-100)
 
 
 def _end_when_the_trainer_says_so() -> None:

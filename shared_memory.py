@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 SEGMENTS, PROCESSES, NAMESPACES = Path("/dev/shm"), Path("/proc"), Path("/proc/self/ns")
@@ -33,9 +32,12 @@ def remove_dead_segments() -> list[str]:
     locks = _by_number(Path(tempfile.gettempdir()), suffix="_filelock")
     if not segments and not locks:
         return []
-    _let_settle(path for paths in segments.values() for path in paths)
     mapped, hidden = _mapped_numbers()
     dead = [number for number in sorted({*segments, *locks}) if number not in mapped]
+    if any(_is_young(path) for number in dead for path in segments[number]):
+        time.sleep(SETTLED_SEC)
+        mapped, hidden = _mapped_numbers()
+        dead = [number for number in dead if number not in mapped]
     if hidden:
         left = [number for number in dead if segments[number]]  # locks alone hold no memory
         if left:
@@ -59,10 +61,9 @@ def _by_number(folder: Path, suffix: str = "") -> dict[str, list[Path]]:
     return found
 
 
-def _let_settle(paths: Iterable[Path]) -> None:
-    """Wait until the youngest segment is older than the moment between its making and its mapping."""
-    ages = [time.time() - path.stat().st_mtime for path in paths if path.exists()]
-    time.sleep(min(SETTLED_SEC, max(0.0, SETTLED_SEC - min(ages, default=SETTLED_SEC))))
+def _is_young(segment: Path) -> bool:
+    """True when its maker may not have mapped it yet."""
+    return segment.exists() and time.time() - segment.stat().st_mtime < SETTLED_SEC
 
 
 def _mapped_numbers() -> tuple[set[str], str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 import warnings
 
 import numpy as np
@@ -29,9 +30,20 @@ FAMILY = load_family("sd2", "tiny", "stock")
 CPU = torch.device("cpu")
 
 
+LOADERS = []
+
+
+@pytest.fixture(autouse=True)
+def close_loaders():
+    yield
+    while LOADERS:
+        LOADERS.pop().close()
+
+
 def loader_of(stage, *, batch: int = 8, workers: int = 0, seed: int = 1, size=(64, 64), **config):
     section = DataConfig(local=str(stage), workers=workers, **config)
-    return build_data(section, FAMILY, size=size, device_batch_size=batch, device=CPU, seed=seed).dataloader
+    LOADERS.append(build_data(section, FAMILY, size=size, device_batch_size=batch, device=CPU, seed=seed).dataloader)
+    return LOADERS[-1]
 
 
 # --- one sample ---
@@ -175,6 +187,15 @@ def test_an_epoch_is_the_whole_batches_of_the_stage(stage):
     loader = loader_of(stage, batch=10, workers=2)
     for _ in range(3):
         assert len(list(loader)) == len(loader) == 4  # 48 // 10
+
+
+def test_workers_end_at_once_also_in_the_middle_of_an_epoch(stage):
+    """Their streams have threads that would wait for a reader for ever."""
+    loader = loader_of(stage, batch=1, workers=2)
+    assert next(iter(loader))["images"].shape == (1, 3, 64, 64)
+    workers, begun = loader._iterator._workers, time.monotonic()
+    loader.close()
+    assert time.monotonic() - begun < 3.0 and [worker.is_alive() for worker in workers] == [False, False]
 
 
 def test_an_epoch_that_ends_early_is_an_error(stage, monkeypatch):
