@@ -242,8 +242,13 @@ def test_who_makes_a_part_changes_no_byte(stage, unbroken, tmp_path, monkeypatch
     num = len(json.loads((out / "plan.json").read_text())["parts"])
     for rank in (1, 0):
         with monkeypatch.context() as patch:
-            for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-                patch.setenv(name, str(value))
+            for name, value in {
+                "global_rank": rank,
+                "local_rank": rank,
+                "world_size": 2,
+                "local_world_size": 2,
+            }.items():
+                patch.setattr(latents.dist, f"get_{name}", lambda value=value: value)
             assert latents.main(words) == 0
         done = {int(path.parent.name[-5:]) for path in out.glob("*/part.json")}
         assert done == (set(range(1, num, 2)) if rank else set(range(num)))
