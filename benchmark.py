@@ -34,7 +34,7 @@ from composer.utils import dist
 import preflight
 from callbacks.run_record import RunRecord, device_name, result_line
 from callbacks.throughput import MeasureConfig, Throughput, peak_tflops
-from checkpoints import DEFAULT_EVERY_IMAGES, Checkpointer, SaveConfig
+from checkpoints import DEFAULT_EVERY_IMAGES, Checkpointer, SaveConfig, restore
 from config import Alias, ConfigError, Problem, load, parse_command_line, to_yaml
 from data import DataConfig, Loader, build_data, check_bad_samples
 from ema import EMA, EMAConfig
@@ -329,6 +329,12 @@ def train(config: RunConfig) -> dict[str, Any]:
         config.schedule, optimizer, global_batch_size=config.global_batch_size, num_batches=num_batches
     )
     gradient_norm = GradientNorm(config.optimizer.clip_norm)
+    average = EMA(config.ema) if config.ema.enabled else None
+    if begun.checkpoint is not None:
+        path, content = begun.checkpoint
+        restore(content, path, model=model, optimizer=optimizer, schedule=schedule, average=average)
+    if at.batch >= num_batches and (result := finished(folder, None)):
+        return result
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
     throughput = Throughput(
@@ -355,7 +361,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     record.start(at.batch)
     begun.say(record.num_starts)
     if at.batch >= num_batches:
-        return record.finish()  # stopped between its last checkpoint and its summary, or max_duration is shorter now
+        return record.finish()  # it was stopped between its last checkpoint and its summary
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
@@ -367,7 +373,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         schedulers=schedule,
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader has been told where to begin
-        algorithms=[EMA(config.ema)] if config.ema.enabled else [],
+        algorithms=[] if average is None else [average],
         callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer],
         loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
         progress_bar=config.loggers.progress_bar,
@@ -422,15 +428,7 @@ def main(argv: Sequence[str]) -> int:
             if is_speaker:
                 print(to_yaml(config), end="")
             return 0
-        folder = Path(config.run_folder, config.run_name or "")
-        if (folder / "config.yaml").is_file():
-            check_begun(config, folder)
-            if line := finished(folder, config.max_duration):
-                if is_speaker:
-                    print(f"run_name: {folder} is finished; a longer max_duration would go on.", file=sys.stderr)
-                    print(line, flush=True)
-                return 0
-        result = train(config)
+        result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config)
     except ConfigError as error:
         if dist.get_local_rank() != 0:
             # The launcher ends all ranks of a machine when the first one leaves: let the one that a person hears speak.
@@ -439,8 +437,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if is_speaker:
         if result["images_per_sec"] is None:
-            given = f"all {result['batches']} batches were warm-up, so there is no speed"
-            print(f"measure.warmup_batches: {given}. Lower it, or raise max_duration.", file=sys.stderr)
+            given = f"measure.warmup_batches: all {result['batches']} batches were warm-up, so there is no speed"
+            print(f"{given}. Lower it, or raise max_duration.", file=sys.stderr)
         print(result_line(result), flush=True)
     return 0
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from config import ConfigError
-from tensors import canonical_name, difference, shapes
+from tensors import canonical_name, difference, forms
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation cadence of the MLPerf benchmark
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -142,27 +142,51 @@ def contents(state: State, model: nn.Module, identity: Mapping[str, Any], *, ful
     return content
 
 
-def restore(content: Mapping[str, Any], state: State, model: nn.Module, path: Path) -> None:
-    """Bring a run to where a full checkpoint was taken, after comparing every name and shape.
+def check_whole(content: Mapping[str, Any], path: Path) -> None:
+    """Look at the build of a full checkpoint before anything of it is used. Raises ConfigError: it has another one."""
+    sections = ("identity", "progress", "model", "optimizer", "schedule", "scaler", "callbacks")
+    wrong = [key for key in sections if not isinstance(content.get(key), dict)]
+    if not wrong:
+        progress, optimizer = content["progress"], content["optimizer"]
+        counts = {field.name for field in fields(Progress)}
+        if progress.keys() != counts or any(not isinstance(count, int | float) for count in progress.values()):
+            wrong.append("progress")
+        elif stem(FULL, progress["batch"]) != path.name.rpartition("-")[0]:
+            wrong.append("progress.batch")
+        wrong += [key for key in ("names", "param_groups") if not isinstance(optimizer.get(key), list)]
+        if not all(isinstance(kept, dict) for kept in optimizer.get("state", {0: None}).values()):
+            wrong.append("optimizer.state")
+        if not all(isinstance(tensor, Tensor) for tensor in content["model"].values()):
+            wrong.append("model")
+    if wrong:
+        given = f"its {', '.join(wrong)} is not what a full checkpoint has"
+        raise ConfigError([f"{path}: {given}. It was not written by this program: remove it."])
+
+
+def restore(
+    content: Mapping[str, Any],
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    average: Algorithm | None,
+) -> None:
+    """Bring weights, optimizer, schedule and EMA to where a checkpoint was taken, after comparing every name and form.
 
     Raises:
         ConfigError: lists what does not fit; nothing has been changed then.
     """
-    [optimizer], [schedule], average = state.optimizers, state.schedulers, _average(state)
-    saved = content["optimizer"]
-    problems = []
-    if text := difference(shapes(_weights(model)), shapes(content["model"])):
-        problems.append(
-            f"{path}: its weights do not fit the model: {text}. Use the configuration that it was made with."
-        )
+    saved, problems = content["optimizer"], []
+    if text := difference(forms(_weights(model)), forms(content["model"])):
+        fix = "Use the configuration that it was made with."
+        problems.append(f"{path}: its weights do not fit the model: {text}. {fix}")
     if saved["names"] != _optimizer_names(model, optimizer):
         problems.append(f"{path}: its optimizer has other parameters or groups. Use optimizer.decay as it was.")
-    elif text := difference(
-        _moment_shapes(optimizer.param_groups, None), _moment_shapes(saved["param_groups"], saved["state"])
-    ):
+    elif text := difference(_wanted_moments(optimizer), _moments(saved["state"])):
         problems.append(f"{path}: its optimizer state does not fit the model: {text}. The file is not whole.")
-    if (average is None) != (content["ema"] is None):
-        has, wants = ("no average", "true") if content["ema"] is None else ("an average", "false")
+    if (average is None) != (content.get("ema") is None):
+        has, wants = ("an average", "false") if average is None else ("no average", "true")
         problems.append(f"ema.enabled: {wants}, but {path} has {has}. Leave it as the run was begun.")
     if problems:
         raise ConfigError(problems)
@@ -178,25 +202,22 @@ def restore(content: Mapping[str, Any], state: State, model: nn.Module, path: Pa
     kept = _cloned(saved["state"]) if next(model.parameters()).device.type == "cpu" else saved["state"]
     optimizer.load_state_dict({"state": kept, "param_groups": saved["param_groups"]})
     schedule.load_state_dict(content["schedule"])
-    if state.scaler is not None and content["scaler"]:
-        state.scaler.load_state_dict(content["scaler"])
-    for name, callback in _own_callbacks(state).items():
-        if name in content["callbacks"]:
-            callback.load_state_dict(content["callbacks"][name])
-    state.timestamp = Progress(**content["progress"]).timestamp()
 
 
-def _moment_shapes(groups: list[dict[str, Any]], state: Mapping[int, Any] | None) -> dict[str, Any]:
-    """Shapes of AdamW's two moments by position: as a file has them, or as the parameters want them."""
-    if state is None:
-        wanted = [tuple(parameter.shape) for group in groups for parameter in group["params"]]
-        return {f"parameter {n} {key}": shape for n, shape in enumerate(wanted) for key in ("exp_avg", "exp_avg_sq")}
-    return {
-        f"parameter {n} {key}": tuple(tensor.shape)
-        for n, kept in state.items()
-        for key, tensor in kept.items()
-        if key != "step"
-    }
+def _wanted_moments(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the forms of what AdamW keeps for each parameter, by position."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = {}
+    for n, form in forms({str(n): parameter for n, parameter in enumerate(parameters)}).items():
+        found |= {f"step of parameter {n}": "float32 ()", f"exp_avg of {n}": form, f"exp_avg_sq of {n}": form}
+    return found
+
+
+def _moments(state: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    kept = {n: {k: v for k, v in of.items() if isinstance(v, Tensor)} for n, of in state.items()}
+    return forms(
+        {f"{k} of parameter {n}" if k == "step" else f"{k} of {n}": v for n, of in kept.items() for k, v in of.items()}
+    )
 
 
 def _cloned(state: Mapping[int, Any]) -> dict[int, Any]:
@@ -221,7 +242,9 @@ def disagreements(content: Mapping[str, Any], identity: Mapping[str, Any], path:
 
 
 class Checkpointer(Callback):
-    """Writes checkpoints at batch edges on rank 0, restores one after Composer has built its state, stops at a signal.
+    """Writes checkpoints at batch edges on rank 0, and stops at a signal.
+
+    On a resume it brings Composer's own state to where it was: time, scaler, callbacks. `restore` has done the rest by then.
 
     Args:
         folder: of the checkpoints.
@@ -253,9 +276,14 @@ class Checkpointer(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         if self.resume_from is not None:
-            path, content = self.resume_from
+            _, content = self.resume_from
             self.resume_from = None  # the file may be pruned: nothing holds on to it
-            restore(content, state, self.model, path)
+            if state.scaler is not None and content["scaler"]:
+                state.scaler.load_state_dict(content["scaler"])
+            for name, callback in _own_callbacks(state).items():
+                if name in content["callbacks"]:
+                    callback.load_state_dict(content["callbacks"][name])
+            state.timestamp = Progress(**content["progress"]).timestamp()
             self._last_batch = state.timestamp.batch.value
 
     def fit_start(self, state: State, logger: Logger) -> None:

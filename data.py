@@ -16,6 +16,7 @@ counted, and replaced by the next good one of its shard, so that every batch is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import itertools
@@ -41,7 +42,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
-from shared_memory import remove_dead_segments
+from shared_memory import one_at_a_time, remove_dead_segments
 from stream import HASH, BatchStream, MomentsStream, Stage, cached_index_digest, is_remote, read_stage
 from zoo.spec import Column, Family, ImageSize
 
@@ -400,9 +401,6 @@ def build_data(
     remote, local = config.remote, config.local
     if remote is not None and local is None:
         remote, local = None, remote  # a folder is read in place
-    if dist.get_local_rank() == 0:
-        remove_dead_segments()
-    dist.barrier()
     arguments = {
         "remote": remote,
         "local": local,
@@ -420,13 +418,17 @@ def build_data(
         "shuffle_seed": seed,
         "shuffle_block_size": SHUFFLE_BLOCK_SAMPLES,
     }
-    dataset: BatchStream
-    if config.stage == "moments":
-        columns = family.columns("moments", size)
-        kinds = {n: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for n, c in columns.items()}
-        dataset = MomentsStream(columns=kinds, **arguments)
-    else:
-        dataset = StreamingLAIONDataset(image_size=size, tokenize=family.tokenize, **arguments)
+    columns = family.columns("moments", size)
+    kinds = {n: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for n, c in columns.items()}
+    with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
+        if dist.get_local_rank() == 0:
+            remove_dead_segments()
+        dist.barrier()
+        dataset = (
+            MomentsStream(columns=kinds, **arguments)
+            if config.stage == "moments"
+            else StreamingLAIONDataset(image_size=size, tokenize=family.tokenize, **arguments)
+        )
     loader = Loader(
         dataset,
         epoch_batches=dataset.size // (device_batch_size * dist.get_world_size()),

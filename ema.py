@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ import torch
 from composer import Algorithm, Event, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
-from tensors import difference, shapes, trained_parameters
+from tensors import difference, forms, trained_parameters
 
 DEFAULT_DECAY = 0.9999  # of MosaicML's and NVIDIA's Stable Diffusion recipes; a half-life of 6,931 batches
 
@@ -53,6 +53,10 @@ class EMAConfig:
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every value that cannot be."""
         found = []
+        set_to = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        if set_to and not self.enabled:
+            text = f"false, but ema.{set_to[0]} is given. Say ema.enabled=true (--use_ema), or leave it out."
+            found.append(("ema.enabled", text))
         given = [key for key in ("half_life", "decay", "sigma_rel") if getattr(self, key) is not None]
         if len(given) > 1:
             words = " and ".join(f"ema.{key}: {getattr(self, key)}" for key in given[1:])
@@ -103,8 +107,10 @@ def _local(parameter: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _local_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return shapes({name: _local(parameter) for name, parameter in parameters.items()})
+def _average_forms(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the forms that an average of these parameters has: their local parts, in float32."""
+    meta = {name: torch.empty(_local(p).shape, dtype=torch.float32, device="meta") for name, p in parameters.items()}
+    return forms(meta)
 
 
 @torch.no_grad()
@@ -165,7 +171,7 @@ class EMA(Algorithm):
     def bind(self, model: nn.Module) -> None:
         """Take the model's trained parameters, whatever wraps them. Raises ValueError: they are not those averaged."""
         parameters = trained_parameters(model)
-        if self.weights and (text := difference(_local_shapes(parameters), shapes(self.weights))):
+        if self.weights and (text := difference(_average_forms(parameters), forms(self.weights))):
             raise ValueError(f"ema: the average is not of this model: {text}.")
         self._parameters = parameters
 
@@ -260,8 +266,8 @@ class EMA(Algorithm):
         """
         assert self._parameters, "bind the model first"
         saved = state["weights"]
-        if saved:
-            if text := difference(_local_shapes(self._parameters), shapes(saved)):
+        if saved or state["steps"]:  # not begun yet: nothing to compare
+            if text := difference(_average_forms(self._parameters), forms(saved)):
                 raise ValueError(f"ema: the saved average does not fit the model: {text}.")
             self.weights = {name: self._empty(p).copy_(saved[name]) for name, p in self._parameters.items()}
         self.num_steps = state["steps"]

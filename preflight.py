@@ -179,7 +179,7 @@ def room_problem(folder: str | Path, checkpoint_gib: float, num: int) -> str | N
         num: files that are there at once: those kept, and the one that is being written.
     """
     there = Path(folder).absolute()
-    held_gib = sum(path.stat().st_size for path in there.glob("checkpoints/*.pt")) / 2**30
+    held_gib = sum(path.stat().st_size for path in there.glob("checkpoints/full-ba*.pt")) / 2**30
     while not there.exists():
         there = there.parent
     need_gib, free_gib = num * checkpoint_gib, shutil.disk_usage(there).free / 2**30
@@ -197,16 +197,21 @@ def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
     if run_name is not None and (not fits or run_name.startswith(".")):
         return f"run_name: '{run_name[:80]}' is no folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
     folder = Path(run_folder, run_name or "")
-    is_begun = (folder / "config.yaml").is_file() or not folder.exists()
-    if (
-        run_name is not None
-        and not is_begun
-        and (folder.is_file() or {path.name for path in folder.iterdir()} - {".lock"})
-    ):
+    if run_name is not None and folder.exists() and not _is_begun(folder):
         given = f"{folder} is there, and is no run (it has no config.yaml)"
         return f"run_name: {given}. Take another run_name, or remove it."
     text = unwritable(run_folder)
     return f"run_folder: {text}" if text else None
+
+
+def _is_begun(folder: Path) -> bool:
+    """True for a run's folder, also for one that was killed before it had written anything or has lost its config.yaml."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return (
+        "config.yaml" in names or names <= {".lock", ".config.yaml.tmp"} or any(folder.glob("checkpoints/full-ba*.pt"))
+    )
 
 
 def duration_problem(duration: str) -> str | None:

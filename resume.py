@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from composer.utils import dist
 from filelock import FileLock, Timeout
 
-from callbacks.run_record import RESULT_KEYS, result_line
+from callbacks.run_record import RESULT_KEYS
 from checkpoint_files import find_newest, read
-from checkpoints import Progress, disagreements
+from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat, read_yaml
 from stream import Stage
 
@@ -55,8 +55,33 @@ def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str
     return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
 
 
-def check_begun(config: Any, folder: Path) -> None:
-    """Compare with the configuration that a run was begun with. Raises ConfigError: lists what differs."""
+def finished(folder: Path, max_duration: str | None) -> dict[str, Any] | None:
+    """Return the result of a run that is finished, or None, and say so.
+
+    Args:
+        max_duration: what it was finished for; None: whatever it was.
+    """
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    if not summary or max_duration not in (None, summary.get("max_duration")):
+        return None
+    if dist.get_global_rank() == 0:
+        text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on"
+        print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
+    return {key: summary[key] for key in RESULT_KEYS}
+
+
+def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
+    """Compare with the configuration that a run was begun with, before anything is built.
+
+    Returns:
+        the result of a run that is finished, which says so; None where there is something to train.
+
+    Raises:
+        ConfigError: lists what differs.
+    """
+    if not (folder / "config.yaml").is_file():
+        return None
     begun = {at.key: at.value for at in read_yaml(str(folder / "config.yaml"))[0]}
     differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
     if differing:
@@ -67,17 +92,7 @@ def check_begun(config: Any, folder: Path) -> None:
                 for key, value in differing.items()
             ]
         )
-
-
-def finished(folder: Path, max_duration: str) -> str | None:
-    """Return the result line of a run that has trained for this long already, or None."""
-    path = folder / "summary.json"
-    if not path.is_file():
-        return None
-    summary = json.loads(path.read_text())
-    if summary.get("max_duration") != max_duration:
-        return None
-    return result_line({key: summary[key] for key in RESULT_KEYS})
+    return finished(folder, config.max_duration)
 
 
 def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None:
@@ -140,6 +155,8 @@ def begin(folder: Path) -> Begun:
 
     newest = _on_rank_zero(find)
     checkpoint = None if newest is None else (newest, read(newest))
+    if checkpoint is not None:
+        check_whole(checkpoint[1], checkpoint[0])
     progress = Progress(**checkpoint[1]["progress"]) if checkpoint else Progress(0, 0, 0, 0, 0, 0.0)
     return Begun(folder, progress, checkpoint, lock if dist.get_global_rank() == 0 else None)
 

@@ -8,19 +8,41 @@ removed, and a line says what was left.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import os
 import re
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 SEGMENTS, PROCESSES, NAMESPACES = Path("/dev/shm"), Path("/proc"), Path("/proc/self/ns")
 NAME = re.compile(r"(\d{6})_[a-z_]+")
+TURN_SEC = 60.0
 SETTLED_SEC = 2.0  # a segment is mapped microseconds after it is made
 # Numbers of the kernel's first namespaces (include/linux/proc_ns.h): PROC_PID_INIT_INO and PROC_IPC_INIT_INO.
 FIRST_PID_NAMESPACE, FIRST_IPC_NAMESPACE = 0xEFFFFFFC, 0xEFFFFFFF
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let one process of this user and machine at a time take a number: streaming's own search for a free one can collide.
+
+    For the first rank of a machine, around the making of a dataset. Jobs over several machines could wait for one another
+    in a circle: after a minute it goes on without.
+    """
+    lock = FileLock(Path(tempfile.gettempdir(), f"easel-{os.getuid()}-streams.lock"))
+    with contextlib.suppress(Timeout):
+        lock.acquire(timeout=TURN_SEC)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def remove_dead_segments() -> list[str]:
@@ -63,7 +85,9 @@ def _by_number(folder: Path, suffix: str = "") -> dict[str, list[Path]]:
 
 def _is_young(segment: Path) -> bool:
     """True when its maker may not have mapped it yet."""
-    return segment.exists() and time.time() - segment.stat().st_mtime < SETTLED_SEC
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - segment.stat().st_mtime < SETTLED_SEC
+    return False
 
 
 def _mapped_numbers() -> tuple[set[str], str | None]:

@@ -29,6 +29,7 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS, CloudDownloader
 FACTS_FILE = "dataset.json"
 FACTS_SCHEMA = 1
 AGAIN = "Make the stage again: python -m prepare.shards --help"
+DAMAGED = "If it lies in data.local, remove that folder; otherwise make the stage again."
 HASH = "xxh64"  # of every shard, checked when it is downloaded
 
 
@@ -94,6 +95,8 @@ def read_stage(location: str) -> Stage:
         raise ValueError(
             f"{location} has an index.json or {FACTS_FILE} of another kind ({error!r}). {AGAIN}"
         ) from error
+    if outside := [name for name in sizes if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise ValueError(f"{location}/index.json names a shard outside of its stage: {outside[0]}. {AGAIN}")
     if not scheme:
         _check_shards(location, sizes)
     return stage
@@ -103,10 +106,13 @@ def _check_shards(folder: str, sizes: dict[str, int]) -> None:
     """Look for shards that are not there or were cut; without this a run finds them hours later."""
     for name, size in sizes.items():
         path = Path(folder, name)
+        again = (
+            AGAIN if path.parent == Path(folder) else f"Remove {path.parent}, and give the command that made it again."
+        )
         if not path.is_file():
-            raise ValueError(f"{path} is missing, index.json lists it. {AGAIN}")
+            raise ValueError(f"{path} is missing, index.json lists it. {again}")
         if path.stat().st_size != size:
-            raise ValueError(f"{path} has {path.stat().st_size:,} bytes, index.json says {size:,}. {AGAIN}")
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes, index.json says {size:,}. {again}")
 
 
 def cached_index_digest(local: str) -> str | None:
@@ -227,7 +233,7 @@ class ShardFile:
             (num_rows,) = struct.unpack("<I", file.read(4))
             self.edges = np.fromfile(file, np.uint32, num_rows + 1)
         if num_rows != reader.samples or len(self.edges) != num_rows + 1:
-            raise ShardError(f"{self.path} is damaged: it has another number of rows than index.json says. {AGAIN}")
+            raise ShardError(f"{self.path} is damaged: it has another number of rows than index.json says. {DAMAGED}")
 
     def read(self, rows: Sequence[int]) -> list[dict[str, memoryview]]:
         """Return column -> bytes for each row."""
@@ -237,20 +243,20 @@ class ShardFile:
                 begin, end = int(self.edges[row]), int(self.edges[row + 1])
                 data = memoryview(os.pread(file.fileno(), end - begin, begin))
                 if len(data) != end - begin or len(data) < self.header.size:
-                    raise ShardError(f"{self.path} is damaged: it ends within row {row}. {AGAIN}")
+                    raise ShardError(f"{self.path} is damaged: it ends within row {row}. {DAMAGED}")
                 varying, at, columns = iter(self.header.unpack_from(data)), self.header.size, {}
                 for name, size in zip(self.names, self.sizes, strict=True):
                     width = next(varying) if size is None else size
                     columns[name] = data[at : at + width]
                     at += width
                 if at != len(data):
-                    raise ShardError(f"{self.path} is damaged: row {row} is not as long as its columns. {AGAIN}")
+                    raise ShardError(f"{self.path} is damaged: row {row} is not as long as its columns. {DAMAGED}")
                 found.append(columns)
         return found
 
 
 class ShardError(RuntimeError):
-    """A shard whose bytes are not those of its rows."""
+    """A shard whose bytes are not those of its rows, which may lie in a cache or in the stage itself."""
 
 
 class MomentsStream(BatchStream):

@@ -21,13 +21,15 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if p.requires_grad and p.is_floating_point()}
 
 
-def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> type and shape in words, e.g. "float32 (320, 4, 3, 3)"."""
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for name, tensor in tensors.items()
+    }
 
 
 def difference(expected: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Describe how two tables name -> shape differ, with three names of each kind; empty where they do not."""
+    """Describe how two tables name -> form differ, with three names of each kind; empty where they do not."""
 
     def some(names: list[str]) -> str:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -35,5 +37,5 @@ def difference(expected: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     missing = [name for name in expected if name not in given]
     extra = [name for name in given if name not in expected]
     other = [f"{n} is {given[n]}, not {expected[n]}" for n in expected if n in given and given[n] != expected[n]]
-    kinds = (("missing", missing), ("left over", extra), ("of another shape", other))
+    kinds = (("missing", missing), ("left over", extra), ("of another form", other))
     return "; ".join(f"{len(names)} {kind} ({some(names)})" for kind, names in kinds if names)

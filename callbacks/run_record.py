@@ -3,7 +3,7 @@
 RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another run_name it repeats the run
                    environment.json    versions, commit, device
                    starts.jsonl        a line a start: when, from which batch, on what; the first one names the run's id
-                   metrics.jsonl       a line a window: batch, images, loss (mean of the window), clocks, speed
+                   metrics.jsonl       a line a window: batch, images, loss (mean since the last line), clocks, speed
                    metrics.cut.jsonl   lines of batches that a resume went back behind
                    bad_samples.jsonl   number, key and reason of each sample that could not be used, where there is one
                    summary.json        flat: the result line's keys under the same names, device, versions, commit
@@ -91,6 +91,7 @@ class RunRecord(Callback):
         self._losses: list[float] = []
         self._batch = 0
         self._written_to = 0
+        self._begun_at = 0
         self._lr: float | None = None
         self._is_writer = dist.get_global_rank() == 0
 
@@ -101,6 +102,7 @@ class RunRecord(Callback):
             OSError: it cannot be written.
         """
         self.environment = environment()
+        self._begun_at = batch
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier = read_lines(self.folder / "starts.jsonl")
@@ -108,8 +110,8 @@ class RunRecord(Callback):
             self.run_id = earlier[0]["run_id"] if earlier else uuid.uuid4().hex[:8]
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
-            _append(self.folder / "starts.jsonl", [{**start, **where}])
-            _write(self.folder / "config.yaml", self.config_yaml)
+            _write(self.folder / "config.yaml", self.config_yaml)  # first: a folder without it is no run
+            _write(self.folder / "starts.jsonl", _lines([*earlier, {**start, **where}]))
             _write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
             (self.folder / "summary.json").unlink(missing_ok=True)  # it would say that the run is finished
             kept = self._cut_back(batch)
@@ -118,7 +120,10 @@ class RunRecord(Callback):
             self.throughput.windows = [line for line in kept if line.get("start") in same]
             self.loss = kept[-1]["loss"] if kept else None
             self._written_to = kept[-1]["batch"] if kept else 0
-            for line in read_lines(self.folder / "bad_samples.jsonl"):
+            bad = read_lines(self.folder / "bad_samples.jsonl")
+            if bad:
+                _write(self.folder / "bad_samples.jsonl", _lines(bad))  # without a line that a killed writer left
+            for line in bad:
                 self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
 
     def _cut_back(self, batch: int) -> list[dict[str, Any]]:
@@ -130,7 +135,7 @@ class RunRecord(Callback):
         if rest:
             with open(self.folder / "metrics.cut.jsonl", "a") as file:
                 file.write(rest if rest.endswith("\n") else rest + "\n")
-            _write(path, "".join(json.dumps(line) + "\n" for line in kept))
+            _write(path, _lines(kept))
         return kept
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,6 +210,7 @@ class RunRecord(Callback):
     def finish(self) -> dict[str, Any]:
         """Write summary.json and return the result line's figures, rounded as both show them."""
         figures = {**self.throughput.result(), "loss": self.loss}
+        figures["batches"] = max(figures["batches"], self._begun_at)
         result = {key: _rounded(figures[key]) for key in RESULT_KEYS}
         rest = {key: _rounded(value) for key, value in figures.items() if key not in result}
         summary = {
@@ -297,9 +303,17 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def _lines(content: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in content)
+
+
 def _append(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    with open(path, "a") as file:
-        file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+    try:
+        with open(path, "a") as file:
+            file.write(_lines(lines))
+    except OSError as error:
+        given = f"run_folder: {path} cannot be written: {error.strerror}"
+        raise OSError(f"{given}. The run stops; make room, and start the same command again.") from error
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -101,8 +102,7 @@ class Place:
     def only_writer(self) -> Iterator[None]:
         """Hold the place for one command. Raises Refused: another one has it, or it cannot be written."""
         try:
-            lock = self.lock("command", LOCK_WAIT_SEC)
-            lock.acquire()
+            lock = self._command_lock()
         except Timeout as error:
             text = "is being written by another command on this machine. Let that one end, or stop it"
             raise Refused(f"OUT: {self.address} {text}.") from error
@@ -115,6 +115,20 @@ class Place:
                 (self.scratch / "command.lock").unlink()
                 self.scratch.rmdir()  # fails where unfinished work lies in it
             lock.release()
+
+    def _command_lock(self) -> FileLock:
+        """Return the lock, taken. A command that ends meanwhile takes the folder away in which it lies: then again."""
+        deadline = time.monotonic() + LOCK_WAIT_SEC
+        while True:
+            lock = self.lock("command", LOCK_WAIT_SEC)
+            try:
+                lock.acquire()
+                if Path(lock.lock_file).exists():
+                    return lock
+                lock.release()
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise
 
     def clear_scratch(self) -> None:
         """Remove what is left of this and of killed commands; for the one that holds the place, when all is done."""

@@ -59,7 +59,7 @@ from prepare.sources import (
     SourceError,
     check_key,
     find_sources,
-    num_bytes,
+    known_by,
     read_caption,
     read_source,
 )
@@ -176,8 +176,7 @@ def plan_for(sources: Sequence[Path], shard_size: int) -> Plan:
             "precision": "fp32",
             "store_text": False,
         }
-    inputs = [{"name": source.name, "bytes": num_bytes(source)} for source in sources]
-    return Plan("prepare.shards", stage, columns, shard_size, facts, inputs)
+    return Plan("prepare.shards", stage, columns, shard_size, facts, [known_by(source) for source in sources])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

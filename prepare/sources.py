@@ -5,17 +5,21 @@ Nothing is extracted to the disk: a tar is read as a stream, so a member's name 
 
 from __future__ import annotations
 
-import lzma
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
 
 from data import SampleError, check_caption
+from prepare.parts import GO_ON
+from prepare.places import Failed
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MOMENTS_SUFFIX = "npy"
+MAX_MEMBER_BYTES = 2**28  # 256 MiB, far more than any picture
 SUFFIXES = (*IMAGE_SUFFIXES, MOMENTS_SUFFIX, "txt", "json")
 
 
@@ -58,10 +62,21 @@ def _holds_samples(folder: Path) -> bool:
     return folder.is_dir() and any(child.suffix.lstrip(".").lower() in suffixes for child in folder.iterdir())
 
 
-def num_bytes(source: Path) -> int:
-    """Return the size of a tar, or of all files of a folder."""
-    files = source.iterdir() if source.is_dir() else [source]
-    return sum(file.stat().st_size for file in files if file.is_file())
+def known_by(source: Path) -> dict[str, Any]:
+    """Return what a plan knows a source by: its name, size, and a digest of a tar's ends or of a folder's names and sizes."""
+    digest = xxhash.xxh3_64()
+    files = [file for file in sorted(source.iterdir()) if file.is_file()] if source.is_dir() else [source]
+    num_bytes = 0
+    for file in files:
+        size = file.stat().st_size if file.is_file() else 0
+        digest.update(f"{file.name} {size}\n".encode(errors="surrogateescape"))
+        num_bytes += size
+    if source.is_file():
+        with open(source, "rb") as file:
+            digest.update(file.read(2**20))
+            file.seek(max(0, num_bytes - 2**20))
+            digest.update(file.read(2**20))
+    return {"name": source.name, "bytes": num_bytes, "digest": digest.hexdigest()}
 
 
 def read_source(source: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
@@ -73,6 +88,7 @@ def read_source(source: Path, ignore: Callable[[str], None]) -> Iterator[Sample]
 
     Raises:
         SourceError: the source cannot be read to its end (samples before that are yielded), or has no sample.
+        Failed: the system could not read it, which may be otherwise the next time.
     """
     sample = None
     try:
@@ -84,7 +100,9 @@ def read_source(source: Path, ignore: Callable[[str], None]) -> Iterator[Sample]
                     yield sample
                 sample = Sample(key)
             sample.files[part] = content
-    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+    except Exception as error:  # tarfile lets through whatever its decoders and its reading of headers raise
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's or the network's, not the content's
+            raise Failed(f"SOURCE: {source} cannot be read: {error}. {GO_ON}.") from error
         if sample is not None:
             yield sample
         raise SourceError("cannot be read to its end") from error
@@ -106,8 +124,10 @@ def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[st
         for member in tar:
             if member.isdir():
                 continue
-            # A link is left out: a stream cannot go back to its target.
-            named = _key_and_suffix(member.name) if member.isfile() else None
+            # A link is left out: a stream cannot go back to its target. So is what would fill the memory: some bytes of a
+            # compressed or sparse tar can claim any size.
+            is_plain = member.isfile() and not member.issparse() and member.size <= MAX_MEMBER_BYTES
+            named = _key_and_suffix(member.name) if is_plain else None
             if named is None:
                 ignore(member.name)
             else:

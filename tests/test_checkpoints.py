@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN
+from conftest import ROOT, TINY_RUN, tree
 
 import benchmark
 import checkpoint_files
@@ -223,9 +223,14 @@ def test_another_microbatch_size_gives_the_same_numbers_to_rounding(whole, tmp_p
 def test_a_finished_run_says_so_and_repeats_its_result(whole, capsys):
     assert main(*words_of(whole, "whole", "max_duration=10ba")) == 0
     told = capsys.readouterr()
-    assert told.err == f"run_name: {whole}/whole is finished; a longer max_duration would go on.\n"
+    assert told.err == f"run_name: {whole}/whole is finished (max_duration=10ba); a longer one would go on.\n"
     summary = json.loads((whole / "whole" / "summary.json").read_text())
     assert told.out.startswith(f"images_per_sec={summary['images_per_sec']} ") and told.out.count("\n") == 1
+    for shorter in ("6ba", "80sp"):  # the same in other units, too
+        before = tree(whole / "whole")
+        assert main(*words_of(whole, "whole", f"max_duration={shorter}")) == 0
+        assert capsys.readouterr().err == told.err
+        assert tree(whole / "whole") == before
 
 
 def test_the_record_is_cut_back_to_the_checkpoint_and_what_is_cut_is_kept(whole, tmp_path):
@@ -341,8 +346,14 @@ CASES = {
     ),
     "another shape": (
         lambda kept: kept["model"].update({"denoiser.conv_in.bias": torch.zeros(3)}),
-        "{path}: its weights do not fit the model: 1 of another shape (denoiser.conv_in.bias is (3,), not (32,)). Use the "
+        "{path}: its weights do not fit the model: 1 of another form (denoiser.conv_in.bias is float32 (3,), not float32 "
+        "(32,)). Use the "
         "configuration that it was made with.",
+    ),
+    "another type": (
+        lambda kept: kept["model"].update({"denoiser.conv_in.bias": torch.zeros(32, dtype=torch.float16)}),
+        "{path}: its weights do not fit the model: 1 of another form (denoiser.conv_in.bias is float16 (32,), not float32 "
+        "(32,)). Use the configuration that it was made with.",
     ),
     "optimizer of others": (
         lambda kept: kept["optimizer"]["names"][0].reverse(),
@@ -350,12 +361,30 @@ CASES = {
     ),
     "optimizer without a state": (
         lambda kept: kept["optimizer"]["state"].pop(3),
-        "{path}: its optimizer state does not fit the model: 2 missing (parameter 3 exp_avg, parameter 3 exp_avg_sq). The "
+        "{path}: its optimizer state does not fit the model: 3 missing (step of parameter 3, exp_avg of 3, "
+        "exp_avg_sq of 3). The "
         "file is not whole.",
     ),
     "no average": (
         lambda kept: kept.update(ema=None),
         "ema.enabled: true, but {path} has no average. Leave it as the run was begun.",
+    ),
+    "emptied average": (
+        lambda kept: kept["ema"]["weights"].clear(),
+        "{path}: ema: the saved average does not fit the model: 682 missing (denoiser.conv_in.weight, denoiser.conv_in.bias, "
+        "denoiser.time_embedding.linear_1.weight and 679 more).",
+    ),
+    "no optimizer": (
+        lambda kept: kept.pop("optimizer"),
+        "{path}: its optimizer is not what a full checkpoint has. It was not written by this program: remove it.",
+    ),
+    "text among weights and counts": (
+        lambda kept: (kept["model"].update(extra="x"), kept["progress"].update(batch="ten")),
+        "{path}: its progress, model is not what a full checkpoint has. It was not written by this program: remove it.",
+    ),
+    "another batch than its name": (
+        lambda kept: kept["progress"].update(batch=9),
+        "{path}: its progress.batch is not what a full checkpoint has. It was not written by this program: remove it.",
     ),
     "average without a weight": (
         lambda kept: kept["ema"]["weights"].pop("denoiser.conv_in.bias"),
@@ -379,8 +408,32 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(begun, capsys, case):
     change, message = CASES[case]
     vae = newest(begun, "a")["identity"]["encoders.vae"]
     path = rewrite(begun, change)
+    before = tree(begun / "a")
     told = refused(capsys, *words_of(begun, "a", "max_duration=12ba"))
+    assert tree(begun / "a") == before  # the record is not cut back, nor is the run said to be unfinished
     assert told.splitlines()[-1] == message.format(path=path, vae=vae)
+
+
+def test_what_a_start_leaves_that_was_killed_at_once_does_not_hinder_the_next(tmp_path, monkeypatch, capsys):
+    """And a run whose config.yaml was lost goes on: its checkpoint says what it is."""
+    import callbacks.run_record as run_record
+
+    def killed(path, text):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_record, "_write", killed)
+        main(*words_of(tmp_path, "a"))
+    gc.collect()
+    assert main(*words_of(tmp_path, "a")) == 0
+    (tmp_path / "a" / "config.yaml").unlink()
+    with open(tmp_path / "a" / "starts.jsonl", "a") as file:
+        file.write('{"start": 2, "ru')
+    capsys.readouterr()
+    assert main(*words_of(tmp_path, "a", "max_duration=6ba")) == 0
+    assert "goes on from batch 4" in capsys.readouterr().err
+    assert [json.loads(line)["start"] for line in (tmp_path / "a" / "starts.jsonl").read_text().splitlines()] == [1, 2]
+    assert refused(capsys, *words_of(tmp_path, "a", "max_duration=8ba", "seed=18")).startswith("seed: 18, but ")
 
 
 def test_a_folder_that_another_process_trains_in_is_refused(begun, capsys):

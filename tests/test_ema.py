@@ -16,7 +16,7 @@ from tensors import canonical_name
 
 
 def problems(**changes) -> list[tuple[str, str]]:
-    return EMAConfig(**changes).problems()
+    return EMAConfig(enabled=True, **changes).problems()
 
 
 def tiny_model() -> nn.Module:
@@ -73,7 +73,7 @@ def test_constant_decay_equals_the_closed_form():
     """Weights that stay at c after starting at 0: after n steps the average is (1 - beta^n) c."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    run = Run(model, EMA(EMAConfig(decay=0.9)))
+    run = Run(model, EMA(EMAConfig(True, decay=0.9)))
     nn.init.constant_(model.weight, 3.0)
     for n in range(1, 6):
         run.step(change=0.0)
@@ -83,11 +83,11 @@ def test_constant_decay_equals_the_closed_form():
 @pytest.mark.parametrize(
     ("config", "factor"),
     [
-        (EMAConfig(), lambda t: 0.9999),
-        (EMAConfig(decay=0.5), lambda t: 0.5),
-        (EMAConfig(half_life="4ba"), lambda t: 0.5 ** (1 / 4)),
-        (EMAConfig(half_life="40sp"), lambda t: 0.5 ** (10 / 40)),
-        (EMAConfig(sigma_rel=0.1), lambda t: (1 - 1 / t) ** (6.937 + 1)),
+        (EMAConfig(True), lambda t: 0.9999),
+        (EMAConfig(True, decay=0.5), lambda t: 0.5),
+        (EMAConfig(True, half_life="4ba"), lambda t: 0.5 ** (1 / 4)),
+        (EMAConfig(True, half_life="40sp"), lambda t: 0.5 ** (10 / 40)),
+        (EMAConfig(True, sigma_rel=0.1), lambda t: (1 - 1 / t) ** (6.937 + 1)),
     ],
     ids=["default", "decay", "half-life in batches", "half-life in images", "power function"],
 )
@@ -104,7 +104,7 @@ def test_every_kind_of_decay_equals_its_definition_replayed_in_float64(config, f
 def test_it_equals_diffusers_ema_of_the_same_weights():
     from diffusers.training_utils import EMAModel
 
-    run = Run(tiny_model(), EMA(EMAConfig(decay=0.9)))
+    run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.9)))
     trained = [p for p in run.state.model.parameters() if p.requires_grad]
     other = EMAModel(trained, decay=0.9, min_decay=0.9)
     other.optimization_step = 1  # its first step is always a copy
@@ -118,7 +118,7 @@ def test_it_equals_diffusers_ema_of_the_same_weights():
 
 def test_a_half_life_in_images_does_not_depend_on_the_batch_size():
     """The same path of weights seen every 10 and every 20 images, the average taken at common points."""
-    one, two = (EMA(EMAConfig(half_life="40sp")) for _ in range(2))
+    one, two = (EMA(EMAConfig(True, half_life="40sp")) for _ in range(2))
     assert one.decay_of(1, 10, 1) ** 2 == pytest.approx(two.decay_of(1, 20, 1))
 
 
@@ -131,7 +131,7 @@ def test_power_gamma_solves_its_equation_and_agrees_with_the_paper():
 
 def test_a_power_function_average_weighs_the_past_by_its_density():
     """Equation of the paper: theta(tau) weighs tau^gamma. A ramp theta(t) = t averages to t (gamma + 1) / (gamma + 2)."""
-    ema, total = EMA(EMAConfig(sigma_rel=0.1)), 4000
+    ema, total = EMA(EMAConfig(True, sigma_rel=0.1)), 4000
     average = 0.0
     for t in range(1, total + 1):
         factor = ema.decay_of(1, 1, t)
@@ -142,7 +142,7 @@ def test_a_power_function_average_weighs_the_past_by_its_density():
 
 @pytest.mark.parametrize("config", [{"decay": 0.9}, {"half_life": "7ba"}, {"half_life": "33sp"}, {"sigma_rel": 0.1}])
 def test_the_factor_of_k_steps_is_the_product_of_k_factors(config):
-    ema = EMA(EMAConfig(**config))
+    ema = EMA(EMAConfig(True, **config))
     single = np.prod([ema.decay_of(1, 10, t) for t in range(5, 9)])
     assert ema.decay_of(4, 40, 8) == pytest.approx(single)
 
@@ -160,7 +160,7 @@ def test_a_float32_average_of_bfloat16_weights_does_not_stall():
 
 def test_only_trained_floating_point_parameters_are_averaged_and_no_buffer_is_touched():
     model = tiny_model()
-    run = Run(model, EMA(EMAConfig(decay=0.5)))
+    run = Run(model, EMA(EMAConfig(True, decay=0.5)))
     run.step()
     assert list(run.ema.weights) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
     assert torch.equal(model.position_ids, torch.arange(77))
@@ -169,7 +169,7 @@ def test_only_trained_floating_point_parameters_are_averaged_and_no_buffer_is_to
 
 @pytest.mark.parametrize(("start", "first"), [("0ba", 0), ("3ba", 3), ("25sp", 3)])
 def test_it_starts_as_a_copy_at_its_time_and_takes_no_memory_before(start, first):
-    run = Run(tiny_model(), EMA(EMAConfig(decay=0.9, start=start)))
+    run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.9, start=start)))
     for _ in range(first):
         assert run.ema.weights == {}
         run.step()
@@ -179,7 +179,7 @@ def test_it_starts_as_a_copy_at_its_time_and_takes_no_memory_before(start, first
 
 
 def test_updated_every_third_batch_it_takes_the_weights_of_that_batch():
-    run = Run(tiny_model(), EMA(EMAConfig(decay=0.9, every=3)))
+    run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.9, every=3)))
     history = [weight_of(run)]
     for n in range(1, 8):
         run.step()
@@ -194,7 +194,7 @@ def test_steps_that_the_scaler_skips_are_not_averaged():
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    run = Run(model, EMA(EMAConfig(decay=0.5)))
+    run = Run(model, EMA(EMAConfig(True, decay=0.5)))
     run.state.scaler, run.state.optimizers = scaler, [optimizer]
     averaged = [model.weight.detach().clone()]
     for n in range(5):
@@ -215,7 +215,7 @@ def test_steps_that_the_scaler_skips_are_not_averaged():
 
 def test_an_update_makes_no_new_tensor():
     """In place: the same storages before and after, and nothing allocated in between."""
-    run = Run(tiny_model(), EMA(EMAConfig(decay=0.9)))
+    run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.9)))
     before = [average.data_ptr() for average in run.ema.weights.values()]
     weights = [p.detach() for p in run.state.model.parameters() if p.requires_grad]
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -229,7 +229,7 @@ def test_an_update_makes_no_new_tensor():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_applied_puts_the_average_in_and_takes_it_out_to_the_last_bit(dtype):
-    run = Run(tiny_model().to(dtype), EMA(EMAConfig(decay=0.5)))
+    run = Run(tiny_model().to(dtype), EMA(EMAConfig(True, decay=0.5)))
     run.step()
     trained, average = weight_of(run), run.ema.weights["0.weight"].clone()
     with run.ema.applied():
@@ -242,7 +242,7 @@ def test_applied_puts_the_average_in_and_takes_it_out_to_the_last_bit(dtype):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_applied_restores_the_training_weights_after_an_exception(error):
-    run = Run(tiny_model(), EMA(EMAConfig(decay=0.5)))
+    run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.5)))
     run.step()
     trained = weight_of(run)
     with pytest.raises(error), run.ema.applied():
@@ -252,7 +252,7 @@ def test_applied_restores_the_training_weights_after_an_exception(error):
 
 
 def test_applied_restores_what_it_had_exchanged_when_memory_runs_out_midway(monkeypatch):
-    run = Run(tiny_model(), EMA(EMAConfig(decay=0.5)))
+    run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.5)))
     run.step()
     before = copy.deepcopy(run.state.model.state_dict())
     averages = copy.deepcopy(run.ema.weights)
@@ -274,7 +274,7 @@ def test_applied_restores_what_it_had_exchanged_when_memory_runs_out_midway(monk
 
 
 def test_applied_without_an_average_yet_leaves_the_weights():
-    run = Run(tiny_model(), EMA(EMAConfig(decay=0.5, start="5ba")))
+    run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.5, start="5ba")))
     trained = weight_of(run)
     with run.ema.applied():
         assert torch.equal(weight_of(run), trained)
@@ -294,7 +294,7 @@ class Wrapper(nn.Module):
 def test_names_are_canonical_whatever_wraps_the_model():
     assert canonical_name("module.denoiser._orig_mod.conv.weight") == "denoiser.conv.weight"
     assert canonical_name("_fsdp_wrapped_module.a._checkpoint_wrapped_module.b") == "a.b"
-    plain, wrapped = EMA(EMAConfig(decay=0.5)), EMA(EMAConfig(decay=0.5))
+    plain, wrapped = EMA(EMAConfig(True, decay=0.5)), EMA(EMAConfig(True, decay=0.5))
     one = Run(tiny_model(), plain)
     one.step()
     wrapped.bind(tiny_model())
@@ -304,7 +304,7 @@ def test_names_are_canonical_whatever_wraps_the_model():
 
 
 def test_a_resumed_average_goes_on_bit_for_bit():
-    config = EMAConfig(half_life="70sp", every=2)
+    config = EMAConfig(True, half_life="70sp", every=2)
     whole = Run(tiny_model(), EMA(config))
     for _ in range(9):
         whole.step()
@@ -322,20 +322,32 @@ def test_a_resumed_average_goes_on_bit_for_bit():
 
 
 def test_an_average_that_does_not_fit_is_refused_with_the_names():
-    ema = EMA(EMAConfig(decay=0.5))
+    ema = EMA(EMAConfig(True, decay=0.5))
     run = Run(tiny_model(), ema)
     run.step()
     state = ema.state_dict()
     state["weights"]["2.weight"] = torch.zeros(1)
     state["weights"]["extra"] = state["weights"].pop("0.bias")
-    fresh = EMA(EMAConfig(decay=0.5))
+    fresh = EMA(EMAConfig(True, decay=0.5))
     fresh.bind(tiny_model())
     with pytest.raises(ValueError) as error:
         fresh.load_state_dict(state)
     assert str(error.value) == (
-        "ema: the saved average does not fit the model: 1 missing (0.bias); 1 left over (extra); 1 of another shape "
-        "(2.weight is (1,), not (2, 4))."
+        "ema: the saved average does not fit the model: 1 missing (0.bias); 1 left over (extra); 1 of another form "
+        "(2.weight is float32 (1,), not float32 (2, 4))."
     )
+
+
+@pytest.mark.parametrize("change", [lambda state: state["weights"].clear(), lambda state: state.update(weights={})])
+def test_an_average_that_was_emptied_is_not_taken_for_one_that_has_not_begun(change):
+    ema = EMA(EMAConfig(True, decay=0.5))
+    Run(tiny_model(), ema).step()
+    state = ema.state_dict()
+    change(state)
+    fresh = EMA(EMAConfig(True, decay=0.5))
+    fresh.bind(tiny_model())
+    with pytest.raises(ValueError, match="^ema: the saved average does not fit the model: 5 missing "):
+        fresh.load_state_dict(state)
 
 
 def test_shards_are_averaged_where_they_lie():
@@ -351,7 +363,7 @@ def test_shards_are_averaged_where_they_lie():
         model = nn.Linear(4, 2, bias=False)
         mesh = init_device_mesh("cpu", (1,))
         model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh, [Shard(0)]))
-        ema = EMA(EMAConfig(decay=0.5))
+        ema = EMA(EMAConfig(True, decay=0.5))
         ema.bind(model)
         ema._begin()
         lerp_(list(ema.weights.values()), ema._weights_where_the_average_is(), 0.5)
@@ -383,3 +395,10 @@ def test_shards_are_averaged_where_they_lie():
 )
 def test_values_that_cannot_be_are_named(changes, expected):
     assert problems(**changes) == expected
+
+
+def test_keys_of_an_average_that_is_not_asked_for_are_named():
+    assert EMAConfig().problems() == []
+    assert EMAConfig(half_life="10ba").problems() == [
+        ("ema.enabled", "false, but ema.half_life is given. Say ema.enabled=true (--use_ema), or leave it out.")
+    ]

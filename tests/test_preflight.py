@@ -106,7 +106,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_found(tmp_path, monkeypatch)
         f"run_folder, or save.every_images=0 for none."
     )
     (tmp_path / "old" / "checkpoints").mkdir(parents=True)
-    with open(tmp_path / "old" / "checkpoints" / "full.pt", "wb") as file:
+    with open(tmp_path / "old" / "checkpoints" / "full-ba000000000001-0.pt", "wb") as file:
         file.truncate(GIB // 2)
     assert room_problem(tmp_path / "old", 0.75, 3) is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -45,7 +46,10 @@ def test_the_stage_says_what_made_it_and_has_hashes(stage, tars):
     assert facts["stage"] == "images" and facts["samples"] == 48 and facts["made_by"] == "prepare.shards"
     assert facts["counts"] == {"read": 48, "written": 48, "skipped": {}, "bad_sources": {}, "ignored_files": 0}
     plan = json.loads((stage / "plan.json").read_text())
-    assert plan["parts"] == [{"name": t.name, "bytes": t.stat().st_size} for t in sorted(tars.glob("*.tar"))]
+    assert [(part["name"], part["bytes"]) for part in plan["parts"]] == [
+        (tar.name, tar.stat().st_size) for tar in sorted(tars.glob("*.tar"))
+    ]
+    assert len({part["digest"] for part in plan["parts"]}) == 2
     assert len(index["shards"]) > 1 and all(set(shard["raw_data"]["hashes"]) == {"xxh64"} for shard in index["shards"])
 
 
@@ -431,6 +435,62 @@ def test_shards_says_what_it_cannot_do(tmp_path, capsys, words, message):
     assert shards.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert capsys.readouterr().err == message.format(tmp=tmp_path) + "\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tar_that_lies_about_sizes_or_has_a_broken_header_costs_itself_and_no_memory(tmp_path, capsys):
+    folder = tmp_path / "in"
+    write_tar(folder / "0.tar", {"good": sample_files(1)})
+    with tarfile.open(folder / "1.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for key, headers in {"a": {"GNU.sparse.size": "200000000000", "GNU.sparse.map": "0,5"}}.items():
+            member = tarfile.TarInfo(f"{key}.jpg")
+            member.size, member.pax_headers = 5, headers
+            tar.addfile(member, io.BytesIO(b"12345"))
+    with tarfile.open(folder / "2.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("b.jpg")
+        member.size, member.pax_headers = 5, {"GNU.sparse.size": "abc"}
+        tar.addfile(member, io.BytesIO(b"12345"))
+    with tarfile.open(folder / "3.tar", "w:gz") as tar:  # 300 MB of zeros in 300 kB
+        member = tarfile.TarInfo("c.jpg")
+        member.size = 300_000_000
+        with open("/dev/zero", "rb") as zeros:
+            tar.addfile(member, zeros)
+    assert shards.main([str(folder), str(tmp_path / "out"), "workers=1"]) == 0
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "sources with a fault: 3 (cannot be read to its end: 1, has no sample: 2); files of no sample: 2" in last
+
+
+def test_a_disk_that_fails_once_does_not_become_a_finished_part(tmp_path, capsys, monkeypatch):
+    for number in range(2):
+        write_tar(tmp_path / "in" / f"{number}.tar", {f"{number}": sample_files(number)})
+    begin, calls = tarfile.open, []
+
+    def fail_once(source, *arguments, **named):
+        calls.append(source)
+        if source.name == "1.tar" and len(calls) < 4:
+            raise OSError(errno.EIO, "Input/output error", str(source))
+        return begin(source, *arguments, **named)
+
+    words = [str(tmp_path / "in"), str(tmp_path / "out"), "workers=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr("prepare.sources.tarfile.open", fail_once)
+        assert shards.main(words) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"SOURCE: {tmp_path}/in/1.tar cannot be read: [Errno 5] Input/output error: '{tmp_path}/in/1.tar'. What is done "
+        f"stays; the same command goes on from there."
+    )
+    assert not (tmp_path / "out" / "dataset.json").exists()
+    assert shards.main(words) == 0 and len(rows(tmp_path / "out")) == 2
+
+
+def test_another_tar_of_the_same_name_and_size_is_another_plan(tmp_path, capsys):
+    one, two = (write_tar(tmp_path / name / "0.tar", {name: sample_files(1)}) for name in "ab")
+    assert one.stat().st_size == two.stat().st_size
+    assert shards.main([str(one), str(tmp_path / "out")]) == 0
+    assert shards.main([str(two), str(tmp_path / "out")]) == 2
+    assert f"OUT: {tmp_path}/out holds the finished work of another command: part-00000.digest was " in (
+        capsys.readouterr().err
+    )
 
 
 # --- the rendered pictures ---

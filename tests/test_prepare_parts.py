@@ -23,6 +23,7 @@ from conftest import ROOT, sample_files, tree, write_tar
 from streaming import MDSWriter, StreamingDataset
 
 from prepare import parts, places, shards
+from prepare.sources import known_by
 from stream import read_stage
 
 LIMIT_SEC = 60
@@ -187,12 +188,12 @@ def test_another_plan_for_the_same_place_is_refused_with_what_differs(source, tm
         f"OUT: {out} holds the finished work of another command: parts were 3, are 1. {give}"
     )
     other = shutil.copytree(source, tmp_path / "other")
-    size = (source / "1.tar").stat().st_size
-    write_tar(other / "1.tar", {"a": sample_files(1)})
+    was = known_by(source / "1.tar")
+    now = known_by(write_tar(other / "1.tar", {"a": sample_files(1)}))
     (out / "dataset.json").unlink()
     assert refusal(*command(other, out)) == (
-        f"OUT: {out} holds the unfinished work of another command: part-00001.bytes was {size}, is "
-        f"{(other / '1.tar').stat().st_size}. {give}"
+        f"OUT: {out} holds the unfinished work of another command: part-00001.bytes was {was['bytes']}, "
+        f'is {now["bytes"]}; part-00001.digest was "{was["digest"]}", is "{now["digest"]}". {give}'
     )
     (out / "plan.json").write_text("[")
     assert refusal(*command(source, out)) == (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from streaming import MDSWriter, StreamingDataset
 
-from stream import AGAIN, BatchStream, MomentsStream, ShardError, is_remote, read_stage, write_facts
+from stream import DAMAGED, BatchStream, MomentsStream, ShardError, is_remote, read_stage, write_facts
 
 
 @pytest.fixture
@@ -76,10 +76,25 @@ def test_a_shard_that_is_missing_or_was_cut_is_found_before_the_run(copy):
     shard = sorted(copy.rglob("shard.*.mds"))[1]
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-7])
-    again = "Make the stage again: python -m prepare.shards --help"
+    again = f"Remove {shard.parent}, and give the command that made it again."
     assert message(copy) == f"{shard} has {size - 7:,} bytes, index.json says {size:,}. {again}"
     shard.unlink()
     assert message(copy) == f"{shard} is missing, index.json lists it. {again}"
+
+
+def test_a_shard_outside_of_its_stage_is_refused(copy):
+    for name in ("../evil.mds", "/tmp/evil.mds", "part-00000/../../evil.mds"):
+        index = json.loads((copy / "index.json").read_text())
+        index["shards"][0]["raw_data"]["basename"] = name
+        content = json.dumps(index)
+        (copy / "index.json").write_text(content)
+        facts = json.loads((copy / "dataset.json").read_text())
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        (copy / "dataset.json").write_text(json.dumps({**facts, "index_sha256": digest}))
+        assert message(copy) == (
+            f"{copy}/index.json names a shard outside of its stage: {name}. Make the stage again: python -m prepare.shards "
+            f"--help"
+        )
 
 
 @pytest.mark.parametrize(
@@ -214,4 +229,4 @@ def test_a_damaged_shard_is_named(moments, tmp_path, change, message):
     shard.write_bytes(change(shard.read_bytes()))
     with pytest.raises(ShardError) as error:
         stream_of(copy).read_batch(list(range(rows)))
-    assert str(error.value) == message.format(shard=shard, again=AGAIN).replace("row 1.", f"row {rows - 1}.")
+    assert str(error.value) == message.format(shard=shard, again=DAMAGED).replace("row 1.", f"row {rows - 1}.")
