@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 import benchmark
+from bench.micro import table
 from config import load, parse_command_line, schema_keys
 from prepare import latents
 from prepare.parts import split_words
@@ -77,3 +78,9 @@ def test_the_result_line_is_that_of_the_committed_record():
     shown = dict(pair.split("=") for pair in line.split())
     assert shown == {key: "none" if record[key] is None else str(record[key]) for key in shown}
     assert record["commit"] and record["device"] and record["preset"] == "tiny"
+
+
+def test_the_table_of_the_parts_is_that_of_the_committed_record():
+    record = json.loads((ROOT / "reports/results/micro.json").read_text())
+    assert table(record) in README
+    assert record["commit"] and {"ema_speedup_vs_composer", "moments_speedup_vs_webdataset"} <= record.keys()
