@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from filelock import FileLock
 
 import shared_memory
-from shared_memory import remove_dead_segments
+from shared_memory import one_at_a_time, remove_dead_segments
 
 
 @pytest.fixture
@@ -100,8 +104,6 @@ def test_other_files_are_never_touched(places):
 
 
 def test_a_lock_that_is_held_keeps_its_number(places):
-    from filelock import FileLock
-
     leave(*places, "000000")
     with FileLock(places[1] / "000000_cache_filelock"):
         assert remove_dead_segments() == [] and left(places) == {"000000"}
@@ -165,3 +167,19 @@ def test_a_machine_without_shared_memory_files_is_left_alone(tmp_path, monkeypat
 
 def test_the_namespaces_of_this_process_can_be_read():
     assert shared_memory._namespace("pid") == Path("/proc/self/ns/pid").stat().st_ino
+
+
+def test_one_process_at_a_time_takes_a_number():
+    """Without it two runs that start at one moment take the same: FileExistsError in one of them."""
+    code = "from shared_memory import one_at_a_time\nwith one_at_a_time(): print('in', flush=True)"
+    with one_at_a_time():
+        other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(timeout=2)
+    assert other.communicate(timeout=30)[0] == "in\n"
+
+
+def test_after_a_while_it_goes_on_without_its_turn(monkeypatch):
+    monkeypatch.setattr(shared_memory, "TURN_SEC", 0.1)
+    with FileLock(Path(tempfile.gettempdir(), f"easel-{os.getuid()}-streams.lock")), one_at_a_time():
+        pass
