@@ -39,7 +39,7 @@ from config import Alias, ConfigError, Problem, load, parse_command_line, to_yam
 from data import DataConfig, Loader, build_data, check_bad_samples
 from ema import EMA, EMAConfig
 from loggers import LoggersConfig, build_loggers
-from model import BatchRandomness, ModelConfig, build_device, build_model
+from model import BatchRandomness, ModelConfig, build_device, build_model, model_problems
 from optim import GradientNorm, OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, total_batches
 from resume import begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
 from stream import read_stage
@@ -143,12 +143,13 @@ def check(config: RunConfig) -> list[Problem]:
     found = _run_problems(config)
     sections = (config.objective, config.optimizer, config.schedule, config.ema, config.save, config.measure)
     made_for = {"model.family": config.model.family, "data.normalize": config.data.normalize}
-    with contextlib.suppress(ValueError):  # named by _model_problems
+    with contextlib.suppress(ValueError):  # named by model_problems
         made_for["image_size"] = list(config.size)
     of_data = config.data.problems(config.global_batch_size, made_for)
     in_sections = [of_data, *(section.problems() for section in (*sections, config.loggers))]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
-    found += _model_problems(config)
+    found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
+    found += _prediction_problems(config)
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
         found += _memory_problems(config)
     return found
@@ -192,41 +193,14 @@ def _batch_problems(config: RunConfig) -> list[Problem]:
     return []
 
 
-def _model_problems(config: RunConfig) -> list[Problem]:
-    found = []
-    try:
-        size = config.size
-    except ValueError as error:
-        size = None
-        found.append(Problem(f"image_size: {error}", ("image_size",)))
-    try:
-        family = load_family(config.model.family, config.model.preset, config.model.variant)
-    except ValueError as error:
-        return [*found, Problem(str(error), ("model.family", "model.preset", "model.variant"))]
-    if size is not None and (text := family.size_problem(size)):
-        found.append(Problem(f"image_size: {text}", ("image_size",)))
+def _prediction_problems(config: RunConfig) -> list[Problem]:
     prediction = config.objective.prediction
-    if prediction is not None and prediction not in family.predictions:
-        found.append(
-            Problem(
-                f"objective.prediction: {family.name} cannot be trained on '{prediction}'. Possible: "
-                f"{', '.join(family.predictions)}.",
-                ("objective.prediction",),
-            )
-        )
-    if config.model.weights is None and not config.data.synthetic:
-        found.append(
-            Problem(
-                "model.weights: not given. Real data want encoders: say model.weights=random to train on random ones "
-                "(loading trained ones is not part of this version).",
-                ("model.weights", "data.synthetic"),
-            )
-        )
-    if config.model.weights not in (None, "random"):
-        found.append(
-            Problem(f"model.weights: '{config.model.weights}' cannot be loaded in this version. Possible: random.")
-        )
-    return found
+    with contextlib.suppress(ValueError):  # named by model_problems
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        if prediction is not None and prediction not in family.predictions:
+            possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
+            return [Problem(f"objective.prediction: {possible}", ("objective.prediction",))]
+    return []
 
 
 def _memory_problems(config: RunConfig) -> list[Problem]:

@@ -31,9 +31,10 @@ from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor, nn
 
+from config import Problem
 from zoo import load_family
 from zoo.objectives import Objective, ObjectiveConfig
-from zoo.spec import Family, ImageSize
+from zoo.spec import Family, ImageSize, as_size
 
 RANDOM_ENCODERS_SEED = 20221124  # any fixed number: random encoders are the same in every command and for every `seed`
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,6 +50,36 @@ class ModelConfig:
     variant: str = "stock"
     weights: str | None = None
     """Where the frozen encoders come from: `random`, or null: random where data is synthetic, else to be given."""
+
+
+def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: bool) -> list[Problem]:
+    """Return what cannot be about a family, its size and its encoders' weights.
+
+    Args:
+        image_size: as the user gave it.
+        encoders_wanted: real pictures are encoded, or their moments trained on: random weights have to be asked for.
+    """
+    found = []
+    try:
+        size = as_size(image_size)
+    except ValueError as error:
+        size = None
+        found.append(Problem(f"image_size: {error}", ("image_size",)))
+    try:
+        family = load_family(config.family, config.preset, config.variant)
+    except ValueError as error:
+        found.append(Problem(str(error), ("model.family", "model.preset", "model.variant")))
+    else:
+        if size is not None and (text := family.size_problem(size)):
+            found.append(Problem(f"image_size: {text}", ("image_size",)))
+    if config.weights is None and encoders_wanted:
+        ways = "say model.weights=random for random ones (loading trained ones is not part of this version)"
+        text = f"model.weights: not given. Real data want encoders: {ways}."
+        found.append(Problem(text, ("model.weights", "data.synthetic")))
+    elif config.weights not in (None, "random"):
+        text = f"model.weights: '{config.weights}' cannot be loaded in this version. Possible: random."
+        found.append(Problem(text, ("model.weights",)))
+    return found
 
 
 class FrozenEncoders:

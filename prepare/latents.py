@@ -40,7 +40,7 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from config import ConfigError, Problem, load, parse_command_line, to_yaml
-from model import ModelConfig
+from model import ModelConfig, model_problems
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
 from prepare.moments import mds_columns
 from prepare.parts import (
@@ -61,7 +61,6 @@ from prepare.parts import (
 )
 from prepare.places import Failed, Place, Refused, address_problem, open_place, out_problem
 from stream import HASH, Stage, read_stage
-from zoo import load_family
 from zoo.spec import ImageSize, as_size
 
 REFUSAL_WAIT_SEC = 30.0  # the launcher ends all ranks when the first one leaves: let the one that a person hears speak
@@ -109,29 +108,7 @@ def check(config: LatentsConfig) -> list[Problem]:
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many."))
-    return found + _model_problems(config)
-
-
-def _model_problems(config: LatentsConfig) -> list[Problem]:
-    found = []
-    if config.model.weights is None:
-        text = "not given. Say model.weights=random to encode with random encoders (loading trained ones is not part of"
-        found.append(Problem(f"model.weights: {text} this version).", ("model.weights",)))
-    elif config.model.weights != "random":
-        text = f"'{config.model.weights}' cannot be loaded in this version. Possible: random."
-        found.append(Problem(f"model.weights: {text}", ("model.weights",)))
-    try:
-        size = config.size
-    except ValueError as error:
-        size = None
-        found.append(Problem(f"image_size: {error}", ("image_size",)))
-    try:
-        family = load_family(config.model.family, config.model.preset, config.model.variant)
-    except ValueError as error:
-        return [*found, Problem(str(error), ("model.family", "model.preset", "model.variant"))]
-    if size is not None and (text := family.size_problem(size)):
-        found.append(Problem(f"image_size: {text}", ("image_size",)))
-    return found
+    return found + model_problems(config.model, config.image_size, encoders_wanted=True)
 
 
 def open_input(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:

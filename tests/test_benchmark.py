@@ -208,8 +208,8 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "save.keep: 0 is below 1. Possible: 1 and up.",
         "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
         "image_size: [64] is not a size. Possible: pixels, e.g. 512, or [width, height], to 16384.",
-        "model.weights: not given. Real data want encoders: say model.weights=random to train on random ones (loading "
-        "trained ones is not part of this version).",
+        "model.weights: not given. Real data want encoders: say model.weights=random for random ones (loading trained "
+        "ones is not part of this version).",
     ]
 
 

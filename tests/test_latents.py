@@ -423,9 +423,9 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
         (
             ["{in}", "{tmp}/out", "model.weights=null", "model.preset=huge"],
             [
-                "model.weights: not given. Say model.weights=random to encode with random encoders (loading trained ones "
-                "is not part of this version).",
                 "model.preset: unknown preset 'huge'. Known: full, tiny.",
+                "model.weights: not given. Real data want encoders: say model.weights=random for random ones (loading "
+                "trained ones is not part of this version).",
             ],
         ),
         (
