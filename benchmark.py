@@ -9,7 +9,7 @@ The flags of this benchmark's predecessor (`--batch_size`, `--use_synth_data`, .
 at 512 pixels, global batch 2048, 30 batches.
 
 A run with a name goes on where its newest checkpoint was taken when the same command is given again; one that is finished
-says so. SIGTERM and SIGUSR1 end it at the next batch edge, after a checkpoint if there is time for one.
+says so. Where it writes checkpoints, SIGTERM and SIGUSR1 end it at the next batch edge, after one more if there is time.
 
 Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 128 + signal after a signal, or
 Python's own for a failed run.
@@ -208,8 +208,7 @@ def _memory_problems(config: RunConfig) -> list[Problem]:
     config = resolve(config)
     assert config.device_train_microbatch_size is not None
     ranks, cost = 1 if torch.cuda.is_available() else dist.get_local_world_size(), cost_of(config)
-    on_device = config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())
-    text = preflight.memory_problem(cost, config.device_train_microbatch_size, ranks, ema=on_device)
+    text = preflight.memory_problem(cost, config.device_train_microbatch_size, ranks, ema=has_average_on_device(config))
     found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
     if config.save.every_images:
         checkpoint_gib = cost.checkpoint_gib(ema=config.ema.enabled)
@@ -217,6 +216,11 @@ def _memory_problems(config: RunConfig) -> list[Problem]:
         if text := preflight.room_problem(folder, checkpoint_gib, config.save.keep + 1):
             found.append(Problem(f"save: {text}", ("save.every_images", "save.keep", "run_folder", *MEMORY_KEYS)))
     return found
+
+
+def has_average_on_device(config: RunConfig) -> bool:
+    """True where an average of the weights takes the device's memory."""
+    return config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())
 
 
 def cost_of(config: RunConfig) -> preflight.Cost:
@@ -305,8 +309,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     gradient_norm = GradientNorm(config.optimizer.clip_norm)
     average = EMA(config.ema) if config.ema.enabled else None
     if begun.checkpoint is not None:
-        path, content = begun.checkpoint
-        restore(content, path, model=model, optimizer=optimizer, schedule=schedule, average=average)
+        restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
     if at.batch >= num_batches and (result := finished(folder, None)):
         return result
 
@@ -358,6 +361,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         run_name=run_name,
         dist_timeout=DIST_TIMEOUT_SEC,
     )
+    begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     trainer.fit()
     trainer.close()
@@ -385,7 +389,9 @@ def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
         "max_duration": config.max_duration,
         "ema": config.ema.enabled,
         "trained_parameters": cost.trained_parameters,
-        "estimated_mem_gib": cost.memory_gib(config.device_train_microbatch_size or 1, ema=config.ema.enabled),
+        "estimated_mem_gib": cost.memory_gib(
+            config.device_train_microbatch_size or 1, ema=has_average_on_device(config)
+        ),
     }
 
 
@@ -411,7 +417,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if is_speaker:
         if result["images_per_sec"] is None:
-            given = f"measure.warmup_batches: all {result['batches']} batches were warm-up, so there is no speed"
+            given = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"
             print(f"{given}. Lower it, or raise max_duration.", file=sys.stderr)
         print(result_line(result), flush=True)
     return 0

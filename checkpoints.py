@@ -164,8 +164,7 @@ def check_whole(content: Mapping[str, Any], path: Path) -> None:
 
 
 def restore(
-    content: Mapping[str, Any],
-    path: Path,
+    checkpoint: tuple[Path, Mapping[str, Any]],
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -177,7 +176,8 @@ def restore(
     Raises:
         ConfigError: lists what does not fit; nothing has been changed then.
     """
-    saved, problems = content["optimizer"], []
+    (path, content), problems = checkpoint, []
+    saved = content["optimizer"]
     if text := difference(forms(_weights(model)), forms(content["model"])):
         fix = "Use the configuration that it was made with."
         problems.append(f"{path}: its weights do not fit the model: {text}. {fix}")
@@ -300,15 +300,16 @@ class Checkpointer(Callback):
             self._signal, self._signal_at = number, time.monotonic()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        # The snapshot first: after a full checkpoint of this batch nobody would come back to write it.
+        before, now = state.previous_timestamp.sample.value, state.timestamp.sample.value
+        if _passed(self.config.snapshot_every_images, before, now):
+            self._save(state, full=False)
         if self._handlers:
             number, waited_sec = self._agree_on_signal()
             if number:
                 self._stop(state, number, waited_sec)
-        before, now = state.previous_timestamp.sample.value, state.timestamp.sample.value
         if _passed(self.config.every_images, before, now):
             self._save(state, full=True)
-        if _passed(self.config.snapshot_every_images, before, now):
-            self._save(state, full=False)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.config.every_images and self._last_batch != state.timestamp.batch.value:
@@ -372,13 +373,12 @@ class Checkpointer(Callback):
             name = stem(FULL, batch) if full else stem(WEIGHTS, images)
             try:
                 path = write(self.folder, name, content)
-            except OSError as error:
-                outcome[0] = self._failure(name, content, error)
-            else:
                 if full:
                     self.last_full, self._last_write_sec = path, time.monotonic() - begun
                     for old in listed(self.folder, FULL)[self.config.keep :]:
                         old.unlink()
+            except (OSError, RuntimeError) as error:
+                outcome[0] = self._failure(name, content, error)
         dist.broadcast_object_list(outcome)
         if outcome[0] is not None:
             self._give_back_signals()
@@ -386,12 +386,13 @@ class Checkpointer(Callback):
         if full:
             self._last_batch = state.timestamp.batch.value
 
-    def _failure(self, name: str, content: Mapping[str, Any], error: OSError) -> str:
+    def _failure(self, name: str, content: Mapping[str, Any], error: Exception) -> str:
         free_gib = shutil.disk_usage(self.folder).free / 2**30 if self.folder.exists() else 0.0
+        reason = getattr(error, "strerror", None) or error
         return (
-            f"checkpoints: {self.folder / name} ({num_bytes(content) / 2**30:.3g} GiB) cannot be written: "
-            f"{error.strerror or error}; {free_gib:.3g} GiB are free. The run stops, since it could not be resumed from "
-            f"here. The last whole checkpoint is {self.last_full}. Make room, and start the same command again."
+            f"checkpoints: {self.folder / name} ({num_bytes(content) / 2**30:.3g} GiB) cannot be written: {reason}; "
+            f"{free_gib:.3g} GiB are free. The run stops, since it could not be resumed from here. The last whole checkpoint "
+            f"is {self.last_full}. Make room, and start the same command again."
         )
 
 

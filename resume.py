@@ -162,13 +162,15 @@ def begin(folder: Path) -> Begun:
 
 
 def _on_rank_zero(work: Callable[[], Result]) -> Result:
-    """Let rank 0 do what only one may, and give all ranks its result; a ConfigError is raised on all of them."""
+    """Let rank 0 do what only one may, and give all ranks its result; what goes wrong is a ConfigError on all of them."""
     outcome: list[Any] = [None, None]
     if dist.get_global_rank() == 0:
         try:
             outcome[0] = work()
         except ConfigError as error:
             outcome[1] = error.problems
+        except OSError as error:
+            outcome[1] = [f"run_folder: {error}. Give a folder that this user may write in."]
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise ConfigError(outcome[1])

@@ -230,8 +230,8 @@ class ShardFile:
         self.names, self.sizes = reader.column_names, reader.column_sizes
         self.header = struct.Struct(f"<{sum(size is None for size in self.sizes)}I")
         with open(self.path, "rb") as file:
-            (num_rows,) = struct.unpack("<I", file.read(4))
-            self.edges = np.fromfile(file, np.uint32, num_rows + 1)
+            num_rows = int.from_bytes(file.read(4), "little")
+            self.edges = np.fromfile(file, np.uint32, reader.samples + 1)
         if num_rows != reader.samples or len(self.edges) != num_rows + 1:
             raise ShardError(f"{self.path} is damaged: it has another number of rows than index.json says. {DAMAGED}")
 
@@ -241,7 +241,7 @@ class ShardFile:
         with open(self.path, "rb", buffering=0) as file:
             for row in rows:
                 begin, end = int(self.edges[row]), int(self.edges[row + 1])
-                data = memoryview(os.pread(file.fileno(), end - begin, begin))
+                data = memoryview(os.pread(file.fileno(), max(0, end - begin), begin))
                 if len(data) != end - begin or len(data) < self.header.size:
                     raise ShardError(f"{self.path} is damaged: it ends within row {row}. {DAMAGED}")
                 varying, at, columns = iter(self.header.unpack_from(data)), self.header.size, {}

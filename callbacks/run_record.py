@@ -125,6 +125,9 @@ class RunRecord(Callback):
                 _write(self.folder / "bad_samples.jsonl", _lines(bad))  # without a line that a killed writer left
             for line in bad:
                 self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
+        shared = [(self.all_bad_samples, self._written_to)]
+        dist.broadcast_object_list(shared)
+        self.all_bad_samples, self._written_to = shared[0]  # all ranks decide alike on how many are too many
 
     def _cut_back(self, batch: int) -> list[dict[str, Any]]:
         """Leave the lines up to a batch in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""
@@ -135,6 +138,7 @@ class RunRecord(Callback):
         if rest:
             with open(self.folder / "metrics.cut.jsonl", "a") as file:
                 file.write(rest if rest.endswith("\n") else rest + "\n")
+        if rest or (text and not text.endswith("\n")):
             _write(path, _lines(kept))
         return kept
 

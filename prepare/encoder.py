@@ -47,7 +47,10 @@ class Decoded:
 
 def decode_row(reader: MDSReader, size: ImageSize, row: int) -> Decoded:
     """Read, decode, resize and crop one sample; in a thread."""
-    sample = reader[row]
+    try:
+        sample = reader[row]
+    except OSError as error:
+        raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command goes on.") from error
     try:
         caption = check_caption(sample["caption"])
         image = resize_and_crop(decode_image(sample["jpg"]), size)

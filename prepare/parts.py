@@ -13,17 +13,19 @@ with its part.json is done and never made again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from filelock import Timeout
 from streaming import MDSWriter
 from streaming.base.util import bytes_to_int
 
@@ -245,7 +247,7 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
     name = part_name(number)
     work = place.scratch / name
     # A writer that outlived its command (a rank whose launcher was killed) may still be at this part: wait for it.
-    with place.lock(name, PATIENCE_SEC):
+    with _turn(place, name):
         if f"{name}/{PART_FILE}" in place.names(f"{name}/"):
             return _read_part(place, plan, number)[0]
         shutil.rmtree(work, ignore_errors=True)  # what a killed writer left
@@ -266,6 +268,20 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
         }
         place.put_bytes(f"{name}/{PART_FILE}", (json.dumps(content, indent=1) + "\n").encode())
         return part.account
+
+
+@contextlib.contextmanager
+def _turn(place: Place, name: str) -> Iterator[None]:
+    """Hold a part's lock. Raises Failed: somebody has had it for too long."""
+    lock = place.lock(name, PATIENCE_SEC)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise Failed(f"OUT: another process has been making {place.address}/{name} for too long. {GO_ON}.") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _read_part(place: Place, plan: Plan, number: int) -> tuple[Account, dict[str, Any]]:

@@ -119,8 +119,26 @@ def _key_and_suffix(name: str) -> tuple[str, str] | None:
     return (str(path.with_name(stem)), suffix) if stem and suffix in SUFFIXES else None
 
 
+class StrictInfo(tarfile.TarInfo):
+    """A member's header that says when a tar ends too early: tarfile itself takes that for its end, without a word."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        at = tar.offset
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:
+            raise  # the block that ends a tar
+        except tarfile.EmptyHeaderError as error:
+            if at == 0:
+                raise
+            raise tarfile.ReadError("no end of archive") from error
+        except tarfile.InvalidHeaderError as error:
+            raise tarfile.ReadError("damaged header") from error
+
+
 def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[str, str, bytes]]:
-    with tarfile.open(source, mode="r|*") as tar:
+    with tarfile.open(source, mode="r|*", tarinfo=StrictInfo) as tar:
         for member in tar:
             if member.isdir():
                 continue

@@ -111,7 +111,7 @@ def test_the_predecessors_flags_run_as_their_users_mean_them(tmp_path, capsys, s
     printed = capsys.readouterr()
     assert summary["images_per_sec"] is None and "images_per_sec=none" in printed.out
     assert printed.err.endswith(
-        "measure.warmup_batches: all 2 batches were warm-up, so there is no speed. Lower it, or raise max_duration.\n"
+        "measure.warmup_batches: of 2 batches none was measured here after the warm-up. Lower it, or raise max_duration.\n"
     )
 
 

@@ -455,7 +455,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_stops_the_run_with_the_
     monkeypatch.setattr(checkpoint_files.DigestingFile, "flush", full_disk, raising=True)
     monkeypatch.setattr(checkpoint_files.os, "fsync", lambda descriptor: full_disk(None))
     with pytest.raises(OSError) as error:
-        main(*words_of(begun, "a", "max_duration=12ba"))
+        main(*words_of(begun, "a", "max_duration=12ba", "save.snapshot_every_images=0"))
     text = str(error.value)
     named = re.escape(f"checkpoints: {begun}/a/checkpoints/full-ba000000000012")
     assert re.match(

@@ -173,9 +173,11 @@ def test_no_logger_is_forced(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        ".lock",
         "config.yaml",
         "environment.json",
         "metrics.jsonl",
+        "starts.jsonl",
         "summary.json",
     ]
 

@@ -460,6 +460,26 @@ def test_a_tar_that_lies_about_sizes_or_has_a_broken_header_costs_itself_and_no_
     assert "sources with a fault: 3 (cannot be read to its end: 1, has no sample: 2); files of no sample: 2" in last
 
 
+@pytest.mark.parametrize("damage", ["header", "cut at a member's edge", "no end"])
+def test_a_tar_that_ends_too_early_is_named_and_not_taken_for_a_shorter_one(tmp_path, capsys, damage):
+    tar = write_tar(tmp_path / "in.tar", {f"{n}": {"jpg": picture(n), "txt": b"x"} for n in range(10)})
+    with tarfile.open(tar) as whole:
+        edge = next(member.offset for member in whole if member.name == "4.jpg")
+        end = max(member.offset_data + 512 for member in whole)
+    data = bytearray(tar.read_bytes())
+    if damage == "header":
+        data[edge + 148] ^= 1  # its checksum
+    else:
+        del data[edge if damage.startswith("cut") else end :]
+    tar.write_bytes(data)
+    assert shards.main([str(tar), str(tmp_path / "out"), "workers=1"]) == 0
+    written = 10 if damage == "no end" else 4
+    assert len(rows(tmp_path / "out")) == written
+    assert (
+        f"wrote {written}, skipped 0; sources with a fault: 1 (cannot be read to its end: 1)" in capsys.readouterr().out
+    )
+
+
 def test_a_disk_that_fails_once_does_not_become_a_finished_part(tmp_path, capsys, monkeypatch):
     for number in range(2):
         write_tar(tmp_path / "in" / f"{number}.tar", {f"{number}": sample_files(number)})

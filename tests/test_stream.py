@@ -219,6 +219,7 @@ def test_a_shard_that_left_the_cache_is_fetched_again(moments, tmp_path):
             lambda data: b"\5" + data[1:],
             "{shard} is damaged: it has another number of rows than index.json says. {again}",
         ),
+        (lambda data: b"", "{shard} is damaged: it has another number of rows than index.json says. {again}"),
         (lambda data: data[:8], "{shard} is damaged: it has another number of rows than index.json says. {again}"),
     ],
 )
