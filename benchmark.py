@@ -251,9 +251,7 @@ def resolve(config: RunConfig) -> RunConfig:
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or device_batch,
         model=dataclasses.replace(config.model, weights=config.model.weights or "random"),
-        objective=dataclasses.replace(
-            config.objective, prediction=config.objective.prediction or family.predictions[0]
-        ),
+        objective=config.objective.filled(family.objective),
     )
 
 
@@ -277,7 +275,12 @@ def train(config: RunConfig) -> dict[str, Any]:
     # Model.
     cost = cost_of(config)
     model = build_model(
-        config.model, config.objective, size=config.size, normalize=config.data.normalize, seed=config.seed
+        config.model,
+        config.objective,
+        size=config.size,
+        normalize=config.data.normalize,
+        posterior=config.data.posterior,
+        seed=config.seed,
     )
     stage = None if config.data.synthetic else read_stage(config.data.location)
     check_encoders(stage, model.encoders.fingerprints)

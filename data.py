@@ -72,6 +72,8 @@ class DataConfig:
     shuffle: bool = True
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] as in the MLPerf reference."""
+    posterior: Literal["sample", "mean"] = "sample"
+    """The latent of an image: drawn from the VAE's posterior anew at each reading, or always its mean."""
     max_bad_samples: int = 100
     """A run with more unusable samples than this stops."""
 

@@ -128,6 +128,7 @@ class LatentDiffusion(ComposerModel):
         encoders: the frozen networks.
         size: (width, height) of the images, px.
         normalize: "symmetric" or "unit", see `normalize_images`.
+        posterior: "sample" or "mean": what of the VAE's posterior is the latent.
         caption_dropout: fraction of captions replaced by the empty one in training.
     """
 
@@ -140,6 +141,7 @@ class LatentDiffusion(ComposerModel):
         *,
         size: ImageSize,
         normalize: str,
+        posterior: str = "sample",
         caption_dropout: float,
     ):
         super().__init__()
@@ -149,6 +151,7 @@ class LatentDiffusion(ComposerModel):
         self.encoders = encoders
         self.latent_shape = family.latent_shape(size)
         self.normalize = normalize
+        self.posterior = posterior
         self.caption_dropout = caption_dropout
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.device = torch.device("cpu")
@@ -203,7 +206,10 @@ class LatentDiffusion(ComposerModel):
         else:
             images = normalize_images(batch["images"], self.normalize).to(self.encoders.dtype)
             moments = self.family.encode_images(self.encoders.modules, images)
-        latents = self.family.sample_latents(moments.float(), batch["posterior_noise"])
+        noise = batch["posterior_noise"]
+        if self.posterior == "mean":
+            noise = torch.zeros_like(noise)
+        latents = self.family.sample_latents(moments.float(), noise)
 
         dropped = batch["caption_dropped"][:, None]
         text = {name: torch.where(dropped, empty, batch[name]) for name, empty in self.empty_text.items()}
@@ -235,7 +241,13 @@ class LatentDiffusion(ComposerModel):
 
 
 def build_model(
-    config: ModelConfig, objective: ObjectiveConfig, *, size: ImageSize, normalize: str, seed: int
+    config: ModelConfig,
+    objective: ObjectiveConfig,
+    *,
+    size: ImageSize,
+    normalize: str,
+    posterior: str = "sample",
+    seed: int,
 ) -> LatentDiffusion:
     """Build a model on the CPU: the denoiser's weights from `seed`, random encoders from a seed of their own."""
     family = load_family(config.family, config.preset, config.variant)
@@ -243,6 +255,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         denoiser = family.build_denoiser()
+    objective = objective.filled(family.objective)
     return LatentDiffusion(
         family,
         family.build_objective(objective),
@@ -250,6 +263,7 @@ def build_model(
         encoders,
         size=size,
         normalize=normalize,
+        posterior=posterior,
         caption_dropout=objective.caption_dropout,
     )
 

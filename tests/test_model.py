@@ -129,6 +129,31 @@ def test_moments_give_the_same_latents_as_images():
     assert condition["text"].shape == (4, 77, 16)
 
 
+def test_the_posterior_is_drawn_at_every_reading_or_its_mean_is_taken_by_key():
+    model = tiny()
+    moments = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    batch = {"moments": moments, "tokens": images_batch(2)["tokens"]}
+    first, second = (model.encode(drawn(model, batch, seed))[0] for seed in (1, 2))
+    noise = drawn(model, batch, 1)["posterior_noise"]
+    mean, std = moments[:, :4], torch.exp(0.5 * moments[:, 4:])
+    torch.testing.assert_close(first, (mean + std * noise) * 0.18215)
+    assert not torch.equal(first, second)
+    model.posterior = "mean"
+    assert torch.equal(model.encode(drawn(model, batch, 1))[0], mean * 0.18215)
+
+
+def test_each_variant_fills_in_its_own_objective_where_nothing_is_said():
+    def objective(variant: str, **given) -> tuple[str, float]:
+        config = ModelConfig(preset="tiny", variant=variant)
+        model = build_model(config, ObjectiveConfig(**given), size=SIZE, normalize="symmetric", seed=0)
+        return model.objective.prediction, model.caption_dropout
+
+    assert objective("stock") == objective("sd15") == ("epsilon", 0.1)
+    assert objective("mlperf") == ("v", 0.0)
+    assert objective("mlperf", prediction="epsilon", caption_dropout=0.2) == ("epsilon", 0.2)
+    assert objective("stock", caption_dropout=0.0) == ("epsilon", 0.0)
+
+
 def test_dropped_captions_become_the_empty_caption_and_the_others_stay():
     model = tiny(caption_dropout=0.5)
     batch = drawn(model, images_batch(64))

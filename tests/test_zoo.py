@@ -7,21 +7,22 @@ import torch
 
 from zoo import FAMILIES, load_family
 from zoo.objectives import ObjectiveConfig
-from zoo.sd2 import LATENT_SCALE
+from zoo.sd2 import ARCHITECTURES, END_TOKEN, LATENT_SCALE
 from zoo.spec import as_size
 
 SIZES = [(64, 64), (96, 64)]
+MEMBERS = [("sd2", variant) for variant in ARCHITECTURES]
 
 
 def num_parameters(*modules: torch.nn.Module) -> int:
     return sum(p.numel() for module in modules for p in module.parameters())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "variant"), MEMBERS)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_family_goes_from_its_columns_to_a_prediction(name, size):
+def test_every_family_goes_from_its_columns_to_a_prediction(name, variant, size):
     """The whole path on tiny(): the shapes and types are those that the columns promise."""
-    family = load_family(name, "tiny", "stock")
+    family = load_family(name, "tiny", variant)
     torch.manual_seed(0)
     encoders, denoiser = family.build_encoders(), family.build_denoiser()
     images, moments = family.columns("images", size)["images"], family.columns("moments", size)["moments"]
@@ -43,9 +44,9 @@ def test_every_family_goes_from_its_columns_to_a_prediction(name, size):
     assert prediction.shape == latents.shape
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_tiny_family_has_under_two_million_parameters_with_its_encoders(name):
-    family = load_family(name, "tiny", "stock")
+@pytest.mark.parametrize(("name", "variant"), MEMBERS)
+def test_every_tiny_family_has_under_two_million_parameters_with_its_encoders(name, variant):
+    family = load_family(name, "tiny", variant)
     assert num_parameters(family.build_denoiser(), *family.build_encoders().values()) < 2_000_000
 
 
@@ -54,7 +55,7 @@ def test_what_a_family_does_not_know_is_refused_with_what_it_knows(name):
     family = load_family(name, "tiny", "stock")
     with pytest.raises(ValueError, match=f"^data.stage: {name} has no stage 'films'. Known: images, moments.$"):
         family.columns("films", (64, 64))
-    with pytest.raises(ValueError, match=f"^model.variant: {name} has no variant 'x'. Known: stock.$"):
+    with pytest.raises(ValueError, match=f"^model.variant: {name} has no variant 'x'. Known: stock, mlperf, sd15.$"):
         load_family(name, "tiny", "x")
     with pytest.raises(ValueError, match="^model.preset: unknown preset 'huge'. Known: full, tiny.$"):
         load_family(name, "huge", "stock")
@@ -69,20 +70,88 @@ def test_an_unknown_family_lists_the_known_ones():
         load_family("sd3", "tiny", "stock")
 
 
-def test_sd2_has_the_published_number_of_parameters():
-    """865,910,724: the SD2 UNet's figure, e.g. in NVIDIA's MLPerf submission."""
+# UNet, VAE, text encoder. 865,910,724: e.g. NVIDIA's MLPerf submission; 859,520,964 and 123,060,480: SD 1.5's files.
+SIZES_OF_SD2 = {
+    "stock": (865_910_724, 83_653_863, 340_387_840),
+    "mlperf": (865_910_724, 83_653_863, 340_387_840),
+    "sd15": (859_520_964, 83_653_863, 123_060_480),
+}
+
+
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_sd2_has_the_published_number_of_parameters(variant):
     with torch.device("meta"):
-        family = load_family("sd2", "full", "stock")
+        family = load_family("sd2", "full", variant)
         denoiser, encoders = family.build_denoiser(), family.build_encoders()
-    assert num_parameters(denoiser) == 865_910_724
+    parts = (denoiser, encoders["vae"], encoders["text"])
+    assert tuple(num_parameters(part) for part in parts) == SIZES_OF_SD2[variant]
     assert encoders["vae"].config.scaling_factor == LATENT_SCALE
-    assert (encoders["text"].config.hidden_size, encoders["text"].config.num_hidden_layers) == (1024, 23)
+    sizes = {"sd15": (768, 12, "quick_gelu")}.get(variant, (1024, 23, "gelu"))
+    text = encoders["text"].config
+    assert (text.hidden_size, text.num_hidden_layers, text.hidden_act) == sizes
 
 
-def test_tiny_sd2_has_the_block_types_of_the_full_one():
+@pytest.mark.parametrize(("preset", "groups"), [("full", 16), ("tiny", 4)])
+def test_the_norms_of_mlperf_are_the_references(preset, groups):
+    """16 groups, eps 1e-5 in residual blocks and the output norm; 32 groups, eps 1e-6 before each transformer."""
+    with torch.device("meta"):
+        unet = load_family("sd2", preset, "mlperf").build_denoiser()
+    norms = {name: (m.num_groups, m.eps) for name, m in unet.named_modules() if isinstance(m, torch.nn.GroupNorm)}
+    of_transformers = {name for name in norms if ".attentions." in name}
+    assert len(of_transformers) == 16 and len(norms) == 16 + 2 * 22 + 1
+    for name, norm in norms.items():
+        assert norm == ((2 * groups, 1e-6) if name in of_transformers else (groups, 1e-5)), name
+
+
+def test_mlperf_starts_from_zero_where_the_reference_does_and_from_torchs_default_elsewhere():
+    """torch: weights and biases uniform in +-1/sqrt(fan-in), norms 1 and 0."""
+    torch.manual_seed(0)
+    family = load_family("sd2", "tiny", "mlperf")
+    unet = family.build_denoiser()
+    layers = {
+        name: m
+        for name, m in unet.named_modules()
+        if isinstance(m, torch.nn.Conv2d | torch.nn.Linear | torch.nn.GroupNorm)
+    }
+    zero = {name for name, m in layers.items() if not m.weight.any()}
+    expected = {n for n in layers if n.endswith("conv2") or (n.endswith("proj_out") and ".attentions." in n)}
+    assert zero == expected | {"conv_out"} and len(zero) == 22 + 16 + 1
+    for name, layer in layers.items():
+        if name in zero:
+            assert layer.bias is None or not layer.bias.any()
+        elif isinstance(layer, torch.nn.GroupNorm):
+            assert torch.all(layer.weight == 1) and not layer.bias.any()
+        else:
+            bound = layer.weight[0].numel() ** -0.5
+            assert layer.weight.abs().max() <= bound
+            # The standard deviation of that uniform distribution, within five of its own standard errors.
+            assert abs(layer.weight.std() * 3**0.5 / bound - 1) < 5 * (0.2 / layer.weight.numel()) ** 0.5
+    noise = torch.randn(1, 4, 8, 8)
+    assert not family.denoise(unet, noise, torch.tensor([3]), {"text": torch.randn(1, 77, 16)}).any()
+
+
+def test_sd15_sees_captions_filled_up_with_the_end_mark():
+    """Its tokenizer pads with 49407 where open_clip's pads with 0; batches and stored tokens are alike for all variants."""
+    from transformers import CLIPTextModel
+
+    family = load_family("sd2", "tiny", "sd15")
+    text = family.build_encoders()["text"].eval()
+    assert isinstance(text, CLIPTextModel)
+    tokens = family.tokenize(["a cat", "", "word " * 200])["tokens"]
+    assert torch.equal(tokens, load_family("sd2", "tiny", "stock").tokenize(["a cat", "", "word " * 200])["tokens"])
+    padded = tokens.clone()
+    padded[0, 4:], padded[1, 2:] = END_TOKEN, END_TOKEN
+    with torch.no_grad():
+        states = family.encode_text({"text": text}, {"tokens": tokens})["text"]
+        assert torch.equal(states, text(input_ids=padded).last_hidden_state)
+        assert not torch.equal(states, text(input_ids=tokens).last_hidden_state)
+
+
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_tiny_sd2_has_the_block_types_of_the_full_one(variant):
     def types(preset: str) -> set[type]:
         with torch.device("meta"):
-            family = load_family("sd2", preset, "stock")
+            family = load_family("sd2", preset, variant)
             modules = [family.build_denoiser(), *family.build_encoders().values()]
         return {type(part) for module in modules for part in module.modules()}
 

@@ -8,8 +8,10 @@ Shapes: B batch, C latent channels, h w latent height and width, T steps of the 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,21 +22,26 @@ class ObjectiveConfig:
     """The `objective` section of a run."""
 
     prediction: str | None = None
-    """What the network predicts: epsilon or v. null: the family's own."""
+    """What the network predicts: epsilon or v. null: the variant's own."""
     weighting: Literal["none", "min_snr"] = "none"
     min_snr_gamma: float = 5.0
     timesteps: Literal["uniform"] = "uniform"
-    caption_dropout: float = 0.1
-    """Fraction of captions replaced by the empty one, so that guidance has an unconditional model to lean on."""
+    caption_dropout: float | None = None
+    """Fraction of captions replaced by the empty one, so that guidance has an unconditional model to lean on. null: the
+    variant's own."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every value that cannot be."""
         found = []
-        if not 0.0 <= self.caption_dropout <= 1.0:
+        if self.caption_dropout is not None and not 0.0 <= self.caption_dropout <= 1.0:
             found.append(("objective.caption_dropout", f"{self.caption_dropout} is not a fraction. Possible: 0 to 1."))
         if not self.min_snr_gamma > 0.0:
             found.append(("objective.min_snr_gamma", f"{self.min_snr_gamma} is not above 0. Usual: 5."))
         return found
+
+    def filled(self, own: Mapping[str, Any]) -> ObjectiveConfig:
+        """Return it with a variant's own values for what is null."""
+        return dataclasses.replace(self, **{key: value for key, value in own.items() if getattr(self, key) is None})
 
 
 class Objective(Protocol):

@@ -2,13 +2,21 @@
 
 Rombach et al. 2022 (arXiv:2112.10752) and the configuration of stabilityai/stable-diffusion-2-base.
 
-Shapes: B batch, H W image height and width in px, L = 77 text tokens, D text width (1024).
+    variant   the network                                                           trained on   captions dropped
+    stock     diffusers' UNet2DConditionModel as it is: published weights fit it    epsilon      10 %
+    mlperf    MLPerf Training's: 16 groups in the residual blocks' norms, the last  v            none
+              layer of every block starts at zero
+    sd15      Stable Diffusion 1.5: CLIP ViT-L text states, convolutions around     epsilon      10 %
+              the transformers, 8 heads at every width
+
+Shapes: B batch, H W image height and width in px, L = 77 text tokens, D text width (1024; sd15: 768).
     images (B, 3, H, W) -> moments (B, 8, H/8, W/8) -> latents (B, 4, H/8, W/8), e.g. (B, 4, 64, 64) at 512 px
-    tokens (B, 77) -> text (B, 77, 1024)
+    tokens (B, 77) -> text (B, 77, D)
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +31,28 @@ LATENT_SCALE = 0.18215  # 1 / standard deviation of SD's latents; Rombach et al.
 PIXELS_PER_LATENT = 8
 NUM_TOKENS = 77
 VOCABULARY = 49408  # of OpenCLIP's byte-pair encoder
+END_TOKEN = VOCABULARY - 1
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Constructor arguments of the three networks."""
+    """Constructor arguments of the three networks, and what they cannot say."""
 
     unet: dict[str, Any]
     vae: dict[str, Any]
     text: dict[str, Any]
+    transformer_norm_groups: int | None = None
+    """Groups of the transformers' input norms where they are not those of the residual blocks."""
+    zero_init: bool = False
+    """Start the last layer of every residual block, transformer and of the network at zero."""
+    pads_with_end: bool = False
+    """The text encoder was trained on captions filled up with the end mark instead of 0."""
+
+    def but(self, *, unet: dict[str, Any] | None = None, text: dict[str, Any] | None = None, **others) -> Architecture:
+        """Return this one with some arguments changed."""
+        return dataclasses.replace(
+            self, unet={**self.unet, **(unet or {})}, text={**self.text, **(text or {})}, **others
+        )
 
 
 FULL = Architecture(
@@ -40,10 +61,13 @@ FULL = Architecture(
         attention_head_dim=(5, 10, 20, 20),  # diffusers' name for the number of heads; every head is 64 wide
         cross_attention_dim=1024,
         norm_num_groups=32,
+        use_linear_projection=True,
     ),
     vae=dict(block_out_channels=(128, 256, 512, 512), norm_num_groups=32),
     # 23 of ViT-H-14's 24 blocks, then its final layer norm: "penultimate", as SD2 uses it.
-    text=dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=23, num_attention_heads=16),
+    text=dict(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=23, num_attention_heads=16, hidden_act="gelu"
+    ),
 )
 # The same code and block types. 1.98 M parameters with both encoders, of which the token table is 0.79 M.
 TINY = Architecture(
@@ -52,21 +76,47 @@ TINY = Architecture(
         attention_head_dim=(2, 2, 2, 2),
         cross_attention_dim=16,
         norm_num_groups=8,
+        use_linear_projection=True,
     ),
     vae=dict(block_out_channels=(8, 16, 16, 16), norm_num_groups=8),
-    text=dict(hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2),
+    text=dict(hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, hidden_act="gelu"),
 )
-PRESETS = {"full": FULL, "tiny": TINY}
-VARIANTS = ("stock",)
+# mlcommons/training, retired_benchmarks/stable_diffusion: openaimodel.py, attention.py, util.py of its ldm/modules
+MLPERF = FULL.but(unet=dict(norm_num_groups=16), transformer_norm_groups=32, zero_init=True)
+MLPERF_TINY = TINY.but(unet=dict(norm_num_groups=4), transformer_norm_groups=8, zero_init=True)
+# The text tower of CLIP ViT-L-14 to its end, and CompVis/stable-diffusion's v1-inference.yaml
+SD15 = FULL.but(
+    unet=dict(use_linear_projection=False, attention_head_dim=8, cross_attention_dim=768),
+    text=dict(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, hidden_act="quick_gelu"
+    ),
+    pads_with_end=True,
+)
+SD15_TINY = TINY.but(
+    unet=dict(use_linear_projection=False, cross_attention_dim=12),
+    text=dict(hidden_size=12, intermediate_size=48, hidden_act="quick_gelu"),
+    pads_with_end=True,
+)
+ARCHITECTURES = {
+    "stock": {"full": FULL, "tiny": TINY},
+    "mlperf": {"full": MLPERF, "tiny": MLPERF_TINY},
+    "sd15": {"full": SD15, "tiny": SD15_TINY},
+}
+OBJECTIVES = {
+    "stock": dict(prediction="epsilon", caption_dropout=0.1),
+    "mlperf": dict(prediction="v", caption_dropout=0.0),
+    "sd15": dict(prediction="epsilon", caption_dropout=0.1),
+}
 
 
 def build(preset: str, variant: str) -> SD2:
     """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
-    if preset not in PRESETS:
-        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(PRESETS)}.")
-    if variant not in VARIANTS:
-        raise ValueError(f"model.variant: sd2 has no variant '{variant}'. Known: {', '.join(VARIANTS)}.")
-    return SD2(PRESETS[preset], variant)
+    if variant not in ARCHITECTURES:
+        raise ValueError(f"model.variant: sd2 has no variant '{variant}'. Known: {', '.join(ARCHITECTURES)}.")
+    presets = ARCHITECTURES[variant]
+    if preset not in presets:
+        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(presets)}.")
+    return SD2(presets[preset], variant, OBJECTIVES[variant])
 
 
 class SD2:
@@ -75,9 +125,10 @@ class SD2:
     name = "sd2"
     predictions = ("epsilon", "v")
 
-    def __init__(self, architecture: Architecture, variant: str):
+    def __init__(self, architecture: Architecture, variant: str, objective: Mapping[str, Any]):
         self.architecture = architecture
         self.variant = variant
+        self.objective = objective
 
     def size_problem(self, size: ImageSize) -> str | None:
         if all(side > 0 and side % PIXELS_PER_LATENT == 0 for side in size):
@@ -101,10 +152,23 @@ class SD2:
 
     def build_denoiser(self) -> nn.Module:
         from diffusers import UNet2DConditionModel
+        from diffusers.models import Transformer2DModel
+        from diffusers.models.resnet import ResnetBlock2D
 
-        return UNet2DConditionModel(
-            in_channels=4, out_channels=4, layers_per_block=2, use_linear_projection=True, **self.architecture.unet
-        )
+        unet = UNet2DConditionModel(in_channels=4, out_channels=4, layers_per_block=2, **self.architecture.unet)
+        ends: list[nn.Module] = [unet.conv_out]
+        for module in unet.modules():
+            if isinstance(module, ResnetBlock2D):
+                ends.append(module.conv2)
+            elif isinstance(module, Transformer2DModel):
+                ends.append(module.proj_out)
+                if self.architecture.transformer_norm_groups is not None:
+                    channels = module.norm.num_channels
+                    module.norm = nn.GroupNorm(self.architecture.transformer_norm_groups, channels, eps=1e-6)
+        if self.architecture.zero_init:
+            for parameter in (p for module in ends for p in module.parameters()):
+                nn.init.zeros_(parameter)
+        return unet
 
     def build_encoders(self) -> dict[str, nn.Module]:
         from diffusers import AutoencoderKL
@@ -119,13 +183,11 @@ class SD2:
             scaling_factor=LATENT_SCALE,
             **self.architecture.vae,
         )
-        config = CLIPTextConfig(
-            vocab_size=VOCABULARY, max_position_embeddings=NUM_TOKENS, hidden_act="gelu", **self.architecture.text
-        )
+        config = CLIPTextConfig(vocab_size=VOCABULARY, max_position_embeddings=NUM_TOKENS, **self.architecture.text)
         return {"vae": vae, "text": CLIPTextModel(config)}
 
     def build_objective(self, config: ObjectiveConfig) -> DiscreteDiffusion:
-        prediction = config.prediction or self.predictions[0]
+        prediction = config.filled(self.objective).prediction
         if prediction not in self.predictions:
             raise ValueError(
                 f"objective.prediction: sd2 cannot be trained on '{prediction}'. Possible: {', '.join(self.predictions)}."
@@ -148,7 +210,10 @@ class SD2:
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 77) -> (B, 77, D)
-        return {"text": encoders["text"](input_ids=batch["tokens"].long()).last_hidden_state}
+        tokens = batch["tokens"].long()
+        if self.architecture.pads_with_end:  # batches are always padded with 0, as open_clip does it
+            tokens = torch.where((tokens == END_TOKEN).cumsum(dim=1) > 0, END_TOKEN, tokens)
+        return {"text": encoders["text"](input_ids=tokens).last_hidden_state}
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
         return denoiser(noisy, times, encoder_hidden_states=condition["text"], return_dict=False)[0]

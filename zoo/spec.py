@@ -65,7 +65,9 @@ class Family(Protocol):
     name: str
     variant: str
     predictions: tuple[str, ...]
-    """Targets that the family can be trained on; the first is its own."""
+    """Targets that the family can be trained on."""
+    objective: Mapping[str, Any]
+    """Key of the `objective` section -> the variant's own value, for what a configuration leaves null."""
 
     def size_problem(self, size: ImageSize) -> str | None:
         """Say why images of this size cannot be trained on, or None."""
