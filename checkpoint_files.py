@@ -81,16 +81,16 @@ def write(folder: Path, name: str, content: Mapping[str, Any]) -> Path:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(folder)
+    to_disk(folder)
     for other in folder.glob(f"{name}-*.pt"):
         if other != path:  # of a life of the run that was cut back to before this batch
             other.unlink()
     return path
 
 
-def _sync(folder: Path) -> None:
-    """Bring a folder's entries to the disk: a rename is not there before."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def to_disk(path: Path) -> None:
+    """Bring a file's bytes, or a folder's entries, to the disk: a rename is not there before."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -24,6 +24,7 @@ from streaming.base.storage import upload
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, CloudDownloader
 from streaming.base.util import retry
 
+from checkpoint_files import to_disk
 from preflight import unwritable
 from stream import is_remote
 
@@ -160,17 +161,9 @@ class Folder(Place):
     def put(self, name: str, file: Path) -> None:
         target = self.path / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        _to_disk(file)
+        to_disk(file)
         file.replace(target)
-        _to_disk(target.parent)  # the rename: a part's last file must not be there before the others
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        to_disk(target.parent)  # the rename: a part's last file must not be there before the others
 
 
 class Store(Place):
