@@ -1,0 +1,195 @@
+"""Where a network's tensors stand in published weights: our modules' names, and those of LDM files.
+
+Published weights are one of two things. A diffusers folder has a folder a network, with our modules' own names in it. An LDM
+file (CompVis, Stability: `512-base-ema.ckpt`, `v1-5-pruned-emaonly.safetensors`) has all networks in one dictionary, under
+the names of the program that trained them. `source` of a `Network` is the one table between the two: our name -> the file's.
+
+    our module (diffusers, transformers)          LDM file
+    vae    encoder.down_blocks.1.resnets.0.conv1  first_stage_model.encoder.down.1.block.0.conv1
+           decoder.up_blocks.0.resnets.0.conv1    first_stage_model.decoder.up.3.block.0.conv1     counted the other way round
+    text   ...layers.0.self_attn.k_proj.weight    cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight, part 2
+    unet   up_blocks.1.upsamplers.0.conv          model.diffusion_model.output_blocks.5.2.conv
+
+Names were checked against diffusers' converter and OpenCLIP's modules (tests/test_ldm.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
+NOTHING = re.compile(r"(?!)")
+POSITION_IDS = re.compile(r"text_model\.embeddings\.position_ids")  # 0 .. 76, a weight only for old transformers
+
+# Of config.json, what no tensor's shape shows
+VAE_FACTS = ("scaling_factor", "norm_num_groups", "act_fn")
+UNET_FACTS = ("attention_head_dim", "norm_num_groups", "act_fn", "flip_sin_to_cos", "freq_shift")
+TEXT_FACTS = ("hidden_act", "num_attention_heads", "layer_norm_eps")
+UNET_RESNET = dict(norm1="in_layers.0", conv1="in_layers.2", norm2="out_layers.0", conv2="out_layers.3")
+UNET_RESNET |= dict(time_emb_proj="emb_layers.1", conv_shortcut="skip_connection")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor's place: the name in the file and, where `parts` > 1, which of so many equal slices of dimension 0."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where one network lies. Made for a module by `vae`, `unet`, `open_clip_text` or `clip_text`.
+
+    folder: in a diffusers folder, e.g. "vae"; stems: of its .safetensors and of its .bin there.
+    prefix: in an LDM file, e.g. "first_stage_model."; source: our tensor's name -> its place after the prefix.
+    unused: names after the prefix that an LDM file may have and this network has no use for.
+    facts: key of the folder's config.json -> the value that our module has, for what no tensor's shape shows.
+    contradiction: the names after the prefix -> why they are another model's although all may be there, or None.
+    """
+
+    folder: str
+    stems: tuple[str, str]
+    prefix: str
+    source: Callable[[str], Source]
+    unused: re.Pattern[str]
+    facts: Mapping[str, Any]
+    contradiction: Callable[[Collection[str]], str | None] = lambda names: None
+
+
+def vae(module: nn.Module) -> Network:
+    """Return the place of an AutoencoderKL of any depth and width."""
+    levels = len(module.config.block_out_channels)
+    rules = (
+        (r"down_blocks\.(\d+)\.resnets", r"down.\1.block"),
+        (r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample"),
+        (r"up_blocks\.(\d+)\.resnets", lambda m: f"up.{levels - 1 - int(m[1])}.block"),
+        (r"up_blocks\.(\d+)\.upsamplers\.0", lambda m: f"up.{levels - 1 - int(m[1])}.upsample"),
+        (r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}"),
+        (r"mid_block\.attentions\.0", "mid.attn_1"),
+        (r"attn_1\.group_norm", "attn_1.norm"),
+        (r"attn_1\.to_([qkv])", r"attn_1.\1"),
+        (r"attn_1\.to_out\.0", "attn_1.proj_out"),
+        (r"conv_shortcut", "nin_shortcut"),
+        (r"conv_norm_out", "norm_out"),
+    )
+    return Network(
+        folder="vae",
+        stems=("diffusion_pytorch_model", "diffusion_pytorch_model"),
+        prefix="first_stage_model.",
+        source=lambda name: Source(_renamed(name, rules)),
+        unused=re.compile(r"loss\.|model_ema\."),
+        facts={key: getattr(module.config, key) for key in VAE_FACTS},
+    )
+
+
+def unet(module: nn.Module) -> Network:
+    """Return the place of Stable Diffusion's UNet2DConditionModel (1.x, 2) of any depth and width.
+
+    The LDM file counts what lies between two skip connections: input block 0 is the first convolution, then each level has
+    its layers and a downsampler; the output blocks have one layer more a level, and the upsampler is the last of the level's
+    last block: at index 2 where that block has an attention, else 1.
+    """
+    stride = module.config.layers_per_block + 1
+    has_attention = ["Attn" in kind for kind in module.config.up_block_types]
+
+    def block(match: re.Match[str]) -> str:
+        way, level, kind, layer = match.groups()
+        index = stride * int(level) + int(layer)
+        place = f"input_blocks.{1 + index}" if way == "down" else f"output_blocks.{index}"
+        return f"{place}.{int(kind == 'attentions')}"
+
+    def upsampler(match: re.Match[str]) -> str:
+        level = int(match[1])
+        return f"output_blocks.{stride * level + stride - 1}.{1 + has_attention[level]}"
+
+    rules = (
+        (r"(resnets\.\d+)\.(\w+)", lambda m: f"{m[1]}.{UNET_RESNET[m[2]]}"),
+        (r"^(down|up)_blocks\.(\d+)\.(resnets|attentions)\.(\d+)", block),
+        (r"^down_blocks\.(\d+)\.downsamplers\.0\.conv", lambda m: f"input_blocks.{stride * int(m[1]) + stride}.0.op"),
+        (r"^up_blocks\.(\d+)\.upsamplers\.0", upsampler),
+        (r"^mid_block\.resnets\.(\d)", lambda m: f"middle_block.{2 * int(m[1])}"),
+        (r"^mid_block\.attentions\.0", "middle_block.1"),
+        (r"^time_embedding\.linear_1", "time_embed.0"),
+        (r"^time_embedding\.linear_2", "time_embed.2"),
+        (r"^conv_in", "input_blocks.0.0"),
+        (r"^conv_norm_out", "out.0"),
+        (r"^conv_out", "out.2"),
+    )
+    return Network(
+        folder="unet",
+        stems=("diffusion_pytorch_model", "diffusion_pytorch_model"),
+        prefix="model.diffusion_model.",
+        source=lambda name: Source(_renamed(name, rules)),
+        unused=NOTHING,
+        facts={key: getattr(module.config, key) for key in UNET_FACTS},
+    )
+
+
+def open_clip_text(module: nn.Module) -> Network:
+    """Return the place of a CLIPTextModel that is all but the last block of an OpenCLIP text tower, as SD 2 uses it.
+
+    The file may have that last block, with what follows it (`text_projection`), or may have been cut to what is used, as
+    files made from a diffusers folder are. A projection without that block says that the tower ends where our module does,
+    of which SD 2 would use one block less: another model. So is one with two blocks more.
+    """
+    layers = module.config.num_hidden_layers
+    rules = (
+        (r"^text_model\.encoder\.layers", "transformer.resblocks"),
+        (r"^text_model\.embeddings\.token_embedding", "token_embedding"),
+        (r"^text_model\.embeddings\.position_embedding\.weight", "positional_embedding"),
+        (r"^text_model\.final_layer_norm", "ln_final"),
+        (r"self_attn\.[qkv]_proj\.", "attn.in_proj_"),
+        (r"self_attn", "attn"),
+        (r"layer_norm([12])", r"ln_\1"),
+        (r"mlp\.fc1", "mlp.c_fc"),
+        (r"mlp\.fc2", "mlp.c_proj"),
+    )
+
+    def source(name: str) -> Source:
+        packed = re.search(r"self_attn\.([qkv])_proj", name)
+        return Source(_renamed(name, rules), "qkv".index(packed[1]) if packed else 0, 3 if packed else 1)
+
+    def contradiction(names: Collection[str]) -> str | None:
+        blocks = {int(m[1]) for name in names if (m := re.match(r"transformer\.resblocks\.(\d+)\.", name))}
+        depth = max(blocks, default=-1) + 1
+        if depth == layers + 1 or (depth == layers and "text_projection" not in names):
+            return None
+        return (
+            f"its text encoder has {depth} blocks{' and a projection' if 'text_projection' in names else ''}, where "
+            f"{layers + 1} are wanted, of which the last is not used: it is of another depth"
+        )
+
+    return Network(
+        folder="text_encoder",
+        stems=("model", "pytorch_model"),
+        prefix=OPEN_CLIP_PREFIX,
+        source=source,
+        unused=re.compile(rf"transformer\.resblocks\.{layers}\.|(text_projection|logit_scale|attn_mask)$"),
+        facts={key: getattr(module.config, key) for key in TEXT_FACTS},
+        contradiction=contradiction,
+    )
+
+
+def clip_text(module: nn.Module) -> Network:
+    """Return the place of SD 1.x's CLIPTextModel, which an LDM file has under transformers' own names."""
+    return Network(
+        folder="text_encoder",
+        stems=("model", "pytorch_model"),
+        prefix=CLIP_PREFIX,
+        source=Source,
+        unused=POSITION_IDS,
+        facts={key: getattr(module.config, key) for key in TEXT_FACTS},
+    )
+
+
+def _renamed(name: str, rules: Iterable[tuple[str, Any]]) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
