@@ -4,9 +4,9 @@
     composer benchmark.py yamls/sd2_512_synthetic.yaml               # throughput of SD2 on every GPU of this machine
     composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
 
-Values come from the defaults below, then the YAML, then `key=value`; `--print_config` shows the resolved run and stops.
-The flags of this benchmark's predecessor (`--batch_size`, `--use_synth_data`, ...) are aliases of keys. With no YAML: SD2
-at 512 pixels, global batch 2048, 30 batches.
+Values come from the defaults below, then the YAML, then `key=value`; `--print_config` shows the resolved run and what it will
+take, wherever it would have to run, and stops. The flags of this benchmark's predecessor (`--batch_size`, `--use_synth_data`,
+...) are aliases of keys. With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
 A run with a name goes on where its newest checkpoint was taken when the same command is given again; one that is finished
 says so. Where it writes checkpoints, SIGTERM and SIGUSR1 end it at the next batch edge, after one more if there is time.
@@ -19,107 +19,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from composer import Trainer
 from composer.utils import dist
 
+import plan
 import preflight
+import warm_start
 from callbacks.run_record import RunRecord, device_name, result_line
-from callbacks.throughput import MeasureConfig, Throughput, peak_tflops
-from checkpoints import DEFAULT_EVERY_IMAGES, Checkpointer, SaveConfig, restore
-from config import Alias, ConfigError, Problem, load, parse_command_line, to_yaml
-from data import DataConfig, Loader, build_data, check_bad_samples
-from ema import EMA, EMAConfig
-from loggers import LoggersConfig, build_loggers
-from model import BatchRandomness, ModelConfig, build_device, build_model, model_problems
-from optim import GradientNorm, OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, total_batches
+from callbacks.throughput import Throughput, peak_tflops
+from checkpoint_files import FULL, listed
+from checkpoints import Checkpointer, restore
+from config import ConfigError, Problem, flat, load, parse_command_line, to_yaml
+from data import Loader, build_data, check_bad_samples
+from ema import EMA
+from loggers import build_loggers
+from model import BatchRandomness, build_device, build_model, model_problems
+from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from resume import begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
+from run_config import ALIASES, NOT_YET, RunConfig, resolve, wants_own_rate
 from stream import read_stage
-from zoo import load_family
-from zoo.objectives import ObjectiveConfig
-from zoo.spec import ImageSize, as_size
+from zoo import load_family, mlperf
 
 DIST_TIMEOUT_SEC = 1800.0
 REFUSAL_WAIT_SEC = 30.0
-
-# --- what a run is ---
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Everything that a run is made of. Sections are declared beside the code that owns them."""
-
-    run_name: str | None = None
-    """null: family, size and the time of the start."""
-    run_folder: str = "runs"
-    """Parent of all runs."""
-    seed: int = 17
-    max_duration: str = "30ba"
-    """Composer's time string: 30ba (batches), 5120sp (samples), 2ep (epochs)."""
-    global_batch_size: int = 2048
-    device_train_microbatch_size: int | None = None
-    """Images a device and pass; null: the whole device batch."""
-    image_size: Any = 512
-    """Pixels: one number for a square, or [width, height]."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
-    """null: bf16 on a GPU, fp32 on a CPU."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    ema: EMAConfig = field(default_factory=EMAConfig)
-    save: SaveConfig = field(default_factory=SaveConfig)
-    measure: MeasureConfig = field(default_factory=MeasureConfig)
-    loggers: LoggersConfig = field(default_factory=LoggersConfig)
-
-    @property
-    def size(self) -> ImageSize:
-        """(width, height) in pixels."""
-        return as_size(self.image_size)
-
-
-ALIASES = {
-    "batch_size": Alias("global_batch_size"),
-    "image_size": Alias("image_size"),
-    "remote": Alias("data.remote"),
-    "local": Alias("data.local"),
-    "use_synth_data": Alias("data.synthetic", bare="true"),
-    "model_name": Alias(
-        "model.family",
-        choices={
-            "sd2": ["model.family=sd2"],
-            "stabilityai/stable-diffusion-2-base": ["model.family=sd2", "objective.prediction=epsilon"],
-            "stabilityai/stable-diffusion-2": ["model.family=sd2", "objective.prediction=v"],
-        },
-    ),
-    "use_ema": Alias("ema.enabled", bare="true"),
-    "wandb_name": Alias("loggers.wandb.name"),
-    "wandb_project": Alias("loggers.wandb.project"),
-    "device_train_microbatch_size": Alias("device_train_microbatch_size"),
-}
-
-# Keys of the design whose room does not stand yet: refused by name, so that nobody believes in them.
-NOT_YET = {
-    "eval": "evaluation",
-    "target": "the stop at a quality target",
-    "mlperf": "the MLPerf log",
-    "compile": "compilation of the denoiser",
-    "channels_last": "the channels-last layout",
-    "attention": "the choice of an attention back-end",
-    "gradient_checkpointing": "gradient checkpointing",
-    "num_frames": "training on video",
-    "objective.shift": "flow matching",
-}
-
 
 # What the memory estimate is made of: it is left out where one of these is itself refused.
 MEMORY_KEYS = {
@@ -149,7 +78,9 @@ def check(config: RunConfig) -> list[Problem]:
     in_sections = [of_data, *(section.problems() for section in (*sections, config.loggers))]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
-    found += _prediction_problems(config)
+    found += _prediction_problems(config) + _learning_rate_problems(config)
+    if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
+        found += warm_start.problems(config.model, config.objective.prediction)
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
         found += _memory_problems(config)
     return found
@@ -203,6 +134,17 @@ def _prediction_problems(config: RunConfig) -> list[Problem]:
     return []
 
 
+def _learning_rate_problems(config: RunConfig) -> list[Problem]:
+    """The benchmark's own rate is taken where none is given; it has one for some batch sizes alone."""
+    if wants_own_rate(config):
+        try:
+            mlperf.lr_per_image(config.global_batch_size)
+        except ValueError as error:
+            keys = ("optimizer.lr_per_image", "optimizer.lr", "global_batch_size", "model.variant")
+            return [Problem(f"optimizer.lr_per_image: {error}", keys)]
+    return []
+
+
 def _memory_problems(config: RunConfig) -> list[Problem]:
     """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds)."""
     config = resolve(config)
@@ -228,30 +170,6 @@ def cost_of(config: RunConfig) -> preflight.Cost:
     assert config.precision is not None
     return preflight.measure_cost(
         config.model, config.objective, stage=config.data.stage, size=config.size, precision=config.precision
-    )
-
-
-def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what null stands for on this machine, so that the run record says what was done."""
-    family = load_family(config.model.family, config.model.preset, config.model.variant)
-    device_batch = config.global_batch_size // dist.get_world_size()
-    name = config.run_name or (
-        f"{config.model.family}-{config.model.preset}-{config.size[0]}px-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    )
-    every_images = 0 if config.data.synthetic else DEFAULT_EVERY_IMAGES
-    given, snapshot = config.save.every_images, config.save.snapshot_every_images
-    return dataclasses.replace(
-        config,
-        run_name=name,
-        save=dataclasses.replace(
-            config.save,
-            every_images=every_images if given is None else given,
-            snapshot_every_images=every_images if snapshot is None else snapshot,
-        ),
-        precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
-        device_train_microbatch_size=config.device_train_microbatch_size or device_batch,
-        model=dataclasses.replace(config.model, weights=config.model.weights or "random"),
-        objective=config.objective.filled(family.objective),
     )
 
 
@@ -286,6 +204,13 @@ def train(config: RunConfig) -> dict[str, Any]:
     check_encoders(stage, model.encoders.fingerprints)
     identity = identity_of(config, stage, model.encoders.fingerprints)
     check_checkpoint(begun, identity)
+    notes = [f"model.weights: {note}" for note in model.encoders.notes]
+    if config.model.denoiser is not None and begun.checkpoint is None:
+        notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
+    if config.model.variant == "mlperf":
+        notes += [f"model.variant: mlperf, but {text}." for text in mlperf.deviations(flat(config))]
+    if notes and dist.get_global_rank() == 0:
+        print(*notes, sep="\n", file=sys.stderr, flush=True)
     model.place(device._device, config.precision)
 
     # Data.
@@ -331,7 +256,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     record = RunRecord(
         folder,
         to_yaml(config),
-        facts_of(config, cost),
+        {**facts_of(config, cost), **{f"{name}_fingerprint": d for name, d in model.encoders.fingerprints.items()}},
         throughput=throughput,
         mean_gradient_norm=gradient_norm.mean,
         bad_samples=loader.bad_samples if loader else None,
@@ -398,6 +323,15 @@ def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
     }
 
 
+def show(config: RunConfig) -> int:
+    """Print a run and its plan, also of one that is refused; rank 0 does. Returns the exit code of one that is not."""
+    if dist.get_global_rank() == 0:
+        ranks, ema = 1 if torch.cuda.is_available() else dist.get_local_world_size(), has_average_on_device(config)
+        room = preflight.room_of_a_rank(ranks)
+        print(plan.shown(config, resolve, cost_of, room=room, ema_on_device=ema), end="", flush=True)
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all."""
     if dist.get_local_rank() < torch.cuda.device_count():
@@ -406,13 +340,14 @@ def main(argv: Sequence[str]) -> int:
     command_line = parse_command_line(argv, ALIASES)
     is_speaker = dist.get_global_rank() == 0
     try:
-        config = resolve(load(RunConfig, command_line, not_yet=NOT_YET, check=check))
+        config = load(RunConfig, command_line, not_yet=NOT_YET, check=check)
         if command_line.print_config:
-            if is_speaker:
-                print(to_yaml(config), end="")
-            return 0
+            return show(config)
+        config = resolve(config)
         result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config)
     except ConfigError as error:
+        if command_line.print_config and error.config is not None:
+            show(error.config)
         if dist.get_local_rank() != 0:
             # The launcher ends all ranks of a machine when the first one leaves: let the one that a person hears speak.
             time.sleep(REFUSAL_WAIT_SEC)

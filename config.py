@@ -27,10 +27,14 @@ Config = TypeVar("Config")
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one problem a line."""
+    """Everything that is wrong with a configuration, one problem a line.
 
-    def __init__(self, problems: Sequence[str]):
+    config: the typed configuration where every name and type was right and only checks across keys failed, else None.
+    """
+
+    def __init__(self, problems: Sequence[str], config: Any = None):
         self.problems = list(problems)
+        self.config = config
         super().__init__("\n".join(self.problems))
 
 
@@ -297,10 +301,10 @@ def load(
             problems.append(problem)
             refused.add(at.key)
 
-    config = OmegaConf.to_object(tree)
+    config, is_readable = OmegaConf.to_object(tree), not problems
     problems += [problem.text for problem in check(config) if not refused.intersection(problem.keys)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, config if is_readable else None)
     return config
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import xxhash
 from composer import Callback, Logger, State
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.models import ComposerModel
@@ -32,11 +31,11 @@ from composer.utils import dist
 from torch import Tensor, nn
 
 from config import Problem
+from encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
 from zoo import load_family
 from zoo.objectives import Objective, ObjectiveConfig
 from zoo.spec import Family, ImageSize, as_size
 
-RANDOM_ENCODERS_SEED = 20221124  # any fixed number: random encoders are the same in every command and for every `seed`
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,7 +48,10 @@ class ModelConfig:
     """full, or tiny: the same code and block types, for a CPU."""
     variant: str = "stock"
     weights: str | None = None
-    """Where the frozen encoders come from: `random`, or null: random where data is synthetic, else to be given."""
+    """Where the frozen encoders come from: a diffusers folder, an LDM checkpoint (512-base-ema.ckpt), or `random`. null:
+    random where data is synthetic, else to be given."""
+    denoiser: str | None = None
+    """Where the training begins: a run's folder or checkpoint, or published weights. null: at random weights."""
 
 
 def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: bool) -> list[Problem]:
@@ -65,6 +67,7 @@ def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: boo
     except ValueError as error:
         size = None
         found.append(Problem(f"image_size: {error}", ("image_size",)))
+    family = None
     try:
         family = load_family(config.family, config.preset, config.variant)
     except ValueError as error:
@@ -73,40 +76,16 @@ def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: boo
         if size is not None and (text := family.size_problem(size)):
             found.append(Problem(f"image_size: {text}", ("image_size",)))
     if config.weights is None and encoders_wanted:
-        ways = "say model.weights=random for random ones (loading trained ones is not part of this version)"
-        text = f"model.weights: not given. Real data want encoders: {ways}."
+        ways = (
+            "Give a diffusers folder or an LDM checkpoint (512-base-ema.ckpt), or model.weights=random for random ones"
+        )
+        text = f"model.weights: not given. Real data want encoders. {ways}."
         found.append(Problem(text, ("model.weights", "data.synthetic")))
-    elif config.weights not in (None, "random"):
-        text = f"model.weights: '{config.weights}' cannot be loaded in this version. Possible: random."
-        found.append(Problem(text, ("model.weights",)))
+    elif config.weights not in (None, RANDOM) and family is not None:
+        texts = weights_problems(family, config.weights)
+        keys = ("model.weights", "model.family", "model.preset", "model.variant")
+        found += [Problem(f"model.weights: {text}", keys) for text in texts]
     return found
-
-
-class FrozenEncoders:
-    """Holds encoders in eval mode and without gradients, outside any module tree."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]):
-        self.modules = {name: module.eval().requires_grad_(False) for name, module in modules.items()}
-        on_meta = any(p.is_meta for module in modules.values() for p in module.parameters())
-        # Encoder -> digest of its weights: taken now, before `to` casts them. Meta tensors (preflight.py) have none.
-        self.fingerprints = {} if on_meta else {name: fingerprint(module) for name, module in modules.items()}
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        for module in self.modules.values():
-            nn.Module.to(module, device=device, dtype=dtype)  # past diffusers' own `to`, which warns of every cast
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(next(iter(self.modules.values())).parameters()).dtype
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def normalize_images(images: Tensor, normalize: str) -> Tensor:
@@ -249,9 +228,9 @@ def build_model(
     posterior: str = "sample",
     seed: int,
 ) -> LatentDiffusion:
-    """Build a model on the CPU: the denoiser's weights from `seed`, random encoders from a seed of their own."""
+    """Build a model on the CPU: the denoiser's weights from `seed`; random encoders come from a seed of their own."""
     family = load_family(config.family, config.preset, config.variant)
-    encoders = build_encoders(config, family)
+    encoders = build_encoders(family, config.weights)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         denoiser = family.build_denoiser()
@@ -266,13 +245,6 @@ def build_model(
         posterior=posterior,
         caption_dropout=objective.caption_dropout,
     )
-
-
-def build_encoders(config: ModelConfig, family: Family) -> FrozenEncoders:
-    """Build a family's encoders on the CPU, with the fingerprints of their weights as they were loaded."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(RANDOM_ENCODERS_SEED)
-        return FrozenEncoders(family.build_encoders())
 
 
 def build_device(precision: str) -> Device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -22,10 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
+from tensors import on_meta
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import Column, ImageSize
 
-BYTES_PER_TRAINED_PARAMETER = 16  # float32: weight, gradient, and AdamW's two moments
+# All float32; AdamW has two moments.
+BYTES_PER_TRAINED_PARAMETER = {"weights": 4, "gradients": 4, "optimizer moments": 8}
 # CUDA's autocast keeps the outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB an image were
 # seen for the SD2 UNet at 512 px.
 CUDA_AUTOCAST_FACTOR = 1.3
@@ -53,10 +55,21 @@ class Cost:
 
     def memory_gib(self, microbatch: int, *, ema: bool) -> float:
         """Return the need of one device, GiB; `ema`: it holds an average of the weights too."""
-        ddp = BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0
-        bytes_each = BYTES_PER_TRAINED_PARAMETER + ddp + (BYTES_PER_PARAMETER_OF_EMA if ema else 0)
-        weights = self.trained_parameters * bytes_each / 2**30
-        return weights + self.frozen_gib + self.activation_gib_once + microbatch * self.activation_gib_per_image
+        return sum(self.memory_by_kind(microbatch, ema=ema).values())
+
+    def memory_by_kind(self, microbatch: int, *, ema: bool) -> dict[str, float]:
+        """Return what `memory_gib` is the sum of: kind -> GiB on one device, 0 where there is none of a kind."""
+        bytes_each = {
+            **BYTES_PER_TRAINED_PARAMETER,
+            "EMA": BYTES_PER_PARAMETER_OF_EMA if ema else 0,
+            "DDP buckets": BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0,
+        }
+        return {
+            **{kind: self.trained_parameters * num_bytes / 2**30 for kind, num_bytes in bytes_each.items()},
+            "frozen encoders": self.frozen_gib,
+            "cast weights": self.activation_gib_once,
+            "activations": microbatch * self.activation_gib_per_image,
+        }
 
     def checkpoint_gib(self, *, ema: bool) -> float:
         """Return the size of a full checkpoint, GiB: weights, two moments, and the average."""
@@ -68,8 +81,8 @@ def measure_cost(
     config: ModelConfig, objective: ObjectiveConfig, *, stage: str, size: ImageSize, precision: str
 ) -> Cost:
     """Trace a training step at one and at two images; about 5 s for SD2 at 512 px."""
-    with torch.device("meta"):
-        model = build_model(config, objective, size=size, normalize="symmetric", seed=0)
+    config = replace(config, weights=None)
+    model = on_meta(lambda: build_model(config, objective, size=size, normalize="symmetric", seed=0))
     columns = model.family.columns(stage, size)
     compute = AUTOCAST_DTYPES.get(precision, torch.float32)
     model.encoders.to(torch.device("meta"), compute)
@@ -133,6 +146,15 @@ def available_gib() -> tuple[float, str]:
         gpu = torch.cuda.get_device_properties(dist.get_local_rank())  # this rank's own; opens no context on the first
         return gpu.total_memory / 2**30, f"this GPU ({gpu.name})"
     return psutil.virtual_memory().available / 2**30, "this machine (free now)"
+
+
+def room_of_a_rank(ranks_on_device: int) -> str:
+    """Say what there is, GiB, and how much of it can be planned with, for each of the processes that share it."""
+    available, place = available_gib()
+    usable = f"{USABLE_FRACTION * available / ranks_on_device:.1f} can be planned with"
+    each = f" for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
+    more = f"; a GPU keeps {CUDA_AUTOCAST_FACTOR} times a CPU's activations in bf16 and fp16"
+    return f"{place} has {available:.1f}, of which {usable}{each}{'' if torch.cuda.is_available() else more}"
 
 
 def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bool) -> str | None:

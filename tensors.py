@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+
+Built = TypeVar("Built")
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -13,6 +15,14 @@ WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 def canonical_name(name: str) -> str:
     """Return a tensor's name without the parts that DDP, torch.compile, FSDP and activation checkpointing add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def on_meta(build: Callable[[], Built]) -> Built:
+    """Call a builder of modules so that they have names and shapes and take no memory."""
+    import torch._dynamo
+
+    with torch.device("meta"):
+        return build()
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

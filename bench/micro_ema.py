@@ -53,9 +53,10 @@ def narrow_unet(num_parameters: int, device: torch.device) -> nn.Module:
         attention_head_dim=(1, 2, 4, 4),  # numbers of heads: they change no shape
         cross_attention_dim=round(width * FULL.unet["cross_attention_dim"] / FULL_WIDTH),
         norm_num_groups=4,
+        use_linear_projection=True,
     )
     torch.manual_seed(0)
-    return SD2(Architecture(unet=unet, vae={}, text={}), "stock").build_denoiser().to(device)
+    return SD2(Architecture(unet=unet, vae={}, text={}), "stock", {}).build_denoiser().to(device)
 
 
 def updates(model: nn.Module) -> dict[str, Update]:

@@ -52,6 +52,8 @@ class MeasureConfig:
     """Batches at the start that belong to no measured window."""
     peak_tflops: float | None = None
     """What MFU divides by, for one device; null: from the table of known GPUs."""
+    expected_images_per_sec: float | None = None
+    """Over all ranks. Only for the estimate of --print_config; null: none is made."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every value that cannot be."""
@@ -62,6 +64,9 @@ class MeasureConfig:
             found.append(("measure.warmup_batches", f"{self.warmup_batches} is below 0. Possible: 0 and up."))
         if self.peak_tflops is not None and not (math.isfinite(self.peak_tflops) and self.peak_tflops > 0.0):
             found.append(("measure.peak_tflops", f"{self.peak_tflops} is not above 0. Give TFLOP/s, or null."))
+        rate = self.expected_images_per_sec
+        if rate is not None and not (math.isfinite(rate) and rate > 0.0):
+            found.append(("measure.expected_images_per_sec", f"{rate} is not above 0. Give images/s, or null."))
         return found
 
 

@@ -22,7 +22,8 @@ from streaming.base.hashing import get_hash
 from torch import Tensor
 
 from data import SampleError, check_caption, decode_image, resize_and_crop
-from model import AUTOCAST_DTYPES, ModelConfig, build_encoders, normalize_images
+from encoders import build_encoders
+from model import AUTOCAST_DTYPES, ModelConfig, normalize_images
 from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Failed, Place
@@ -91,7 +92,7 @@ class Encoder:
         self.normalize = normalize
         self.device = build_device(precision)
         self.family = load_family(config.family, config.preset, config.variant)
-        self.encoders = build_encoders(config, self.family)
+        self.encoders = build_encoders(self.family, config.weights)
         self.empty_text = self.family.tokenize([""])
         self.encoders.to(self.device, AUTOCAST_DTYPES.get(precision, torch.float32))
 

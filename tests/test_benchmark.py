@@ -142,7 +142,10 @@ def test_unusable_samples_are_named_in_the_record(tmp_path, capsys):
 # --- configurations ---
 
 
-def test_print_config_shows_the_resolved_run_and_starts_nothing(tmp_path, capsys):
+def test_print_config_shows_the_resolved_run_and_starts_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        preflight, "available_gib", lambda: (20.0, "this machine (free now)")
+    )  # what is free goes up and down
     assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", "--print_config") == 0
     printed = capsys.readouterr().out
     path = tmp_path / "printed.yaml"
@@ -155,6 +158,48 @@ def test_print_config_shows_the_resolved_run_and_starts_nothing(tmp_path, capsys
     assert main(str(path), "--print_config") == 0
     assert capsys.readouterr().out == printed
     assert [p.name for p in tmp_path.iterdir()] == ["printed.yaml"]
+
+
+def printed_of(capsys, *words: str) -> tuple[str, list[str], list[str]]:
+    """The YAML, the plan's lines and the problems that a refused run leaves."""
+    assert main(*words, "--print_config") == 2
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines(keepends=True)
+    plan = [line for line in lines if line.startswith("# ")]
+    assert lines[len(lines) - len(plan) :] == plan
+    return "".join(lines[: len(lines) - len(plan)]), plan, captured.err.splitlines()
+
+
+def test_a_run_that_this_machine_cannot_take_is_printed_with_its_plan_all_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "available_gib", lambda: (2.0, "this machine (free now)"))
+    words = ["model.preset=tiny", "image_size=64", "global_batch_size=256", "data.remote=/nowhere", "precision=fp16"]
+    words.append("model.weights=/not/here")
+    rest = ["measure.expected_images_per_sec=128", f"run_folder={tmp_path}", "run_name=a"]
+    yaml, plan, problems = printed_of(capsys, *words, *rest)
+    assert "precision: fp16\n" in yaml and "device_train_microbatch_size: 256\n" in yaml
+    assert "# max_duration: 30ba, 7,680 images, 60 seconds\n" in plan
+    assert [problem.partition(":")[0] for problem in problems] == ["precision", "data.remote", "model.weights"]
+    yaml, plan, problems = printed_of(
+        capsys, *TINY_RUN, "--use_synth_data", "global_batch_size=4096", f"run_folder={tmp_path}"
+    )
+    [problem] = problems
+    assert problem.startswith("memory: 4096 images a pass need about ")
+    [total] = [
+        line for line in plan if "sum; this machine (free now) has 2.0, of which 1.9 can be planned with" in line
+    ]
+    assert float(problem.split("about ")[1].split()[0]) == pytest.approx(float(total.split()[1]), abs=0.06)
+
+
+@pytest.mark.parametrize("word", ["image_size=60", "objective.prediction=flow", "global_batch_size=-8"])
+def test_of_a_network_that_cannot_be_there_is_a_yaml_and_no_plan(capsys, tmp_path, word):
+    yaml, plan, problems = printed_of(capsys, *TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", word)
+    assert yaml.startswith("run_name: sd2-tiny-") and plan == [] and len(problems) == 1
+
+
+@pytest.mark.parametrize("word", ["model.family=sd3", "model.variant=none", "image_size=[64]", "seed=many", "zzz=1"])
+def test_of_a_configuration_that_cannot_be_resolved_only_the_problems_are_printed(capsys, tmp_path, word):
+    words = [*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", word, "--print_config"]
+    assert len(refused(capsys, *words)) == 1
 
 
 def test_with_no_yaml_it_is_sd2_at_512_with_a_global_batch_of_2048_for_30_batches():
@@ -208,8 +253,8 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "save.keep: 0 is below 1. Possible: 1 and up.",
         "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
         "image_size: [64] is not a size. Possible: pixels, e.g. 512, or [width, height], to 16384.",
-        "model.weights: not given. Real data want encoders: say model.weights=random for random ones (loading trained "
-        "ones is not part of this version).",
+        "model.weights: not given. Real data want encoders. Give a diffusers folder or an LDM checkpoint "
+        "(512-base-ema.ckpt), or model.weights=random for random ones.",
     ]
 
 
@@ -217,13 +262,25 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
     ("words", "message"),
     [
         (["model.family=sd3"], "model.family: unknown family 'sd3'. Known: sd2."),
-        (["model.variant=mlperf"], "model.variant: sd2 has no variant 'mlperf'. Known: stock."),
+        (["model.variant=sd21"], "model.variant: sd2 has no variant 'sd21'. Known: stock, mlperf, sd15."),
+        (
+            ["model.variant=mlperf", "global_batch_size=320"],
+            "optimizer.lr_per_image: no reference point at a global batch of 320 (ruleset 5.0.0). Nearest: 256 (2.8e-07 an "
+            "image), 384 (2.3e-07 an image). Give optimizer.lr_per_image.",
+        ),
         (["image_size=60"], "image_size: 60 x 60 px does not fit sd2. Both sides have to be multiples of 8."),
         (
             ["objective.prediction=flow"],
             "objective.prediction: sd2 cannot be trained on 'flow'. Possible: epsilon, v.",
         ),
-        (["model.weights=/w"], "model.weights: '/w' cannot be loaded in this version. Possible: random."),
+        (
+            ["model.weights=/w"],
+            "model.weights: /w: there is no such file or folder. Give a diffusers folder or an LDM file.",
+        ),
+        (
+            ["model.denoiser=/w"],
+            "model.denoiser: /w: there is no such file or folder. Give a diffusers folder or an LDM file.",
+        ),
         (["run_name=a/b"], "run_name: 'a/b' is no folder name. Use letters, digits, - and _, 200 at most."),
         (["run_name=''"], "run_name: '' is no folder name. Use letters, digits, - and _, 200 at most."),
         (

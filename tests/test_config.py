@@ -172,6 +172,21 @@ def test_a_problem_in_a_yaml_names_the_file(tmp_path: Path):
     assert problems(str(path)) == [f"{path}: unknown key 'optimizer.lrr'. Did you mean 'optimizer.lr'?"]
 
 
+def test_the_error_carries_the_configuration_where_only_a_cross_check_failed():
+    def check(config: Outer) -> list[Problem]:
+        return [Problem("batch: 9 is too large.", ("batch",))]
+
+    def carried(*words: str) -> Outer | None:
+        with pytest.raises(ConfigError) as error:
+            read(*words, check=check)
+        return error.value.config
+
+    assert carried("batch=9", "text=x") == Outer(batch=9, text="x")
+    for unreadable in ("zzz=1", "batch=many", "ema.decay=0.9", "--batchsize=9", "none.yaml", "batch="):
+        assert carried("text=x", unreadable) is None
+    assert ConfigError(["anything"]).config is None
+
+
 def test_all_problems_are_reported_at_once_and_none_twice():
     def check(config: Outer) -> list[Problem]:
         return [Problem("batch: 8 is too large.", ("batch",)), Problem("text: not given.", ("text",))]

@@ -424,13 +424,13 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
             ["{in}", "{tmp}/out", "model.weights=null", "model.preset=huge"],
             [
                 "model.preset: unknown preset 'huge'. Known: full, tiny.",
-                "model.weights: not given. Real data want encoders: say model.weights=random for random ones (loading "
-                "trained ones is not part of this version).",
+                "model.weights: not given. Real data want encoders. Give a diffusers folder or an LDM checkpoint "
+                "(512-base-ema.ckpt), or model.weights=random for random ones.",
             ],
         ),
         (
             ["{in}", "{tmp}/out", "model.weights=sd2.ckpt"],
-            ["model.weights: 'sd2.ckpt' cannot be loaded in this version. Possible: random."],
+            ["model.weights: sd2.ckpt: there is no such file or folder. Give a diffusers folder or an LDM file."],
         ),
     ],
 )

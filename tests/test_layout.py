@@ -11,10 +11,20 @@ import pytest
 from conftest import ROOT
 
 FLOORS = [
-    {"zoo.spec", "zoo.objectives", "zoo.sampling", "zoo.ldm", "config", "tensors"},
-    {"stream", "metrics", "zoo", "checkpoint_files", "shared_memory"},
+    {
+        "zoo.spec",
+        "zoo.objectives",
+        "zoo.sampling",
+        "zoo.ldm_names",
+        "zoo.weight_files",
+        "zoo.mlperf",
+        "config",
+        "tensors",
+    },
+    {"zoo.ldm"},
+    {"stream", "metrics", "zoo", "encoders", "checkpoint_files", "shared_memory"},
     {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks", "loggers"},
-    {"eval", "preflight", "resume"},
+    {"eval", "plan", "preflight", "resume", "run_config", "warm_start"},
     {"benchmark", "sweep", "export", "prepare", "bench", "reports"},
 ]
 """Rooms by floor, the lowest first; a longer name wins (zoo.spec is not zoo)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import shutil
 
@@ -94,6 +95,41 @@ def test_several_ranks_need_ddps_buckets_too_and_an_average_is_a_fifth_copy(monk
     assert COST.memory_gib(0, ema=True) == 20 / 16
     monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 2)
     assert COST.memory_gib(0, ema=False) == 20 / 16
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("microbatch", [0, 1, 32])
+def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
+    monkeypatch.setattr(preflight.dist, "get_world_size", lambda: ranks)
+    cost = dataclasses.replace(COST, frozen_gib=0.75, activation_gib_once=1.5)
+    kinds = cost.memory_by_kind(microbatch, ema=ema)
+    one = 4 / 16  # GiB: four bytes for each of the trained parameters
+    assert kinds == {
+        "weights": one,
+        "gradients": one,
+        "optimizer moments": 2 * one,
+        "EMA": one if ema else 0.0,
+        "DDP buckets": one if ranks > 1 else 0.0,
+        "frozen encoders": 0.75,
+        "cast weights": 1.5,
+        "activations": 0.5 * microbatch,
+    }
+    assert sum(kinds.values()) == cost.memory_gib(microbatch, ema=ema)
+
+
+def test_what_a_device_has_is_said_with_what_can_be_planned_with(monkeypatch):
+    monkeypatch.setattr(preflight, "available_gib", lambda: (10.0, "this machine (free now)"))
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
+    assert preflight.room_of_a_rank(1) == (
+        "this machine (free now) has 10.0, of which 9.5 can be planned with; a GPU keeps 1.3 times a CPU's activations in "
+        "bf16 and fp16"
+    )
+    monkeypatch.setattr(preflight, "available_gib", lambda: (80.0, "this GPU (N)"))
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: True)
+    assert preflight.room_of_a_rank(2) == (
+        "this GPU (N) has 80.0, of which 38.0 can be planned with for each of 2 processes"
+    )
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_found(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tensors import on_meta
 from zoo import FAMILIES, load_family
 from zoo.objectives import ObjectiveConfig
 from zoo.sd2 import ARCHITECTURES, END_TOKEN, LATENT_SCALE
@@ -80,9 +81,8 @@ SIZES_OF_SD2 = {
 
 @pytest.mark.parametrize("variant", ARCHITECTURES)
 def test_sd2_has_the_published_number_of_parameters(variant):
-    with torch.device("meta"):
-        family = load_family("sd2", "full", variant)
-        denoiser, encoders = family.build_denoiser(), family.build_encoders()
+    family = load_family("sd2", "full", variant)
+    denoiser, encoders = on_meta(family.build_denoiser), on_meta(family.build_encoders)
     parts = (denoiser, encoders["vae"], encoders["text"])
     assert tuple(num_parameters(part) for part in parts) == SIZES_OF_SD2[variant]
     assert encoders["vae"].config.scaling_factor == LATENT_SCALE
@@ -94,8 +94,7 @@ def test_sd2_has_the_published_number_of_parameters(variant):
 @pytest.mark.parametrize(("preset", "groups"), [("full", 16), ("tiny", 4)])
 def test_the_norms_of_mlperf_are_the_references(preset, groups):
     """16 groups, eps 1e-5 in residual blocks and the output norm; 32 groups, eps 1e-6 before each transformer."""
-    with torch.device("meta"):
-        unet = load_family("sd2", preset, "mlperf").build_denoiser()
+    unet = on_meta(load_family("sd2", preset, "mlperf").build_denoiser)
     norms = {name: (m.num_groups, m.eps) for name, m in unet.named_modules() if isinstance(m, torch.nn.GroupNorm)}
     of_transformers = {name for name in norms if ".attentions." in name}
     assert len(of_transformers) == 16 and len(norms) == 16 + 2 * 22 + 1
@@ -150,9 +149,8 @@ def test_sd15_sees_captions_filled_up_with_the_end_mark():
 @pytest.mark.parametrize("variant", ARCHITECTURES)
 def test_tiny_sd2_has_the_block_types_of_the_full_one(variant):
     def types(preset: str) -> set[type]:
-        with torch.device("meta"):
-            family = load_family("sd2", preset, variant)
-            modules = [family.build_denoiser(), *family.build_encoders().values()]
+        family = load_family("sd2", preset, variant)
+        modules = [on_meta(family.build_denoiser), *on_meta(family.build_encoders).values()]
         return {type(part) for module in modules for part in module.modules()}
 
     assert types("tiny") == types("full")

@@ -17,13 +17,14 @@ Shapes: B batch, H W image height and width in px, L = 77 text tokens, D text wi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import zoo.ldm_names as ldm_names
 from zoo.objectives import DiscreteDiffusion, ObjectiveConfig
 from zoo.spec import Column, ImageSize
 
@@ -185,6 +186,11 @@ class SD2:
         )
         config = CLIPTextConfig(vocab_size=VOCABULARY, max_position_embeddings=NUM_TOKENS, **self.architecture.text)
         return {"vae": vae, "text": CLIPTextModel(config)}
+
+    def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
+        text = ldm_names.clip_text if self.variant == "sd15" else ldm_names.open_clip_text
+        # No UNet but the benchmark's own has its norms, which no tensor's shape shows.
+        return {"vae": ldm_names.vae, "text": text} | ({} if self.variant == "mlperf" else {"denoiser": ldm_names.unet})
 
     def build_objective(self, config: ObjectiveConfig) -> DiscreteDiffusion:
         prediction = config.filled(self.objective).prediction

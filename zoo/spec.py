@@ -17,7 +17,7 @@ the condition is a dict, so that pooled states, time ids and masks travel beside
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from zoo.ldm_names import Network
     from zoo.objectives import Objective, ObjectiveConfig
 
 ImageSize = tuple[int, int]
@@ -87,6 +88,10 @@ class Family(Protocol):
 
     def build_encoders(self) -> dict[str, nn.Module]:
         """Build the frozen parts by name with random weights, from torch's global generator."""
+        ...
+
+    def published(self) -> Mapping[str, Callable[[nn.Module], Network]]:
+        """Encoder, or "denoiser" -> how a built one says where its tensors lie in published weights, where there are any."""
         ...
 
     def build_objective(self, config: ObjectiveConfig) -> Objective:

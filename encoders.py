@@ -1,0 +1,77 @@
+"""The frozen networks of a run: built, filled with published weights or with random ones, and known by a fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+import zoo.ldm as ldm
+from tensors import on_meta
+from zoo.spec import Family
+
+RANDOM = "random"
+RANDOM_SEED = 20221124  # any fixed number: random encoders are the same in every command and for every `seed`
+
+
+class FrozenEncoders:
+    """Holds encoders in eval mode and without gradients, outside any module tree.
+
+    Attributes:
+        fingerprints: encoder -> digest of its weights, taken before `to` casts them; none on the meta device.
+        notes: what a person should know about the weights.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], notes: list[str]):
+        self.modules = {name: module.eval().requires_grad_(False) for name, module in modules.items()}
+        self.notes = notes
+        on_meta = any(p.is_meta for module in modules.values() for p in module.parameters())
+        self.fingerprints = {} if on_meta else {name: fingerprint(module) for name, module in modules.items()}
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        for module in self.modules.values():
+            nn.Module.to(module, device=device, dtype=dtype)  # past diffusers' own `to`, which warns of every cast
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(next(iter(self.modules.values())).parameters()).dtype
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
+    """Build a family's encoders on the CPU.
+
+    Args:
+        weights: a diffusers folder or an LDM checkpoint; "random" or None: random ones.
+
+    Raises:
+        ValueError: the weights do not fit; see `weights_problems`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        modules = family.build_encoders()
+    notes = [] if weights in (None, RANDOM) else ldm.load(weights, _placed(family, modules))
+    return FrozenEncoders(modules, notes)
+
+
+def weights_problems(family: Family, weights: str) -> list[str]:
+    """Return what is wrong with the weights at a path, from names and shapes alone, the tokenizer included."""
+    found = ldm.problems(weights, _placed(family, on_meta(family.build_encoders)))
+    tokenizer = None if found else ldm.tokenizer_problem(weights, lambda captions: family.tokenize(captions)["tokens"])
+    return found + ([tokenizer] if tokenizer else [])
+
+
+def _placed(family: Family, modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, Any]]:
+    places = family.published()
+    return {name: (module, places[name](module)) for name, module in modules.items()}

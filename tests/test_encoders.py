@@ -1,0 +1,79 @@
+"""Published weights in use: the same encoders in training and prepare.latents, from any file, known by fingerprints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import TINY_RUN
+from test_ldm import tiny_networks, whole_ldm_file, write
+
+import benchmark
+from encoders import build_encoders, weights_problems
+from prepare import latents
+from zoo import load_family
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> dict[str, str]:
+    """One tiny SD2 with a UNet as an LDM checkpoint in both kinds of file, and another one."""
+    folder = tmp_path_factory.mktemp("published")
+    whole = whole_ldm_file(tiny_networks(seed=5))
+    return {
+        "ckpt": write(whole, folder / "512-base-ema.ckpt"),
+        "safetensors": write(whole, folder / "512-base-ema.safetensors"),
+        "other": write(whole_ldm_file(tiny_networks(seed=6)), folder / "other.ckpt"),
+    }
+
+
+def test_the_same_weights_have_the_same_fingerprints_in_every_file(published):
+    family = load_family("sd2", "tiny", "stock")
+    of = {kind: build_encoders(family, path) for kind, path in published.items()}
+    of["random"] = build_encoders(family, "random")
+    assert of["ckpt"].fingerprints == of["safetensors"].fingerprints and set(of["ckpt"].fingerprints) == {"vae", "text"}
+    assert len({tuple(encoders.fingerprints.values()) for encoders in of.values()}) == 3
+    assert all(encoders.notes == [] for encoders in of.values())
+
+
+def test_loaded_encoders_are_those_of_the_file_and_frozen(published):
+    networks = tiny_networks(seed=5)
+    encoders = build_encoders(load_family("sd2", "tiny", "mlperf"), published["ckpt"])
+    for name, module in encoders.modules.items():
+        assert not module.training and not any(p.requires_grad for p in module.parameters())
+        for key, tensor in networks[name][0].state_dict().items():
+            assert torch.equal(module.state_dict()[key], tensor), (name, key)
+
+
+def test_loading_takes_nothing_from_the_global_generator(published):
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    build_encoders(load_family("sd2", "tiny", "stock"), published["ckpt"])
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_each_variant_wants_its_own_text_encoder(published):
+    assert weights_problems(load_family("sd2", "tiny", "stock"), published["ckpt"]) == []
+    assert weights_problems(load_family("sd2", "tiny", "mlperf"), published["ckpt"]) == []
+    [text] = weights_problems(load_family("sd2", "tiny", "sd15"), published["ckpt"])
+    assert text.startswith("text: ") and "SD 2's text encoder" in text
+
+
+def test_moments_and_training_know_each_others_encoders(published, stage, tmp_path, capsys):
+    """Made from the .ckpt, trained on with the same weights as .safetensors; with others, or random ones, refused."""
+    small = ["model.preset=tiny", "image_size=64"]
+    out = tmp_path / "moments"
+    assert latents.main([str(stage), str(out), *small, f"model.weights={published['ckpt']}"]) == 0
+    facts = json.loads((out / "dataset.json").read_text())
+    expected = build_encoders(load_family("sd2", "tiny", "stock"), published["safetensors"]).fingerprints
+    assert facts["encoders"] == expected
+
+    words = [*TINY_RUN, "data.stage=moments", f"data.remote={out}", f"run_folder={tmp_path}", "data.workers=0"]
+    assert benchmark.main([*words, f"model.weights={published['safetensors']}", "run_name=same"]) == 0
+    summary = json.loads((tmp_path / "same/summary.json").read_text())
+    assert {name: summary[f"{name}_fingerprint"] for name in expected} == expected
+    capsys.readouterr()
+    for weights in (published["other"], "random"):
+        assert benchmark.main([*words, f"model.weights={weights}", f"run_name={len(weights)}"]) == 2
+        problems = capsys.readouterr().err.splitlines()
+        assert len(problems) == 2 and all("were made with" in problem for problem in problems)

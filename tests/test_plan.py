@@ -1,0 +1,196 @@
+"""plan.py: every figure of the plan against the arithmetic that it stands for, and what it says where there is none."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+from test_mlperf import REFERENCE
+
+import plan
+from callbacks.throughput import MeasureConfig
+from preflight import Cost
+from zoo.mlperf import reference_point
+
+COST = Cost(
+    trained_parameters=865_910_724,
+    frozen_parameters=424_041_703,
+    flops_per_image=2.454e12,
+    activation_gib_per_image=0.875,
+    activation_gib_once=1.5,
+    frozen_gib=0.75,
+)
+RUN = {
+    **REFERENCE,
+    "device_train_microbatch_size": 4,
+    "precision": "bf16",
+    "max_duration": "2000ba",
+    "model.variant": "mlperf",
+    "measure.expected_images_per_sec": None,
+}
+
+
+def lines(cost: Cost = COST, *, ranks: int = 8, ema: bool = False, **values) -> list[str]:
+    """The plan's lines without their "# "; a dot of a key is written as two underlines."""
+    changed = {key.replace("__", "."): value for key, value in values.items()}
+    room = "this GPU (N) has 80.0, of which 76.0 can be planned with"
+    text = plan.describe(cost, {**RUN, **changed}, num_ranks=ranks, room=room, ema_on_device=ema)
+    assert text.endswith("\n") and all(line.startswith("# ") for line in text.splitlines())
+    return [line[2:] for line in text.splitlines()]
+
+
+def test_a_whole_plan():
+    assert lines(measure__expected_images_per_sec=1100.0) == [
+        "--- what this run will take, by estimate: nothing here was measured ---",
+        "parameters: 865,910,724 trained, 424,041,703 frozen",
+        "compute: 2.45 TFLOP an image and training step (denoiser forward and backward, encoders forward)",
+        "global batch: 256 images = 8 ranks x 8 passes x 4 images",
+        "memory of one device at 4 images a pass in bf16, GiB:",
+        "      3.23  weights",
+        "      3.23  gradients",
+        "      6.45  optimizer moments",
+        "      0.75  frozen encoders",
+        "       1.5  cast weights",
+        "       3.5  activations = 4 x 0.875",
+        "      18.7  sum; this GPU (N) has 80.0, of which 76.0 can be planned with",
+        "full checkpoint: 9.68 GiB",
+        "time: of training alone, at 1100 images/s (measure.expected_images_per_sec)",
+        "max_duration: 2000ba, 512,000 images, 7.76 minutes",
+        "target: FID 90 or less and CLIP 0.15 or more on one checkpoint; one every 2,000 batches (512,000 images)",
+        "images to the target, as the reference's own runs took them:",
+        "  global batch 256, ruleset 5.0.0, 20 runs on 4xDGX-H100, lr_per_image 2.8e-07; mean without best and worst:",
+        "    mean     1,706,667 images, 6,667 batches, 25.9 minutes",
+        "    fastest  1,536,000 images, 6,000 batches, 23.3 minutes",
+        "    slowest  2,048,000 images, 8,000 batches, 31 minutes",
+        "no deviation from the reference's constants (data, encoders and precision are not compared)",
+    ]
+
+
+def test_the_rows_of_the_memory_sum_to_what_the_check_before_a_run_asks_for(monkeypatch):
+    import preflight
+
+    monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 8)
+    rows = [line.split() for line in lines(ema=True, ema__enabled=True) if re.match(r" +[\d.]+  ", line)]
+    assert {row[1] for row in rows} >= {"EMA", "DDP", "activations"} and rows[-1][1] == "sum;"
+    assert sum(float(row[0]) for row in rows[:-1]) == pytest.approx(float(rows[-1][0]), abs=0.05)
+    assert float(rows[-1][0]) == pytest.approx(COST.memory_gib(4, ema=True), abs=0.05)
+
+
+def test_an_average_in_host_memory_is_in_the_checkpoint_and_not_on_the_device():
+    printed = lines(ema=False, ema__enabled=True)
+    assert not any("EMA" in line for line in printed) and "full checkpoint: 12.9 GiB" in printed
+
+
+@pytest.mark.parametrize("rate", [3.0, 110.0, 40_000.0])
+@pytest.mark.parametrize("global_batch_size", [256, 2048])
+def test_time_is_images_over_rate(rate, global_batch_size):
+    seconds_in = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
+    point = reference_point(global_batch_size)
+    printed = lines(
+        global_batch_size=global_batch_size,
+        optimizer__lr_per_image=point.lr_per_image,
+        measure__expected_images_per_sec=rate,
+    )
+    for name, images in {"mean": point.mean_images, "fastest": point.fastest_images}.items():
+        [row] = [line for line in printed if line.startswith(f"    {name} ")]
+        counts, batches, took = re.fullmatch(rf" +{name} +([\d,]+) images, ([\d,]+) batches, (.*)", row).groups()
+        assert int(counts.replace(",", "")) == round(images)
+        assert int(batches.replace(",", "")) * global_batch_size >= images
+        value, unit = took.split()
+        assert float(value.replace(",", "")) * seconds_in[unit] == pytest.approx(images / rate, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (8.0, "8 seconds"),
+        (119.0, "119 seconds"),
+        (121.0, "2.02 minutes"),
+        (7100.0, "118 minutes"),
+        (7200.0, "2 hours"),
+        (3600.0 * 71.5, "71.5 hours"),
+        (86400.0 * 3, "3 days"),
+        (86400.0 * 1234, "1,234 days"),
+    ],
+)
+def test_times_are_in_the_unit_that_a_person_would_choose(seconds, text):
+    assert plan.readable_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("duration", "images"),
+    [("30ba", 7680), ("5120sp", 5120), ("5121sp", 5376), ("2ep", None), ("soon", None), ("0ba", None)],
+)
+def test_images_of_a_duration_are_whole_batches_or_not_known(duration, images):
+    assert plan.images_of(duration, 256) == images
+
+
+def test_without_a_rate_a_line_says_which_key_to_give_and_no_time_is_printed():
+    printed = lines()
+    assert "time: give measure.expected_images_per_sec (over all ranks) for an estimate" in printed
+    assert not any(re.search(r"\d (seconds|minutes|hours|days)", line) for line in printed)
+    assert "max_duration: 2ep; how many images that is cannot be known before the data is read" in lines(
+        max_duration="2ep"
+    )
+
+
+def test_where_there_is_no_reference_point_the_nearest_are_named_and_nothing_is_guessed():
+    printed = lines(global_batch_size=320, measure__expected_images_per_sec=1000.0, max_duration="1ep")
+    start = next(index for index, line in enumerate(printed) if line.startswith("images to the target"))
+    assert printed[start : start + 5] == [
+        "images to the target: no reference point at a global batch of 320 (ruleset 5.0.0), and none is guessed. Nearest:",
+        "  global batch 256, ruleset 5.0.0, 20 runs on 4xDGX-H100, lr_per_image 2.8e-07; mean without best and worst:",
+        "    mean     1,706,667 images, 6,667 batches",
+        "    fastest  1,536,000 images, 6,000 batches",
+        "    slowest  2,048,000 images, 8,000 batches",
+    ]
+    assert not any(re.search(r"\d (seconds|minutes|hours|days)", line) for line in printed)
+
+
+def test_another_learning_rate_and_other_deviations_are_said_beside_the_estimate():
+    printed = lines(optimizer__lr_per_image=None, optimizer__lr=1e-4, ema__enabled=True)
+    assert printed[-5:] == [
+        "  those runs had none of the deviations below: this one may take more, or never get there",
+        "  those runs had another learning rate (7.168e-05, not 0.0001): this one may take more, or fewer",
+        "deviations from the reference:",
+        "  ema.enabled: true; the reference: false",
+        "  optimizer.lr: 0.0001; free in the closed division; the reference point has 7.168e-05",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "last"),
+    [
+        ({"model__variant": "stock"}, "images to a target: there are no reference points for model.variant=stock"),
+        (
+            {"model__preset": "tiny"},
+            "images to the target: there are no reference points for this network (model.preset: tiny; the reference: full)",
+        ),
+        (
+            {"image_size": 256},
+            "images to the target: there are no reference points for this network (image_size: 256; the reference: 512)",
+        ),
+    ],
+)
+def test_another_network_than_the_benchmarks_has_no_estimate_to_the_target(values, last):
+    printed = lines(**values)
+    assert last in printed and not any("fastest" in line for line in printed)
+
+
+def test_a_batch_that_does_not_divide_is_not_shown_as_a_product():
+    assert "global batch: 10 images" in lines(global_batch_size=10)
+
+
+def test_the_plan_is_nothing_but_comments_for_a_yaml_reader():
+    text = "".join(f"# {line}\n" for line in lines())
+    assert OmegaConf.to_container(OmegaConf.create("a: 1\n" + text)) == {"a": 1}
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
+def test_an_expected_rate_has_to_be_above_0(rate):
+    assert MeasureConfig(expected_images_per_sec=100.0).problems() == []
+    assert MeasureConfig(expected_images_per_sec=rate).problems() == [
+        ("measure.expected_images_per_sec", f"{rate} is not above 0. Give images/s, or null.")
+    ]
+    assert lines(measure__expected_images_per_sec=rate) == lines()  # the plan of a refused run makes no time of it

@@ -1,0 +1,141 @@
+"""Where training begins when it does not begin at random weights: an earlier run's, or published ones.
+
+    model.denoiser=runs/mosaicml-256                     the newest checkpoint of a run: its training weights, not its average
+    model.denoiser=runs/mosaicml-256/checkpoints/weights-im000512000000-DIGEST.pt
+    model.denoiser=checkpoints/sd/512-base-ema.ckpt      an LDM checkpoint's or a diffusers folder's UNet: fine-tuning
+
+Only weights are taken: optimizer, schedule and counters begin anew. A run that goes on from its own checkpoint does not
+come here (resume.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zoo.ldm as ldm
+from checkpoint_files import FULL, NAME, WEIGHTS, is_whole, listed, read
+from config import ConfigError, Problem
+from model import LatentDiffusion, ModelConfig
+from tensors import canonical_name, difference, forms, on_meta
+from zoo import load_family
+from zoo.spec import Family
+
+KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
+PREFIX = "denoiser."  # of a LatentDiffusion's tensors
+
+
+def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
+    """Return what stands against beginning where `model.denoiser` says; reads names and shapes alone.
+
+    Args:
+        prediction: what the run trains on; None: the variant's own.
+    """
+    if config.denoiser is None:
+        return []
+    try:
+        family = load_family(config.family, config.preset, config.variant)
+    except ValueError:
+        return []  # named elsewhere
+    prediction = prediction or family.objective["prediction"]
+    try:
+        own = _own_checkpoint(config.denoiser)
+        if own is None:
+            texts = _published_problems(family, config.denoiser, prediction)
+        else:
+            texts = _own_problems(family, own, read(own), prediction)
+    except ConfigError as error:
+        texts = error.problems
+    return [Problem(f"model.denoiser: {text}", KEYS) for text in texts]
+
+
+def load(model: LatentDiffusion, denoiser: str) -> list[str]:
+    """Copy the weights into a model's denoiser; return notes for the user.
+
+    Raises:
+        ConfigError: they do not fit, or the file is damaged.
+    """
+    own = _own_checkpoint(denoiser)
+    if own is None:
+        try:
+            return ldm.load(denoiser, _placed(model.family, model.denoiser))
+        except ValueError as error:
+            raise ConfigError([f"model.denoiser: {error}"]) from error
+    if not is_whole(own):
+        damaged = f"{own} is damaged: its bytes do not have the digest in its name"
+        raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])
+    weights = read(own)["model"]
+    with torch.no_grad():
+        for name, tensor in model.denoiser.state_dict().items():
+            tensor.copy_(weights[PREFIX + canonical_name(name)])
+    return []
+
+
+def _own_checkpoint(denoiser: str) -> Path | None:
+    """Return the checkpoint of a run that a path means, or None: it is none of ours.
+
+    Raises:
+        ConfigError: a run's folder that has no checkpoint.
+    """
+    path = Path(denoiser)
+    if path.is_dir() and (path / "config.yaml").is_file():
+        found = listed(path / "checkpoints", FULL) or listed(path / "checkpoints", WEIGHTS)
+        if not found:
+            raise ConfigError([f"{path} is a run without a checkpoint. Give one that has been saved, or a file."])
+        return found[0]
+    return path if path.is_file() and NAME.fullmatch(path.name) else None
+
+
+def _own_problems(family: Family, path: Path, content: Mapping[str, Any], prediction: str) -> list[str]:
+    """Compare with what the earlier run was: the same network, trained on the same target."""
+    wanted = {
+        "model.family": family.name,
+        "model.variant": family.variant,
+        "objective.prediction": prediction,
+    }
+    made = content.get("identity", {})
+    found = [
+        f"{path} was trained with {key}={made.get(key)}, this run has {value}. Use that value, or begin elsewhere."
+        for key, value in wanted.items()
+        if made.get(key) != value
+    ]
+    module = on_meta(family.build_denoiser)
+    have = {name.removeprefix(PREFIX): tensor for name, tensor in content.get("model", {}).items()}
+    if text := difference(forms(module.state_dict()), forms(have)):
+        found.append(f"{path} does not fit: {text}. Use the model.preset that it was made with.")
+    return found
+
+
+def _published_problems(family: Family, path: str, prediction: str) -> list[str]:
+    if "denoiser" not in family.published():
+        return [
+            f"{path}: no published denoiser is {family.name}'s in the variant {family.variant}. Use model.variant=stock, or "
+            f"begin with a run of this variant."
+        ]
+    found = ldm.problems(path, _placed(family, on_meta(family.build_denoiser)))
+    trained_on = _trained_on(path)
+    if trained_on not in (None, prediction):
+        found.append(
+            f"{path}: its scheduler says that it was trained on {trained_on}, this run has objective.prediction="
+            f"{prediction}. Use that value."
+        )
+    return found
+
+
+def _trained_on(path: str) -> str | None:
+    """Return the prediction that a diffusers folder's scheduler names, where it names one that we know."""
+    try:
+        stated = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    known = {"epsilon": "epsilon", "v_prediction": "v"}
+    return known.get(stated.get("prediction_type")) if isinstance(stated, dict) else None
+
+
+def _placed(family: Family, module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
+    return {"denoiser": (module, family.published()["denoiser"](module))}
