@@ -10,6 +10,7 @@ import xxhash
 from torch import nn
 
 import zoo.ldm as ldm
+from config import ConfigError
 from tensors import on_meta
 from zoo.spec import Family
 
@@ -50,19 +51,23 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
-    """Build a family's encoders on the CPU.
+    """Build a family's encoders on the CPU, in float32.
 
     Args:
         weights: a diffusers folder or an LDM checkpoint; "random" or None: random ones.
 
     Raises:
-        ValueError: the weights do not fit; see `weights_problems`.
+        ConfigError: the weights do not fit (see `weights_problems`), or are damaged.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         modules = family.build_encoders()
-    notes = [] if weights in (None, RANDOM) else ldm.load(weights, _placed(family, modules))
-    return FrozenEncoders(modules, notes)
+    if weights in (None, RANDOM):
+        return FrozenEncoders(modules, [])
+    try:
+        return FrozenEncoders(modules, ldm.load(weights, _placed(family, modules)))
+    except ValueError as error:
+        raise ConfigError([f"model.weights: {line}" for line in str(error).splitlines()]) from error
 
 
 def weights_problems(family: Family, weights: str) -> list[str]:

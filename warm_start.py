@@ -65,7 +65,7 @@ def load(model: LatentDiffusion, denoiser: str) -> list[str]:
         try:
             return ldm.load(denoiser, _placed(model.family, model.denoiser))
         except ValueError as error:
-            raise ConfigError([f"model.denoiser: {error}"]) from error
+            raise ConfigError([f"model.denoiser: {line}" for line in str(error).splitlines()]) from error
     if not is_whole(own):
         damaged = f"{own} is damaged: its bytes do not have the digest in its name"
         raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])

@@ -1,7 +1,7 @@
 """Encode the stage `images` once: each image's VAE moments and each caption's tokens, the stage `moments`.
 
-    python -m prepare.latents IN OUT model.weights=random
-    composer -n 8 -m prepare.latents /data/laion_images /data/laion_moments model.weights=random image_size=512
+    python -m prepare.latents IN OUT model.weights=checkpoints/sd/512-base-ema.ckpt
+    composer -n 8 -m prepare.latents /data/laion_images /data/laion_moments model.weights=/weights/sd2 image_size=512
     composer -n 8 -m prepare.latents s3://bucket/images s3://bucket/moments model.weights=random store_text=true
 
 IN: a stage `images`, a folder or an address in a store. OUT: a folder that is new, empty or the same command's, or an
@@ -14,6 +14,8 @@ same bytes as if it had never been stopped (on the same kind of device). On a CP
 number of threads changes last bits: start a rank a core, `composer -n CORES`. Ranks beyond the number of shards have
 nothing to do (shard_size of prepare.shards makes more of them). The precision is fp32 unless another one is
 asked for: moments are made once and used for days.
+
+model.weights: a diffusers folder, an LDM checkpoint, or random for encoders that mean nothing.
 
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
 (16), precision (fp32, tf32, bf16), store_text (false), shard_size (64mb), workers (decoding threads a rank, 4).
@@ -108,6 +110,8 @@ def check(config: LatentsConfig) -> list[Problem]:
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many."))
+    if config.model.denoiser is not None:
+        found.append(Problem("model.denoiser: has no use here: nothing is trained. Leave it out.", ("model.denoiser",)))
     return found + model_problems(config.model, config.image_size, encoders_wanted=True)
 
 
@@ -219,6 +223,9 @@ def write_stage(
         store_text=config.store_text,
     )
     plan, ranks = plan_for(config, encoder, stage, shards), dist.get_world_size()
+    if dist.get_global_rank() == 0:
+        for note in encoder.encoders.notes:
+            print(f"model.weights: {note}", file=sys.stderr, flush=True)
     if dist.get_global_rank() != 0:
         wait_for_plan(place, plan)
         todo = parts_to_make(place, plan)
@@ -269,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
     assert found is not None
     try:
         result = write_stage(config, *found, open_place(paths[1]))
-    except Refused as error:
+    except (Refused, ConfigError) as error:
         return _refuse(str(error))
     except Failed as error:
         print(error, file=sys.stderr, flush=True)

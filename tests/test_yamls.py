@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from omegaconf import OmegaConf
+from test_ldm import tiny_networks, whole_ldm_file, write
 
 import benchmark
 from bench.ladder import read_ladder
-from config import load, parse_command_line
+from config import flat, load, parse_command_line
+from optim import lr_multiplier
+from prepare import latents
+from zoo import mlperf
 
 RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
 LADDERS = sorted((ROOT / "yamls" / "ladders").glob("*.yaml"))
 HEADER = ("# What: ", "# Hardware: ", "# Expected: ", "# Command: ")
 
 
+SMALL = ["model.preset=tiny", "image_size=64", "global_batch_size=8", "device_train_microbatch_size=4"]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The commands of a file's header, as words after `benchmark.py`."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith("# ") and " benchmark.py " in line]
+    words = [shlex.split(line.split(": ", 1)[1]) for line in lines]
+    return [line[line.index("benchmark.py") + 1 :] for line in words]
+
+
 def resolve(words: list[str], stage) -> benchmark.RunConfig:
-    """Read a command of `composer benchmark.py` as the program does; real data is swapped for the tests' own."""
+    """Read a command of `composer benchmark.py` as the program does; data and weights are swapped for the tests' own."""
     command_line = parse_command_line(words, benchmark.ALIASES)
     config = load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: [])
     if not config.data.synthetic:
-        words = [*words, f"data.remote={stage}", "data.local=null"]
-    small = ["model.preset=tiny", "image_size=64", "global_batch_size=8", "device_train_microbatch_size=4"]
-    command_line = parse_command_line([*words, *small], benchmark.ALIASES)
+        words = [*words, f"data.remote={stage}", "data.local=null", "data.stage=images"]
+    words = [*words, *SMALL, "model.weights=random", "model.denoiser=null"]
+    command_line = parse_command_line(words, benchmark.ALIASES)
     return load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=benchmark.check)
 
 
@@ -33,6 +49,90 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
 def test_every_run_resolves_and_passes_its_checks(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert resolve([f"yamls/{path.name}"], stage).model.family in benchmark.load_family.__globals__["FAMILIES"]
+
+
+@pytest.fixture(scope="module")
+def places(stage, tmp_path_factory) -> dict[str, Path]:
+    """Small stages of each kind, and a tiny SD2 as an LDM checkpoint that they are made with."""
+    folder = tmp_path_factory.mktemp("places")
+    made = {
+        "images": stage,
+        "weights": Path(write(whole_ldm_file(tiny_networks(seed=5)), folder / "512-base-ema.ckpt")),
+    }
+    for normalize in ("unit", "symmetric"):
+        made[normalize] = folder / normalize
+        keys = ["model.preset=tiny", "image_size=64", f"model.weights={made['weights']}", f"normalize={normalize}"]
+        assert latents.main([str(stage), str(made[normalize]), *keys]) == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+RECIPES = [
+    pytest.param(words, id=" ".join(words[:1] + words[2:]))
+    for path in RUNS
+    if "synthetic" not in path.name and path.name != "shapes.yaml"  # the demo runs that one whole
+    for words in commands(path)
+]
+
+
+@pytest.mark.parametrize("words", RECIPES)
+def test_every_recipe_takes_two_steps(words, places, runs, monkeypatch):
+    """The header's own command in the tiny preset, on a CPU: real data, encoders and start from an LDM checkpoint.
+
+    In the order of the files, so that MosaicML's second stage finds the first one's run.
+    """
+    monkeypatch.chdir(ROOT)
+    given = load(
+        benchmark.RunConfig,
+        parse_command_line(words, benchmark.ALIASES),
+        not_yet=benchmark.NOT_YET,
+        check=lambda config: [],
+    )
+    name = given.run_name.replace("NAME", f"{Path(words[0]).stem}-{given.data.stage}")
+    remote = places["images"] if given.data.stage == "images" else places[given.data.normalize]
+    own = [f"data.remote={remote}", f"model.weights={places['weights']}", f"run_folder={runs}", f"run_name={name}"]
+    own += ["max_duration=2ba", "data.workers=0", "measure.warmup_batches=0", "loggers.progress_bar=false"]
+    if given.model.denoiser is not None:
+        begins = runs / Path(given.model.denoiser).name
+        own.append(f"model.denoiser={begins if begins.exists() else places['weights']}")
+    assert benchmark.main([*words, *SMALL, *own]) == 0
+    summary = json.loads((runs / name / "summary.json").read_text())
+    assert summary["batches"] == 2 and summary["variant"] == given.model.variant and summary["loss"] > 0
+    lr = given.optimizer.learning_rate(8)
+    rates = [json.loads(line)["lr"] for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    warmup = given.schedule.num_warmup_batches(8)
+    assert rates[-1] == pytest.approx(lr_multiplier(1, name="constant", warmup_batches=warmup, total_batches=2) * lr)
+
+
+MLPERF = [path for path in RUNS if path.name.startswith("mlperf_")]
+
+
+@pytest.mark.parametrize("path", MLPERF, ids=lambda path: path.name)
+def test_the_mlperf_recipes_are_the_benchmark(path):
+    """No constant but the free ones differs from the reference's; snapshots lie where the rules want them."""
+    config = load(
+        benchmark.RunConfig, parse_command_line([str(path)], {}), not_yet=benchmark.NOT_YET, check=lambda config: []
+    )
+    batch = config.global_batch_size
+    assert path.name == f"mlperf_{batch}.yaml" and config.model.variant == "mlperf"
+    assert mlperf.fixed_deviations(flat(config)) == []
+    free = mlperf.free_deviations(flat(config))
+    assert free == [] if mlperf.reference_point(batch) else len(free) == 1 and "no reference point" in free[0]
+    interval = mlperf.checkpoint_batches(batch) * batch
+    assert config.save.snapshot_every_images == config.save.every_images == interval
+    assert int(config.max_duration.removesuffix("sp")) % interval == 0
+    if point := mlperf.reference_point(batch):
+        assert int(config.max_duration.removesuffix("sp")) == point.slowest_images + 2 * interval
+        assert f"{point.mean_images:,.0f} images" in path.read_text()
+
+
+def test_there_is_a_recipe_for_every_global_batch_of_the_reference():
+    batches = {64} | {point.global_batch_size for point in mlperf.points_of()}
+    assert {int(path.stem.removeprefix("mlperf_")) for path in MLPERF} == batches == {64, 256, 384, 512, 1024, 2048}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
@@ -58,6 +158,7 @@ def test_every_header_is_a_contract(path):
     assert [word for word in HEADER if not any(line.startswith(word) for line in head)] == []
     command = next(line for line in head if line.startswith("# Command: "))
     assert path.name in command or re.search(r"make (demo|gpu-ladder)", command)
+    assert path in LADDERS or path.name == "shapes.yaml" or commands(path)
 
 
 @pytest.mark.parametrize("path", LADDERS, ids=lambda path: path.name)
