@@ -72,7 +72,7 @@ def runs(tmp_path_factory) -> Path:
 
 
 RECIPES = [
-    pytest.param(words, id=" ".join(words[:1] + words[2:]))
+    pytest.param(words, id=" ".join(words[:1] + words[2:]), marks=[pytest.mark.slow] * ("data.stage=images" in words))
     for path in RUNS
     if "synthetic" not in path.name and path.name != "shapes.yaml"  # the demo runs that one whole
     for words in commands(path)
