@@ -156,9 +156,9 @@ def read(path: Path) -> dict[str, Any]:
             [f"{path}: holds more than tensors and plain values ({given}). No code from a file runs here. Remove it."]
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
-            [f"{path}: cannot be read as a checkpoint: {reason} Remove it, or bring back a copy."]
+            [f"{path}: cannot be read as a checkpoint: {reason}. Remove it, or bring back a copy."]
         ) from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         given = content.get("schema") if isinstance(content, dict) else type(content).__name__

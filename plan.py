@@ -128,7 +128,9 @@ def readable_time(seconds: float) -> str:
         return f"{_short(seconds)} seconds"
     if seconds < 2 * 3600.0:
         return f"{_short(seconds / 60.0)} minutes"
-    return f"{_short(seconds / 3600.0)} hours" if seconds < 72 * 3600.0 else f"{_short(seconds / 86400.0)} days"
+    if seconds < 72 * 3600.0:
+        return f"{_short(seconds / 3600.0)} hours"
+    return f"{_short(seconds / 86400.0)} days" if seconds < 36525 * 86400.0 else "more than a century"
 
 
 def _rate(values: Mapping[str, Any]) -> float | None:

@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "data.workers",
     "data.cache_limit",
     "data.max_bad_samples",
+    "data.patience_sec",
     "ema.device",
     "save.",
     "measure.",
@@ -71,6 +72,10 @@ def finished(folder: Path, max_duration: str | None) -> dict[str, Any] | None:
     return {key: summary[key] for key in RESULT_KEYS}
 
 
+def _as_yaml(value: Any) -> Any:
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
+
+
 def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
     """Compare with the configuration that a run was begun with, before anything is built.
 
@@ -87,8 +92,8 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
     if differing:
         raise ConfigError(
             [
-                f"{key}: {value}, but {folder} was begun with {begun[key]}. A run goes on as it began: use that value, or "
-                f"another run_name."
+                f"{key}: {_as_yaml(value)}, but {folder} was begun with {_as_yaml(begun[key])}. A run goes on as it began: "
+                f"use that value, or another run_name."
                 for key, value in differing.items()
             ]
         )

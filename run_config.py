@@ -105,6 +105,9 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.model.variant == "mlperf" and schedule.warmup_batches is None and schedule.warmup_images is None:
         schedule = dataclasses.replace(schedule, warmup_batches=mlperf.WARMUP_BATCHES)
     every_images = 0 if config.data.synthetic else DEFAULT_EVERY_IMAGES
+    snapshots = every_images
+    if every_images and config.model.variant == "mlperf":  # where the rules ask for them
+        snapshots = mlperf.checkpoint_batches(config.global_batch_size) * config.global_batch_size
     given, snapshot = config.save.every_images, config.save.snapshot_every_images
     return dataclasses.replace(
         config,
@@ -112,7 +115,7 @@ def resolve(config: RunConfig) -> RunConfig:
         save=dataclasses.replace(
             config.save,
             every_images=every_images if given is None else given,
-            snapshot_every_images=every_images if snapshot is None else snapshot,
+            snapshot_every_images=snapshots if snapshot is None else snapshot,
         ),
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or device_batch,

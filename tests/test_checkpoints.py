@@ -320,7 +320,7 @@ def test_a_run_goes_on_only_as_it_began_and_all_that_differs_is_named(begun, cap
     tail = "A run goes on as it began: use that value, or another run_name.\n"
     assert refused(capsys, *words) == (
         f"seed: 18, but {begun}/a was begun with 17. {tail}"
-        f"optimizer.lr: 0.001, but {begun}/a was begun with None. {tail}"
+        f"optimizer.lr: 0.001, but {begun}/a was begun with null. {tail}"
         f"ema.half_life: 41sp, but {begun}/a was begun with 40sp. {tail}"
     )
 

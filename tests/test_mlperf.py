@@ -12,6 +12,7 @@ from zoo.mlperf import (
     RULESETS,
     checkpoint_batches,
     deviations,
+    fixed_deviations,
     lr_per_image,
     nearest,
     reference_point,
@@ -178,3 +179,10 @@ def test_all_that_the_closed_division_fixes_is_held_against_a_run_as_it_is_given
         "optimizer.lr",
         "schedule.warmup_batches",
     ]
+
+
+def test_snapshots_elsewhere_than_where_the_rules_ask_for_them_are_a_deviation():
+    values = {"global_batch_size": 384, "save.snapshot_every_images": 512_000}
+    assert deviations(values)[0] == "save.snapshot_every_images: 512000; the rules: 512256"
+    assert fixed_deviations({**values, "save.snapshot_every_images": 512_256}) == []
+    assert fixed_deviations({**values, "data.synthetic": True}) == []

@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zoo.weight_files import LEGACY_MAGIC, _Unpickler, open_weights
+from zoo.closed_pickle import ClosedUnpickler
+from zoo.weight_files import LEGACY_MAGIC, open_weights
 
 FORMATS = {"zip": True, "legacy": False}
 DTYPES = [
@@ -301,16 +302,61 @@ HAND_MADE = {
 
 @pytest.mark.parametrize("name", HAND_MADE)
 def test_hand_made_opcodes_run_nothing_and_change_nothing(tmp_path, name):
-    from zoo import weight_files
+    from zoo import closed_pickle
 
     mark = tmp_path / "it_ran"
-    before = [vars(known).copy() for known in weight_files.KNOWN.values() if known is not dict]
-    defaults = weight_files._rebuild_tensor.__defaults__
+    before = [vars(known).copy() for known in closed_pickle.KNOWN.values()]
+    defaults = closed_pickle._rebuild_tensor.__defaults__
     with pytest.raises(ValueError, match="w.ckpt: "):
         open_weights(write_zip(tmp_path / "w.ckpt", HAND_MADE[name](mark)))
     assert not mark.exists()
-    assert [vars(known) for known in weight_files.KNOWN.values() if known is not dict] == before
-    assert weight_files._rebuild_tensor.__defaults__ == defaults
+    assert [vars(known) for known in closed_pickle.KNOWN.values()] == before
+    assert closed_pickle._rebuild_tensor.__defaults__ == defaults
+
+
+PAIRS = b"".join(b"2\x86" for _ in range(60))  # (x, x) of (x, x) ...: 2**60 leaves
+DEEP = b"\x85" * 2_000_000  # ((((...)))): hashing it would use up the stack of the process
+
+
+@pytest.mark.parametrize("nested", [b"K\x01" + PAIRS, b"K\x01" + DEEP], ids=["wide", "deep"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        (b"}", b"K\x02s."),  # a key, by SETITEM
+        (b"}(", b"K\x02u."),  # by SETITEMS
+        (b"(", b"K\x02d."),  # by DICT
+        (b"\x8f(", b"\x90."),  # in a set
+        (b"(", b"\x91."),  # in a frozenset
+        (b"ccollections\nOrderedDict\n(((", b"K\x02ttt\x85R."),  # by the dictionary's constructor
+    ],
+    ids=["item", "items", "dict", "set", "frozenset", "ordered"],
+)
+@pytest.mark.timeout(30)
+def test_what_is_nested_is_never_hashed(tmp_path, nested, around):
+    data = b"\x80\x04" + around[0] + nested + around[1]
+    with pytest.raises(ValueError, match="w.ckpt: "):
+        open_weights(write_zip(tmp_path / "w.ckpt", data))
+
+
+@pytest.mark.parametrize("place", ["shape", "key", "size"])
+@pytest.mark.timeout(30)
+def test_what_is_nested_is_not_printed_in_full(tmp_path, place):
+    nested = b"K\x01" + PAIRS
+    key, size = (nested, b"K\x04") if place == "key" else (b"\x8c\x010", nested if place == "size" else b"K\x04")
+    storage = b"(\x8c\x07storagectorch\nFloatStorage\n" + key + b"\x8c\x03cpu" + size + b"tQ"
+    shape = nested + b"\x85" if place == "shape" else b"K\x04\x85"
+    rebuilt = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b"K\x01\x85\x89}tR"
+    data = b"\x80\x04}\x8c\x01a" + rebuilt + b"s."
+    with pytest.raises(ValueError, match="w.ckpt: ") as error:
+        open_weights(write_zip(tmp_path / "w.ckpt", data))
+    assert len(str(error.value)) < 1000
+
+
+def test_names_come_to_the_terminal_on_one_line_and_cut(tmp_path):
+    torch.save({"a\x1b[31m\nb": 1, "c" * 10_000: 2}, tmp_path / "w.ckpt")
+    with pytest.raises(ValueError) as error:
+        open_weights(tmp_path / "w.ckpt")
+    assert r"a\x1b[31m\nb" in str(error.value) and "\x1b" not in str(error.value) and len(str(error.value)) < 500
 
 
 def test_extension_codes_are_not_looked_up(tmp_path):
@@ -343,17 +389,17 @@ def test_no_name_in_a_pickle_is_imported(tmp_path, monkeypatch):
 
 
 def test_only_what_rebuilds_tensors_is_found():
-    unpickler = _Unpickler(io.BytesIO(b""))
+    unpickler = ClosedUnpickler(io.BytesIO(b""))
     for module, name in (
         ("builtins", "dict"),
         ("torch", "load"),
         ("torch._utils", "_import_dotted_name"),
         ("torch", "Size"),
     ):
-        assert unpickler.find_class(module, name).__name__ == "_Inert"
-    assert unpickler.find_class("collections", "OrderedDict") is dict
+        assert unpickler.find_class(module, name).__name__ == "Inert"
+    assert unpickler.find_class("collections", "OrderedDict")() == {}
     assert unpickler.find_class("torch", "HalfStorage") is torch.float16
-    assert unpickler.find_class("torch", "UntypedStorage").__name__ == "_Inert"
+    assert unpickler.find_class("torch", "UntypedStorage").__name__ == "Inert"
 
 
 def test_a_torchscript_archive_is_refused_and_not_compiled(tmp_path):

@@ -91,6 +91,38 @@ def test_sd2_has_the_published_number_of_parameters(variant):
     assert (text.hidden_size, text.num_hidden_layers, text.hidden_act) == sizes
 
 
+# variant -> heads of the UNet's attentions by channels; heads, activation and layers of the text encoder
+HEADS_OF_SD2 = {
+    "stock": ({320: 5, 640: 10, 1280: 20}, (16, "gelu", 23)),
+    "mlperf": ({320: 5, 640: 10, 1280: 20}, (16, "gelu", 23)),
+    "sd15": ({320: 8, 640: 8, 1280: 8}, (12, "quick_gelu", 12)),
+}
+
+
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_full_size_sd2_has_what_no_shape_shows(variant):
+    """Heads, groups, activations: published weights fit without a word where one of these is another."""
+    from diffusers.models.attention_processor import Attention
+
+    family = load_family("sd2", "full", variant)
+    unet, encoders = on_meta(family.build_denoiser), on_meta(family.build_encoders)
+    heads, of_text = HEADS_OF_SD2[variant]
+    attentions = [m for m in unet.modules() if isinstance(m, Attention)]
+    assert len(attentions) == 32 and {m.to_q.in_features: m.heads for m in attentions} == heads
+    assert all(m.heads == heads[m.to_q.in_features] for m in attentions)
+    text = encoders["text"].config
+    assert (
+        text.num_attention_heads,
+        text.hidden_act,
+        text.num_hidden_layers,
+    ) == of_text and text.layer_norm_eps == 1e-5
+    norms = [m for m in encoders["vae"].modules() if isinstance(m, torch.nn.GroupNorm)]
+    assert len(norms) == 52 and {(m.num_groups, m.eps) for m in norms} == {(32, 1e-6)}
+    if variant != "mlperf":
+        groups = [(m.num_groups, m.eps) for m in unet.modules() if isinstance(m, torch.nn.GroupNorm)]
+        assert set(groups) == {(32, 1e-5), (32, 1e-6)} and groups.count((32, 1e-6)) == 16
+
+
 @pytest.mark.parametrize(("preset", "groups"), [("full", 16), ("tiny", 4)])
 def test_the_norms_of_mlperf_are_the_references(preset, groups):
     """16 groups, eps 1e-5 in residual blocks and the output norm; 32 groups, eps 1e-6 before each transformer."""
@@ -136,10 +168,12 @@ def test_sd15_sees_captions_filled_up_with_the_end_mark():
     family = load_family("sd2", "tiny", "sd15")
     text = family.build_encoders()["text"].eval()
     assert isinstance(text, CLIPTextModel)
-    tokens = family.tokenize(["a cat", "", "word " * 200])["tokens"]
-    assert torch.equal(tokens, load_family("sd2", "tiny", "stock").tokenize(["a cat", "", "word " * 200])["tokens"])
+    captions = ["a cat", "", "word " * 200, "a"]
+    tokens = family.tokenize(captions)["tokens"]
+    assert torch.equal(tokens, load_family("sd2", "tiny", "stock").tokenize(captions)["tokens"])
+    tokens[3, 1] = 0  # a token like others, where it stands before the end mark
     padded = tokens.clone()
-    padded[0, 4:], padded[1, 2:] = END_TOKEN, END_TOKEN
+    padded[0, 4:], padded[1, 2:], padded[3, 3:] = END_TOKEN, END_TOKEN, END_TOKEN
     with torch.no_grad():
         states = family.encode_text({"text": text}, {"tokens": tokens})["text"]
         assert torch.equal(states, text(input_ids=padded).last_hidden_state)

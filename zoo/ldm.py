@@ -30,7 +30,7 @@ from zoo.ldm_names import (
     unet,
     vae,
 )
-from zoo.weight_files import WeightsFile, open_weights
+from zoo.weight_files import WeightsFile, open_weights, shown
 
 __all__ = [
     "Network",
@@ -215,6 +215,8 @@ def _name_in_folder(name: str, forms: Collection[str]) -> str:
 
 def _no_such_folders(root: Path, absent: Sequence[str]) -> str:
     said = f"{root}: has no {', '.join(absent)}. A diffusers folder has one for each network; this one has: {_listing(root)}."
+    if snapshots := sorted((root / "snapshots").glob("*/")):
+        return f"{said} It is a model's folder in the hub's cache: give {_some([str(path) for path in snapshots])}."
     if (root / "config.json").is_file():
         return f"{said} It looks like one network's own folder: give the folder above."
     files = sorted(p for p in root.iterdir() if p.suffix in {".ckpt", ".safetensors", ".pt"} and p.is_file())
@@ -267,7 +269,7 @@ def _groups(names: Iterable[str]) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return ", ".join(map(shown, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _listing(folder: Path) -> str:
@@ -352,9 +354,11 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) ->
         return None
     if not folder.is_dir():
         return f"tokenizer: {root} has no tokenizer/. It has: {_listing(root)}. Copy the whole diffusers folder."
-    from transformers import CLIPTokenizer
+    from transformers import CLIPTokenizer, logging
 
     ours = tokenize(TELLING_CAPTIONS).tolist()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # what it logs on the way is said below in one line
     try:
         tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
         encoded = tokenizer(list(TELLING_CAPTIONS), padding="max_length", truncation=True, max_length=len(ours[0]))
@@ -364,6 +368,8 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) ->
             f"tokenizer: {folder} is not a CLIPTokenizer's ({type(error).__name__}: {reason}). "
             "Copy the folder again, with vocab.json and merges.txt."
         )
+    finally:
+        logging.set_verbosity(verbosity)
     for caption, want, theirs in zip(TELLING_CAPTIONS, ours, encoded["input_ids"], strict=True):
         end = theirs.index(END_MARK) + 1 if END_MARK in theirs else len(theirs)
         length = end if set(theirs[end:]) == {END_MARK} else len(theirs)

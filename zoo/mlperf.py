@@ -20,8 +20,6 @@ from typing import Any
 TARGET_FID = 90.0  # at most, and
 TARGET_CLIP = 0.15  # at least, on the same checkpoint (rules)
 CHECKPOINT_EVERY_IMAGES = 512_000  # rules; see `checkpoint_batches`
-TRAIN_SAMPLES = 6_513_144  # of the filtered LAION-400M (main.py of the reference)
-EVAL_SAMPLES = 30_000  # captions of COCO 2014, one for each of as many images (val2014_30k.tsv of the reference)
 WARMUP_BATCHES = 1000  # whatever the global batch (configs/ of the reference, and every reference point)
 
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
@@ -185,6 +183,10 @@ def fixed_deviations(values: Mapping[str, Any]) -> list[str]:
         square = [given, given] if key == "image_size" and isinstance(given, int) else given
         if not _same(square, [wanted, wanted] if key == "image_size" else wanted):
             found.append(f"{key}: {_shown(given)}; the reference: {_shown(wanted)}")
+    every = checkpoint_batches(values["global_batch_size"]) * values["global_batch_size"]
+    key, given = "save.snapshot_every_images", values.get("save.snapshot_every_images", every)
+    if given not in (None, every) and not values.get("data.synthetic"):
+        found.append(f"{key}: {_shown(given)}; the rules: {every}")
     return found
 
 

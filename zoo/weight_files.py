@@ -17,23 +17,24 @@ asked for. All of it little-endian.
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from zoo.closed_pickle import ClosedUnpickler, Inert, Stored
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
 
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 LEGACY_HEAD = LEGACY_MAGIC.to_bytes(10, "little")  # stands so in a pickle
-MAX_PICKLE_BYTES = 2**30  # SD2's is 0.2 MB: what claims more is no table of tensors
+MAX_PICKLE_BYTES = 2**26  # SD2's is 0.2 MB: what claims more is no table of tensors
 
 SAFETENSORS_TYPES = {
     "F64": torch.float64,
@@ -48,18 +49,6 @@ SAFETENSORS_TYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
-}
-STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
 }
 
 
@@ -85,8 +74,14 @@ class WeightsFile:
             raise
         except Exception as error:
             raise Refused(
-                f"{self.path}: tensor '{name}' cannot be read ({_reason(error)}). Fetch the file again."
+                f"{self.path}: tensor '{shown(name)}' cannot be read ({_reason(error)}). Fetch the file again."
             ) from error
+
+
+def shown(name: str) -> str:
+    """Return a name from a file as a terminal may show it: one line, no control characters, at most 120 letters."""
+    plain = name if name.isprintable() else ascii(name)[1:-1]
+    return plain if len(plain) <= 120 else f"{plain[:117]}..."
 
 
 def open_weights(path: Path) -> WeightsFile:
@@ -163,142 +158,6 @@ def _open_safetensors(path: Path, size: int) -> WeightsFile:
 # --- torch's formats: a pickle in which storages are named ---
 
 
-class _Inert:
-    """Stands for whatever a pickle names and we do not know: can be made, called, filled; does and keeps nothing."""
-
-    __slots__ = ()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
-        return object.__new__(_Inert)  # `cls` may be an instance: what stood for a class may have come out of a call
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Inert:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, *args: Any) -> None:
-        pass
-
-    extend = add = update = append
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """A run of elements in the storage `key`."""
-
-    dtype: torch.dtype
-    key: str
-    start: int
-    size: int
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor by its place; the numbers are the file's own and not yet believed."""
-
-    storage: _Storage
-    offset: Any
-    shape: Any
-    stride: Any
-
-    @property
-    def span(self) -> int:
-        """Elements from its first to its last, both included; 0 where it has none."""
-        return (
-            0 if 0 in self.shape else 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        )
-
-    def fault(self) -> str | None:
-        """Say what is wrong with it, or None."""
-        if not all(isinstance(value, tuple | list) for value in (self.shape, self.stride)):
-            return "has no shape"
-        numbers = [self.offset, *self.shape, *self.stride]
-        if len(self.shape) != len(self.stride) or any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
-            return f"has the impossible shape {self.shape}, strides {self.stride}, offset {self.offset}"
-        if self.offset + self.span > self.storage.size:
-            return (
-                f"of shape {tuple(self.shape)} needs {self.offset + self.span} elements of {self.storage.size} stored"
-            )
-        return None
-
-
-def _rebuild_tensor(storage: Any = None, offset: Any = 0, shape: Any = (), stride: Any = (), *rest: Any) -> Any:
-    """Of `_rebuild_tensor_v2`'s further arguments only the last, a conjugate or negative bit, would change values."""
-    plain = isinstance(storage, _Storage) and not (len(rest) > 2 and rest[2])
-    return _Stored(storage, offset, shape, stride) if plain else _Inert()
-
-
-def _rebuild_parameter(data: Any = None, *rest: Any) -> Any:
-    return data if isinstance(data, _Stored) else _Inert()
-
-
-def _rebuild_with_attributes(rebuild: Any = None, kind: Any = None, arguments: Any = (), *rest: Any) -> Any:
-    known = rebuild is _rebuild_tensor or rebuild is _rebuild_parameter
-    return rebuild(*arguments) if known and type(arguments) is tuple else _Inert()
-
-
-KNOWN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): dict,
-    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_with_attributes,
-}
-"""All that a pickle can call; none of it is torch's, and none looks at more than its arguments."""
-
-
-class _Unpickler(pickle._Unpickler):
-    """Reads a pickle whose world is closed: plain values, `KNOWN`, and inert objects for everything else it names.
-
-    Nothing is imported. The one in Python, not the one in C, because there every opcode can be taken away:
-
-    - BUILD sets attributes of any object in reach, a function's defaults among them: here the state is dropped.
-    - EXT1, EXT2 and EXT4 fetch from copyreg's process-wide cache without asking `find_class`: here they are unknown.
-    - BYTEARRAY8 allocates what it is told before it reads: here it gives bytes.
-    """
-
-    dispatch = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if bytes([code]) not in (pickle.EXT1, pickle.EXT2, pickle.EXT4)
-    }
-
-    def __init__(self, file: IO[bytes]):
-        # Text that a Python 2 wrote may be raw bytes (numpy scalars): no reason to fail
-        super().__init__(file, encoding="utf-8", errors="surrogateescape")
-        self.roots: dict[str, _Storage] = {}
-
-    def _drop_state(self) -> None:
-        self.stack.pop()
-
-    dispatch[pickle.BUILD[0]] = _drop_state
-    dispatch[pickle.BYTEARRAY8[0]] = dispatch[pickle.BINBYTES8[0]]
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("torch", "torch.cuda", "torch.storage") and name in STORAGES:
-            return STORAGES[name]
-        return KNOWN.get((module, name), _Inert)
-
-    def persistent_load(self, pid: Any) -> Any:
-        if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
-            return _Inert()  # a module's source, a storage of a kind that holds no weights
-        _, dtype, key, _, size, *view = pid
-        if type(key) is not str or type(size) is not int or size < 0:
-            raise pickle.UnpicklingError(f"a storage with key {key!r} and {size!r} elements")
-        self.roots[key] = _Storage(dtype, key, 0, size)
-        if not view or view[0] is None:
-            return self.roots[key]
-        _, start, view_size = view[0]
-        if any(type(n) is not int or n < 0 for n in (start, view_size)) or start + view_size > size:
-            raise pickle.UnpicklingError(f"a view of {view_size!r} elements at {start!r} in a storage of {size}")
-        return _Storage(dtype, key, start, view_size)
-
-
 def _open_zip(path: Path, size: int) -> WeightsFile:
     try:
         archive = zipfile.ZipFile(path)  # stays open as long as the WeightsFile
@@ -322,8 +181,10 @@ def _open_zip(path: Path, size: int) -> WeightsFile:
             f"{path}: was written on a big-endian machine, which is not read here. Save it again on this one."
         )
     if archive.getinfo(tables[0]).file_size > MAX_PICKLE_BYTES:
-        raise Refused(f"{path}: its data.pkl claims to be over 1 GiB; a table of tensors is not. Fetch the file again.")
-    content = _Unpickler(io.BytesIO(archive.read(tables[0]))).load()
+        raise Refused(
+            f"{path}: its data.pkl claims to be over 64 MiB; a table of tensors is not. Fetch the file again."
+        )
+    content = ClosedUnpickler(io.BytesIO(archive.read(tables[0]))).load()
 
     def read(key: str, start: int, size: int) -> bytes:
         with archive.open(f"{root}data/{key}") as record:
@@ -337,21 +198,21 @@ def _open_zip(path: Path, size: int) -> WeightsFile:
 def _open_legacy(path: Path, size: int, head: bytes) -> WeightsFile:
     with open(path, "rb") as file:
         try:
-            magic = _Unpickler(file).load()
+            magic = ClosedUnpickler(file).load()
         except Exception:  # it is no pickle: what it is, the next line says
             magic = None
         if magic is None or magic != LEGACY_MAGIC:
             raise Refused(_not_weights(path, size, head, is_pickle=magic is not None))
-        protocol, system = _Unpickler(file).load(), _Unpickler(file).load()
+        protocol, system = ClosedUnpickler(file).load(), ClosedUnpickler(file).load()
         if protocol != LEGACY_PROTOCOL or not isinstance(system, dict) or system.get("little_endian") is not True:
             raise Refused(
                 f"{path}: was written by a torch or a machine that is not read here. Save it again with this one."
             )
-        unpickler = _Unpickler(file)
+        unpickler = ClosedUnpickler(file)
         content = unpickler.load()
         starts: dict[str, int] = {}
         sizes: dict[str, int] = {}
-        for key in _Unpickler(file).load():
+        for key in ClosedUnpickler(file).load():
             count = file.read(8)
             if len(count) < 8:
                 break  # the tensors that lie behind the end are named below
@@ -372,7 +233,7 @@ def _open_legacy(path: Path, size: int, head: bytes) -> WeightsFile:
 def _weights(path: Path, content: Any, sizes: Mapping[str, int], read: Callable[[str, int, int], bytes]) -> WeightsFile:
     """Find the tensors in what the pickle held, and see that their bytes are there. `sizes`: bytes of each storage."""
     tensors = _find_tensors(path, content)
-    faults = [f"'{name}' {fault}" for name, stored in tensors.items() if (fault := stored.fault())]
+    faults = [f"'{shown(name)}' {fault}" for name, stored in tensors.items() if (fault := stored.fault())]
     if faults:
         raise Refused(f"{path}: is damaged: {len(faults)} tensors cannot be, the first: {faults[0]}. Fetch it again.")
     short = [
@@ -384,7 +245,7 @@ def _weights(path: Path, content: Any, sizes: Mapping[str, int], read: Callable[
     if short:
         raise Refused(
             f"{path}: is cut short or damaged: the bytes of {len(short)} of {len(tensors)} tensors are not all there, "
-            f"the first is '{short[0]}'. Fetch it again."
+            f"the first is '{shown(short[0])}'. Fetch it again."
         )
 
     def tensor(name: str) -> Tensor:
@@ -399,17 +260,17 @@ def _weights(path: Path, content: Any, sizes: Mapping[str, int], read: Callable[
     return WeightsFile(path, {name: (s.storage.dtype, tuple(s.shape)) for name, s in tensors.items()}, tensor)
 
 
-def _find_tensors(path: Path, content: Any) -> dict[str, _Stored]:
+def _find_tensors(path: Path, content: Any) -> dict[str, Stored]:
     if not isinstance(content, dict):
-        foreign = content is _Inert or isinstance(content, _Inert)
+        foreign = content is Inert or isinstance(content, Inert)
         kind = "an object with code of its own" if foreign else f"a {type(content).__name__}"
-        kind = "one tensor" if isinstance(content, _Stored) else kind
+        kind = "one tensor" if isinstance(content, Stored) else kind
         raise Refused(f"{path}: holds {kind}, no dictionary of tensors. Save the model's state_dict.")
     inner = content.get("state_dict")
     table = inner if isinstance(inner, dict) else content
-    tensors = {name: value for name, value in table.items() if isinstance(name, str) and isinstance(value, _Stored)}
+    tensors = {name: value for name, value in table.items() if isinstance(name, str) and isinstance(value, Stored)}
     if not tensors:
-        keys = ", ".join(" ".join(str(key).split())[:60] for key in list(table)[:10]) or "none"
+        keys = ", ".join(shown(str(key)) for key in list(table)[:10]) or "none"
         where = " under state_dict" if table is inner else ""
         raise Refused(
             f"{path}: holds no tensors{' there' if where else ''} by name: its keys{where} are {keys}. "
