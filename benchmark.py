@@ -11,13 +11,12 @@ take, wherever it would have to run, and stops. The flags of this benchmark's pr
 A run with a name goes on where its newest checkpoint was taken when the same command is given again; one that is finished
 says so. Where it writes checkpoints, SIGTERM and SIGUSR1 end it at the next batch edge, after one more if there is time.
 
-Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 128 + signal after a signal, or
-Python's own for a failed run.
+Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 1 when the data cannot be had any
+more or the run failed otherwise, 128 + signal after a signal.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 import time
@@ -29,149 +28,29 @@ import torch
 from composer import Trainer
 from composer.utils import dist
 
+import alarm
 import plan
 import preflight
 import warm_start
 from callbacks.run_record import RunRecord, device_name, result_line
 from callbacks.throughput import Throughput, peak_tflops
-from checkpoint_files import FULL, listed
 from checkpoints import Checkpointer, restore
-from config import ConfigError, Problem, flat, load, parse_command_line, to_yaml
+from checks import check, cost_of, has_average_on_device
+from config import ConfigError, flat, load, parse_command_line, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
+from encoders import fingerprint
+from fetch import StreamFailure
 from loggers import build_loggers
-from model import BatchRandomness, build_device, build_model, model_problems
+from model import BatchRandomness, build_device, build_model
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from resume import begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
-from run_config import ALIASES, NOT_YET, RunConfig, resolve, wants_own_rate
+from run_config import ALIASES, NOT_YET, RunConfig, resolve
 from stream import read_stage
-from zoo import load_family, mlperf
+from zoo import mlperf
 
 DIST_TIMEOUT_SEC = 1800.0
 REFUSAL_WAIT_SEC = 30.0
-
-# What the memory estimate is made of: it is left out where one of these is itself refused.
-MEMORY_KEYS = {
-    "image_size",
-    "precision",
-    "global_batch_size",
-    "device_train_microbatch_size",
-    "model.family",
-    "model.preset",
-    "model.variant",
-    "objective.prediction",
-    "ema.enabled",
-}
-
-
-# --- is it possible ---
-
-
-def check(config: RunConfig) -> list[Problem]:
-    """Return every problem that can be known before anything is built, in the order of the keys."""
-    found = _run_problems(config)
-    sections = (config.objective, config.optimizer, config.schedule, config.ema, config.save, config.measure)
-    made_for = {"model.family": config.model.family, "data.normalize": config.data.normalize}
-    with contextlib.suppress(ValueError):  # named by model_problems
-        made_for["image_size"] = list(config.size)
-    of_data = config.data.problems(config.global_batch_size, made_for)
-    in_sections = [of_data, *(section.problems() for section in (*sections, config.loggers))]
-    found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
-    found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
-    found += _prediction_problems(config) + _learning_rate_problems(config)
-    if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
-        found += warm_start.problems(config.model, config.objective.prediction)
-    if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
-        found += _memory_problems(config)
-    return found
-
-
-def _run_problems(config: RunConfig) -> list[Problem]:
-    found = []
-    is_gpu = torch.cuda.is_available()
-    if text := preflight.run_folder_problem(config.run_folder, config.run_name):
-        found.append(Problem(text, ("run_name", "run_folder")))
-    if config.data.remote and config.data.local and (text := preflight.unwritable(config.data.local)):
-        found.append(Problem(f"data.local: {text}", ("data.local",)))
-    if not 0 <= config.seed < 2**32:
-        found.append(Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",)))
-    if text := preflight.duration_problem(config.max_duration):
-        found.append(Problem(f"max_duration: {text}", ("max_duration",)))
-    if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
-        given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
-        found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
-    if not is_gpu and config.precision in ("fp16", "tf32"):
-        found.append(
-            Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))
-        )
-    return found + _batch_problems(config)
-
-
-def _batch_problems(config: RunConfig) -> list[Problem]:
-    """Check the arithmetic of the batch: ranks x microbatch divides it, and the stage fills at least one."""
-    keys = ("global_batch_size", "device_train_microbatch_size")
-    microbatch, ranks = config.device_train_microbatch_size, dist.get_world_size()
-    if microbatch is not None and microbatch < 1:
-        return [Problem(f"device_train_microbatch_size: {microbatch} is below 1. Possible: 1 and up, or null.", keys)]
-    if text := preflight.batch_problem(config.global_batch_size, ranks, microbatch or 1):
-        return [Problem(f"global_batch_size: {text}", keys)]
-    canonical, nodes = config.data.num_canonical_nodes, max(1, ranks // dist.get_local_world_size())
-    if canonical >= 1 and canonical % nodes and nodes % canonical:
-        text = (
-            f"{canonical} and {nodes} nodes: one has to divide the other. Possible: {nodes}, {2 * nodes}, {4 * nodes}."
-        )
-        return [Problem(f"data.num_canonical_nodes: {text}", ("data.num_canonical_nodes",))]
-    return []
-
-
-def _prediction_problems(config: RunConfig) -> list[Problem]:
-    prediction = config.objective.prediction
-    with contextlib.suppress(ValueError):  # named by model_problems
-        family = load_family(config.model.family, config.model.preset, config.model.variant)
-        if prediction is not None and prediction not in family.predictions:
-            possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
-            return [Problem(f"objective.prediction: {possible}", ("objective.prediction",))]
-    return []
-
-
-def _learning_rate_problems(config: RunConfig) -> list[Problem]:
-    """The benchmark's own rate is taken where none is given; it has one for some batch sizes alone."""
-    if wants_own_rate(config):
-        try:
-            mlperf.lr_per_image(config.global_batch_size)
-        except ValueError as error:
-            keys = ("optimizer.lr_per_image", "optimizer.lr", "global_batch_size", "model.variant")
-            return [Problem(f"optimizer.lr_per_image: {error}", keys)]
-    return []
-
-
-def _memory_problems(config: RunConfig) -> list[Problem]:
-    """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds)."""
-    config = resolve(config)
-    assert config.device_train_microbatch_size is not None
-    ranks, cost = 1 if torch.cuda.is_available() else dist.get_local_world_size(), cost_of(config)
-    text = preflight.memory_problem(cost, config.device_train_microbatch_size, ranks, ema=has_average_on_device(config))
-    found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
-    if config.save.every_images:
-        checkpoint_gib = cost.checkpoint_gib(ema=config.ema.enabled)
-        folder = Path(config.run_folder, config.run_name or "")
-        if text := preflight.room_problem(folder, checkpoint_gib, config.save.keep + 1):
-            found.append(Problem(f"save: {text}", ("save.every_images", "save.keep", "run_folder", *MEMORY_KEYS)))
-    return found
-
-
-def has_average_on_device(config: RunConfig) -> bool:
-    """True where an average of the weights takes the device's memory."""
-    return config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())
-
-
-def cost_of(config: RunConfig) -> preflight.Cost:
-    """Trace one training step of the run's model."""
-    assert config.precision is not None
-    return preflight.measure_cost(
-        config.model, config.objective, stage=config.data.stage, size=config.size, precision=config.precision
-    )
-
 
 # --- the run ---
 
@@ -183,6 +62,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     # Device and ranks.
     device = build_device(config.precision)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
+    alarm.listen()
     device_batch = config.global_batch_size // dist.get_world_size()
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
@@ -202,13 +82,16 @@ def train(config: RunConfig) -> dict[str, Any]:
     )
     stage = None if config.data.synthetic else read_stage(config.data.location)
     check_encoders(stage, model.encoders.fingerprints)
-    identity = identity_of(config, stage, model.encoders.fingerprints)
-    check_checkpoint(begun, identity)
-    notes = [f"model.weights: {note}" for note in model.encoders.notes]
-    if config.model.denoiser is not None and begun.checkpoint is None:
+    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
+    if begun.checkpoint is not None:
+        start = begun.checkpoint[1]["identity"].get("denoiser_start")
+    elif config.model.denoiser is not None:
         notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
+        start = fingerprint(model.denoiser)
     if config.model.variant == "mlperf":
-        notes += [f"model.variant: mlperf, but {text}." for text in mlperf.deviations(flat(config))]
+        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in mlperf.deviations(flat(config))]
+    identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
+    check_checkpoint(begun, identity)
     if notes and dist.get_global_rank() == 0:
         print(*notes, sep="\n", file=sys.stderr, flush=True)
     model.place(device._device, config.precision)
@@ -221,6 +104,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         device_batch_size=device_batch,
         device=device._device,
         seed=config.seed,
+        index_sha256=None if stage is None else stage.index_sha256,
     )
     at = begun.progress
     if at.batch:
@@ -256,7 +140,11 @@ def train(config: RunConfig) -> dict[str, Any]:
     record = RunRecord(
         folder,
         to_yaml(config),
-        {**facts_of(config, cost), **{f"{name}_fingerprint": d for name, d in model.encoders.fingerprints.items()}},
+        {
+            **facts_of(config, cost),
+            **{f"{name}_fingerprint": digest for name, digest in model.encoders.fingerprints.items()},
+            "denoiser_start_fingerprint": start,
+        },
         throughput=throughput,
         mean_gradient_norm=gradient_norm.mean,
         bad_samples=loader.bad_samples if loader else None,
@@ -353,6 +241,13 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(REFUSAL_WAIT_SEC)
         print(error, file=sys.stderr, flush=True)
         return 2
+    except Exception as error:
+        alarm.sound(str(error) if isinstance(error, StreamFailure) else f"{type(error).__name__}: {error}")
+        if not isinstance(error, StreamFailure):
+            raise
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    alarm.be_quiet()
     if is_speaker:
         if result["images_per_sec"] is None:
             given = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"

@@ -17,14 +17,9 @@ counted, and replaced by the next good one of its shard, so that every batch is 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import itertools
 import math
-import multiprocessing.util
-import os
-import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,14 +37,22 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
+from fetch import PATIENCE_SEC, StreamFailure
 from shared_memory import one_at_a_time, remove_dead_segments
-from stream import HASH, BatchStream, MomentsStream, Stage, cached_index_digest, is_remote, read_stage
+from stream import BatchStream, MomentsStream, Stage, cached_index_digest, is_remote, read_stage
+from workers import live_as_worker
 from zoo.spec import Column, Family, ImageSize
 
-SHUFFLE_BLOCK_SAMPLES = 1 << 18
+# All that the order of samples hangs on is set explicitly: it then depends on the seed and the global batch alone.
+ORDER = {
+    "partition_algo": "relaxed",
+    "sampling_method": "balanced",
+    "shuffle_algo": "py1e",
+    "shuffle_block_size": 1 << 18,  # samples
+}
 SYNTHETIC_EPOCH_BATCHES = 1000
 MAX_COVER = 4  # times the crop's side: of a longer picture only the middle is scaled
-LOADER_TIMEOUT_SEC = 600
+LOADER_MARGIN_SEC = 120.0  # a loader worker that has said nothing for so long beyond patience_sec hangs
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class DataConfig:
     """Loader processes a device; 0: in the training process."""
     cache_limit: str | None = None
     """Most bytes in `local`, e.g. 100gb; null: no limit."""
+    patience_sec: float = PATIENCE_SEC
+    """How long a store that is away is waited for before the run stops."""
     num_canonical_nodes: int = 1
     """Fixes the order of samples whatever the number of nodes; set it to the most nodes that the run may have."""
     shuffle: bool = True
@@ -81,6 +86,11 @@ class DataConfig:
     def location(self) -> str | None:
         return self.remote or self.local
 
+    @property
+    def folders(self) -> tuple[str | None, str | None]:
+        """(where shards are fetched from, the folder that they are read from); a folder alone is read in place."""
+        return (None, self.remote) if self.remote and self.local is None else (self.remote, self.local)
+
     def problems(self, global_batch_size: int, made_for: Mapping[str, Any]) -> list[tuple[str, str]]:
         """(key, message) for every value that cannot be, the stage's own facts included.
 
@@ -91,6 +101,10 @@ class DataConfig:
         for key in ("workers", "max_bad_samples"):
             if getattr(self, key) < 0:
                 found.append((f"data.{key}", f"{getattr(self, key)} is below 0. Possible: 0 and up."))
+        if not (math.isfinite(self.patience_sec) and self.patience_sec >= 0.0):
+            found.append(
+                ("data.patience_sec", f"{self.patience_sec} is no time to wait. Possible: 0 and up. Usual: 600.")
+            )
         if self.num_canonical_nodes < 1:
             found.append(("data.num_canonical_nodes", f"{self.num_canonical_nodes} is below 1. Possible: 1 and up."))
         if self.cache_limit is not None and _bytes(self.cache_limit) is None:
@@ -307,39 +321,15 @@ class Loader(StreamingDataLoader):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         num_batches, self._batches_before = self._batches_before, 0
         for batch in itertools.islice(super().__iter__(), self.epoch_batches - num_batches):
+            if "failure" in batch:
+                raise StreamFailure(batch["failure"][0])
             self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
             check_bad_samples(self.bad_samples, self.max_bad_samples)
             num_batches += 1
             yield batch
         if num_batches < self.epoch_batches:
-            raise RuntimeError(
-                f"data: the epoch ended after {num_batches} of {self.epoch_batches} batches; the reason stands above, from "
-                f"the stream's own threads. Nothing was trained on less than it should; start the run again."
-            )
-
-
-def live_as_worker(worker_id: int) -> None:
-    """Let a loader worker end with its trainer, whatever ended that, and by nothing but its trainer.
-
-    A batch system sends SIGTERM to every process of a job; a worker that obeyed it would take the trainer down before it has
-    written its checkpoint. A worker whose trainer was killed would live on, and hold the shared memory that a restart needs.
-    """
-    if hasattr(signal, "sigwaitinfo"):  # Linux
-        PR_SET_PDEATHSIG = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_the_trainer_says_so, daemon=True).start()
-    # At its end leave at once: the stream's threads of an epoch that was not read to its end would never be joined, and the
-    # loader gives each worker five seconds for that.
-    multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=-100)
-
-
-def _end_when_the_trainer_says_so() -> None:
-    trainer = os.getppid()
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-        pass
-    os._exit(0)
+            given = f"the epoch ended after {num_batches} of {self.epoch_batches} batches, without an error"
+            raise StreamFailure(f"data: {given}. Nothing was trained on less than it should; start the run again.")
 
 
 def check_bad_samples(bad_samples: Mapping[int, tuple[str, str]], max_bad_samples: int) -> None:
@@ -385,7 +375,14 @@ class SyntheticBatches:
 
 
 def build_data(
-    config: DataConfig, family: Family, *, size: ImageSize, device_batch_size: int, device: torch.device, seed: int
+    config: DataConfig,
+    family: Family,
+    *,
+    size: ImageSize,
+    device_batch_size: int,
+    device: torch.device,
+    seed: int,
+    index_sha256: str | None = None,
 ) -> DataSpec:
     """Return the run's batches for this rank, as a Composer DataSpec.
 
@@ -395,30 +392,26 @@ def build_data(
         device_batch_size: samples a rank and batch.
         device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
+        index_sha256: of the stage's index.json, as dataset.json has it; None: not compared.
+
+    Raises:
+        StreamFailure: the stage's index cannot be had, on all ranks.
     """
     if config.synthetic:
-        columns = family.columns(config.stage, size)
-        return DataSpec(SyntheticBatches(columns, device_batch_size, device, seed))
-
-    remote, local = config.remote, config.local
-    if remote is not None and local is None:
-        remote, local = None, remote  # a folder is read in place
+        return DataSpec(SyntheticBatches(family.columns(config.stage, size), device_batch_size, device, seed))
+    remote, local = config.folders
     arguments = {
         "remote": remote,
         "local": local,
-        "validate_hash": HASH,
-        "download_retry": 5,
+        "patience_sec": config.patience_sec,
+        "index_sha256": index_sha256,
         "predownload": 8 * device_batch_size,
         "cache_limit": config.cache_limit,
-        # The order, all set explicitly: it then depends on the seed and the global batch alone.
         "batch_size": device_batch_size,
         "num_canonical_nodes": config.num_canonical_nodes,
-        "partition_algo": "relaxed",
-        "sampling_method": "balanced",
         "shuffle": config.shuffle,
-        "shuffle_algo": "py1e",
         "shuffle_seed": seed,
-        "shuffle_block_size": SHUFFLE_BLOCK_SAMPLES,
+        **ORDER,
     }
     columns = family.columns("moments", size)
     kinds = {n: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for n, c in columns.items()}
@@ -438,6 +431,6 @@ def build_data(
         num_workers=config.workers,
         pin_memory=device.type == "cuda",
         persistent_workers=config.workers > 0,
-        timeout=LOADER_TIMEOUT_SEC if config.workers else 0,
+        timeout=config.patience_sec + LOADER_MARGIN_SEC if config.workers else 0,
     )
     return DataSpec(loader)

@@ -50,15 +50,15 @@ def remove_dead_segments() -> list[str]:
 
     To be called by one process of a machine before a dataset is built. Does nothing where there is no /dev/shm.
     """
-    segments = _by_number(SEGMENTS)
-    locks = _by_number(Path(tempfile.gettempdir()), suffix="_filelock")
+    segments = by_number(SEGMENTS)
+    locks = by_number(Path(tempfile.gettempdir()), suffix="_filelock")
     if not segments and not locks:
         return []
-    mapped, hidden = _mapped_numbers()
+    mapped, hidden = mapped_numbers()
     dead = [number for number in sorted({*segments, *locks}) if number not in mapped]
-    if any(_is_young(path) for number in dead for path in segments[number]):
+    if any(is_young(path) for number in dead for path in segments[number]):
         time.sleep(SETTLED_SEC)
-        mapped, hidden = _mapped_numbers()
+        mapped, hidden = mapped_numbers()
         dead = [number for number in dead if number not in mapped]
     if hidden:
         left = [number for number in dead if segments[number]]  # locks alone hold no memory
@@ -74,7 +74,7 @@ def remove_dead_segments() -> list[str]:
     return [number for number in dead if _remove(segments[number], locks[number])]
 
 
-def _by_number(folder: Path, suffix: str = "") -> dict[str, list[Path]]:
+def by_number(folder: Path, suffix: str = "") -> dict[str, list[Path]]:
     """Group streaming's files in a folder by their six digits."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(folder.glob(f"[0-9]*_*{suffix}")) if folder.is_dir() else ():
@@ -83,14 +83,14 @@ def _by_number(folder: Path, suffix: str = "") -> dict[str, list[Path]]:
     return found
 
 
-def _is_young(segment: Path) -> bool:
+def is_young(segment: Path) -> bool:
     """True when its maker may not have mapped it yet."""
     with contextlib.suppress(FileNotFoundError):
         return time.time() - segment.stat().st_mtime < SETTLED_SEC
     return False
 
 
-def _mapped_numbers() -> tuple[set[str], str | None]:
+def mapped_numbers() -> tuple[set[str], str | None]:
     """Return the numbers that a process maps, and why some process may not have been seen, or None."""
     mapped, unreadable = set(), 0
     for process in PROCESSES.glob("[0-9]*"):
@@ -122,7 +122,7 @@ def _namespace(name: str) -> int:
 
 def _remove(segments: list[Path], locks: list[Path]) -> bool:
     """Remove one number's files, unless one of its locks is held; True when it did."""
-    if any(_is_held(path) for path in locks):
+    if any(is_held(path) for path in locks):
         return False
     try:
         for path in (*segments, *locks):
@@ -132,7 +132,8 @@ def _remove(segments: list[Path], locks: list[Path]) -> bool:
     return True
 
 
-def _is_held(lock: Path) -> bool:
+def is_held(lock: Path) -> bool:
+    """True when a process holds a lock file; takes it for an instant otherwise."""
     try:
         with open(lock, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,14 +6,14 @@ made it. A folder without both is not a stage: `index.json` is written last, so 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-import os
-import struct
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,23 @@ from urllib.parse import urlparse
 
 import numpy as np
 import torch
+from composer.utils import dist
+from filelock import FileLock
 from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
-from streaming.base.format.mds.reader import MDSReader
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, CloudDownloader
+
+from fetch import HASH, PATIENCE_SEC, NotWanted, PatientStream, StreamFailure, lean_on
+from shard_file import ShardError, ShardFile
+from store_errors import explain_store_error
 
 FACTS_FILE = "dataset.json"
 FACTS_SCHEMA = 1
 AGAIN = "Make the stage again: python -m prepare.shards --help"
-DAMAGED = "If it lies in data.local, remove that folder; otherwise make the stage again."
-HASH = "xxh64"  # of every shard, checked when it is downloaded
+FAILED = 255  # of a shard's states in shared memory, beside streaming's own: it cannot be had
+LISTEN_SEC = 1.0
+
+lean_on(StreamingDataset, "_each_sample_id", "_prepare_thread", "_ready_thread", "prepare_shard", "get_item")
 
 
 def is_remote(location: str) -> bool:
@@ -89,12 +96,18 @@ def read_stage(location: str) -> Stage:
             largest_shard_bytes=max(shard["raw_data"]["bytes"] for shard in index["shards"]),
             facts=facts,
         )
-        files = [shard["zip_data"] or shard["raw_data"] for shard in index["shards"]]
-        sizes = {file["basename"]: file["bytes"] for file in files}
+        sizes = {shard["raw_data"]["basename"]: shard["raw_data"]["bytes"] for shard in index["shards"]}
+        other = [
+            s["raw_data"]["basename"] for s in index["shards"] if s["zip_data"] or HASH not in s["raw_data"]["hashes"]
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{location} has an index.json or {FACTS_FILE} of another kind ({error!r}). {AGAIN}"
         ) from error
+    if other:
+        raise ValueError(
+            f"{location}/{other[0]} is not an uncompressed MDS shard with its {HASH} in index.json. {AGAIN}"
+        )
     if outside := [name for name in sizes if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise ValueError(f"{location}/index.json names a shard outside of its stage: {outside[0]}. {AGAIN}")
     if not scheme:
@@ -116,9 +129,13 @@ def _check_shards(folder: str, sizes: dict[str, int]) -> None:
 
 
 def cached_index_digest(local: str) -> str | None:
-    """Return the sha256 of the index that a cache folder holds, or None: it is empty."""
-    path = Path(local, "index.json")
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    """Return the sha256 of the index that a cache folder holds, or None: it has none that can be read."""
+    try:
+        content = Path(local, "index.json").read_bytes()
+        json.loads(content)
+    except (OSError, ValueError):
+        return None
+    return hashlib.sha256(content).hexdigest()
 
 
 def _read_json(location: str, name: str) -> tuple[bytes, dict[str, Any]]:
@@ -128,7 +145,7 @@ def _read_json(location: str, name: str) -> tuple[bytes, dict[str, Any]]:
             try:
                 CloudDownloader.direct_download(f"{location.rstrip('/')}/{name}", f"{folder}/{name}")
             except Exception as error:  # each store's client has exceptions of its own
-                raise ValueError(f"cannot read {name} under {location}: {type(error).__name__}: {error}") from error
+                raise ValueError(explain_store_error(error, location)) from error
             text = Path(folder, name).read_bytes()
     else:
         path = Path(location, name)
@@ -160,49 +177,190 @@ def write_facts(folder: Path, stage: str, facts: dict[str, Any]) -> None:
     (folder / FACTS_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What an iteration gives instead of the numbers of a batch when there will be none."""
+
+    text: str
+
+
+def _on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
+    """Let one process of each machine do what the others wait for. Raises StreamFailure: on all ranks, if it does on one."""
+    text = None
+    if dist.get_local_rank() == 0:
+        try:
+            work()
+        except StreamFailure as failure:
+            text = str(failure)
+        except OSError as error:
+            text = f"data.local: {error}. Give a folder that this user may write in."
+    failures = [text for text in dist.all_gather_object(text) if text is not None]
+    if failures:
+        raise StreamFailure(failures[0])
+
+
 class BatchStream(StreamingDataset):
-    """A StreamingDataset that yields whole batches and is safe to fork.
+    """A StreamingDataset that yields whole batches, is safe to fork, and tells of its failures.
 
     Batches: the items of an iteration are what `read_batch` makes of `batch_size` sample numbers; a rest at the end of an
     epoch that is no whole batch is left out. To be loaded with DataLoader(batch_size=None).
 
-    Fork: the constructor fetches `index.json` with a client that streaming keeps. Forked workers would share its socket,
-    and their answers would mix: wrong data from a healthy store (seen with streaming 0.13.0).
+    Fork: streaming's constructor keeps the client that it has fetched `index.json` with. Forked workers would share its
+    socket, and their answers would mix: wrong data from a healthy store (seen with streaming 0.13.0).
+
+    Failures: an error in a thread of streaming's is only logged, and the epoch ends as if it were finished, or waits for a
+    shard that nobody fetches any more (seen; mosaicml/streaming issues 307, 617). Here the thread's error becomes the item
+    {"failure": [text]}, in every process of this machine that waits for the shard, and so does an epoch that owes batches.
 
     Speed: plain streaming takes a file lock for every sample to ask whether its shard is there, and opens, seeks and reads
     each by itself; that, not the bytes, is what its time goes to.
+
+    Args:
+        remote, local: of the stage; remote None: it is read in place.
+        patience_sec: how long a store that is away is waited for.
+        index_sha256: of index.json as dataset.json has it; None: not compared.
+        arguments: further keyword arguments of StreamingDataset.
+
+    Raises:
+        StreamFailure: on all ranks, when one of them cannot have the stage's index.
+        ValueError: `local` is in use by another run.
     """
 
-    def __init__(self, **arguments: Any):
+    def __init__(
+        self,
+        *,
+        remote: str | None = None,
+        local: str,
+        patience_sec: float = PATIENCE_SEC,
+        index_sha256: str | None = None,
+        **arguments: Any,
+    ):
+        self._failure: str | None = None
+        stream = PatientStream(remote=remote, local=local, patience_sec=patience_sec, index_sha256=index_sha256)
+        _on_one_rank_of_each_machine(stream.fetch_index)
         try:
-            super().__init__(**arguments)
+            super().__init__(streams=[stream], **arguments)
         except ValueError as error:
             if "Reused local directory" not in str(error):
                 raise
             raise ValueError(
-                f"data.local: {arguments.get('local')} is in use by another run on this machine, or by shared memory that a "
+                f"data.local: {local} is in use by another run on this machine, or by shared memory that a "
                 f"run has left (then a line above says so). Give each run a folder of its own, or wait for the other one."
             ) from error
-        for stream in self.streams:
-            stream._downloader.clean_up()
+        lean_on(self, "_shard_states", "_shard_access_times", "_cache_filelock_path")
+        _on_one_rank_of_each_machine(stream.remove_left_overs)
+        stream._downloader.clean_up()
+        self.stream = stream
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
         """Return the batch of these samples."""
         raise NotImplementedError
 
     def __getitem__(self, at: Any) -> Any:
-        return self.read_batch(at) if isinstance(at, list) else super().__getitem__(at)
+        if isinstance(at, Failure):
+            return {"failure": [at.text]}
+        if not isinstance(at, list):
+            return super().__getitem__(at)
+        try:
+            return self.read_batch(at)
+        except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
+            return {"failure": [self._fail(str(error))]}
 
-    def _each_sample_id(self, it: Any) -> Iterator[list[int]]:
-        sample_ids = super()._each_sample_id(it)
-        while len(batch := list(itertools.islice(sample_ids, self.batch_size))) == self.batch_size:
-            yield [int(sample_id) for sample_id in batch]
+    # --- one epoch ---
+
+    def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
+        owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()
+        self.stream.is_wanted = lambda: not (ended.is_set() or it.should_exit() or self._event.is_set())
+        threading.Thread(target=self._listen, args=(ended,), daemon=True).start()
+        sample_ids, given = super()._each_sample_id(it), 0
+        try:
+            while len(batch := list(itertools.islice(sample_ids, self.batch_size))) == self.batch_size:
+                yield [int(sample_id) for sample_id in batch]
+                given += 1
+            if given < owed and not (self._failure or it.should_exit()):
+                self._fail(f"data: the stream ended after {given} of {owed} batches of this process, without an error")
+            while self._failure is not None:  # whoever asks once more hears the same
+                yield Failure(self._failure)
+        finally:
+            ended.set()
+
+    def _fail(self, text: str) -> str:
+        """Note the first failure of this process, and end its threads; return the text that counts."""
+        self._failure = self._failure or text
+        if hasattr(self, "_event"):  # made by an iteration
+            self._event.set()
+        return self._failure
+
+    def _prepare_thread(self, it: Any) -> None:
+        self._until_failure(super()._prepare_thread, it)
+
+    def _ready_thread(self, it: Any) -> None:
+        self._until_failure(super()._ready_thread, it)
+
+    def _until_failure(self, work: Callable[[Any], None], it: Any) -> None:
+        """Run a thread of streaming's; what ends it would there only be logged, and its end waited for for ever."""
+        try:
+            work(it)
+        except Exception as error:
+            if not isinstance(error, NotWanted):
+                self._fail(str(error) if isinstance(error, StreamFailure) else f"data: {type(error).__name__}: {error}")
+            it.on_exit()
+
+    def _listen(self, ended: threading.Event) -> None:
+        """Hear of a shard that another process of this machine could not have: nobody else will fetch it."""
+        while not (ended.wait(LISTEN_SEC) or self._event.is_set()):
+            if (failed := np.flatnonzero(self._shard_states.numpy() == FAILED)).size:
+                self._fail(self._failed_elsewhere(int(failed[0])))
+
+    def _failed_elsewhere(self, shard_id: int) -> str:
+        name = self.shards[shard_id].raw_data.basename
+        return f"data: {name} could not be had by another process of this machine, whose message says why"
+
+    # --- shards ---
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:
+        """Return a sample as streaming decodes it, from a shard whose digest this run has compared."""
+        self.open_shard(int(self.spanner[sample_id][0]))
+        return super().get_item(sample_id, retry)
+
+    def open_shard(self, shard_id: int) -> None:
+        """Have a shard compared before it is read; an iteration has seen to that, a reader of single samples has not."""
+        if self._shard_states[shard_id] != _ShardState.LOCAL:
+            self.prepare_shard(shard_id)
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        if not blocking and self._shard_states[shard_id] == _ShardState.LOCAL:
+        """Have a shard on this machine, its digest compared. Raises StreamFailure: it cannot be had."""
+        state = self._shard_states[shard_id]
+        if state == _ShardState.LOCAL and not blocking:
             self._shard_access_times[shard_id] = time.time_ns()
             return
-        super().prepare_shard(shard_id, blocking)
+        if state == FAILED:
+            raise StreamFailure(self._failed_elsewhere(shard_id))
+        if self.cache_limit and state == _ShardState.REMOTE:
+            self._make_room(self.shards[shard_id].get_max_size())
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except BaseException as error:
+            # Left as it is, it would be waited for for ever.
+            self._shard_states[shard_id] = _ShardState.REMOTE if isinstance(error, NotWanted) else FAILED
+            with contextlib.suppress(AttributeError):
+                self._cache_filelock.release(force=True)
+            raise
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove files of earlier runs that this one has not opened: streaming counts, and evicts, only what it has."""
+        with FileLock(self._cache_filelock_path):
+            not_opened = [
+                path
+                for shard, state in zip(self.shards, self._shard_states.numpy(), strict=True)
+                if state == _ShardState.REMOTE and (path := Path(shard.dirname, shard.raw_data.basename)).is_file()
+            ]
+            used = self.cache_usage + sum(path.stat().st_size for path in not_opened)
+            for path in not_opened:
+                if used + num_bytes <= self.cache_limit:
+                    break
+                used -= path.stat().st_size
+                path.unlink()
 
     def resume(self, epoch: int, samples: int) -> None:
         """Begin the next iteration at a sample of an epoch, over all ranks; the epochs after it follow from there."""
@@ -216,47 +374,6 @@ class BatchStream(StreamingDataset):
                 "initial_physical_nodes": None,
             }
         )
-
-
-class ShardFile:
-    """Reads the rows of one MDS shard by column, without going through streaming's sample by sample.
-
-    The format, as streaming's writer has it: uint32 number of rows, uint32 where each begins and the last ends; a row is
-    the uint32 sizes of its columns of varying size, then all columns in order.
-    """
-
-    def __init__(self, reader: MDSReader):
-        self.path = Path(reader.dirname, reader.split, reader.raw_data.basename)
-        self.names, self.sizes = reader.column_names, reader.column_sizes
-        self.header = struct.Struct(f"<{sum(size is None for size in self.sizes)}I")
-        with open(self.path, "rb") as file:
-            num_rows = int.from_bytes(file.read(4), "little")
-            self.edges = np.fromfile(file, np.uint32, reader.samples + 1)
-        if num_rows != reader.samples or len(self.edges) != num_rows + 1:
-            raise ShardError(f"{self.path} is damaged: it has another number of rows than index.json says. {DAMAGED}")
-
-    def read(self, rows: Sequence[int]) -> list[dict[str, memoryview]]:
-        """Return column -> bytes for each row."""
-        found = []
-        with open(self.path, "rb", buffering=0) as file:
-            for row in rows:
-                begin, end = int(self.edges[row]), int(self.edges[row + 1])
-                data = memoryview(os.pread(file.fileno(), max(0, end - begin), begin))
-                if len(data) != end - begin or len(data) < self.header.size:
-                    raise ShardError(f"{self.path} is damaged: it ends within row {row}. {DAMAGED}")
-                varying, at, columns = iter(self.header.unpack_from(data)), self.header.size, {}
-                for name, size in zip(self.names, self.sizes, strict=True):
-                    width = next(varying) if size is None else size
-                    columns[name] = data[at : at + width]
-                    at += width
-                if at != len(data):
-                    raise ShardError(f"{self.path} is damaged: row {row} is not as long as its columns. {DAMAGED}")
-                found.append(columns)
-        return found
-
-
-class ShardError(RuntimeError):
-    """A shard whose bytes are not those of its rows, which may lie in a cache or in the stage itself."""
 
 
 class MomentsStream(BatchStream):
@@ -290,6 +407,7 @@ class MomentsStream(BatchStream):
         """Read rows of a shard, fetching it where it is missing or was put out of the cache."""
         for _ in range(1 + retry):
             try:
+                self.open_shard(shard_id)
                 if shard_id not in self._files:
                     self._files[shard_id] = ShardFile(self.shards[shard_id])
                 self._shard_access_times[shard_id] = time.time_ns()

@@ -43,46 +43,52 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
     except ValueError:
         return []  # named elsewhere
     prediction = prediction or family.objective["prediction"]
+    denoiser = Path(config.denoiser).expanduser()
     try:
-        own = _own_checkpoint(config.denoiser)
+        own = _own_checkpoint(denoiser)
         if own is None:
-            texts = _published_problems(family, config.denoiser, prediction)
+            texts = _published_problems(family, denoiser, prediction)
         else:
             texts = _own_problems(family, own, read(own), prediction)
     except ConfigError as error:
         texts = error.problems
-    return [Problem(f"model.denoiser: {text}", KEYS) for text in texts]
+    return [Problem(f"model.denoiser: {text.removeprefix('denoiser: ')}", KEYS) for text in texts]
 
 
-def load(model: LatentDiffusion, denoiser: str) -> list[str]:
-    """Copy the weights into a model's denoiser; return notes for the user.
+def load(model: LatentDiffusion, place: str) -> list[str]:
+    """Copy the weights of a place (`model.denoiser`) into a model's denoiser; return notes for the user.
 
     Raises:
         ConfigError: they do not fit, or the file is damaged.
     """
+    denoiser = Path(place).expanduser()
     own = _own_checkpoint(denoiser)
     if own is None:
         try:
-            return ldm.load(denoiser, _placed(model.family, model.denoiser))
+            notes = ldm.load(str(denoiser), _placed(model.family, model.denoiser))
         except ValueError as error:
-            raise ConfigError([f"model.denoiser: {line}" for line in str(error).splitlines()]) from error
+            lines = [line.removeprefix("denoiser: ") for line in str(error).splitlines()]
+            raise ConfigError([f"model.denoiser: {line}" for line in lines]) from error
+        return [f"begins with {denoiser}", *notes]
     if not is_whole(own):
         damaged = f"{own} is damaged: its bytes do not have the digest in its name"
         raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])
-    weights = read(own)["model"]
+    content = read(own)
+    weights, progress = content["model"], content["progress"]
     with torch.no_grad():
         for name, tensor in model.denoiser.state_dict().items():
             tensor.copy_(weights[PREFIX + canonical_name(name)])
-    return []
+    return [f"begins with {own} (batch {progress['batch']:,}, {progress['images']:,} images)"]
 
 
-def _own_checkpoint(denoiser: str) -> Path | None:
+def _own_checkpoint(path: Path) -> Path | None:
     """Return the checkpoint of a run that a path means, or None: it is none of ours.
 
     Raises:
         ConfigError: a run's folder that has no checkpoint.
     """
-    path = Path(denoiser)
+    if path.name == "checkpoints" and (path.parent / "config.yaml").is_file():
+        path = path.parent
     if path.is_dir() and (path / "config.yaml").is_file():
         found = listed(path / "checkpoints", FULL) or listed(path / "checkpoints", WEIGHTS)
         if not found:
@@ -111,13 +117,15 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
     return found
 
 
-def _published_problems(family: Family, path: str, prediction: str) -> list[str]:
+def _published_problems(family: Family, path: Path, prediction: str) -> list[str]:
     if "denoiser" not in family.published():
         return [
             f"{path}: no published denoiser is {family.name}'s in the variant {family.variant}. Use model.variant=stock, or "
             f"begin with a run of this variant."
         ]
-    found = ldm.problems(path, _placed(family, on_meta(family.build_denoiser)))
+    found = ldm.problems(str(path), _placed(family, on_meta(family.build_denoiser)))
+    if any("its keys are schema, identity, progress" in text for text in found):
+        return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
     trained_on = _trained_on(path)
     if trained_on not in (None, prediction):
         found.append(
@@ -127,7 +135,7 @@ def _published_problems(family: Family, path: str, prediction: str) -> list[str]
     return found
 
 
-def _trained_on(path: str) -> str | None:
+def _trained_on(path: Path) -> str | None:
     """Return the prediction that a diffusers folder's scheduler names, where it names one that we know."""
     try:
         stated = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())

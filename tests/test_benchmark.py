@@ -14,7 +14,7 @@ from conftest import TINY_RUN
 import benchmark
 import preflight
 from callbacks.run_record import RESULT_KEYS
-from config import parse_command_line
+from config import load, parse_command_line
 
 
 def main(*words: str) -> int:
@@ -37,6 +37,37 @@ def metrics(folder: Path) -> list[dict]:
 
 
 # --- runs ---
+
+
+def resolved(*words: str) -> benchmark.RunConfig:
+    config = load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    return benchmark.resolve(config)
+
+
+def test_the_variant_of_the_benchmark_alone_is_trained_as_the_benchmark_says():
+    """Learning rate, warm-up, target, captions and snapshots, where nothing else is given; and only there."""
+    run = resolved("model.variant=mlperf", "global_batch_size=384")
+    assert (run.optimizer.lr, run.optimizer.lr_per_image, run.schedule.warmup_batches) == (None, 2.3e-7, 1000)
+    assert (run.objective.prediction, run.objective.caption_dropout) == ("v", 0.0)
+    assert (run.save.every_images, run.save.snapshot_every_images) == (512_000, 1334 * 384)
+    given = resolved("model.variant=mlperf", "global_batch_size=384", "optimizer.lr=1e-5", "schedule.warmup_images=0")
+    assert (given.optimizer.lr, given.optimizer.lr_per_image) == (1e-5, None)
+    assert (given.schedule.warmup_batches, given.schedule.warmup_images) == (None, 0)
+    stock = resolved("global_batch_size=384")
+    assert (stock.optimizer.lr_per_image, stock.schedule.warmup_batches) == (None, None)
+    assert stock.save.snapshot_every_images == 512_000
+
+
+def test_the_posterior_of_a_run_is_the_keys(tmp_path, stage):
+    def first_loss(*words: str) -> float:
+        words = [*TINY_RUN, f"data.local={stage}", "data.workers=0", "model.weights=random", "max_duration=1ba", *words]
+        assert (
+            main(*words, "measure.warmup_batches=0", f"run_folder={tmp_path}", f"run_name={len(words)}{words[-1]}") == 0
+        )
+        return metrics(tmp_path / f"{len(words)}{words[-1]}")[0]["loss"]
+
+    sampled, mean = first_loss("data.posterior=sample"), first_loss("data.posterior=mean")
+    assert sampled != mean
 
 
 @pytest.fixture(scope="module")

@@ -202,7 +202,7 @@ def test_an_epoch_that_ends_early_is_an_error(stage, monkeypatch):
     """Streaming ends an epoch without an exception when its threads fail."""
     loader = loader_of(stage)
     monkeypatch.setattr(StreamingDataset, "_each_sample_id", lambda self, it: iter(range(17)))
-    with pytest.raises(RuntimeError, match="^data: the epoch ended after 2 of 6 batches; the reason stands above"):
+    with pytest.raises(RuntimeError, match="^data: the stream ended after 2 of 6 batches of this process, without"):
         list(loader)
 
 

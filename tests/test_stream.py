@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import re
 import shutil
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from streaming import MDSWriter, StreamingDataset
+from streaming.base.hashing import get_hash
 
-from stream import DAMAGED, BatchStream, MomentsStream, ShardError, is_remote, read_stage, write_facts
+import fetch
+from fetch import StreamFailure
+from shard_file import DAMAGED, ShardError
+from stream import FAILED, BatchStream, MomentsStream, cached_index_digest, is_remote, read_stage, write_facts
 
 
 @pytest.fixture
@@ -119,7 +127,10 @@ def test_an_unreachable_store_names_what_it_was_asked_for(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    assert re.match(r"cannot read index.json under s3://bucket/stage: .*127\.0\.0\.1:9", message("s3://bucket/stage"))
+    assert message("s3://bucket/stage") == (
+        "s3://bucket/stage cannot be read: nothing listens at http://127.0.0.1:9. Check the port in S3_ENDPOINT_URL, and "
+        "that the store runs."
+    )
 
 
 def test_store_connections_are_closed_before_workers_can_inherit_them(stage, monkeypatch):
@@ -158,6 +169,10 @@ def moments(tmp_path_factory):
             writer.write(moments_row(number))
     write_facts(out, "moments", {})
     return out
+
+
+def hash_of(path: Path) -> str:
+    return get_hash("xxh64", path.read_bytes())
 
 
 def stream_of(location, **arguments) -> MomentsStream:
@@ -211,6 +226,179 @@ def test_a_shard_that_left_the_cache_is_fetched_again(moments, tmp_path):
     assert torch.equal(dataset.read_batch([0, 10, 20, 30, 40])["moments"], one["moments"])
 
 
+DAMAGES = {
+    "truncated": lambda data: data[:-100],
+    "flipped": lambda data: data[:-9] + b"\7" + data[-8:],
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_of_the_cache_is_fetched_again(moments, tmp_path, damage, capsys):
+    """Streaming itself looks at the presence of a cached file alone."""
+    whole = [batch["moments"] for batch in stream_of(tmp_path / "cache", remote=str(moments))]
+    shards = sorted((tmp_path / "cache").glob("shard.*.mds"))
+    for shard in shards[1:3]:
+        shard.write_bytes(DAMAGES[damage](shard.read_bytes()))
+    again = [batch["moments"] for batch in stream_of(tmp_path / "cache", remote=str(moments))]
+    assert len(again) == 9 and all(torch.equal(*pair) for pair in zip(again, whole, strict=True))
+    said = sorted(line for line in capsys.readouterr().err.splitlines() if "fetched again" in line)
+    assert len(said) == 2 and said[0].startswith(f"data: {shards[1]} is damaged: its xxh64 is ")
+    assert all(shard.read_bytes() == (moments / shard.name).read_bytes() for shard in shards)
+
+
+def test_a_shard_that_stays_damaged_stops_the_run_with_both_digests(moments, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "SOON_SEC", (0.01, 0.01))
+    copy = shutil.copytree(moments, tmp_path / "stage")
+    good = hash_of(copy / "shard.00001.mds")
+    (copy / "shard.00001.mds").write_bytes(DAMAGES["flipped"]((copy / "shard.00001.mds").read_bytes()))
+    batches = list(itertools.islice(stream_of(tmp_path / "cache", remote=str(copy)), 20))
+    assert {tuple(batch) for batch in batches[-3:]} == {("failure",)}  # and whoever asks again hears the same
+    [text] = batches[-1]["failure"]
+    assert text == (
+        f"data: {copy}/shard.00001.mds is damaged: its xxh64 is {hash_of(copy / 'shard.00001.mds')}, that of the stage is "
+        f"{good}, in 3 tries. Make the stage again, or copy it anew."
+    )
+
+
+def test_a_shard_that_is_read_in_place_is_compared_and_left_where_it_is(moments, tmp_path):
+    copy = shutil.copytree(moments, tmp_path / "stage")
+    shard = copy / "shard.00000.mds"
+    good = hash_of(shard)
+    shard.write_bytes(DAMAGES["truncated"](shard.read_bytes()))
+    with pytest.raises(StreamFailure) as error:
+        stream_of(copy).read_batch([0])
+    assert shard.exists() and str(error.value) == (
+        f"data: {shard} is damaged: its xxh64 is {hash_of(shard)}, that of the stage is {good}. Make the stage again, or "
+        f"copy it anew."
+    )
+
+
+@pytest.mark.parametrize("content", ["", '{"shards": [', None])
+def test_a_broken_index_in_the_cache_is_fetched_again(moments, tmp_path, content):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    if content is not None:
+        (cache / "index.json").write_text(content)
+    (cache / "index.json.tmp").write_text("[")
+    assert cached_index_digest(str(cache)) is None
+    stream_of(cache, remote=str(moments), index_sha256=read_stage(str(moments)).index_sha256)
+    assert (cache / "index.json").read_bytes() == (moments / "index.json").read_bytes()
+
+
+def test_what_killed_fetches_left_is_removed_and_nothing_else(moments, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    left = ["shard.00000.mds.6eF9bC12", "shard.00001.mds.tmp", "index.json.tmp", "index.json.00ff00ff"]
+    for name in [*left, "notes.tmp", "shard.00000.mds.backup"]:
+        (cache / name).touch()
+    stream_of(cache, remote=str(moments))
+    assert sorted(path.name for path in cache.iterdir()) == ["index.json", "notes.tmp", "shard.00000.mds.backup"]
+
+
+class Away:
+    """A store that is away for some tries."""
+
+    def __init__(self, tries: int, error: Exception):
+        self.left, self.error, self.closed = tries, error, 0
+
+    def __call__(self) -> None:
+        if self.left:
+            self.left -= 1
+            raise self.error
+
+    def clean_up(self) -> None:
+        self.closed += 1
+
+
+def fetched(away: Away, local: Path, patience_sec: float = 60.0, is_wanted=lambda: True) -> None:
+    fetch.fetch(away, away.clean_up, "s3://b/x.mds", local, patience_sec=patience_sec, is_wanted=is_wanted)
+
+
+def test_a_store_that_is_away_is_waited_for_with_a_line_each_half_minute(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fetch, "SAY_SEC", 0.3)
+    away = Away(2, ConnectionResetError("broken"))
+    fetched(away, tmp_path / "x.mds")
+    assert away.closed == 2  # a connection that failed is not used again
+    said = capsys.readouterr().err.splitlines()
+    assert said and all(line.startswith("data: ") and "waiting for s3://b/x.mds (" in line for line in said)
+    assert said[-1].endswith("for 60 s at most")
+
+
+def test_patience_ends(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(
+        StreamFailure, match=r"^data: s3://b/x.mds cannot be read: .* waited for 1 s \(data.patience_sec=2.5\).$"
+    ):
+        fetched(Away(99, ConnectionResetError("broken")), tmp_path / "x.mds", patience_sec=2.5)
+    assert time.monotonic() - began < 5.0
+
+
+def test_what_a_store_does_not_have_is_asked_for_only_some_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "SOON_SEC", (0.01, 0.01, 0.01))
+    away = Away(99, FileNotFoundError("no such object"))
+    with pytest.raises(StreamFailure, match="^data: s3://b/x.mds cannot be read: "):
+        fetched(away, tmp_path / "x.mds")
+    assert away.left == 99 - 4
+
+
+def test_nobody_waits_for_what_is_not_wanted(tmp_path):
+    with pytest.raises(fetch.NotWanted):
+        fetched(Away(99, ConnectionResetError("broken")), tmp_path / "x.mds", is_wanted=lambda: False)
+
+
+def test_a_full_disk_is_said_and_not_waited_for(tmp_path):
+    error = RuntimeError("of the client")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StreamFailure) as caught:
+        fetched(Away(99, error), tmp_path / "x.mds")
+    assert str(caught.value).startswith(f"data.local: the disk of {tmp_path} is full (") and "x.mds" in str(
+        caught.value
+    )
+
+
+def test_a_failure_in_a_thread_of_streamings_is_the_iterations(moments, tmp_path, monkeypatch):
+    """There it would be logged, and the epoch would end as if it were finished."""
+    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+
+    def fail(self, shard):
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(fetch.PatientStream, "prepare_shard", fail)
+    assert next(iter(dataset)) == {"failure": ["data: KeyError: 'surprise'"]}
+
+
+def test_a_shard_that_another_process_could_not_have_is_not_waited_for(moments, tmp_path):
+    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+    dataset._shard_states[2] = FAILED
+    began = time.monotonic()
+    *_, last = itertools.islice(dataset, 9)
+    assert time.monotonic() - began < 10.0
+    assert last == {
+        "failure": ["data: shard.00002.mds could not be had by another process of this machine, whose message says why"]
+    }
+
+
+def test_cache_limit_holds_for_what_earlier_runs_left(moments, tmp_path):
+    """Streaming counts, and evicts, only what it knows to be there."""
+    cache, num_bytes = tmp_path / "cache", sum(path.stat().st_size for path in moments.glob("shard.*.mds"))
+    assert len(list(stream_of(cache, remote=str(moments)))) == 9
+    largest = max(path.stat().st_size for path in moments.glob("shard.*.mds"))
+    limit = 4 * largest + (moments / "index.json").stat().st_size + 100
+    assert limit < num_bytes
+    dataset = stream_of(cache, remote=str(moments), cache_limit=limit, predownload=5)
+    for _ in dataset:
+        assert sum(path.stat().st_size for path in cache.glob("*")) <= limit + largest  # one may just be on its way
+    assert sum(path.stat().st_size for path in cache.glob("*")) <= limit
+
+
+def test_a_version_of_streaming_without_what_we_lean_on_is_named():
+    with pytest.raises(
+        ImportError, match=r"has no StreamingDataset._new, on which .* Install mosaicml-streaming==0.13.0.$"
+    ):
+        fetch.lean_on(StreamingDataset, "prepare_shard", "_new")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -223,11 +411,13 @@ def test_a_shard_that_left_the_cache_is_fetched_again(moments, tmp_path):
         (lambda data: data[:8], "{shard} is damaged: it has another number of rows than index.json says. {again}"),
     ],
 )
-def test_a_damaged_shard_is_named(moments, tmp_path, change, message):
+def test_a_shard_that_is_damaged_after_it_was_opened_is_named(moments, tmp_path, change, message):
     copy = shutil.copytree(moments, tmp_path / "stage")
     shard = copy / "shard.00000.mds"
     rows = json.loads((copy / "index.json").read_text())["shards"][0]["samples"]
+    dataset = stream_of(copy)
+    dataset.open_shard(0)
     shard.write_bytes(change(shard.read_bytes()))
     with pytest.raises(ShardError) as error:
-        stream_of(copy).read_batch(list(range(rows)))
+        dataset.read_batch(list(range(rows)))
     assert str(error.value) == message.format(shard=shard, again=DAMAGED).replace("row 1.", f"row {rows - 1}.")

@@ -43,7 +43,8 @@ def earlier(tmp_path_factory) -> Path:
 
 def test_a_published_unet_is_where_fine_tuning_begins(published):  # noqa: F811
     model = tiny_model()
-    assert texts(published["ckpt"]) == [] and warm_start.load(model, published["ckpt"]) == []
+    assert texts(published["ckpt"]) == []
+    assert warm_start.load(model, published["ckpt"]) == [f"begins with {published['ckpt']}"]
     for name, tensor in tiny_networks(seed=5)["denoiser"][0].state_dict().items():
         assert torch.equal(model.denoiser.state_dict()[name], tensor), name
 
@@ -52,9 +53,10 @@ def test_an_earlier_run_goes_on_at_another_size_with_its_training_weights(earlie
     """MosaicML's second stage: the first batch's weights are the first run's last; optimizer and counters begin anew."""
     newest = listed(earlier / "checkpoints", FULL)[0]
     weights = read(newest)["model"]
-    for place in (earlier, newest, listed(earlier / "checkpoints", WEIGHTS)[0]):
+    for place in (earlier, earlier / "checkpoints", newest, listed(earlier / "checkpoints", WEIGHTS)[0]):
         model = tiny_model()
-        assert texts(place) == [] and warm_start.load(model, str(place)) == []
+        [note] = warm_start.load(model, str(place))
+        assert texts(place) == [] and note.endswith(".pt (batch 4, 32 images)") and str(place) in note
         assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     assert not torch.equal(
         read(newest)["ema"]["weights"]["denoiser.conv_in.weight"], weights["denoiser.conv_in.weight"]
@@ -68,16 +70,25 @@ def test_an_earlier_run_goes_on_at_another_size_with_its_training_weights(earlie
     assert all(torch.equal(tensor, weights[name]) for name, tensor in content["model"].items())
 
 
+def test_a_path_may_begin_at_home(earlier, monkeypatch):
+    monkeypatch.setenv("HOME", str(earlier.parent))
+    assert texts("~/first") == [] and warm_start.load(tiny_model(), "~/first")[0].startswith(f"begins with {earlier}/")
+
+
 def test_a_run_that_goes_on_needs_no_start(earlier, tmp_path, capsys):
-    """What it began from may be gone; its own checkpoint is what counts."""
+    """What it began from may be gone; its own checkpoint is what counts, and says what it began from."""
     start = tmp_path / listed(earlier / "checkpoints", FULL)[0].name
     start.write_bytes(listed(earlier / "checkpoints", FULL)[0].read_bytes())
     words = [*TINY_RUN, "--use_synth_data", f"model.denoiser={start}", f"run_folder={tmp_path}", "run_name=a"]
     words.append("save.every_images=16")
     assert benchmark.main(words) == 0
+    assert f"model.denoiser: begins with {start} (batch 4, 32 images)" in capsys.readouterr().err
+    first = json.loads((tmp_path / "a/summary.json").read_text())["denoiser_start_fingerprint"]
     start.unlink()
     assert benchmark.main([*words, "max_duration=6ba"]) == 0
-    assert "goes on from batch 4" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "goes on from batch 4" in said and "begins with" not in said
+    assert json.loads((tmp_path / "a/summary.json").read_text())["denoiser_start_fingerprint"] == first != None  # noqa: E711
 
 
 # --- what cannot be ---
@@ -115,6 +126,15 @@ def test_the_target_that_a_folders_scheduler_names_is_compared(tmp_path):
     assert texts(folder, prediction="v") == []
     config.write_text("[")
     assert texts(folder) == []
+
+
+def test_a_checkpoint_under_another_name_is_known_for_what_it_is(earlier, tmp_path):
+    renamed = tmp_path / "renamed.pt"
+    renamed.write_bytes(listed(earlier / "checkpoints", FULL)[0].read_bytes())
+    assert texts(renamed) == [
+        f"model.denoiser: {renamed} is a run's checkpoint under another name. Give it the name back that it was written "
+        "under."
+    ]
 
 
 def test_a_run_without_a_checkpoint_is_named(tmp_path):

@@ -1,0 +1,190 @@
+"""How fast a stage comes from a store, against a plain download of the same objects.
+
+    S3_ENDPOINT_URL=http://127.0.0.1:8080 python -m bench.store s3://bucket/prefix
+    python -m bench.store s3://bucket/prefix num_samples=4096 rounds=7 results=/tmp/store.json
+
+Writes a stage of random moments (64 KiB a sample at 512 px) under the prefix, where there is none yet; bucket and
+credentials are those of the environment. Contestants take turns (bench/contest.py):
+
+    download   boto3, object after object in one thread, to files                   MB/s
+    cold       an epoch through data.build_data with one loader process             MB/s, samples/s
+    warm       the same from the files of `cold`, each compared with its digest     MB/s, samples/s
+    verify     what `warm` spends on that: reading and hashing the files alone      seconds a GB
+
+A turn of `cold` and `warm` begins with the making of the stream and ends with the epoch's last batch, so that the start of
+the worker counts. Exit code: 0, 2 when the command cannot be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import torch
+from boto3.s3.transfer import TransferConfig
+from streaming.base.hashing import get_hash
+
+from bench.contest import Figures, take_turns
+from bench.micro_data import MOMENTS_BATCH, SEED, SIZE, build_family, write_moments
+from callbacks.run_record import environment
+from config import ConfigError, Problem, load, parse_command_line
+from data import DataConfig, build_data
+from stream import HASH, read_stage
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The keys of this command."""
+
+    num_samples: int = 4096
+    rounds: int = 5
+    results: str = "reports/results/store_speed.json"
+
+
+def check(config: StoreConfig) -> list[Problem]:
+    """Return every problem of the keys."""
+    least = {"num_samples": 2 * MOMENTS_BATCH, "rounds": 1}
+    return [
+        Problem(f"{key}: {getattr(config, key)} is below {value}. Possible: {value} and up.", (key,))
+        for key, value in least.items()
+        if getattr(config, key) < value
+    ]
+
+
+def put_stage(client: Any, address: str, num_samples: int) -> None:
+    """Write the stage under an address, unless one of as many samples is there."""
+    with contextlib.suppress(ValueError):  # nothing there yet
+        if read_stage(address).num_samples == num_samples:
+            return
+    place = urlsplit(address)
+    with tempfile.TemporaryDirectory() as folder:
+        write_moments(Path(folder), num_samples)
+        stage = Path(folder, "stage")
+        files = [path for path in stage.rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: path.name == "dataset.json"):  # that one last of all
+            client.upload_file(str(path), place.netloc, f"{place.path.strip('/')}/{path.relative_to(stage)}")
+
+
+class Contest:
+    """One stage in a store and the folders of its contestants; each turn returns MB/s, `verify` seconds a GB."""
+
+    def __init__(self, client: Any, address: str, num_samples: int):
+        self.client, self.address, self.num_samples = client, address, num_samples
+        self.place = urlsplit(address)
+        self.folder = Path(tempfile.mkdtemp(prefix="bench-store-"))
+        with client.get_object(Bucket=self.place.netloc, Key=f"{self.place.path.strip('/')}/index.json")[
+            "Body"
+        ] as body:
+            shards = [shard["raw_data"] for shard in json.loads(body.read())["shards"]]
+        self.names = [shard["basename"] for shard in shards]
+        self.megabytes = sum(shard["bytes"] for shard in shards) / 1e6
+        self.batches = num_samples // MOMENTS_BATCH
+
+    def download(self) -> float:
+        """Fetch the shards one after the other."""
+        folder = self.folder / "plain"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        begun = time.monotonic()
+        for name in self.names:
+            key = f"{self.place.path.strip('/')}/{name}"
+            one_thread = TransferConfig(use_threads=False)
+            self.client.download_file(self.place.netloc, key, str(folder / Path(name).name), Config=one_thread)
+        return self.megabytes / (time.monotonic() - begun)
+
+    def cold(self) -> float:
+        """Read an epoch through an empty cache."""
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        return self.warm()
+
+    def warm(self) -> float:
+        """Read an epoch through the cache as it is."""
+        keys = DataConfig(stage="moments", remote=self.address, local=str(self.folder / "cache"), workers=1)
+        batches = dict(size=SIZE, device_batch_size=MOMENTS_BATCH, device=torch.device("cpu"), seed=SEED)
+        begun = time.monotonic()
+        loader = build_data(keys, build_family(), **batches).dataloader
+        assert sum(1 for _ in loader) == self.batches
+        seconds = time.monotonic() - begun
+        loader.close()
+        return self.megabytes / seconds
+
+    def verify(self) -> float:
+        """Read and hash the cached files."""
+        begun = time.monotonic()
+        for name in self.names:
+            get_hash(HASH, (self.folder / "cache" / name).read_bytes())
+        return (time.monotonic() - begun) / (self.megabytes / 1e3)
+
+
+def measure(address: str, config: StoreConfig) -> dict[str, Any]:
+    """Let the contestants take turns and return the record."""
+    client = boto3.client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+    put_stage(client, address, config.num_samples)
+    contest = Contest(client, address, config.num_samples)
+    contest.warm()  # so that `warm` and `verify` have files in the first round
+    try:
+        turns = {name: getattr(contest, name) for name in ("download", "warm", "verify", "cold")}
+        values = take_turns(turns, config.rounds)
+    finally:
+        shutil.rmtree(contest.folder)
+    figures, samples_each_mb = Figures(), contest.batches * MOMENTS_BATCH / contest.megabytes
+    for name in ("download", "cold", "warm"):
+        figures.add(f"{name}_mb_per_sec", values[name])
+    for name in ("cold", "warm"):
+        figures.add(f"{name}_samples_per_sec", [value * samples_each_mb for value in values[name]])
+    figures.add("verify_sec_per_gb", values["verify"])
+    figures.ratio("cold_over_download", "cold_mb_per_sec", "download_mb_per_sec")
+    head = {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **environment(),
+        "store": store_name(client),
+        "num_cpus": os.cpu_count(),
+        "megabytes": round(contest.megabytes, 1),
+        "num_shards": len(contest.names),
+    }
+    return {**head, "config": asdict(config), **figures.flat, "by_round": figures.by_round}
+
+
+def store_name(client: Any) -> str:
+    """Return what the store calls itself in an answer's headers, for the record."""
+    headers = client.list_buckets()["ResponseMetadata"]["HTTPHeaders"]
+    return headers.get("server") or ("OpenStack Swift" if "x-openstack-request-id" in headers else "unknown")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    places, words = [word for word in argv if "=" not in word], [word for word in argv if "=" in word]
+    if {"-h", "--help"} & set(argv) or len(places) != 1:
+        print(__doc__)
+        return 0 if {"-h", "--help"} & set(argv) else 2
+    try:
+        config = load(StoreConfig, parse_command_line(words, {}), not_yet={}, check=check)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    record = measure(places[0], config)
+    path = Path(config.results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    for key in ("download_mb_per_sec", "cold_mb_per_sec", "cold_over_download", "warm_mb_per_sec", "verify_sec_per_gb"):
+        print(f"{key}={record[key]} ({record[f'{key}_min']} to {record[f'{key}_max']})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

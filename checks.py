@@ -1,0 +1,145 @@
+"""Is a run possible: everything about its configuration that can be known before anything is built."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+from composer.utils import dist
+
+import preflight
+import warm_start
+from checkpoint_files import FULL, listed
+from config import Problem
+from model import model_problems
+from run_config import RunConfig, resolve, wants_own_rate
+from zoo import load_family, mlperf
+
+# What the memory estimate is made of: it is left out where one of these is itself refused.
+MEMORY_KEYS = {
+    "image_size",
+    "precision",
+    "global_batch_size",
+    "device_train_microbatch_size",
+    "model.family",
+    "model.preset",
+    "model.variant",
+    "objective.prediction",
+    "ema.enabled",
+}
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Return every problem that can be known before anything is built."""
+    made_for = {"model.family": config.model.family, "data.normalize": config.data.normalize}
+    with contextlib.suppress(ValueError):  # named by model_problems
+        made_for["image_size"] = list(config.size)
+    found = quick_problems(config, config.data.problems(config.global_batch_size, made_for))
+    if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
+        found += memory_problems(config)
+    return found
+
+
+def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Problem]:
+    """Return the problems that show without memory and disk, in the order of the keys.
+
+    Args:
+        of_data: (key, message) of the section `data`, the stage's included where it is to be asked.
+    """
+    found = _run_problems(config)
+    sections = (config.objective, config.optimizer, config.schedule, config.ema, config.save, config.measure)
+    in_sections = [of_data, *(section.problems() for section in (*sections, config.loggers))]
+    found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
+    found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
+    found += _prediction_problems(config) + _learning_rate_problems(config)
+    if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
+        found += warm_start.problems(config.model, config.objective.prediction)
+    return found
+
+
+def _run_problems(config: RunConfig) -> list[Problem]:
+    found = []
+    is_gpu = torch.cuda.is_available()
+    if text := preflight.run_folder_problem(config.run_folder, config.run_name):
+        found.append(Problem(text, ("run_name", "run_folder")))
+    if config.data.remote and config.data.local and (text := preflight.unwritable(config.data.local)):
+        found.append(Problem(f"data.local: {text}", ("data.local",)))
+    if not 0 <= config.seed < 2**32:
+        found.append(Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",)))
+    if text := preflight.duration_problem(config.max_duration):
+        found.append(Problem(f"max_duration: {text}", ("max_duration",)))
+    if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
+        given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
+        found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
+    if not is_gpu and config.precision in ("fp16", "tf32"):
+        found.append(
+            Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))
+        )
+    return found + _batch_problems(config)
+
+
+def _batch_problems(config: RunConfig) -> list[Problem]:
+    """Check the arithmetic of the batch: ranks x microbatch divides it, and the stage fills at least one."""
+    keys = ("global_batch_size", "device_train_microbatch_size")
+    microbatch, ranks = config.device_train_microbatch_size, dist.get_world_size()
+    if microbatch is not None and microbatch < 1:
+        return [Problem(f"device_train_microbatch_size: {microbatch} is below 1. Possible: 1 and up, or null.", keys)]
+    if text := preflight.batch_problem(config.global_batch_size, ranks, microbatch or 1):
+        return [Problem(f"global_batch_size: {text}", keys)]
+    canonical, nodes = config.data.num_canonical_nodes, max(1, ranks // dist.get_local_world_size())
+    if canonical >= 1 and canonical % nodes and nodes % canonical:
+        text = (
+            f"{canonical} and {nodes} nodes: one has to divide the other. Possible: {nodes}, {2 * nodes}, {4 * nodes}."
+        )
+        return [Problem(f"data.num_canonical_nodes: {text}", ("data.num_canonical_nodes",))]
+    return []
+
+
+def _prediction_problems(config: RunConfig) -> list[Problem]:
+    prediction = config.objective.prediction
+    with contextlib.suppress(ValueError):  # named by model_problems
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        if prediction is not None and prediction not in family.predictions:
+            possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
+            return [Problem(f"objective.prediction: {possible}", ("objective.prediction",))]
+    return []
+
+
+def _learning_rate_problems(config: RunConfig) -> list[Problem]:
+    """The benchmark's own rate is taken where none is given; it has one for some batch sizes alone."""
+    if wants_own_rate(config):
+        try:
+            mlperf.lr_per_image(config.global_batch_size)
+        except ValueError as error:
+            keys = ("optimizer.lr_per_image", "optimizer.lr", "global_batch_size", "model.variant")
+            return [Problem(f"optimizer.lr_per_image: {error}", keys)]
+    return []
+
+
+def memory_problems(config: RunConfig) -> list[Problem]:
+    """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds)."""
+    config = resolve(config)
+    assert config.device_train_microbatch_size is not None
+    ranks, cost = 1 if torch.cuda.is_available() else dist.get_local_world_size(), cost_of(config)
+    text = preflight.memory_problem(cost, config.device_train_microbatch_size, ranks, ema=has_average_on_device(config))
+    found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
+    if config.save.every_images:
+        checkpoint_gib = cost.checkpoint_gib(ema=config.ema.enabled)
+        folder = Path(config.run_folder, config.run_name or "")
+        if text := preflight.room_problem(folder, checkpoint_gib, config.save.keep + 1):
+            found.append(Problem(f"save: {text}", ("save.every_images", "save.keep", "run_folder", *MEMORY_KEYS)))
+    return found
+
+
+def has_average_on_device(config: RunConfig) -> bool:
+    """True where an average of the weights takes the device's memory."""
+    return config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())
+
+
+def cost_of(config: RunConfig) -> preflight.Cost:
+    """Trace one training step of the run's model."""
+    assert config.precision is not None
+    return preflight.measure_cost(
+        config.model, config.objective, stage=config.data.stage, size=config.size, precision=config.precision
+    )

@@ -1,0 +1,186 @@
+"""Look at everything that would make a run fail, now or hours later, and say what to do; changes nothing.
+
+    python -m prepare.doctor                                             # the defaults on this machine
+    python -m prepare.doctor yamls/shapes.yaml run_name=shapes-1         # the command line of benchmark.py
+    WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 python -m prepare.doctor RUN.yaml    # as for composer -n 8
+
+A line a check: OK, warning (the run starts, and may not be what was meant) or error (it would fail), with what to do. The
+machine's part is in machine.py, the run's in prepare/run_checks.py, the stage's in prepare/stage_checks.py. A check that
+takes too long is an error itself; a store has 20 s.
+
+Exit code: 0 without an error, 1 with one, 2 when the command line cannot be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from composer.utils import dist
+
+import machine
+from config import ConfigError, load, parse_command_line
+from machine import ERROR, OK, WARNING, Finding
+from prepare import run_checks, stage_checks
+from prepare.run_checks import Case, not_looked_at
+from run_config import ALIASES, NOT_YET, RunConfig
+
+STORE_SEC = 20.0
+CHECK_SEC = 120.0  # a hanging file system; the digest of a large checkpoint
+
+
+# --- the data ---
+
+
+def store(case: Case) -> list[Finding]:
+    """Open the stage, and compare the run with what it was made for."""
+    config, data = case.config, case.config.data
+    if data.synthetic:
+        return [Finding(OK, "store", "none: data.synthetic=true")]
+    made_for = {"model.family": config.model.family, "data.normalize": data.normalize}
+    with contextlib.suppress(ValueError):  # named by model_problems
+        made_for["image_size"] = list(config.size)
+    if data.location is not None:
+        try:
+            case.stage, case.shards = stage_checks.open_stage(data.location)
+        except ValueError as error:
+            return [Finding(ERROR, "store", f"data.{'remote' if data.remote else 'local'}: {error}")]
+    without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, made_for)
+    found = data.problems(config.global_batch_size, made_for)
+    case.of_stage = [pair for pair in found if pair not in without]
+    if errors := case.errors("store"):
+        return errors
+    return [Finding(OK, "store", stage_checks.described(case.stage, case.shards) if case.stage else "no stage")]
+
+
+def stage(case: Case) -> list[Finding]:
+    """Say whether the stage was made for this run."""
+    if case.stage is None:
+        return [Finding(OK, "stage", "none")] if case.config.data.synthetic else not_looked_at("stage")
+    made = {key: case.stage.facts[key] for key in ("family", "image_size", "normalize") if key in case.stage.facts}
+    text = ", ".join(f"{key} {value}" for key, value in made.items()) or "for any size and family"
+    return case.errors("stage") or [Finding(OK, "stage", f"made for this run: {text}")]
+
+
+def digests(case: Case) -> list[Finding]:
+    """Read some shards of the stage."""
+    if case.stage is None:
+        return [Finding(OK, "digests", "none")] if case.config.data.synthetic else not_looked_at("digests")
+    return stage_checks.digests(case.stage.location, case.shards)
+
+
+def cache(case: Case) -> list[Finding]:
+    """Look at what `data.local` holds already."""
+    if errors := case.errors("cache"):
+        return errors
+    if case.stage is None:
+        return [Finding(OK, "cache", "none")] if case.config.data.synthetic else not_looked_at("cache")
+    return stage_checks.cache(case.config.data, case.shards)
+
+
+# --- the command ---
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check by its name; `limit_sec` None: as long as any."""
+
+    name: str
+    look: Callable[[Case], list[Finding]]
+    limit_sec: float | None = None
+
+
+def checks_of(case: Case) -> dict[str, list[Check]]:
+    """Group -> its checks, in the order in which they are made: later ones lean on earlier ones."""
+    data, loggers = case.config.data, case.config.loggers
+    cached = data.local if data.remote and not data.synthetic else None
+    remote = None if data.synthetic else data.remote
+    workers = 0 if data.synthetic else data.workers
+    return {
+        "machine": [
+            Check("versions", lambda _: machine.versions(wandb=loggers.wandb is not None)),
+            Check("variables", lambda _: machine.variables(remote)),
+            Check("devices", lambda _: machine.devices(dist.get_local_world_size())),
+            Check("open files", lambda _: machine.open_files(workers)),
+            Check("segments", lambda _: machine.stale_segments(cached)),
+            Check("port", lambda _: machine.rendezvous(dist.get_world_size()), STORE_SEC),
+        ],
+        "configuration": [
+            Check("config", run_checks.config_values),
+            Check("batch", run_checks.batch),
+            Check("weights", run_checks.weights),
+            Check("memory", run_checks.memory),
+            Check("host memory", run_checks.host_memory),
+            Check("/dev/shm", run_checks.shared_memory_room),
+        ],
+        "data": [
+            Check("store", store, STORE_SEC),
+            Check("stage", stage),
+            Check("digests", digests),
+            Check("cache", cache),
+        ],
+        "run": [
+            Check("schedule", run_checks.schedule),
+            Check("folders", run_checks.folders),
+            Check("disk", run_checks.disk),
+            Check("run", run_checks.begun_run),
+        ],
+    }
+
+
+def look(check: Check, case: Case) -> list[Finding]:
+    """Make a check, in a thread that nobody waits for longer than its limit."""
+    outcome: list[Finding] = []
+
+    def work() -> None:
+        try:
+            outcome.extend(check.look(case))
+        except Exception as error:  # the other checks are made all the same
+            text = f"the check itself failed: {type(error).__name__}: {error}. Report it, with this command line."
+            outcome.append(Finding(ERROR, check.name, text))
+
+    limit_sec = check.limit_sec or CHECK_SEC
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(limit_sec)
+    if thread.is_alive():
+        where = f"{case.config.data.location} did not answer" if check.name == "store" else "no answer"
+        text = f"{where} within {limit_sec:g} s. Look whether the store, the name server or the file system hangs."
+        return [Finding(ERROR, check.name, text)]
+    return outcome
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    if dist.get_local_rank() != 0:
+        return 0  # started by a launcher: one process of a machine speaks
+    command_line = parse_command_line(argv, ALIASES)
+    if command_line.print_config:
+        print("command line: --print_config is for benchmark.py. Leave it out here.", file=sys.stderr, flush=True)
+        return 2
+    try:
+        case = Case(load(RunConfig, command_line, not_yet=NOT_YET, check=lambda config: []))
+    except ConfigError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    levels = []
+    for group, checks in checks_of(case).items():
+        print(f"--- {group} ---", flush=True)
+        for check in checks:
+            for finding in look(check, case):
+                levels.append(finding.level)
+                print(f"{finding.level:<7} {finding.check:<11} {finding.text}", flush=True)
+    counts = {level: levels.count(level) for level in (ERROR, WARNING, OK)}
+    print(f"{counts[ERROR]} errors, {counts[WARNING]} warnings, {counts[OK]} OK", flush=True)
+    return 1 if counts[ERROR] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

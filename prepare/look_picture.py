@@ -1,0 +1,442 @@
+"""From the rows of a stage to one picture: a grid of samples with their captions, and histograms below.
+
+The page is laid out in inches, from the top: captions come in any length and any script, so every text is measured and
+broken before it is drawn. Nothing of a user's matplotlib settings is used, and nothing of it is changed.
+
+Shapes: N samples, C latent channels, h w height and width of the latent, H W height and width of a picture, px.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from streaming.base.format.mds.encodings import mds_decode
+from torch import nn
+
+from data import SampleError, check_caption, decode_image
+from encoders import RANDOM, build_encoders
+from prepare.moments import check_finite
+from zoo.spec import Family
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 120
+PAGE_IN, MARGIN_IN, GAP_IN = 13.0, 0.35, 0.14
+HEAD_IN, HEAD_LINE_IN = 0.32, 0.2
+MAX_COLUMNS, MAX_TILE_IN = 8, 2.2
+CAPTION_LINES, CAPTION_POINTS, LINE_IN = 3, 7.5, 0.135
+HISTOGRAM_COLUMNS, HISTOGRAM_IN, AXIS_IN = 4, 1.6, 0.62
+TILE_PX = round(MAX_TILE_IN * DPI)
+READ_CHARACTERS = 1000  # of a caption: far more than three lines hold
+NUM_BINS = 40
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
+PALE = "#c9c9c9"
+AS_COLOURS = "channels 1 to 3 of the posterior's mean as RGB, 1st to 99th percentile; model.weights=PATH decodes them"
+MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG", "WebP": b"RIFF"}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One sample of the grid."""
+
+    picture: np.ndarray
+    """uint8 (H, W, 3)."""
+    caption: str
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """One histogram; several series share its axes."""
+
+    label: str
+    """What is counted, with its unit."""
+    series: Mapping[str, np.ndarray]
+    """Name -> values of any shape; an only one needs no name."""
+    is_whole: bool = False
+    """The values are whole numbers: the edges of bars lie between them."""
+    mark: float | None = None
+    """Where to draw a line; what lies beyond twice as much goes into the last bar."""
+
+
+# --- samples as pictures ---
+
+
+def thumbnail(image: Image.Image) -> np.ndarray:
+    """# RGB of any size -> uint8 (H, W, 3), at most as large as a tile of the grid, in its own proportions."""
+    image.thumbnail((TILE_PX, TILE_PX))  # in place
+    return np.asarray(image)
+
+
+def build_vae(family: Family, weights: str, made: str | None) -> tuple[nn.Module, str]:
+    """Return the VAE of some weights on this machine's device, and in words whether it is the one that made the moments.
+
+    Args:
+        weights: as model.weights has it.
+        made: fingerprint of the one that made them, where dataset.json says it.
+
+    Raises:
+        ConfigError: the weights are damaged.
+    """
+    encoders = build_encoders(family, weights)
+    for note in encoders.notes:
+        print(f"model.weights: {note}", file=sys.stderr, flush=True)
+    used = encoders.fingerprints["vae"]
+    text = "pictures by a VAE of random weights" if weights == RANDOM else f"pictures by the VAE of {weights}"
+    if made is None:
+        text += ", perhaps not the one that made them: dataset.json does not say"
+    else:
+        text += ", which made them" if used == made else f", NOT the one that made them: {used} instead of {made}"
+    return encoders.modules["vae"].to("cuda" if torch.cuda.is_available() else "cpu"), text
+
+
+@torch.no_grad()
+def decode(vae: nn.Module, moments: Sequence[np.ndarray], normalize: str) -> list[np.ndarray]:
+    """# float16 (2C, h, w) each -> thumbnails of what the VAE makes of the posterior's mean, uint8 (H, W, 3) each.
+
+    One by one: at 512 px a decoder's activations take gigabytes.
+
+    Args:
+        vae: diffusers' AutoencoderKL; stored moments are not scaled, which is how it takes them.
+        moments: mean | logvar.
+        normalize: "symmetric" or "unit": the range of the images that the VAE saw (see `model.normalize_images`).
+    """
+    weight = next(vae.parameters())
+    pictures = []
+    for mean in (one[: len(one) // 2] for one in moments):
+        latents = torch.tensor(mean[None]).to(weight.device, weight.dtype)
+        image = vae.decode(latents).sample[0].float()
+        unit = (image if normalize == "unit" else (image + 1.0) / 2.0).nan_to_num().clamp(0.0, 1.0)
+        pixels = (unit * 255.0).round().to(torch.uint8).permute(1, 2, 0)  # (3, H, W) -> (H, W, 3)
+        pictures.append(thumbnail(Image.fromarray(pixels.cpu().numpy())))
+    return pictures
+
+
+def channels_as_rgb(moments: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """# float16 (2C, h, w) each -> uint8 (h, w, 3) each: the first three channels of the posterior's mean.
+
+    Each channel from its 1st to its 99th percentile over all the samples, so that they can be compared.
+    """
+    if not moments:
+        return []
+    means = np.stack([one[: len(one) // 2] for one in moments]).astype(np.float32)
+    means = means[:, [min(channel, means.shape[1] - 1) for channel in range(3)]]  # (N, 3, h, w)
+    low, high = np.percentile(means, [1, 99], axis=(0, 2, 3), keepdims=True)
+    unit = np.clip((means - low) / np.maximum(high - low, 1e-6), 0.0, 1.0)
+    return list(np.round(255 * unit).astype(np.uint8).transpose(0, 2, 3, 1))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as it was read; `problem` says why it cannot be used."""
+
+    key: str
+    caption: str
+    num_bytes: int
+    form: str = ""
+    """JPEG, PNG, WebP or other; "" for moments."""
+    size: tuple[int, int] | None = None
+    """(width, height), px."""
+    num_values: int = 0
+    num_infinite: int = 0
+    """Of the moments."""
+    value: Any = None
+    """Thumbnail, or moments."""
+    tokens: Any = None
+    """As they are stored, where they are."""
+    num_tokens: int = 0
+    """Of the caption if none were cut off, start and end included."""
+    problem: str | None = None
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    import open_clip
+
+    return open_clip.SimpleTokenizer()
+
+
+def look_at(encodings: dict[str, str], row: dict[str, memoryview]) -> Sample:
+    """Decode what is shown and measured of a row, and nothing else of it; in a thread."""
+    raw = {name: bytes(row[name]) for name in ("key", "caption", "jpg", "moments", "tokens") if name in row}
+    caption, data = raw.get("caption", b"").decode(errors="replace"), raw.get("jpg", b"")
+    sample = Sample(raw.get("key", b"").decode(errors="replace"), caption, num_bytes=len(data))
+    sample = dataclasses.replace(sample, num_tokens=len(_tokenizer().encode(caption)) + 2)
+    try:
+        if "moments" in encodings:
+            has_tokens = encodings.get("tokens", "").startswith("ndarray")
+            tokens = mds_decode(encodings["tokens"], raw["tokens"]) if has_tokens else None
+            values = mds_decode(encodings["moments"], raw["moments"])
+            counts = {"num_values": values.size, "num_infinite": int(np.count_nonzero(~np.isfinite(values)))}
+            sample = dataclasses.replace(sample, tokens=tokens, value=values, **counts)
+            if values.ndim != 3 or len(values) % 2:
+                raise SampleError("moments are not (2C, h, w)")
+            check_finite("moments", values)
+            return sample
+        form = next((name for name, magic in MAGIC.items() if data.startswith(magic)), "other")
+        sample = dataclasses.replace(sample, form=form)
+        image = decode_image(data)
+        sample = dataclasses.replace(sample, size=image.size, value=thumbnail(image))
+        if "caption" in raw:
+            check_caption(caption)
+    except SampleError as error:
+        return dataclasses.replace(sample, problem=str(error))
+    return sample
+
+
+# --- texts and bars ---
+
+
+def printable(text: str) -> str:
+    """Return a text on one line without control characters, which could lead a terminal or a font astray."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def size_in_words(num_bytes: float) -> str:
+    """Return 12.3 MiB for 12,897,484."""
+    power = min(int(math.log2(max(num_bytes, 1)) // 10), 4)
+    number = num_bytes / 1024**power
+    return f"{number:,.1f} {'KMGT'[power - 1]}iB" if power else f"{number:,.0f} bytes"
+
+
+def spread(values: Sequence[float], form: Callable[[float], str] = "{:,g}".format) -> str:
+    """Return median, least, what 95 % do not exceed, and greatest."""
+    if not len(values):
+        return "none"
+    most = np.percentile(values, 95, method="inverted_cdf")
+    found = {"median": np.median(values), "least": min(values), "95 % at most": most, "greatest": max(values)}
+    return ", ".join(f"{name} {form(float(value))}" for name, value in found.items())
+
+
+def share(num: int, of: int) -> str:
+    """Return a count, what it is a part of, and per cent."""
+    return f"{num:,} of {of:,} ({100 * num / max(of, 1):.3g} %)"
+
+
+def first_of(keys: Sequence[str]) -> str:
+    """Return three keys of many."""
+    return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+
+
+def break_lines(text: str, fits: Callable[[str], bool], max_lines: int) -> list[str]:
+    """Break a text into lines that fit, at spaces where there are some; the last one says where it was cut.
+
+    Args:
+        text: of any length; only its beginning is read.
+        fits: whether a line is short enough.
+        max_lines: how many there may be.
+    """
+    rest, lines = printable(text[:READ_CHARACTERS]), []
+    while rest and len(lines) < max_lines:
+        num = max(1, bisect.bisect_right(range(1, len(rest) + 1), 0, key=lambda n, rest=rest: not fits(rest[:n])))
+        if num < len(rest) and len(lines) == max_lines - 1:
+            while num and not fits(rest[:num].rstrip() + ELLIPSIS):
+                num -= 1
+            return [*lines, rest[:num].rstrip() + ELLIPSIS]
+        if num < len(rest) and (space := rest.rfind(" ", 0, num + 1)) > 0:
+            num = space  # otherwise a single long word, or a script without spaces: as many letters as fit
+        lines.append(rest[:num])
+        rest = rest[num:].lstrip()
+    return lines
+
+
+def bar_edges(values: np.ndarray, *, is_whole: bool = False, upper: float = math.inf) -> np.ndarray:
+    """Return the edges of the bars for some values, (n + 1,).
+
+    A few values far out would press all the others into one bar: what lies further from the inner 90 % than twice their
+    span, or above `upper`, is left to the outermost bars (see `bars`).
+    """
+    values = np.minimum(values, upper)
+    low, high = float(values.min()), float(values.max())
+    inner_low, inner_high = np.percentile(values, [5, 95])
+    if (reach := 2.0 * (inner_high - inner_low)) > 0:
+        low, high = max(low, float(inner_low - reach)), min(high, float(inner_high + reach))
+    if is_whole:
+        low, high = math.floor(low), math.ceil(high)
+        low, high = (low - 2, high + 2) if high - low < 4 else (low, high)
+        step = math.ceil((high - low + 1) / NUM_BINS)
+        return np.arange(low, high + 1 + step, step) - 0.5
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        half = 0.1 * abs(low) or 0.5
+        return np.linspace(low - half, low + half, 6)
+    return np.linspace(low, high, NUM_BINS + 1)
+
+
+def bars(values: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return the number of values in each bar, (n,), and how many lie outside and were put into the outermost ones."""
+    inside = np.clip(values, edges[0], edges[-1])
+    return np.histogram(inside, edges)[0], int(np.count_nonzero(inside != values))
+
+
+# --- the page ---
+
+
+def histograms_of_images(samples: Sequence[Sample]) -> list[Histogram]:
+    """Return what a stage of images is about, whatever its captions."""
+    sizes = np.array([sample.size for sample in samples if sample.size is not None]).reshape(-1, 2)
+    return [
+        Histogram("px", {"width": sizes[:, 0], "height": sizes[:, 1]}, is_whole=True),
+        Histogram("width / height", {"": sizes[:, 0] / sizes[:, 1]}),
+        Histogram("KiB an image", {"": np.array([sample.num_bytes / 1024 for sample in samples])}),
+    ]
+
+
+def histograms_of_moments(values: Mapping[str, Sequence[np.ndarray]]) -> list[Histogram]:
+    """Return those of mean, deviation and latent, (C, n) of each sample."""
+    deviation = "log10 of the posterior's deviation"
+    labels = {"mean": "posterior's mean", "deviation": deviation, "latent": "drawn latents, scaled"}
+    found = []
+    for name, label in labels.items():
+        channels = np.concatenate(values[name], axis=1) if values[name] else []
+        channels = np.log10(channels) if name == "deviation" else channels
+        found.append(Histogram(f"{label}, by channel", {f"{number}": of for number, of in enumerate(channels, 1)}))
+    return found
+
+
+def write_page(out: Path, head: Sequence[str], tiles: Sequence[Tile], histograms: Sequence[Histogram]) -> None:
+    """Write the picture as a PNG; what was there stays until the new one is whole.
+
+    Args:
+        head: the title, then further lines.
+        histograms: at least one; there may be no tiles.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    num_rows = max(1, math.ceil(len(tiles) / MAX_COLUMNS))
+    num_columns = max(1, math.ceil(len(tiles) / num_rows))
+    rows = [tiles[at : at + num_columns] for at in range(0, len(tiles), num_columns)]
+    tile_in = min(MAX_TILE_IN, (PAGE_IN - 2 * MARGIN_IN - (num_columns - 1) * GAP_IN) / num_columns)
+    shapes = [[tile.picture.shape for tile in row] for row in rows]
+    heights_in = [max(tile_in * min(1.0, height / width) for height, width, _ in row) for row in shapes]
+    below_in = CAPTION_LINES * LINE_IN + 2 * GAP_IN
+    histogram_rows = math.ceil(len(histograms) / HISTOGRAM_COLUMNS)
+    head_in = MARGIN_IN + HEAD_IN + (len(head) - 1) * HEAD_LINE_IN
+    grid_in = sum(heights_in) + len(rows) * below_in
+    height_in = head_in + grid_in + histogram_rows * (HISTOGRAM_IN + AXIS_IN) + MARGIN_IN
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        warnings.simplefilter("ignore", UserWarning)  # of glyphs that no font has: they show as boxes
+        figure = Figure(figsize=(PAGE_IN, height_in), dpi=DPI)
+        canvas = FigureCanvasAgg(figure)
+        page = _Page(figure, height_in)
+        page.write_head(head)
+        top_in = head_in
+        for row, tallest_in in zip(rows, heights_in, strict=True):
+            for column, tile in enumerate(row):
+                page.draw_tile(tile, MARGIN_IN + column * (tile_in + GAP_IN), top_in, (tile_in, tallest_in))
+            top_in += tallest_in + below_in
+        top_in += MARGIN_IN / 2
+        pitch_in = (PAGE_IN - 2 * MARGIN_IN) / HISTOGRAM_COLUMNS
+        for number, histogram in enumerate(histograms):
+            row, column = divmod(number, HISTOGRAM_COLUMNS)
+            left_in = MARGIN_IN + column * pitch_in + 0.35  # room for the numbers of the axis
+            page.draw_histogram(histogram, left_in, top_in + row * (HISTOGRAM_IN + AXIS_IN), pitch_in - 0.5)
+        partial = out.with_name(f".{out.name}.partial")
+        try:
+            canvas.print_png(partial)
+            partial.replace(out)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+class _Page:
+    """Draws at places given in inches from the top left."""
+
+    def __init__(self, figure: Figure, height_in: float):
+        self.figure = figure
+        self.height_in = height_in
+        self.renderer = figure.canvas.get_renderer()
+
+    def add_axes(self, left_in: float, top_in: float, width_in: float, height_in: float) -> Axes:
+        bottom_in = self.height_in - top_in - height_in
+        box = (left_in / PAGE_IN, bottom_in / self.height_in, width_in / PAGE_IN, height_in / self.height_in)
+        return self.figure.add_axes(box)
+
+    def write(self, text: str, left_in: float, top_in: float, points: float, **options: Any) -> None:
+        # Captions have prices in them, which must not be read as formulas.
+        at = (left_in / PAGE_IN, 1 - top_in / self.height_in)
+        self.figure.text(*at, text, fontsize=points, va="baseline", parse_math=False, **options)
+
+    def lines(self, text: str, width_in: float, points: float, max_lines: int) -> list[str]:
+        from matplotlib.font_manager import FontProperties
+
+        font = FontProperties(size=points)
+
+        def fits(line: str) -> bool:
+            return self.renderer.get_text_width_height_descent(line, font, ismath=False)[0] <= width_in * DPI
+
+        return break_lines(text, fits, max_lines)
+
+    def write_head(self, head: Sequence[str]) -> None:
+        top_in = MARGIN_IN
+        for number, text in enumerate(head):
+            points = 9.0 if number else 13.0
+            [line] = self.lines(text, PAGE_IN - 2 * MARGIN_IN, points, max_lines=1) or [""]
+            self.write(line, MARGIN_IN, top_in, points, color="#444444" if number else "black")
+            top_in += HEAD_LINE_IN if number else HEAD_IN
+
+    def draw_tile(self, tile: Tile, left_in: float, top_in: float, size_in: tuple[float, float]) -> None:
+        width_in, height_in = size_in
+        axes = self.add_axes(left_in, top_in, *size_in)
+        is_small = max(tile.picture.shape[:2]) < width_in * DPI
+        axes.imshow(tile.picture, interpolation="nearest" if is_small else "antialiased", aspect="equal")
+        axes.set_anchor("SW")  # beside its caption, whatever its proportions
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_color(PALE)  # a white picture has an edge too
+        axes.spines[:].set_linewidth(0.6)
+        lines = self.lines(tile.caption or "(empty caption)", width_in, CAPTION_POINTS, CAPTION_LINES)
+        for number, line in enumerate(lines, 1):
+            self.write(line, left_in, top_in + height_in + number * LINE_IN, CAPTION_POINTS, color="black")
+
+    def draw_histogram(self, histogram: Histogram, left_in: float, top_in: float, width_in: float) -> None:
+        from matplotlib.ticker import EngFormatter, MaxNLocator
+
+        axes = self.add_axes(left_in, top_in, width_in, HISTOGRAM_IN)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=7.5)
+        series = {name: np.ravel(values) for name, values in histogram.series.items() if np.size(values)}
+        if not series:
+            axes.set(xticks=[], yticks=[])
+            axes.set_xlabel(histogram.label, fontsize=8)
+            axes.text(0.5, 0.5, "none", ha="center", va="center", color="#888888", transform=axes.transAxes)
+            return
+        upper = math.inf if histogram.mark is None else 2.0 * histogram.mark
+        edges = bar_edges(np.concatenate(list(series.values())), is_whole=histogram.is_whole, upper=upper)
+        num_outside = 0
+        for number, (name, values) in enumerate(series.items()):
+            counts, outside = bars(values, edges)
+            colour, is_only = COLOURS[number % len(COLOURS)], len(series) == 1
+            axes.stairs(counts, edges, fill=is_only, color=colour, linewidth=1.2, label=name)
+            num_outside += outside
+        if histogram.mark is not None and edges[0] < histogram.mark < edges[-1]:
+            axes.axvline(histogram.mark, color="#b00020", linewidth=1.0, linestyle="--")
+        axes.set_xlim(edges[0], edges[-1])
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=histogram.is_whole))
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+        if 1 < len(series) <= len(COLOURS):
+            place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.97), "ncols": len(series)}
+            axes.legend(fontsize=7, frameon=False, handlelength=1.0, columnspacing=1.0, **place)
+        note = f"\n{num_outside:,} further out, in the outermost bars" if num_outside else ""
+        axes.set_xlabel(histogram.label + note, fontsize=8, parse_math=False)

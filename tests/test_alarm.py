@@ -1,0 +1,45 @@
+"""alarm.py: a rank that waits in a collective hears why another one has left, and leaves too."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+# Each rank: listen; the failing one sounds the alarm, the other waits for it in a collective.
+PROGRAM = """
+import os, sys, torch.distributed as dist, alarm
+dist.init_process_group("gloo")
+alarm.listen()
+if dist.get_rank() == int(sys.argv[1]):
+    alarm.sound("data: s3://b/x.mds is away")
+    sys.exit(7)
+dist.barrier()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
+    """Also where the one that failed is rank 0, with which the store goes."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    began, ranks = time.monotonic(), []
+    for rank in range(2):
+        variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", PROGRAM, str(failing)]
+        ranks.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert time.monotonic() - began < 45.0
+    assert ranks[failing].returncode == 7 and ranks[1 - failing].returncode == 1
+    assert f"rank {failing} has stopped: data: s3://b/x.mds is away" in said[1 - failing]

@@ -1,0 +1,730 @@
+"""prepare/doctor.py: faults planted one at a time, each named by the check that it belongs to and by no other."""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, tree
+from filelock import FileLock
+
+import machine
+import preflight
+import shared_memory
+from machine import ERROR, OK, WARNING
+from prepare import doctor, stage_checks
+from prepare.doctor import main
+from store_errors import explain_store_error
+from stream import write_facts
+
+CHECKS = {
+    *("versions", "variables", "devices", "open files", "segments", "port"),
+    *("config", "batch", "weights", "memory", "host memory", "/dev/shm"),
+    *("store", "stage", "digests", "cache", "schedule", "folders", "disk", "run"),
+}
+
+
+@pytest.fixture(autouse=True)
+def a_machine_of_our_own(tmp_path, monkeypatch):
+    """Temporary files and shared memory in the test's folder; no variable of a launcher, a store or a network."""
+    for name in [*os.environ]:
+        if name.startswith(("AWS_", "S3_", "MASTER_", "NCCL_", "GLOO_", *machine.CHANGES)):
+            monkeypatch.delenv(name)
+    for folder in ("tmp", "shm"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "shm")
+    monkeypatch.setattr(shared_memory, "SETTLED_SEC", 0.0)
+    monkeypatch.setattr(shared_memory, "mapped_numbers", lambda: (set(), None))
+
+
+@pytest.fixture
+def healthy(stage, tmp_path):
+    """The words of a run that nothing is wrong with; a later word replaces an earlier one."""
+    return [
+        "model.preset=tiny",
+        "model.weights=random",
+        "image_size=64",
+        "global_batch_size=8",
+        "max_duration=4ba",
+        f"data.remote={shutil.copytree(stage, tmp_path / 'stage')}",
+        f"data.local={tmp_path / 'local'}",
+        "data.workers=2",
+        f"run_folder={tmp_path / 'runs'}",
+        "run_name=one",
+        "measure.warmup_batches=1",
+        "save.every_images=16",
+        "save.snapshot_every_images=32",
+    ]
+
+
+@pytest.fixture
+def examine(healthy, capsys):
+    """Run the doctor on the healthy run with further words: exit code, and check -> [(level, text)]."""
+
+    def run(*words: str):
+        code = main([*healthy, *words])
+        found, lines = collections.defaultdict(list), capsys.readouterr().out.splitlines()
+        for line in lines[:-1]:
+            if not line.startswith("---"):
+                found[line[8:20].strip()].append((line[:8].strip(), line[20:]))
+        levels = [level for findings in found.values() for level, _ in findings]
+        counts = [levels.count(level) for level in (ERROR, WARNING, OK)]
+        assert lines[-1] == "{} errors, {} warnings, {} OK".format(*counts)
+        assert set(found) == CHECKS
+        return code, dict(found)
+
+    return run
+
+
+@pytest.fixture
+def only_error(examine):
+    """Run the doctor, and return the text of the one error, which belongs to this check."""
+
+    def run(check: str, *words: str) -> str:
+        code, found = examine(*words)
+        errors = [(name, text) for name, findings in found.items() for level, text in findings if level == ERROR]
+        assert [name for name, _ in errors] == [check], errors
+        assert code == 1
+        return errors[0][1]
+
+    return run
+
+
+def test_a_healthy_run_has_no_error_and_nothing_is_left_behind(examine, tmp_path):
+    def there() -> list[Path]:
+        return [
+            path for path in sorted(tmp_path.rglob("*")) if "wandb" not in path.name
+        ]  # its own, until the process ends
+
+    before, paths = tree(tmp_path), there()
+    code, found = examine()
+    assert code == 0 and {level for findings in found.values() for level, _ in findings} == {OK}, found
+    assert tree(tmp_path) == before and there() == paths
+    text = {check: findings[0][1] for check, findings in found.items()}
+    assert text["batch"] == "8 images = 1 rank x 1 pass x 8 images"
+    assert "images, 48 samples in " in text["store"] and "shards of the stage have their xxh64" in text["digests"]
+    assert text["schedule"] == "4 batches, 32 images, 0.667 times the stage's 48 samples; warm-up 0 batches"
+    assert text["run"] == f"{tmp_path}/runs/one is new"
+
+
+def test_a_synthetic_run_is_looked_at_without_a_stage(examine):
+    code, found = examine("data.synthetic=true")
+    assert code == 0
+    assert found["store"] == [(OK, "none: data.synthetic=true")] and found["cache"] == [(OK, "none")]
+
+
+def test_a_command_line_that_cannot_be_read_is_another_exit_code(healthy, capsys):
+    assert main([*healthy, "optimiser.lr=1", "seed=many"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "unknown key 'optimiser.lr'" in told.err and "seed is 'many'" in told.err
+    assert main(["--print_config"]) == 2 and "--print_config is for benchmark.py" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+
+
+def test_a_rank_that_is_not_the_first_of_its_machine_is_silent(healthy, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(healthy) == 0 and capsys.readouterr().out == ""
+
+
+# --- the machine ---
+
+
+def with_version(monkeypatch, package: str, version: str) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else real(name))
+
+
+def test_a_package_outside_of_its_bounds_is_found_with_the_reason_of_the_bound(only_error, monkeypatch):
+    with_version(monkeypatch, "filelock", "3.20.0")
+    assert only_error("versions") == (
+        "filelock 3.20.0 is not filelock<5,>=4: 3.x hangs where 4.x raises when a lock is inherited over fork. Install what "
+        "was tested: pip install --no-deps -r requirements.lock"
+    )
+
+
+def test_wandb_counts_where_it_is_asked_for(examine, only_error, monkeypatch):
+    with_version(monkeypatch, "wandb", "0.19.1")
+    assert examine()[0] == 0
+    text = only_error("versions", "loggers.wandb.project=p", "loggers.wandb.mode=offline")
+    assert text.startswith("wandb 0.19.1 is not wandb<0.19: mosaicml's W&B logger fails on 0.19 and later")
+
+
+def test_a_newer_torch_and_another_patch_than_the_locks_are_warnings(examine, monkeypatch):
+    with_version(monkeypatch, "torch", "2.11.0")
+    code, found = examine()
+    assert (
+        code == 0
+        and found["versions"][0][0] == WARNING
+        and "torch 2.11.0 is not torch==2.7.0" in found["versions"][0][1]
+    )
+    with_version(monkeypatch, "omegaconf", "2.4.99")
+    code, found = examine()
+    assert code == 0 and "omegaconf 2.4.99 is within the bounds, but" in found["versions"][1][1]
+
+
+def test_a_package_that_is_not_there_and_another_python_are_found(only_error, monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "diffusers":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert only_error("versions").startswith("diffusers is not installed.")
+    monkeypatch.setattr(importlib.metadata, "version", real)
+    monkeypatch.setattr(machine, "FIRST_PYTHON", (3, 99))
+    assert only_error("versions").endswith(". Possible: 3.99 to 3.12. Use one of them.")
+
+
+def test_the_pins_of_the_lock_are_those_of_this_environment():
+    assert [finding.level for finding in machine.versions(wandb=False)] == [OK]
+    assert all(machine._plain(name) in machine._pins(ROOT / "requirements.lock") for name in machine.PACKAGES)
+
+
+def gpus(monkeypatch, num: int, used: int = 0) -> None:
+    gib = 2**30
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: num)
+    monkeypatch.setattr(
+        machine.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="N", total_memory=80 * gib)
+    )
+    monkeypatch.setattr(machine.torch.cuda, "mem_get_info", lambda index: ((80 - used) * gib, 80 * gib))
+    monkeypatch.setattr(machine.torch.cuda, "memory_reserved", lambda index: 0)
+    monkeypatch.setattr(machine.torch, "ones", lambda *shape, device: machine.torch.zeros(*shape))
+
+
+def test_more_ranks_than_gpus_are_an_error_and_fewer_or_busy_ones_a_warning(monkeypatch):
+    gpus(monkeypatch, 2)
+    assert [finding.level for finding in machine.devices(2)] == [OK]
+    (finding,) = machine.devices(8)
+    assert finding.level == ERROR and finding.text.startswith(
+        "8 ranks on this machine, which has 2 GPUs (N with 80 GiB"
+    )
+    (finding,) = machine.devices(1)
+    assert finding.level == WARNING and "composer -n 2 takes all" in finding.text
+    gpus(monkeypatch, 1, used=30)
+    (finding,) = machine.devices(1)
+    assert finding.level == WARNING and finding.text.startswith("GPU 0 has 30 of 80 GiB in use")
+
+
+def test_a_gpu_that_does_not_compute_is_an_error(monkeypatch):
+    gpus(monkeypatch, 1)
+
+    def broken(*shape, device):
+        raise RuntimeError("CUDA error: no kernel image is available\nsecond line")
+
+    monkeypatch.setattr(machine.torch, "ones", broken)
+    (finding,) = machine.devices(1)
+    assert finding.level == ERROR
+    assert finding.text == "GPU 0 cannot be used: CUDA error: no kernel image is available. Check nvidia-smi."
+
+
+def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, monkeypatch, tmp_path):
+    real = os.statvfs
+    small = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=100, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: small if str(path) == f"{tmp_path}/shm" else real(path))
+    text = only_error("/dev/shm")
+    assert text.startswith(
+        "6 batches of 9.61e-05 GiB need 0.000577 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
+    )
+    assert "docker run --shm-size=16g" in text
+    small.f_bavail = 230
+    assert [finding.level for finding in machine.shared_memory_room(9.61e-5, 6)] == [WARNING]
+
+
+def test_without_shared_memory_no_worker_can_hand_over_anything(only_error, monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "none")
+    assert only_error("/dev/shm").startswith(f"{tmp_path}/none is not there: loader workers and streaming need it.")
+
+
+def leave(tmp_path: Path, number: str, local: Path) -> None:
+    """What a run leaves that is killed, as streaming writes it: an int32 size, folders and the number between zeros."""
+    data = f"{local}\0{int(number)}".encode()
+    (tmp_path / "shm" / f"{number}_locals").write_bytes((4 + len(data)).to_bytes(4, "little") + data)
+    (tmp_path / "tmp" / f"{number}_barrier_filelock").touch()
+
+
+def test_shared_memory_that_the_next_run_removes_is_a_warning_and_stays(examine, tmp_path):
+    leave(tmp_path, "000003", tmp_path / "local")
+    code, found = examine()
+    ((level, text),) = found["segments"]
+    assert code == 0 and level == WARNING
+    assert (
+        text
+        == "000003 (0.0 MiB) are left in shared memory by runs that are gone. The next run on streamed data removes them."
+    )
+    assert (tmp_path / "shm" / "000003_locals").exists() and (tmp_path / "tmp" / "000003_barrier_filelock").exists()
+
+
+def test_shared_memory_that_keeps_this_runs_folder_from_it_is_an_error(only_error, examine, monkeypatch, tmp_path):
+    leave(tmp_path, "000003", tmp_path / "local")
+    monkeypatch.setattr(shared_memory, "mapped_numbers", lambda: (set(), "/proc is mounted with hidepid"))
+    assert only_error("segments").startswith(
+        f"data.local: {tmp_path}/local belongs to shared memory 000003 that a run has left, and /proc is mounted with"
+    )
+    assert examine(f"data.local={tmp_path}/other")[0] == 0
+    monkeypatch.setattr(shared_memory, "mapped_numbers", lambda: ({"000003"}, None))
+    assert only_error("segments") == (
+        f"data.local: {tmp_path}/local is in use by another run here (shared memory 000003). Wait for it, or give another "
+        f"data.local."
+    )
+    assert examine(f"data.local={tmp_path}/other")[1]["segments"][0] == (OK, "1 in use by runs that are alive")
+
+
+def test_what_streaming_registers_is_read_as_it_writes_it(tmp_path):
+    from streaming.base.shared.prefix import _pack_locals
+
+    (tmp_path / "shm" / "000007_locals").write_bytes(_pack_locals(["/a/b", "/c"], 7) + b"\0" * 100)
+    assert machine._folders_of([tmp_path / "shm" / "000007_locals"]) == ["/a/b", "/c"]
+
+
+def test_too_few_open_files_are_found(only_error, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (300, 4096))
+    assert only_error("open files") == (
+        "320 may be open at once with 2 workers, the limit is 300. Raise it before the start (ulimit -n 4096), or lower "
+        "data.workers."
+    )
+
+
+def test_too_little_memory_of_the_host_is_found(only_error, examine, monkeypatch):
+    monkeypatch.setattr(machine, "_host_gib", lambda: (0.5, 0.25))
+    assert only_error("host memory") == (
+        "about 0.6 GiB beside the step (2 workers 0.6); this machine has 0.5, 0.2 of it free now. Lower data.workers, or "
+        "fewer ranks here."
+    )
+    monkeypatch.setattr(machine, "_host_gib", lambda: (8.0, 0.25))
+    assert examine()[1]["host memory"][0][0] == WARNING
+
+
+def test_the_limit_of_a_container_counts_as_the_machines_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    whole = machine._host_gib()[0]
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine._host_gib()[0] == whole
+    (tmp_path / "memory.max").write_text(f"{2**28}\n")
+    (tmp_path / "memory.current").write_text(f"{2**27}\n")
+    assert machine._host_gib() == (0.25, 0.125)
+
+
+def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_found(only_error, examine, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert only_error("port") == (
+            f"MASTER_PORT={port} cannot be taken here: in use. Give another one (composer --master_port)."
+        )
+    assert examine()[1]["port"] == [(OK, f"MASTER_ADDR=127.0.0.1 is 127.0.0.1, port {port} is free")]
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")  # RFC 5737: nobody's
+    assert "no address of this machine, which is node 0" in only_error("port")
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert examine()[0] == 0
+    monkeypatch.setenv("MASTER_ADDR", "node0.invalid")
+    assert only_error("port").startswith("MASTER_ADDR=node0.invalid does not resolve: ")
+    monkeypatch.setenv("MASTER_PORT", "70000")
+    assert only_error("port") == "MASTER_PORT=70000 is no port. Possible: 1 to 65535; above 1023 is usual."
+
+
+def test_an_interface_that_is_not_there_is_found_and_overrides_are_warned_of(only_error, examine, monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    code, found = examine()
+    assert code == 0 and found["variables"][0][1].startswith("NVIDIA_TF32_OVERRIDE=1 decides about TF32")
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9")
+    assert only_error("variables").startswith("GLOO_SOCKET_IFNAME=nowhere9 names no network interface of this machine.")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert ("GLOO_SOCKET_IFNAME=lo") in examine()[1]["variables"][0][1]
+
+
+# --- the configuration ---
+
+
+def test_a_batch_that_does_not_divide_is_found(only_error):
+    assert only_error("batch", "device_train_microbatch_size=3") == (
+        "global_batch_size: 8 is not a multiple of 1 ranks x 3 microbatch = 3. Nearest: 6, 9."
+    )
+
+
+def test_ranks_are_those_that_the_variables_say(only_error, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert "8 is not a multiple of 3 ranks x 1 microbatch" in only_error("batch")
+
+
+def test_too_little_memory_is_found(only_error, monkeypatch):
+    monkeypatch.setattr(preflight, "available_gib", lambda: (0.01, "this machine (free now)"))
+    text = only_error("memory")
+    assert text.startswith("8 images a pass need about 0.0 GiB") and "Ways out: device_train_microbatch_size=" in text
+
+
+def test_a_key_that_cannot_be_is_named_and_what_follows_from_it_is_not_looked_at(examine):
+    code, found = examine("image_size=63")
+    errors = [check for check, findings in found.items() if findings[0][0] == ERROR]
+    assert code == 1 and errors == ["config"] and found["config"][0][1].startswith("image_size: ")
+    assert found["memory"][0] == (WARNING, "not looked at: it follows from what is an error above. Mend that first.")
+
+
+def test_weights_that_are_not_there_are_found(only_error, examine, tmp_path):
+    assert "none" in (text := only_error("weights", f"model.weights={tmp_path}/none")) and text.startswith(
+        "model.weights: "
+    )
+    assert only_error("weights", f"model.denoiser={tmp_path}/none").startswith("model.denoiser: ")
+    assert only_error("weights", "model.weights=null").startswith("model.weights: not given. Real data want encoders.")
+    assert examine("model.weights=null")[1]["memory"][0][0] == OK  # they change nothing of what a step takes
+
+
+# --- the data ---
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def first_shard(folder: Path) -> Path:
+    return folder / json.loads((folder / "index.json").read_bytes())["shards"][0]["raw_data"]["basename"]
+
+
+def test_a_damaged_first_shard_is_found_with_both_digests(only_error, tmp_path):
+    damage(path := first_shard(tmp_path / "stage"))
+    text = only_error("digests")
+    assert text.startswith(f"{path} is damaged: xxh64 ") and text.endswith("Make that stage again, or copy it anew.")
+
+
+def test_a_shard_that_is_missing_is_found_before_any_digest(only_error, tmp_path):
+    (path := first_shard(tmp_path / "stage")).unlink()
+    assert only_error("store").startswith(f"data.remote: {path} is missing, index.json lists it.")
+
+
+@pytest.mark.parametrize("fault", [damage, lambda path: os.truncate(path, 100)])
+def test_a_damaged_shard_of_the_cache_is_a_warning_since_a_run_fetches_it_again(examine, tmp_path, fault):
+    shutil.copytree(tmp_path / "stage", tmp_path / "local")
+    code, found = examine()
+    assert code == 0 and found["cache"][0][0] == OK and "all of their size" in found["cache"][0][1]
+    fault(path := first_shard(tmp_path / "local"))
+    code, found = examine()
+    ((level, text),) = found["cache"]
+    assert code == 0 and level == WARNING and text.startswith(f"data.local: {path} is damaged: ")
+
+
+def test_a_cache_of_another_stage_is_found(only_error, tmp_path):
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "index.json").write_text("{}")
+    text = f"data.local: {tmp_path}/local holds shards of another stage than {tmp_path}/stage. Give another folder, or"
+    assert only_error("cache").startswith(text)
+
+
+def test_a_stage_that_was_made_for_another_size_is_found(only_error, tmp_path):
+    write_facts(tmp_path / "stage", "images", {"family": "sd2", "image_size": [32, 32]})
+    assert only_error("stage").startswith(
+        f"image_size: [64, 64], but the moments at {tmp_path}/stage were made for [32, 32]."
+    )
+
+
+def test_no_stage_at_all_is_found(only_error, tmp_path):
+    assert only_error("store", "data.remote=null", "data.local=null").startswith("data.remote: not given.")
+    assert only_error("store", f"data.remote={tmp_path}/nowhere").startswith(
+        f"data.remote: no folder {tmp_path}/nowhere."
+    )
+
+
+# --- stores ---
+
+
+@pytest.fixture
+def bucket(store, stage, monkeypatch):
+    """The stage in a store; returns its address, and the server's."""
+    client, variables = store
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name, content in tree(stage).items():
+        client.put_object(Bucket="easel", Key=f"doctor/{name}", Body=content)
+    return "s3://easel/doctor", variables["S3_ENDPOINT_URL"]
+
+
+def test_a_stage_in_a_store_is_read_and_compared(examine, bucket):
+    code, found = examine(f"data.remote={bucket[0]}")
+    assert code == 0
+    assert found["store"][0][1].startswith("s3://easel/doctor: images, 48 samples in ")
+    assert "shards of the stage have their xxh64" in found["digests"][0][1]
+
+
+def test_shards_in_a_store_are_compared_too(only_error, bucket, store, stage):
+    name = first_shard(stage).relative_to(stage).as_posix()
+    store[0].put_object(Bucket="easel", Key=f"doctor/{name}", Body=b"\0" * first_shard(stage).stat().st_size)
+    assert only_error("digests", f"data.remote={bucket[0]}").startswith(f"s3://easel/doctor/{name} is damaged: xxh64 ")
+    store[0].delete_object(Bucket="easel", Key=f"doctor/{name}")
+    text = only_error("digests", f"data.remote={bucket[0]}")
+    assert text.startswith(f"s3://easel/doctor/{name} cannot be read: it is not there, though doctor/")
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        (
+            "s3://easel/nothing/here",
+            "s3://easel/nothing/here cannot be read: nothing lies under s3://easel/nothing/here; bucket 'easel' is there. "
+            "Check the prefix, or make the stage there.",
+        ),
+        (
+            "s3://absent-bucket/stage",
+            "s3://absent-bucket/stage cannot be read: there is no bucket 'absent-bucket' at STORE (NoSuchBucket). Check "
+            "the name, S3_ENDPOINT_URL, or make the bucket.",
+        ),
+        (
+            "s3://easel",
+            "s3://easel cannot be read: doctor/dataset.json lies under it, and perhaps more, but not what every stage has "
+            "(index.json, dataset.json). Check the prefix; a stage whose making was stopped is finished by the same command "
+            "again.",
+        ),
+    ],
+)
+def test_what_is_not_in_a_store_is_told_apart(only_error, bucket, address, told):
+    assert only_error("store", f"data.remote={address}") == f"data.remote: {told.replace('STORE', bucket[1])}"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "told"),
+    [
+        (
+            "http://127.0.0.1:CLOSED",
+            "nothing listens at http://127.0.0.1:CLOSED. Check the port in S3_ENDPOINT_URL, and that",
+        ),
+        (
+            "http://store.invalid:9000",
+            "the name store.invalid does not resolve. Check S3_ENDPOINT_URL for a typing error, and",
+        ),
+        (
+            "https://127.0.0.1:OPEN",
+            "TLS failed: https://127.0.0.1:OPEN does not speak it. If it is plain HTTP, write S3_ENDPOINT_URL=http://127",
+        ),
+        (
+            "127.0.0.1:OPEN",
+            "S3_ENDPOINT_URL=127.0.0.1:OPEN is no address. Write http://HOST:PORT or https://HOST:PORT.",
+        ),
+    ],
+)
+def test_a_store_that_cannot_be_spoken_to_is_told_apart(only_error, bucket, monkeypatch, endpoint, told):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        ports = {"CLOSED": str(unused.getsockname()[1]), "OPEN": bucket[1].rpartition(":")[2]}
+        for word, port in ports.items():
+            endpoint, told = endpoint.replace(word, port), told.replace(word, port)
+        monkeypatch.setenv("S3_ENDPOINT_URL", endpoint)
+        text = only_error("store", f"data.remote={bucket[0]}")
+    assert text.startswith(f"data.remote: s3://easel/doctor cannot be read: {told}")
+
+
+@pytest.fixture
+def guarded(bucket, store):
+    """The store as one that asks for credentials; yields those of a user who may do nothing."""
+    import boto3
+
+    def require(num_free_requests: str) -> None:
+        address, kind = f"{bucket[1]}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+        request = urllib.request.Request(address, data=num_free_requests.encode(), method="POST", headers=kind)
+        urllib.request.urlopen(request, timeout=30).close()
+
+    iam = boto3.client("iam", endpoint_url=bucket[1])
+    iam.create_user(UserName="nobody")
+    key = iam.create_access_key(UserName="nobody")["AccessKey"]
+    require("0")
+    yield key["AccessKeyId"], key["SecretAccessKey"]
+    require("inf")
+    iam.delete_access_key(UserName="nobody", AccessKeyId=key["AccessKeyId"])
+    iam.delete_user(UserName="nobody")
+
+
+def test_credentials_that_are_wrong_missing_or_may_too_little_are_told_apart(
+    only_error, bucket, guarded, monkeypatch, tmp_path
+):
+    words = [f"data.remote={bucket[0]}"]
+    told = only_error("store", *words)
+    assert f"{bucket[1]} does not know the access key (InvalidAccessKeyId). Check AWS_ACCESS_KEY_ID and" in told
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", guarded[0])
+    assert "the secret does not belong to the access key (SignatureDoesNotMatch)." in only_error("store", *words)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", guarded[1])
+    told = only_error("store", *words)
+    assert "these credentials may not read there" in told and "s3:GetObject and s3:ListBucket on bucket 'easel'" in told
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, f"{tmp_path}/none")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    told = only_error("store", *words)
+    assert told.startswith(
+        "data.remote: s3://easel/doctor cannot be read: there are no credentials here. Set AWS_ACCESS"
+    )
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert "The config profile (mine) could not be found. Set AWS_PROFILE to a profile of ~/.aws" in only_error(
+        "store", *words
+    )
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(only_error, bucket, monkeypatch):
+    monkeypatch.setattr(doctor, "STORE_SEC", 0.5)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert only_error("store", f"data.remote={bucket[0]}") == (
+            "s3://easel/doctor did not answer within 0.5 s. Look whether the store, the name server or the file system hangs."
+        )
+
+
+def test_an_error_of_no_known_kind_is_told_in_its_own_words():
+    error = RuntimeError("out of paper\nsecond line")
+    told = "gs://b/p cannot be read: RuntimeError: out of paper. Check the address and its credentials."
+    assert explain_store_error(error, "gs://b/p") == told
+    wrapped = OSError("cannot be listed")
+    wrapped.__cause__ = socket.gaierror(-2, "Name or service not known")
+    assert explain_store_error(wrapped, "sftp://me@host/p").startswith(
+        "sftp://me@host/p cannot be read: the name host does not resolve. Check the address"
+    )
+
+
+# --- the run ---
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_found(only_error, examine):
+    assert only_error("schedule", "schedule.warmup_batches=5") == (
+        "schedule: the warm-up of 5 batches is longer than the run (4 batches, 32 images): the learning rate never gets to "
+        "its value. Lower schedule.warmup_batches, or raise max_duration."
+    )
+    code, found = examine("schedule.warmup_batches=5", "data.synthetic=true")
+    assert code == 0 and found["schedule"][0][0] == WARNING
+
+
+def test_a_batch_of_more_images_than_the_stage_has_is_found(only_error):
+    text = only_error("schedule", "global_batch_size=64", "device_train_microbatch_size=8")
+    assert text.startswith("global_batch_size: 64 is more than the 48 samples of the stage at ")
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("measure.warmup_batches=4", "measure.warmup_batches: 4 of 4 batches: no speed is measured. Lower it."),
+        (
+            "save.every_images=33",
+            "save.every_images: 33 is more than the run (4 batches, 32 images): one checkpoint, at its",
+        ),
+        (
+            "save.every_images=8",
+            "save.every_images: 8 is no more than a batch: one is written after every batch. Raise it.",
+        ),
+        ("save.every_images=0", "save.every_images: 0: a run that is stopped begins anew."),
+    ],
+)
+def test_what_is_unlikely_to_be_meant_is_a_warning(examine, word, told):
+    code, found = examine(word)
+    ((level, text),) = found["schedule"]
+    assert code == 0 and level == WARNING and text.startswith(told)
+
+
+def test_a_run_folder_that_cannot_be_written_is_found(only_error):
+    assert only_error("folders", "run_folder=/proc/runs").startswith(
+        "run_folder: /proc/runs cannot be written: /proc: "
+    )
+
+
+def test_a_folder_of_shards_or_of_temporary_files_that_cannot_be_written_is_found(only_error, monkeypatch):
+    assert only_error("folders", "data.local=/proc/shards").startswith(
+        "data.local: /proc/shards cannot be written: /proc: "
+    )
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/inductor")
+    assert only_error("folders").startswith("TORCHINDUCTOR_CACHE_DIR: /proc/inductor cannot be written: /")
+
+
+def test_a_disk_without_room_for_checkpoints_snapshots_and_shards_together_is_found(only_error, examine, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    assert only_error("disk").startswith("save: 3 full checkpoints of 0.012 GiB need 0.0359 GiB, ")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=38 * 2**20))
+    text = only_error("disk", "save.snapshot_every_images=16")
+    assert "needed are " in text and "3 full checkpoints 0.0359 GiB, 2 snapshots 0.00797 GiB" in text
+    assert "shards in data.local" in text and "Raise save.snapshot_every_images (0: none)" in text
+    assert examine("save.every_images=0", "save.snapshot_every_images=0")[1]["disk"][0][0] == OK
+
+
+def test_a_disk_that_takes_no_more_files_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(stage_checks, "free_gib", lambda folder: (100.0, 1200))
+    need = stage_checks.Need("shards in data.local", "Give data.cache_limit", tmp_path, 1.0, files=500)
+    (finding,) = stage_checks.disk([need])
+    assert (
+        finding.level == ERROR
+        and "takes 1,200 more files, 500 shards will come. Give data.cache_limit." in finding.text
+    )
+
+
+def test_a_cache_limit_below_some_shards_is_found(only_error):
+    assert only_error("disk", "data.cache_limit=1kb").startswith(
+        "data.cache_limit: 1kb holds fewer than 4 of the largest shard"
+    )
+
+
+def begin_run(tmp_path: Path, **values) -> Path:
+    folder = tmp_path / "runs" / "one"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("".join(f"{key}: {value}\n" for key, value in {"seed": 17, **values}.items()))
+    return folder
+
+
+def test_a_name_that_another_process_trains_under_is_found(only_error, examine, tmp_path):
+    folder = begin_run(tmp_path)
+    with FileLock(folder / ".lock"):
+        text = f"run_name: another process is training in {folder}. Wait for it, or take another run_name."
+        assert only_error("run") == text
+    assert examine()[0] == 0
+
+
+def test_a_run_that_was_begun_otherwise_is_found(only_error, tmp_path):
+    folder = begin_run(tmp_path, seed=18)
+    assert only_error("run").startswith(f"seed: 17, but {folder} was begun with 18. A run goes on as it began:")
+
+
+def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_path):
+    from checkpoint_files import FULL, stem, write
+
+    folder = begin_run(tmp_path) / "checkpoints"
+    older, newer = (write(folder, stem(FULL, batch), {"batch": batch}) for batch in (1, 2))
+    assert examine()[1]["run"] == [(OK, f"{folder.parent} goes on from {newer.name}, which is whole")]
+    damage(newer)
+    code, found = examine()
+    assert code == 0 and found["run"][0][0] == WARNING and found["run"][0][1].endswith(f"goes on from {older.name}.")
+    damage(older)
+    assert only_error("run").startswith(f"checkpoints: every one of the 2 full checkpoints in {folder} is damaged.")
+    assert sorted(folder.iterdir()) == [older, newer]  # nothing was set aside
+
+
+def test_a_folder_that_is_no_run_is_found(only_error, tmp_path):
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "notes.txt").touch()
+    assert "runs/one is there, and is no run (it has no config.yaml)" in only_error("run")
+
+
+# --- the command itself ---
+
+
+def test_a_check_that_breaks_is_an_error_and_the_others_are_made(only_error, monkeypatch):
+    def broken(workers: int):
+        raise KeyError("x")
+
+    monkeypatch.setattr(machine, "open_files", broken)
+    assert only_error("open files") == "the check itself failed: KeyError: 'x'. Report it, with this command line."

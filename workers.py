@@ -1,0 +1,33 @@
+"""How a loader's worker process ends: with its trainer, and by nothing but its trainer."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing.util
+import os
+import signal
+import threading
+
+
+def live_as_worker(worker_id: int) -> None:
+    """Let a loader worker end with its trainer, whatever ended that, and by nothing but its trainer.
+
+    A batch system sends SIGTERM to every process of a job; a worker that obeyed it would take the trainer down before it has
+    written its checkpoint. A worker whose trainer was killed would live on, and hold the shared memory that a restart needs.
+    """
+    if hasattr(signal, "sigwaitinfo"):  # Linux
+        PR_SET_PDEATHSIG = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_the_trainer_says_so, daemon=True).start()
+    # At its end leave at once: the stream's threads of an epoch that was not read to its end would never be joined, and the
+    # loader gives each worker five seconds for that.
+    multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=-100)
+
+
+def _end_when_the_trainer_says_so() -> None:
+    trainer = os.getppid()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+        pass
+    os._exit(0)
