@@ -42,6 +42,7 @@ CHECK_OF_KEY = {
     "model.weights": "weights",
     "model.denoiser": "weights",
     "run_folder": "folders",
+    "data.local": "folders",
     "run_name": "run",
 }
 # The same for what the stage says about the run.
@@ -263,7 +264,6 @@ def folders(case: Case) -> list[Finding]:
     """Check that this user may write where the run will, and where its variables say."""
     data, found = case.config.data, case.errors("folders")
     cached = [data.local] if data.remote and data.local and not data.synthetic else []
-    found += [Finding(ERROR, "folders", f"data.local: {text}") for f in cached if (text := preflight.unwritable(f))]
     for variable in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         if not (folder := os.environ.get(variable)):
             continue

@@ -27,6 +27,8 @@ from prepare.doctor import main
 from store_errors import explain_store_error
 from stream import write_facts
 
+pytestmark = pytest.mark.slow  # each of some sixty faults is a whole examination
+
 CHECKS = {
     *("versions", "variables", "devices", "open files", "segments", "port"),
     *("config", "batch", "weights", "memory", "host memory", "/dev/shm"),
