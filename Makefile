@@ -13,9 +13,10 @@ LOCK_SUM := $(shell sha256sum requirements.lock | cut -c1-12)
 STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
 SHAPES := cache/shapes
+ROUNDS ?= 10
 NAME ?= shapes-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help env lock lint test test-slow test-gpu demo gpu-ladder clean
+.PHONY: help env lock lint test test-slow test-store test-gpu demo gpu-ladder clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -44,6 +45,9 @@ test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "slow and not gpu"
+
+test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none)
 
 test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 	$(PYTHON) -m pytest -q tests/gpu

@@ -39,7 +39,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from fetch import PATIENCE_SEC, StreamFailure
 from shared_memory import one_at_a_time, remove_dead_segments
-from stream import BatchStream, MomentsStream, Stage, cached_index_digest, is_remote, read_stage
+from stream import BatchStream, MomentsStream, Stage, holds_another_stage, is_remote, read_stage
 from workers import live_as_worker
 from zoo.spec import Column, Family, ImageSize
 
@@ -153,10 +153,9 @@ class DataConfig:
                 f"{self.cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
             )
             return [("data.cache_limit", in_place)] if limit is not None else []
-        cached = cached_index_digest(self.local)
         if not is_remote(self.remote) and Path(self.local).resolve() == Path(self.remote).resolve():
             return [("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")]
-        if cached not in (None, stage.index_sha256):
+        if holds_another_stage(self.local, stage):
             given = f"{self.local} holds shards of another stage than {stage.location}"
             return [("data.local", f"{given}. Give another folder, or remove this one.")]
         if limit is not None and limit < 4 * stage.largest_shard_bytes:
@@ -392,10 +391,11 @@ def build_data(
         device_batch_size: samples a rank and batch.
         device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
-        index_sha256: of the stage's index.json, as dataset.json has it; None: not compared.
+        index_sha256: of the stage's index.json, as dataset.json has it; None: that is read here.
 
     Raises:
         StreamFailure: the stage's index cannot be had, on all ranks.
+        ValueError: there is no stage.
     """
     if config.synthetic:
         return DataSpec(SyntheticBatches(family.columns(config.stage, size), device_batch_size, device, seed))
@@ -404,7 +404,7 @@ def build_data(
         "remote": remote,
         "local": local,
         "patience_sec": config.patience_sec,
-        "index_sha256": index_sha256,
+        "index_sha256": index_sha256 or read_stage(config.location).index_sha256,
         "predownload": 8 * device_batch_size,
         "cache_limit": config.cache_limit,
         "batch_size": device_batch_size,
@@ -413,17 +413,16 @@ def build_data(
         "shuffle_seed": seed,
         **ORDER,
     }
-    columns = family.columns("moments", size)
-    kinds = {n: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for n, c in columns.items()}
+    columns = family.columns("moments", size).items()
+    kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
     with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
         if dist.get_local_rank() == 0:
             remove_dead_segments()
         dist.barrier()
-        dataset = (
-            MomentsStream(columns=kinds, **arguments)
-            if config.stage == "moments"
-            else StreamingLAIONDataset(image_size=size, tokenize=family.tokenize, **arguments)
-        )
+        if config.stage == "moments":
+            dataset = MomentsStream(columns=kinds, **arguments)
+        else:
+            dataset = StreamingLAIONDataset(image_size=size, tokenize=family.tokenize, **arguments)
     loader = Loader(
         dataset,
         epoch_batches=dataset.size // (device_batch_size * dist.get_world_size()),

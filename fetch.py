@@ -118,7 +118,7 @@ def saying(what: Callable[[], str]) -> Iterator[None]:
 
 
 def fetch(
-    download: Callable[[], None],
+    download: Callable[[float], None],
     clean_up: Callable[[], None],
     remote: str,
     local: Path,
@@ -129,7 +129,7 @@ def fetch(
     """Download a file, waiting for a store that is away.
 
     Args:
-        download: tries once.
+        download: tries once, given the longest silence of the store, seconds.
         clean_up: lets go of the connection after a failure.
         remote, local: of the file, for messages.
         patience_sec: longest wait for a store that does not answer, from its first failure on.
@@ -139,18 +139,18 @@ def fetch(
         StreamFailure: the store has been away for too long, does not have the file, or the disk is full.
         NotWanted: it failed, and `is_wanted` says no.
     """
-    first_failure, refusals, wait_sec, reason = None, 0, 0.5, "no answer yet"
+    first_failure, refusals, wait_sec, reason, waited_sec = None, 0, 0.5, "no answer yet", 0.0
     with saying(lambda: f"waiting for {remote} ({reason}), for {patience_sec:.0f} s at most"):
         while True:
             try:
-                download()
+                download(min(READ_TIMEOUT_SEC, max(1.0, patience_sec - waited_sec)))
                 return
             except Exception as error:  # each store's client has exceptions of its own
                 clean_up()
                 _refuse_full_disk(error, local)
                 reason = explain_store_error(error, remote)
-                now = time.monotonic()
-                first_failure = now if first_failure is None else first_failure
+                first_failure = time.monotonic() if first_failure is None else first_failure
+                waited_sec = time.monotonic() - first_failure
                 if is_passing(error):
                     wait_sec = min(2 * wait_sec, LONGEST_WAIT_SEC)
                 elif refusals < len(SOON_SEC):
@@ -159,9 +159,10 @@ def fetch(
                     raise StreamFailure(f"data: {reason}") from error
                 if not is_wanted():
                     raise NotWanted(f"data: {reason}") from error
-                if now - first_failure + wait_sec > patience_sec:
-                    waited = f"waited for {now - first_failure:.0f} s (data.patience_sec={patience_sec:g})"
+                if waited_sec >= patience_sec:
+                    waited = f"waited for {waited_sec:.0f} s (data.patience_sec={patience_sec:g})"
                     raise StreamFailure(f"data: {reason} {waited}.") from error
+                wait_sec = min(wait_sec, patience_sec - waited_sec)
             until = time.monotonic() + wait_sec
             while time.monotonic() < until and is_wanted():
                 time.sleep(0.1)
@@ -274,7 +275,7 @@ class PatientStream(Stream):
         local = Path(self.local, to_basename or from_basename)
         remote = f"{self.remote}/{from_basename}"
         fetch(
-            lambda: self._downloader.download(remote, str(local), self.download_timeout),
+            lambda timeout: self._downloader.download(remote, str(local), timeout),
             self._downloader.clean_up,
             remote,
             local,

@@ -56,6 +56,8 @@ class Stage:
     num_samples: int
     columns: tuple[str, ...]
     largest_shard_bytes: int
+    files: frozenset[tuple[str, int, str]] = frozenset()
+    """(name, bytes, hash) of every shard."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The rest of dataset.json: family, image_size, normalize, encoders, as far as the stage has them."""
 
@@ -94,6 +96,7 @@ def read_stage(location: str) -> Stage:
             num_samples=sum(shard["samples"] for shard in index["shards"]),
             columns=tuple(index["shards"][0]["column_names"]),
             largest_shard_bytes=max(shard["raw_data"]["bytes"] for shard in index["shards"]),
+            files=_files(index),
             facts=facts,
         )
         sizes = {shard["raw_data"]["basename"]: shard["raw_data"]["bytes"] for shard in index["shards"]}
@@ -128,14 +131,18 @@ def _check_shards(folder: str, sizes: dict[str, int]) -> None:
             raise ValueError(f"{path} has {path.stat().st_size:,} bytes, index.json says {size:,}. {again}")
 
 
-def cached_index_digest(local: str) -> str | None:
-    """Return the sha256 of the index that a cache folder holds, or None: it has none that can be read."""
+def _files(index: Mapping[str, Any]) -> frozenset[tuple[str, int, str]]:
+    raw = [shard["raw_data"] for shard in index["shards"]]
+    return frozenset((shard["basename"], shard["bytes"], shard["hashes"].get(HASH, "")) for shard in raw)
+
+
+def holds_another_stage(local: str, stage: Stage) -> bool:
+    """True where a cache folder was filled from another stage; an index that is only damaged has most shards of its own."""
     try:
-        content = Path(local, "index.json").read_bytes()
-        json.loads(content)
-    except (OSError, ValueError):
-        return None
-    return hashlib.sha256(content).hexdigest()
+        cached = _files(json.loads(Path(local, "index.json").read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # empty, or broken: it is fetched again
+    return 2 * len(cached & stage.files) < len(cached)
 
 
 def _read_json(location: str, name: str) -> tuple[bytes, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 import warnings
 
@@ -330,7 +331,8 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     assert texts(remote=str(stage), local=str(stage)) == [
         f"data.local: {stage} is data.remote too. Leave it out: a folder is read in place."
     ]
-    (tmp_path / "index.json").write_text("{}")
+    raw = {"basename": "shard.00000.mds", "bytes": 5, "hashes": {"xxh64": "0" * 16}}
+    (tmp_path / "index.json").write_text(json.dumps({"shards": [{"raw_data": raw}]}))
     assert texts(remote=str(stage), local=str(tmp_path)) == [
         f"data.local: {tmp_path} holds shards of another stage than {stage}. Give another folder, or remove this one."
     ]

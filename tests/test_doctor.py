@@ -427,7 +427,8 @@ def test_a_damaged_shard_of_the_cache_is_a_warning_since_a_run_fetches_it_again(
 
 def test_a_cache_of_another_stage_is_found(only_error, tmp_path):
     (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "index.json").write_text("{}")
+    raw = {"basename": "shard.00000.mds", "bytes": 5, "hashes": {"xxh64": "0" * 16}}
+    (tmp_path / "local" / "index.json").write_text(json.dumps({"shards": [{"raw_data": raw}]}))
     text = f"data.local: {tmp_path}/local holds shards of another stage than {tmp_path}/stage. Give another folder, or"
     assert only_error("cache").startswith(text)
 
