@@ -26,6 +26,8 @@ from prepare.shards import COLUMNS
 from stream import write_facts
 from zoo import load_family
 
+pytestmark = pytest.mark.slow  # most of them draw a picture
+
 TINY = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=8"]
 CAPTIONS = [
     "word " * 10_000,

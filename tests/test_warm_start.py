@@ -49,6 +49,7 @@ def test_a_published_unet_is_where_fine_tuning_begins(published):  # noqa: F811
         assert torch.equal(model.denoiser.state_dict()[name], tensor), name
 
 
+@pytest.mark.slow
 def test_an_earlier_run_goes_on_at_another_size_with_its_training_weights(earlier, tmp_path):
     """MosaicML's second stage: the first batch's weights are the first run's last; optimizer and counters begin anew."""
     newest = listed(earlier / "checkpoints", FULL)[0]
@@ -75,6 +76,7 @@ def test_a_path_may_begin_at_home(earlier, monkeypatch):
     assert texts("~/first") == [] and warm_start.load(tiny_model(), "~/first")[0].startswith(f"begins with {earlier}/")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_needs_no_start(earlier, tmp_path, capsys):
     """What it began from may be gone; its own checkpoint is what counts, and says what it began from."""
     start = tmp_path / listed(earlier / "checkpoints", FULL)[0].name

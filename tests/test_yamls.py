@@ -71,8 +71,13 @@ def runs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+QUICK = ("mlperf_256", "mlperf_384", "mosaicml", "finetune")  # the others have the same keys
 RECIPES = [
-    pytest.param(words, id=" ".join(words[:1] + words[2:]), marks=[pytest.mark.slow] * ("data.stage=images" in words))
+    pytest.param(
+        words,
+        id=" ".join(words[:1] + words[2:]),
+        marks=[] if path.name.startswith(QUICK) and "data.stage=images" not in words else [pytest.mark.slow],
+    )
     for path in RUNS
     if "synthetic" not in path.name and path.name != "shapes.yaml"  # the demo runs that one whole
     for words in commands(path)
