@@ -311,3 +311,8 @@ def load(
 def to_yaml(config: Any) -> str:
     """The whole configuration as YAML, every key with its value; reading it back gives the same configuration."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def count(num: int, one: str, many: str | None = None) -> str:
+    """Return a number with its word, for messages: 1 rank, 2,048 ranks."""
+    return f"{num:,} {one if num == 1 else many or one + 's'}"

@@ -40,8 +40,8 @@ INDEX = "index.json"
 PATIENCE_SEC = 600.0
 READ_TIMEOUT_SEC = 20.0  # without a byte
 SAY_SEC = 30.0
-# Waits between tries at what a store says is not there, or gives with another digest: half a minute in all, in which a
-# store that is starting, or an object that is being written anew, becomes right.
+# Waits between tries at what a store says is not there (all of them: half a minute), or gives with another digest (all but
+# the last): a store that is starting, or an object that is being written anew, becomes right in the meantime.
 SOON_SEC = (1.0, 2.0, 4.0, 8.0, 15.0)
 LONGEST_WAIT_SEC = 10.0
 PINNED = "0.13.0"

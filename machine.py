@@ -26,6 +26,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
 import shared_memory
+from config import count
 
 OK, WARNING, ERROR = "OK", "warning", "error"
 ROOT = Path(__file__).resolve().parent
@@ -60,11 +61,6 @@ class Finding:
     level: str
     check: str
     text: str
-
-
-def count(num: int, one: str, many: str | None = None) -> str:
-    """Return a number with its word: 1 rank, 2,048 ranks."""
-    return f"{num:,} {one if num == 1 else many or one + 's'}"
 
 
 # --- versions ---

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composer import Time, TimeUnit
 from composer.utils import dist
 
-from config import flat, to_yaml
+from config import count, flat, to_yaml
 from model import model_problems
 from optim import total_batches
 from zoo import load_family, mlperf
@@ -85,7 +85,7 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         f"compute: {_short(cost.flops_per_image / 1e12)} TFLOP an image and training step (denoiser forward and backward, "
         f"encoders forward)",
         _batch(values["global_batch_size"], num_ranks, microbatch),
-        f"memory of one device at {_count(microbatch, 'image')} a pass in {values['precision']}, GiB:",
+        f"memory of one device at {count(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
         f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
         *_duration(values),
@@ -96,8 +96,8 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
 
 def _batch(global_batch_size: int, num_ranks: int, microbatch: int) -> str:
     passes, rest = divmod(global_batch_size, num_ranks * microbatch)
-    parts = [_count(num_ranks, "rank"), _count(passes, "pass", "passes"), _count(microbatch, "image")]
-    return f"global batch: {_count(global_batch_size, 'image')}" + ("" if rest else f" = {' x '.join(parts)}")
+    parts = [count(num_ranks, "rank"), count(passes, "pass", "passes"), count(microbatch, "image")]
+    return f"global batch: {count(global_batch_size, 'image')}" + ("" if rest else f" = {' x '.join(parts)}")
 
 
 def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
@@ -148,7 +148,7 @@ def _duration(values: Mapping[str, Any]) -> list[str]:
     if images is None:
         return [time, f"max_duration: {duration}; how many images that is cannot be known before the data is read"]
     takes = f", {readable_time(images / rate)}" if rate else ""
-    return [time, f"max_duration: {duration}, {_count(images, 'image')}{takes}"]
+    return [time, f"max_duration: {duration}, {count(images, 'image')}{takes}"]
 
 
 # --- the benchmark ---
@@ -161,7 +161,7 @@ def _target(values: Mapping[str, Any]) -> list[str]:
     every = mlperf.checkpoint_batches(values["global_batch_size"])
     lines = [
         f"target: FID {mlperf.TARGET_FID:g} or less and CLIP {mlperf.TARGET_CLIP:g} or more on one checkpoint; one every "
-        f"{_count(every, 'batch', 'batches')} ({_count(every * values['global_batch_size'], 'image')})",
+        f"{count(every, 'batch', 'batches')} ({count(every * values['global_batch_size'], 'image')})",
         *_images_to_target(values),
     ]
     if deviations := mlperf.deviations(values):
@@ -206,7 +206,3 @@ def _runs(point: mlperf.ReferencePoint, rate: float | None) -> list[str]:
 def _short(value: float) -> str:
     """Three digits, thousands separated."""
     return f"{value:,.0f}" if value >= 1000.0 else f"{value:.3g}"
-
-
-def _count(num: int, one: str, many: str | None = None) -> str:
-    return f"{num:,} {one if num == 1 else many or one + 's'}"

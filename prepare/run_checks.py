@@ -22,9 +22,9 @@ import machine
 import preflight
 from checkpoint_files import FULL, is_whole, listed
 from checks import quick_problems
-from config import ConfigError, Problem
+from config import ConfigError, Problem, count
 from data import SYNTHETIC_EPOCH_BATCHES
-from machine import ERROR, OK, WARNING, Finding, count
+from machine import ERROR, OK, WARNING, Finding
 from optim import total_batches
 from prepare import stage_checks
 from prepare.stage_checks import Need, Shard

@@ -78,6 +78,16 @@ def run(*command: str, timeout: int = 240, **variables: str) -> subprocess.Compl
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.fixture
+def same_number_of_threads() -> Iterator[None]:
+    """For tests that call a command which sets torch's threads for its whole process."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two tars of 24 images each, of mixed sizes."""

@@ -33,12 +33,7 @@ KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_siz
 SIZE = (64, 64)
 LIMIT_SEC = 100
 
-
-@pytest.fixture(autouse=True)
-def same_number_of_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("same_number_of_threads")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from prepare.shards import COLUMNS
 from stream import write_facts
 from zoo import load_family
 
-pytestmark = pytest.mark.slow  # most of them draw a picture
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_number_of_threads")]  # slow: most draw a picture
 
 TINY = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=8"]
 CAPTIONS = [
@@ -39,13 +39,6 @@ CAPTIONS = [
     "tab\tnew\r\nline \x1b[31mred\x07",
     "WWWW MMMM " * 30,
 ]
-
-
-@pytest.fixture(autouse=True)
-def same_number_of_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
