@@ -1,18 +1,22 @@
 """How fast a stage comes from a store, against a plain download of the same objects.
 
     S3_ENDPOINT_URL=http://127.0.0.1:8080 python -m bench.store s3://bucket/prefix
-    python -m bench.store s3://bucket/prefix num_samples=4096 rounds=7 results=/tmp/store.json
+    python -m bench.store s3://bucket/prefix num_samples=8192 rounds=7 results=/tmp/store.json
 
 Writes a stage of random moments (64 KiB a sample at 512 px) under the prefix, where there is none yet; bucket and
 credentials are those of the environment. Contestants take turns (bench/contest.py):
 
-    download   boto3, object after object in one thread, to files                   MB/s
-    cold       an epoch through data.build_data with one loader process             MB/s, samples/s
-    warm       the same from the files of `cold`, each compared with its digest     MB/s, samples/s
-    verify     what `warm` spends on that: reading and hashing the files alone      seconds a GB
+    download   boto3, object after object in one thread, to files                              MB/s
+    cold       an epoch through data.build_data with one loader process, from an empty cache   MB/s, samples/s
+    arrival    within `cold`: from the first shard's arrival to the last one's                 MB/s
+    warm       an epoch from the cache's files, each compared with its digest                  MB/s, samples/s
+    verify     what `warm` spends on that: reading and hashing the files alone                 seconds a GB
 
-A turn of `cold` and `warm` begins with the making of the stream and ends with the epoch's last batch, so that the start of
-the worker counts. Exit code: 0, 2 when the command cannot be read.
+A turn of `cold` and `warm` begins with the making of the stream and ends with the epoch's last batch: the start of the worker
+and of its client counts. So does what is read after the last shard has come, which is nearly all in a stage no larger than
+the 262,144 samples that are shuffled together: its first batch waits for almost every shard. `arrival` leaves both out: it is
+the speed that a long epoch keeps. All write to one folder, emptied outside of the clock: memory that a virtual machine has
+never used is many times slower to write than what was freed a moment ago. Exit code: 0, 2 when the command cannot be read.
 """
 
 from __future__ import annotations
@@ -34,14 +38,14 @@ from urllib.parse import urlsplit
 import boto3
 import torch
 from boto3.s3.transfer import TransferConfig
-from streaming.base.hashing import get_hash
 
 from bench.contest import Figures, take_turns
 from bench.micro_data import MOMENTS_BATCH, SEED, SIZE, build_family, write_moments
 from callbacks.run_record import environment
 from config import ConfigError, Problem, load, parse_command_line
 from data import DataConfig, build_data
-from stream import HASH, read_stage
+from fetch import file_digest
+from stream import read_stage
 
 SCHEMA = 1
 
@@ -50,7 +54,7 @@ SCHEMA = 1
 class StoreConfig:
     """The keys of this command."""
 
-    num_samples: int = 4096
+    num_samples: int = 24576
     rounds: int = 5
     results: str = "reports/results/store_speed.json"
 
@@ -85,10 +89,9 @@ class Contest:
     def __init__(self, client: Any, address: str, num_samples: int):
         self.client, self.address, self.num_samples = client, address, num_samples
         self.place = urlsplit(address)
-        self.folder = Path(tempfile.mkdtemp(prefix="bench-store-"))
-        with client.get_object(Bucket=self.place.netloc, Key=f"{self.place.path.strip('/')}/index.json")[
-            "Body"
-        ] as body:
+        self.cache = Path(tempfile.mkdtemp(prefix="bench-store-"))
+        index = client.get_object(Bucket=self.place.netloc, Key=f"{self.place.path.strip('/')}/index.json")
+        with index["Body"] as body:
             shards = [shard["raw_data"] for shard in json.loads(body.read())["shards"]]
         self.names = [shard["basename"] for shard in shards]
         self.megabytes = sum(shard["bytes"] for shard in shards) / 1e6
@@ -96,24 +99,33 @@ class Contest:
 
     def download(self) -> float:
         """Fetch the shards one after the other."""
-        folder = self.folder / "plain"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        self._empty()
         begun = time.monotonic()
         for name in self.names:
-            key = f"{self.place.path.strip('/')}/{name}"
+            key, path = f"{self.place.path.strip('/')}/{name}", self.cache / name
+            path.parent.mkdir(parents=True, exist_ok=True)
             one_thread = TransferConfig(use_threads=False)
-            self.client.download_file(self.place.netloc, key, str(folder / Path(name).name), Config=one_thread)
+            self.client.download_file(self.place.netloc, key, str(path), Config=one_thread)
         return self.megabytes / (time.monotonic() - begun)
 
     def cold(self) -> float:
         """Read an epoch through an empty cache."""
-        shutil.rmtree(self.folder / "cache", ignore_errors=True)
-        return self.warm()
+        self._empty()
+        speed = self.warm()
+        files = sorted(
+            (file.stat() for file in (self.cache / name for name in self.names)), key=lambda s: s.st_mtime_ns
+        )
+        megabytes = sum(file.st_size for file in files[1:]) / 1e6
+        self.last_arrival = megabytes / (1e-9 * (files[-1].st_mtime_ns - files[0].st_mtime_ns))
+        return speed
+
+    def arrival(self) -> float:
+        """Return the speed at which the shards of the last `cold` came, by the times of their files."""
+        return self.last_arrival
 
     def warm(self) -> float:
         """Read an epoch through the cache as it is."""
-        keys = DataConfig(stage="moments", remote=self.address, local=str(self.folder / "cache"), workers=1)
+        keys = DataConfig(stage="moments", remote=self.address, local=str(self.cache), workers=1)
         batches = dict(size=SIZE, device_batch_size=MOMENTS_BATCH, device=torch.device("cpu"), seed=SEED)
         begun = time.monotonic()
         loader = build_data(keys, build_family(), **batches).dataloader
@@ -126,8 +138,12 @@ class Contest:
         """Read and hash the cached files."""
         begun = time.monotonic()
         for name in self.names:
-            get_hash(HASH, (self.folder / "cache" / name).read_bytes())
+            file_digest(self.cache / name)
         return (time.monotonic() - begun) / (self.megabytes / 1e3)
+
+    def _empty(self) -> None:
+        shutil.rmtree(self.cache, ignore_errors=True)
+        self.cache.mkdir()
 
 
 def measure(address: str, config: StoreConfig) -> dict[str, Any]:
@@ -135,19 +151,20 @@ def measure(address: str, config: StoreConfig) -> dict[str, Any]:
     client = boto3.client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
     put_stage(client, address, config.num_samples)
     contest = Contest(client, address, config.num_samples)
-    contest.warm()  # so that `warm` and `verify` have files in the first round
     try:
-        turns = {name: getattr(contest, name) for name in ("download", "warm", "verify", "cold")}
-        values = take_turns(turns, config.rounds)
+        contest.cold()  # so that the others have files in the first round
+        turns = {name: getattr(contest, name) for name in ("download", "warm", "verify", "cold", "arrival")}
+        values = take_turns(turns, config.rounds, warm_up=False)
     finally:
-        shutil.rmtree(contest.folder)
+        shutil.rmtree(contest.cache)
     figures, samples_each_mb = Figures(), contest.batches * MOMENTS_BATCH / contest.megabytes
-    for name in ("download", "cold", "warm"):
+    for name in ("download", "cold", "arrival", "warm"):
         figures.add(f"{name}_mb_per_sec", values[name])
     for name in ("cold", "warm"):
         figures.add(f"{name}_samples_per_sec", [value * samples_each_mb for value in values[name]])
     figures.add("verify_sec_per_gb", values["verify"])
     figures.ratio("cold_over_download", "cold_mb_per_sec", "download_mb_per_sec")
+    figures.ratio("arrival_over_download", "arrival_mb_per_sec", "download_mb_per_sec")
     head = {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -181,7 +198,8 @@ def main(argv: Sequence[str]) -> int:
     path = Path(config.results)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    for key in ("download_mb_per_sec", "cold_mb_per_sec", "cold_over_download", "warm_mb_per_sec", "verify_sec_per_gb"):
+    speeds = [f"{name}_mb_per_sec" for name in ("download", "cold", "arrival", "warm")]
+    for key in (*speeds, "cold_over_download", "arrival_over_download", "verify_sec_per_gb"):
         print(f"{key}={record[key]} ({record[f'{key}_min']} to {record[f'{key}_max']})")
     return 0
 

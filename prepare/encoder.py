@@ -18,16 +18,15 @@ import numpy as np
 import torch
 from composer.utils import dist
 from streaming.base.format.mds.reader import MDSReader
-from streaming.base.hashing import get_hash
 from torch import Tensor
 
 from data import SampleError, check_caption, decode_image, resize_and_crop
 from encoders import build_encoders
+from fetch import HASH, file_digest
 from model import AUTOCAST_DTYPES, ModelConfig, normalize_images
 from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Failed, Place
-from stream import HASH
 from zoo import load_family
 from zoo.spec import ImageSize
 
@@ -173,7 +172,7 @@ def open_shard(place: Place, shard: Mapping[str, Any], folder: Path) -> MDSReade
     for is_last in (False, True):  # a transfer can fail where the store is whole
         try:
             file = place.fetch(raw["basename"], folder)
-            digest = get_hash(HASH, file.read_bytes())
+            digest = file_digest(file)
         except OSError as error:
             raise Failed(f"IN: {place.address}/{raw['basename']} cannot be read: {error}. {AGAIN}.") from error
         if digest == raw["hashes"][HASH]:

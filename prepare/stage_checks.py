@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streaming.base.hashing import get_hash
 from streaming.base.storage.download import CloudDownloader
 from streaming.base.util import bytes_to_int
 
 from data import DataConfig
+from fetch import file_digest
 from machine import ERROR, OK, WARNING, Finding, free_gib
 from store_errors import explain_store_error
 from stream import HASH, Stage, is_remote, read_stage
@@ -105,7 +105,7 @@ def _damage(file: Path, shard: Shard) -> str | None:
     size = file.stat().st_size
     if size != shard.num_bytes:
         return f"{size:,} bytes, index.json says {shard.num_bytes:,}"
-    digest = get_hash(HASH, file.read_bytes())
+    digest = file_digest(file)
     return None if digest == shard.digest else f"{HASH} {digest}, index.json says {shard.digest}"
 
 
