@@ -1,4 +1,4 @@
-"""One ComposerModel for every family: encode -> corrupt -> denoise -> loss.
+"""One ComposerModel for every family: encode -> corrupt -> denoise -> loss, and back: generate.
 
 The order of a training step, for a batch that `BatchRandomness` has given its random numbers:
 
@@ -6,6 +6,11 @@ The order of a training step, for a batch that `BatchRandomness` has given its r
     moments + posterior noise ------------------> latents x_0 (B, C, h, w)   scaled once
     tokens (B, L), some replaced by the empty caption's --text encoder--> condition
     x_0, noise, times --------------------------> x_t --denoiser--> prediction, against the objective's target
+
+and of generating:
+
+    tokens (B, L), and the empty caption's ----------text encoder--> condition, unconditional rows first
+    noise (B, C, h, w) --sampler, denoiser------> latents x_0 --VAE--> images (B, 3, H, W) float32 in [0, 1]
 
 Shapes: B batch, C latent channels, H W image height and width, h w latent height and width, L text tokens.
 
@@ -18,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +39,7 @@ from config import Problem
 from encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
 from zoo import load_family
 from zoo.objectives import Objective, ObjectiveConfig
+from zoo.sampling import sample
 from zoo.spec import Family, ImageSize, as_size
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -134,7 +140,8 @@ class LatentDiffusion(ComposerModel):
         self.caption_dropout = caption_dropout
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.device = torch.device("cpu")
-        self._cpu_autocast: torch.dtype | None = None
+        self._autocast_dtype: torch.dtype | None = None
+        self._empty_condition: dict[str, Tensor] | None = None
 
     def place(self, device: torch.device, precision: str) -> LatentDiffusion:
         """Move all parts to the device; encoders are cast to the compute precision, the denoiser stays float32.
@@ -150,7 +157,8 @@ class LatentDiffusion(ComposerModel):
         self.device = device
         self.objective.to(device)
         self.empty_text = {name: tokens.to(device) for name, tokens in self.empty_text.items()}
-        self._cpu_autocast = AUTOCAST_DTYPES.get(precision) if device.type == "cpu" else None
+        self._autocast_dtype = AUTOCAST_DTYPES.get(precision)
+        self._empty_condition = None
         return self
 
     # --- one step ---
@@ -200,7 +208,7 @@ class LatentDiffusion(ComposerModel):
         latents, condition = self.encode(batch)
         noise, times = batch["noise"], batch["times"]
         noisy = self.objective.corrupt(latents, noise, times)
-        with self._autocast():
+        with self._autocast("cpu"):
             prediction = self.family.denoise(self.denoiser, noisy, times, condition)
         target = self.objective.target(latents, noise, times)
         return {"prediction": prediction, "target": target, "weight": self.objective.weight(times)}
@@ -213,10 +221,75 @@ class LatentDiffusion(ComposerModel):
     def get_metrics(self, is_train: bool) -> dict[str, Any]:
         return {}  # Composer would compute and reduce training metrics in every batch
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        if self._cpu_autocast is None:
+    def _autocast(self, device_type: str) -> contextlib.AbstractContextManager:
+        """The run's autocast where the model is on such a device, nothing where it is on another."""
+        if self._autocast_dtype is None or self.device.type != device_type:
             return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=self._cpu_autocast)
+        return torch.autocast(device_type, dtype=self._autocast_dtype)
+
+    # --- generating ---
+
+    @torch.no_grad()
+    def generate(
+        self,
+        text: Mapping[str, Tensor],
+        noise: Tensor,
+        *,
+        sampler: str,
+        steps: int,
+        guidance: float,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """Make images from captions and noise, with the weights that the denoiser holds now.
+
+        Args:
+            text: the batch's text columns, (B, L) each, as `Family.tokenize` returns them.
+            noise: (B, C, h, w) standard normal; its h and w say the images' size.
+            sampler: one of zoo.sampling.SAMPLERS.
+            steps: of the sampler.
+            guidance: its scale, away from the empty caption; 1 is none, and half the work.
+            progress: see `zoo.sampling.sample`.
+
+        Returns:
+            (B, 3, H, W) float32 in [0, 1], on the model's device.
+
+        Raises:
+            ValueError: a sampler, steps or guidance that cannot be.
+        """
+        columns = {name: tokens.to(self.device) for name, tokens in text.items()}
+        # The same autocast as in training: on a GPU around the text encoder too, where Composer opens it around the step.
+        with evaluating(self.denoiser), self._autocast("cuda"):
+            condition = self.family.encode_text(self.encoders.modules, columns)
+            if guidance != 1.0:
+                if self._empty_condition is None:
+                    self._empty_condition = self.family.encode_text(self.encoders.modules, self.empty_text)
+                empty = {name: self._empty_condition[name].expand_as(states) for name, states in condition.items()}
+                condition = {name: torch.cat([empty[name], states]) for name, states in condition.items()}
+            with self._autocast("cpu"):
+                latents = sample(
+                    lambda noisy, times: self.family.denoise(self.denoiser, noisy, times, condition),
+                    noise.to(self.device),
+                    sampler=sampler,
+                    prediction=self.objective.prediction,
+                    steps=steps,
+                    guidance=guidance,
+                    progress=progress,
+                )
+        with torch.autocast(self.device.type, enabled=False):
+            images = self.family.decode_latents(self.encoders.modules, latents)
+        return ((images.float() + 1.0) / 2.0).clamp(0.0, 1.0)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Hold a module in eval mode; afterwards every part of it is as it was, whatever happened."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def build_model(

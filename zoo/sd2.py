@@ -214,6 +214,11 @@ class SD2:
         mean, logvar = moments.chunk(2, dim=1)
         return (mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise) * LATENT_SCALE
 
+    def decode_latents(self, encoders: Mapping[str, nn.Module], latents: Tensor) -> Tensor:
+        # (B, 4, h, w) -> (B, 3, 8h, 8w)
+        vae = encoders["vae"]
+        return vae.decode((latents / LATENT_SCALE).to(vae.dtype), return_dict=False)[0]
+
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 77) -> (B, 77, D)
         tokens = batch["tokens"].long()

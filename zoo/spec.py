@@ -110,6 +110,10 @@ class Family(Protocol):
         """# (B, 2C, h, w), (B, C, h, w) -> (B, C, h, w): a draw from the posterior, scaled once."""
         ...
 
+    def decode_latents(self, encoders: Mapping[str, nn.Module], latents: Tensor) -> Tensor:
+        """# (B, C, h, w) scaled, of any size the family allows -> (B, 3, H, W) in the decoder's dtype, about [-1, 1]."""
+        ...
+
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turn the batch's text columns into what the denoiser is conditioned on."""
         ...

@@ -1,0 +1,172 @@
+"""The way back: from noise to a latent, in a number of steps that a sampler chooses.
+
+    sampler   what it is                                                                    starts at, ends at
+    ddim      DDIM, eta 0 (Song et al. 2021, arXiv:2010.02502, equation 12): MLPerf's       steps 981 ... 1 of 50, abar_0
+    plms      pseudo linear multistep of order 4 (Liu et al. 2022, arXiv:2202.09778)        as ddim, one call more
+    dpm++     DPM-Solver++ 2M, the ODE (Lu et al. 2022, arXiv:2211.01095, algorithm 2)      999, noise level 0
+    euler     Euler's method, without churn (Karras et al. 2022, arXiv:2206.00364)          999, noise level 0
+
+The steps are diffusers' schedulers with the settings of Stable Diffusion's published scheduler files. Nothing in them is
+random: the noise that `sample` is given decides the latent, and a row's latent depends on its own noise alone.
+
+For ddim and plms take a number of steps that divides 1000: with 51, say, they begin at step 951.
+
+Shapes: N prompts, C latent channels, h w latent height and width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Of Stable Diffusion, as in zoo/objectives.py.
+SCHEDULE = dict(num_train_timesteps=1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+LEADING = dict(timestep_spacing="leading", steps_offset=1, set_alpha_to_one=False)
+# The published files leave the spacing of these two at diffusers' own.
+LINSPACE = dict(timestep_spacing="linspace", final_sigmas_type="zero")
+
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddim": ("DDIMScheduler", LEADING | dict(clip_sample=False)),
+    "plms": ("PNDMScheduler", LEADING | dict(skip_prk_steps=True)),
+    "dpm++": ("DPMSolverMultistepScheduler", LINSPACE | dict(algorithm_type="dpmsolver++", solver_order=2)),
+    "euler": ("EulerDiscreteScheduler", LINSPACE),
+}
+"""sampler -> diffusers' class, and what its constructor is given besides the schedule."""
+
+SAMPLERS = tuple(SCHEDULERS)
+PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
+"""What the network says -> diffusers' name for it."""
+
+# With one step euler begins at the last step of the way down; above 500 ddim's leave out its noisiest part.
+MIN_STEPS, MAX_STEPS = 2, 500
+
+
+class Scheduler(Protocol):
+    """What `sample` asks of a scheduler. A flow-matching family can bring another one (`build` of `sample`)."""
+
+    timesteps: Tensor
+    init_noise_sigma: float | Tensor
+
+    def set_timesteps(self, num_inference_steps: int) -> None: ...
+
+    def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor: ...
+
+    def step(
+        self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
+    ) -> tuple[Tensor, ...]: ...
+
+
+def sampling_problems(sampler: str, steps: int, guidance: float) -> list[tuple[str, str]]:
+    """(key, message) for every value that cannot be."""
+    found = []
+    if sampler not in SAMPLERS:
+        found.append(("sampler", f"unknown sampler '{sampler}'. Known: {', '.join(SAMPLERS)}."))
+    if not MIN_STEPS <= steps <= MAX_STEPS:
+        found.append(("steps", f"{steps} is not possible. Possible: {MIN_STEPS} to {MAX_STEPS}."))
+    if not (math.isfinite(guidance) and guidance >= 0.0):
+        found.append(("guidance", f"{guidance} is not possible. Possible: 0 and up; 1: the conditional model alone."))
+    return found
+
+
+def build_scheduler(sampler: str, prediction: str) -> Scheduler:
+    """Build diffusers' scheduler for one pass; it carries state from step to step.
+
+    Args:
+        sampler: one of SAMPLERS.
+        prediction: what the network says, "epsilon" or "v". plms averages what it says, whichever that is, over steps, so
+            that with it, alone of the four, the two differ by the error of its order.
+
+    Raises:
+        ValueError: an unknown sampler or prediction; the message lists the known ones.
+    """
+    if sampler not in SAMPLERS:
+        raise ValueError(f"sampler: unknown sampler '{sampler}'. Known: {', '.join(SAMPLERS)}.")
+    if prediction not in PREDICTIONS:
+        raise ValueError(f"prediction: unknown prediction '{prediction}'. Known: {', '.join(PREDICTIONS)}.")
+    import diffusers
+
+    name, settings = SCHEDULERS[sampler]
+    return getattr(diffusers, name)(**SCHEDULE, **settings, prediction_type=PREDICTIONS[prediction])
+
+
+def sample(
+    predict: Callable[[Tensor, Tensor], Tensor],
+    noise: Tensor,
+    *,
+    sampler: str,
+    prediction: str,
+    steps: int,
+    guidance: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
+    build: Callable[[str, str], Scheduler] = build_scheduler,
+) -> Tensor:  # (N, C, h, w) -> (N, C, h, w)
+    """Follow a network's predictions from noise to latents, in float32 whatever the network computes in.
+
+    Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598, equation 6, as Stable Diffusion scales it):
+    unconditional + guidance * (conditional - unconditional), both from one call of the network.
+
+    Args:
+        predict: (x, times) -> prediction of x's shape. With guidance other than 1 it is given 2N rows, the unconditional
+            first; with guidance 1 the N conditional ones. `times` has one entry a row: int64, or float32 where the sampler
+            stops between the steps of training (euler).
+        noise: standard normal; on the device where the latents are wanted.
+        sampler: one of SAMPLERS.
+        prediction: what the network says, "epsilon" or "v".
+        steps: calls of the network (plms: one more).
+        guidance: its scale; 1 is none.
+        progress: is called after every step with the number of steps done, and that of all.
+        build: (sampler, prediction) -> a new scheduler.
+
+    Returns:
+        Latents as the network was trained on them: scaled.
+
+    Raises:
+        ValueError: what `sampling_problems` finds, or an unknown prediction.
+    """
+    if problems := sampling_problems(sampler, steps, guidance):
+        raise ValueError("\n".join(f"{key}: {text}" for key, text in problems))
+    scheduler = build(sampler, prediction)
+    scheduler.set_timesteps(steps)  # on the CPU, where its constants lie: a look-up waits for no device
+    x = noise.float() * scheduler.init_noise_sigma
+    times = scheduler.timesteps.to(x.device)
+    copies = 1 if guidance == 1.0 else 2
+    for index, time in enumerate(scheduler.timesteps):
+        rows = torch.cat([scheduler.scale_model_input(x, time)] * copies)
+        predicted = predict(rows, times[index].expand(len(rows))).float()
+        assert predicted.shape == rows.shape, f"predict made {tuple(predicted.shape)} of {tuple(rows.shape)}"
+        if copies == 2:
+            unconditional, conditional = predicted.chunk(2)
+            predicted = unconditional + guidance * (conditional - unconditional)
+        x = scheduler.step(predicted, time, x, return_dict=False)[0]
+        if progress is not None:
+            progress(index + 1, len(times))
+    return x
+
+
+def prompt_generator(seed: int, prompt_id: int | str) -> torch.Generator:
+    """Return a prompt's own generator, on the CPU, seeded by a hash of both: neighbours share nothing."""
+    digest = hashlib.blake2b(f"prompt {seed} {prompt_id}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def prompt_noise(seed: int, prompt_ids: Sequence[int | str], shape: Sequence[int]) -> Tensor:
+    """Draw (N, *shape) standard normal float32 on the CPU, each row from its prompt's own generator.
+
+    So a prompt's noise depends on no other prompt, rank, batch or device. It is what a diffusers pipeline draws from
+    `generator=[prompt_generator(seed, prompt_id) for ...]`.
+    """
+    noise = torch.empty(len(prompt_ids), *shape)
+    for row, prompt_id in zip(noise, prompt_ids, strict=True):
+        row.normal_(generator=prompt_generator(seed, prompt_id))
+    return noise
+
+
+def shard(num: int, rank: int, world_size: int) -> range:
+    """Return the indices in [0, num) that are a rank's: over all ranks each of them once, at most one more on some."""
+    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+    return range(rank, num, world_size)
