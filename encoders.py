@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 import zoo.ldm as ldm
 from config import ConfigError
-from tensors import on_meta
+from tensors import fingerprint, on_meta
 from zoo.spec import Family
 
 RANDOM = "random"
@@ -39,15 +38,6 @@ class FrozenEncoders:
     @property
     def dtype(self) -> torch.dtype:
         return next(next(iter(self.modules.values())).parameters()).dtype
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:

@@ -1,10 +1,12 @@
-"""Names and shapes of a model's tensors: what is kept across processes is found again by these, never by position."""
+"""Names, shapes and digests of a model's tensors: what is kept across processes is found again by these, never by position."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
+import xxhash
 from torch import Tensor, nn
 
 Built = TypeVar("Built")
@@ -36,6 +38,15 @@ def forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {
         name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for name, tensor in tensors.items()
     }
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def difference(expected: Mapping[str, Any], given: Mapping[str, Any]) -> str:
