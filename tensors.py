@@ -1,4 +1,4 @@
-"""Names, shapes and digests of a model's tensors: what is kept across processes is found again by these, never by position."""
+"""Names, shapes and digests of tensors: what is kept across processes is found again by these, never by position."""
 
 from __future__ import annotations
 

@@ -1,0 +1,98 @@
+"""Pictures in a folder, as evaluations read them: by name, decoded as they are, in batches of one size.
+
+Nothing is turned by EXIF and transparency is dropped, as in pytorch-fid: statistics of a folder are then the same as its.
+
+Shapes: B batch, H W height and width in px.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def list_images(folder: str | Path) -> list[Path]:
+    """Return a folder's images, sorted by name; folders in it are not looked into.
+
+    Raises:
+        ValueError: there is no such folder, or no image in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder. Give a folder with images ({', '.join(SUFFIXES)}).")
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not paths:
+        num = sum(1 for _ in folder.iterdir())
+        raise ValueError(f"{folder}: no image among its {num:,} entries. Give a folder with images ({', '.join(SUFFIXES)}).")
+    return paths
+
+
+def read_image(path: Path, size_px: int | None = None) -> Tensor:  # -> uint8 (3, H, W), RGB
+    """Decode an image.
+
+    Args:
+        size_px: resize it to a square of this side first, by PIL's bicubic and without keeping the aspect, as MLPerf's
+            script for COCO does; None: as it is.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+            rgb = image.convert("RGB")
+    except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
+        said = str(error).replace(f" {str(path)!r}", "")
+        raise ValueError(
+            f"{path}: cannot be read as an image ({type(error).__name__}: {said}). Possible: whole PNG, JPEG and WebP files. "
+            "Fetch it again, or take it out of the folder."
+        ) from error
+    if size_px is not None:
+        rgb = rgb.resize((size_px, size_px), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+def image_batches(
+    paths: Sequence[Path], batch_size: int, size_px: int | None = None, workers: int = 4
+) -> Iterator[tuple[list[Path], Tensor]]:
+    """Yield (paths, uint8 (B, 3, H, W)) in order; a batch ends early where the next image has another size.
+
+    Args:
+        size_px: see `read_image`.
+        workers: threads that decode ahead, two batches at most.
+
+    Raises:
+        ValueError: an image cannot be read.
+    """
+    batch: list[tuple[Path, Tensor]] = []
+    with ThreadPoolExecutor(workers) as pool:
+        rest = iter(paths)
+        ahead: deque[tuple[Path, Future[Tensor]]] = deque()
+        try:
+            while True:
+                ahead.extend((path, pool.submit(read_image, path, size_px)) for path in islice(rest, 2 * batch_size - len(ahead)))
+                if not ahead:
+                    break
+                path, image = ahead.popleft()
+                if batch and (len(batch) == batch_size or batch[0][1].shape != image.result().shape):
+                    yield _stacked(batch)
+                    batch = []
+                batch.append((path, image.result()))
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error what is ahead is not decoded
+    if batch:
+        yield _stacked(batch)
+
+
+def _stacked(batch: list[tuple[Path, Tensor]]) -> tuple[list[Path], Tensor]:
+    paths, images = zip(*batch, strict=True)
+    return list(paths), torch.stack(images)
