@@ -20,32 +20,36 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Trainer
+from composer import Logger, Trainer
 from composer.utils import dist
 
 import alarm
 import plan
 import preflight
 import warm_start
+from callbacks.evaluation import Evaluation
+from callbacks.quality_target import TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord, device_name, result_line
+from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, restore
 from checks import check, cost_of, has_average_on_device
-from config import ConfigError, flat, load, parse_command_line, to_yaml
+from config import ConfigError, flat, load, parse_command_line, read_yaml, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
 from encoders import fingerprint
 from fetch import StreamFailure
 from loggers import build_loggers
-from model import BatchRandomness, build_device, build_model
+from model import BatchRandomness, LatentDiffusion, build_device, build_model
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
-from resume import begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
+from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, resolve
+from scoring import Scorer
 from stream import read_stage
 from zoo import mlperf
 
@@ -82,19 +86,13 @@ def train(config: RunConfig) -> dict[str, Any]:
     )
     stage = None if config.data.synthetic else read_stage(config.data.location)
     check_encoders(stage, model.encoders.fingerprints)
-    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
-    if begun.checkpoint is not None:
-        start = begun.checkpoint[1]["identity"].get("denoiser_start")
-    elif config.model.denoiser is not None:
-        notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
-        start = fingerprint(model.denoiser)
-    if config.model.variant == "mlperf":
-        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in mlperf.deviations(flat(config))]
+    start = load_start(config, model, begun)
     identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
     check_checkpoint(begun, identity)
-    if notes and dist.get_global_rank() == 0:
-        print(*notes, sep="\n", file=sys.stderr, flush=True)
     model.place(device._device, config.precision)
+    scorer = build_scorer(config, model, folder)
+    if scorer is not None:
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=scorer.batch_size))
 
     # Data.
     data = build_data(
@@ -122,7 +120,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     average = EMA(config.ema) if config.ema.enabled else None
     if begun.checkpoint is not None:
         restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
-    if at.batch >= num_batches and (result := finished(folder, None)):
+    if at.batch >= num_batches and (result := finished(folder, None, config.target)):
         return result
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
@@ -140,11 +138,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     record = RunRecord(
         folder,
         to_yaml(config),
-        {
-            **facts_of(config, cost),
-            **{f"{name}_fingerprint": digest for name, digest in model.encoders.fingerprints.items()},
-            "denoiser_start_fingerprint": start,
-        },
+        {**facts_of(config, cost, model.encoders.fingerprints), "denoiser_start_fingerprint": start},
         throughput=throughput,
         mean_gradient_norm=gradient_norm.mean,
         bad_samples=loader.bad_samples if loader else None,
@@ -153,8 +147,15 @@ def train(config: RunConfig) -> dict[str, Any]:
     )
     record.start(at.batch)
     begun.say(record.num_starts)
-    if at.batch >= num_batches:
-        return record.finish()  # it was stopped between its last checkpoint and its summary
+
+    # Evaluation and target.
+    evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
+    target = QualityTarget(config.target.is_met, lambda: record.evaluations)
+    if at.batch >= num_batches or target.reached:  # it was stopped between its last checkpoint and its summary
+        if evaluation is not None and not target.reached:
+            evaluation.load_state_dict(begun.checkpoint[1]["callbacks"].get("Evaluation", {"counted_sec": 0.0}))
+            evaluation.catch_up(at.timestamp(), average, None)
+        return record.finish(outcome_of(config, target))
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
@@ -167,7 +168,10 @@ def train(config: RunConfig) -> dict[str, Any]:
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader has been told where to begin
         algorithms=[] if average is None else [average],
-        callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer],
+        callbacks=[
+            *(BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
+            *([] if evaluation is None else [evaluation, target]),
+        ],
         loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
         progress_bar=config.loggers.progress_bar,
         device=device,
@@ -183,12 +187,78 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.close()
     if loader is not None:
         loader.close()
-    result = record.finish()
+    result = record.finish(outcome_of(config, target))
     begun.release()
     return result
 
 
-def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
+def build_scorer(config: RunConfig, model: LatentDiffusion, folder: Path) -> Scorer | None:
+    """Read what evaluations in training need, and find their batch size, once in a run. Raises ConfigError: it cannot be."""
+    if config.eval.when != "in_training":
+        return None
+    given, path = config.eval, folder / "config.yaml"
+    if given.batch_size is None and path.is_file():
+        found = {at.key: at.value for at in read_yaml(str(path))[0]}.get("eval.batch_size")
+        given = dataclasses.replace(given, batch_size=found)
+    try:
+        scorer = Scorer(given, size=config.size, seed=config.seed, show_progress=config.loggers.progress_bar)
+        scorer.find_batch_size(model)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    return scorer
+
+
+def build_evaluation(
+    config: RunConfig, scorer: Scorer, model: LatentDiffusion, throughput: Throughput, record: RunRecord
+) -> Evaluation:
+    """Connect scorer, clock, record and the grid of samples."""
+
+    def keep(line: dict[str, Any], logger: Logger | None) -> None:
+        record.add_evaluation(line, logger)
+        if dist.get_global_rank() == 0:
+            write_grid(record.folder, line["images"], scorer.samples, logger)
+
+    assert config.eval.every_images is not None
+    return Evaluation(
+        lambda: scorer.score(model, config.eval.guidances()[0]),
+        every_images=config.eval.every_images,
+        with_average=config.eval.weights == "ema",
+        clock=throughput.evaluating,
+        earlier=lambda: record.evaluations,
+        keep=keep,
+    )
+
+
+def outcome_of(config: RunConfig, target: QualityTarget) -> dict[str, Any]:
+    """What the result line says about evaluation: nothing without one; pending where eval.py has yet to score."""
+    if config.eval.when == "off":
+        return {}
+    outcome = target.result()
+    if not config.target.is_given:
+        return {key: outcome[key] for key in ("fid", "clip")} if config.eval.when == "in_training" else {}
+    return outcome if config.eval.when == "in_training" else {**dict.fromkeys(TARGET_KEYS), "target": "pending"}
+
+
+def load_start(config: RunConfig, model: LatentDiffusion, begun: Begun) -> str | None:
+    """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
+
+    Returns:
+        the fingerprint of the weights that it begins with, None for random ones.
+    """
+    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
+    if begun.checkpoint is not None:
+        start = begun.checkpoint[1]["identity"].get("denoiser_start")
+    elif config.model.denoiser is not None:
+        notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
+        start = fingerprint(model.denoiser)
+    if config.model.variant == "mlperf":
+        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in mlperf.deviations(flat(config))]
+    if notes and dist.get_global_rank() == 0:
+        print(*notes, sep="\n", file=sys.stderr, flush=True)
+    return start
+
+
+def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """What summary.json says about a run beside its figures."""
     return {
         "run_name": config.run_name,
@@ -204,6 +274,7 @@ def facts_of(config: RunConfig, cost: preflight.Cost) -> dict[str, Any]:
         "seed": config.seed,
         "max_duration": config.max_duration,
         "ema": config.ema.enabled,
+        **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(
             config.device_train_microbatch_size or 1, ema=has_average_on_device(config)

@@ -130,6 +130,7 @@ def contents(state: State, model: nn.Module, identity: Mapping[str, Any], *, ful
         "unix_time": time.time(),
         "model": _weights(model),
         "ema": None if average is None else average.state_dict(),
+        "callbacks": {name: kept for name, c in _own_callbacks(state).items() if (kept := c.state_dict())},
     }
     if full:
         [optimizer], [schedule] = state.optimizers, state.schedulers
@@ -137,7 +138,6 @@ def contents(state: State, model: nn.Module, identity: Mapping[str, Any], *, ful
             "optimizer": {"names": _optimizer_names(model, optimizer), **optimizer.state_dict()},
             "schedule": schedule.state_dict(),
             "scaler": state.scaler.state_dict() if state.scaler is not None else {},
-            "callbacks": {name: kept for name, c in _own_callbacks(state).items() if (kept := c.state_dict())},
         }
     return content
 

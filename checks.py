@@ -14,7 +14,9 @@ from checkpoint_files import FULL, listed
 from config import Problem
 from model import model_problems
 from run_config import RunConfig, resolve, wants_own_rate
+from scoring import EVERY_IMAGES, rounded_up
 from zoo import load_family, mlperf
+from zoo.spec import as_size
 
 # What the memory estimate is made of: it is left out where one of these is itself refused.
 MEMORY_KEYS = {
@@ -49,10 +51,11 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     """
     found = _run_problems(config)
     sections = (config.objective, config.optimizer, config.schedule, config.ema, config.save, config.measure)
-    in_sections = [of_data, *(section.problems() for section in (*sections, config.loggers))]
+    of_target = config.target.problems(config.eval)
+    in_sections = [of_data, *(s.problems() for s in (*sections, config.eval)), of_target, config.loggers.problems()]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
-    found += _prediction_problems(config) + _learning_rate_problems(config)
+    found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
@@ -115,6 +118,36 @@ def _learning_rate_problems(config: RunConfig) -> list[Problem]:
             keys = ("optimizer.lr_per_image", "optimizer.lr", "global_batch_size", "model.variant")
             return [Problem(f"optimizer.lr_per_image: {error}", keys)]
     return []
+
+
+def _evaluation_problems(config: RunConfig) -> list[Problem]:
+    """Compare the cadence and the weights of the evaluation with what the run has of them."""
+    given = config.eval
+    if given.when == "off":
+        return []
+    found = []
+    if given.weights == "ema" and not config.ema.enabled:
+        text = "ema, but the run keeps no average. Say ema.enabled=true (--use_ema), or eval.weights=training."
+        found.append(("eval.weights", text))
+    if isinstance(given.guidance, list | tuple):
+        text = f"{list(given.guidance)}: a run is scored at one. Give one number; composer eval.py RUN takes a list."
+        found.append(("eval.guidance", text))
+    every = rounded_up(given.every_images or EVERY_IMAGES, max(1, config.global_batch_size))
+    snapshots = config.save.snapshot_every_images
+    if given.when == "after" and snapshots is not None and snapshots != every:
+        text = f"{snapshots}, but eval.when=after scores snapshots every {every} images. Leave it out."
+        found.append(("save.snapshot_every_images", text))
+    with contextlib.suppress(ValueError):  # named by model_problems
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        if given.image_size is not None and (text := family.size_problem(as_size(given.image_size))):
+            found.append(("eval.image_size", text))
+    number, unit = config.max_duration[:-2], config.max_duration[-2:]
+    if number.isdigit() and unit in ("ba", "sp"):  # how long an epoch is, the stage says
+        images = int(number) * (config.global_batch_size if unit == "ba" else 1)
+    if number.isdigit() and unit in ("ba", "sp") and images < every:
+        text = f"{every:,}, but max_duration={config.max_duration} is {images:,}: nothing would be evaluated. Lower it."
+        found.append(("eval.every_images", text))
+    return [Problem(f"{key}: {text}", (key, "global_batch_size", "max_duration")) for key, text in found]
 
 
 def memory_problems(config: RunConfig) -> list[Problem]:

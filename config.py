@@ -246,6 +246,8 @@ def _set(tree: Any, at: Assignment, hint: Any) -> tuple[Any, str | None]:
     value = at.value
     if str in kinds and at.raw is not None and not isinstance(value, str | types.NoneType):
         value = at.raw  # YAML read a number, a date or a truth value where a text was meant
+    if value is False and "off" in kinds:
+        value = "off"  # YAML reads the bare word as a truth value
     refused = (
         value == "???"  # OmegaConf's sign for "no value", which it would take without a word
         or (value is None and types.NoneType not in kinds and hint is not Any)

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 from composer.utils import dist
 from filelock import FileLock, Timeout
 
+from callbacks.quality_target import TARGET_KEYS, said
 from callbacks.run_record import RESULT_KEYS
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat, read_yaml
+from scoring import TargetConfig
 from stream import Stage
 
 Result = TypeVar("Result")
@@ -38,6 +40,8 @@ MAY_CHANGE = (
     "data.max_bad_samples",
     "data.patience_sec",
     "ema.device",
+    "eval.",  # what a score depends on stands beside it
+    "target.",
     "save.",
     "measure.",
     "loggers.",
@@ -56,20 +60,30 @@ def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str
     return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
 
 
-def finished(folder: Path, max_duration: str | None) -> dict[str, Any] | None:
+def finished(folder: Path, max_duration: str | None, target: TargetConfig) -> dict[str, Any] | None:
     """Return the result of a run that is finished, or None, and say so.
 
     Args:
         max_duration: what it was finished for; None: whatever it was.
+        target: of this start: a run that has met another one goes on.
     """
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}
-    if not summary or max_duration not in (None, summary.get("max_duration")):
+    if summary.get("target") == "reached":
+        if not target.is_met({**summary, "partial": False}):
+            return None
+        text = f"has reached its target ({said({**summary, **_of_target(summary)})})"
+    elif not summary or max_duration not in (None, summary.get("max_duration")):
         return None
-    if dist.get_global_rank() == 0:
+    else:
         text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on"
+    if dist.get_global_rank() == 0:
         print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
-    return {key: summary[key] for key in RESULT_KEYS}
+    return {key: summary[key] for key in (*RESULT_KEYS, *TARGET_KEYS) if key in summary}
+
+
+def _of_target(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {"images": summary["images_to_target"], "seconds": summary["seconds_to_target"]}
 
 
 def _as_yaml(value: Any) -> Any:
@@ -97,7 +111,7 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
-    return finished(folder, config.max_duration)
+    return finished(folder, config.max_duration, config.target)
 
 
 def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None:

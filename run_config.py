@@ -19,6 +19,7 @@ from ema import EMAConfig
 from loggers import LoggersConfig
 from model import ModelConfig
 from optim import OptimizerConfig, ScheduleConfig
+from scoring import EVERY_IMAGES, EvalConfig, TargetConfig, rounded_up
 from zoo import load_family, mlperf
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import ImageSize, as_size
@@ -49,6 +50,8 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
 
@@ -80,8 +83,6 @@ ALIASES = {
 
 # Keys of the design whose room does not stand yet: refused by name, so that nobody believes in them.
 NOT_YET = {
-    "eval": "evaluation",
-    "target": "the stop at a quality target",
     "mlperf": "the MLPerf log",
     "compile": "compilation of the denoiser",
     "channels_last": "the channels-last layout",
@@ -108,6 +109,17 @@ def resolve(config: RunConfig) -> RunConfig:
     snapshots = every_images
     if every_images and config.model.variant == "mlperf":  # where the rules ask for them
         snapshots = mlperf.checkpoint_batches(config.global_batch_size) * config.global_batch_size
+    evaluation = config.eval
+    if evaluation.when != "off":
+        every = rounded_up(evaluation.every_images or EVERY_IMAGES, config.global_batch_size)
+        evaluation = dataclasses.replace(
+            evaluation,
+            every_images=every,
+            weights=evaluation.weights or ("ema" if config.ema.enabled else "training"),
+        )
+        every_images = snapshots = (
+            every  # a checkpoint before each evaluation, which may take longer than training to it
+        )
     given, snapshot = config.save.every_images, config.save.snapshot_every_images
     return dataclasses.replace(
         config,
@@ -117,6 +129,7 @@ def resolve(config: RunConfig) -> RunConfig:
             every_images=every_images if given is None else given,
             snapshot_every_images=snapshots if snapshot is None else snapshot,
         ),
+        eval=evaluation,
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or device_batch,
         model=dataclasses.replace(config.model, weights=config.model.weights or "random"),

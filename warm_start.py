@@ -126,16 +126,16 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
     found = ldm.problems(str(path), _placed(family, on_meta(family.build_denoiser)))
     if any("its keys are schema, identity, progress" in text for text in found):
         return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
-    trained_on = _trained_on(path)
-    if trained_on not in (None, prediction):
+    stated = trained_on(path)
+    if stated not in (None, prediction):
         found.append(
-            f"{path}: its scheduler says that it was trained on {trained_on}, this run has objective.prediction="
+            f"{path}: its scheduler says that it was trained on {stated}, this run has objective.prediction="
             f"{prediction}. Use that value."
         )
     return found
 
 
-def _trained_on(path: Path) -> str | None:
+def trained_on(path: Path) -> str | None:
     """Return the prediction that a diffusers folder's scheduler names, where it names one that we know."""
     try:
         stated = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())

@@ -3,7 +3,8 @@
 RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another run_name it repeats the run
                    environment.json    versions, commit, device
                    starts.jsonl        a line a start: when, from which batch, on what; the first one names the run's id
-                   metrics.jsonl       a line a window: batch, images, loss (mean since the last line), clocks, speed
+                   metrics.jsonl       a line a window: batch, images, loss (mean since the last line), clocks, speed;
+                                       a line an evaluation (evaluation: true): figures, and what they depend on
                    metrics.cut.jsonl   lines of batches that a resume went back behind
                    bad_samples.jsonl   number, key and reason of each sample that could not be used, where there is one
                    summary.json        flat: the result line's keys under the same names, device, versions, commit
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
+from omegaconf import OmegaConf
 
 if TYPE_CHECKING:
     from callbacks.throughput import Throughput
@@ -62,6 +64,8 @@ class RunRecord(Callback):
         bad_samples: this rank's unusable samples so far, sample id -> (key, reason); or None.
         check_bad_samples: raises when there are too many, given those of all ranks.
         last_checkpoint: the newest whole checkpoint, for messages.
+
+    `evaluations`: those of this run so far, in order, the same on all ranks.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class RunRecord(Callback):
         self.run_id = ""
         self.num_starts = 0
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
+        self.evaluations: list[dict[str, Any]] = []
         self.loss: float | None = None
         self._losses: list[float] = []
         self._batch = 0
@@ -114,7 +119,9 @@ class RunRecord(Callback):
             _write(self.folder / "starts.jsonl", _lines([*earlier, {**start, **where}]))
             _write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
             (self.folder / "summary.json").unlink(missing_ok=True)  # it would say that the run is finished
-            kept = self._cut_back(batch)
+            lines = self._cut_back(batch)
+            self.evaluations = [line for line in lines if line.get("evaluation")]
+            kept = [line for line in lines if not line.get("evaluation")]
             # Speeds of another machine are not this one's.
             same = {e["start"] for e in earlier if all(e[key] == where[key] for key in ("device", "num_devices"))}
             self.throughput.windows = [line for line in kept if line.get("start") in same]
@@ -125,9 +132,10 @@ class RunRecord(Callback):
                 _write(self.folder / "bad_samples.jsonl", _lines(bad))  # without a line that a killed writer left
             for line in bad:
                 self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
-        shared = [(self.all_bad_samples, self._written_to)]
+        shared = [(self.all_bad_samples, self._written_to, self.evaluations)]
         dist.broadcast_object_list(shared)
-        self.all_bad_samples, self._written_to = shared[0]  # all ranks decide alike on how many are too many
+        # All ranks decide alike on how many are too many, and on whether the target is met.
+        self.all_bad_samples, self._written_to, self.evaluations = shared[0]
 
     def _cut_back(self, batch: int) -> list[dict[str, Any]]:
         """Leave the lines up to a batch in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""
@@ -184,6 +192,16 @@ class RunRecord(Callback):
             _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in line.items()}])
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
 
+    def add_evaluation(self, line: Mapping[str, Any], logger: Logger | None) -> None:
+        """Keep an evaluation; all ranks call it with the same one."""
+        whole = {"schema": SCHEMA, "start": self.num_starts, "evaluation": True, **line}
+        self.evaluations.append(whole)
+        if self._is_writer:
+            _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in whole.items()}])
+        figures = {key: line[key] for key in ("fid", "clip", "clip_x100", "eval_sec") if line.get(key) is not None}
+        if logger is not None:
+            logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
+
     def _gather_bad_samples(self) -> None:
         """Bring the unusable samples of all ranks together, once a window; all ranks then decide alike."""
         if self.own_bad_samples is None:
@@ -211,11 +229,17 @@ class RunRecord(Callback):
             f"optimizer.lr, set optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
         )
 
-    def finish(self) -> dict[str, Any]:
-        """Write summary.json and return the result line's figures, rounded as both show them."""
+    def finish(self, outcome: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write summary.json and return the result line's figures, rounded as both show them.
+
+        Args:
+            outcome: what a run with a target, or with evaluations, has beside them.
+        """
         figures = {**self.throughput.result(), "loss": self.loss}
         figures["batches"] = max(figures["batches"], self._begun_at)
-        result = {key: _rounded(figures[key]) for key in RESULT_KEYS}
+        result = {
+            key: _rounded(value) for key, value in {**{k: figures[k] for k in RESULT_KEYS}, **(outcome or {})}.items()
+        }
         rest = {key: _rounded(value) for key, value in figures.items() if key not in result}
         summary = {
             "schema": SCHEMA,
@@ -229,6 +253,21 @@ class RunRecord(Callback):
         if self._is_writer:
             _write_json(self.folder / "summary.json", summary)
         return result
+
+
+def amend_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
+    """Lay what was found out after the run over its summary.json, where it has one."""
+    path = folder / "summary.json"
+    if path.is_file():
+        _write_json(path, {**json.loads(path.read_text()), **{key: _rounded(value) for key, value in outcome.items()}})
+
+
+def keep_batch_size(folder: Path, batch_size: int) -> None:
+    """Write the batch size of evaluation that was found into a run's config.yaml, which may be of before there was one."""
+    path = folder / "config.yaml"
+    config = OmegaConf.load(path)
+    OmegaConf.update(config, "eval.batch_size", batch_size)
+    _write(path, OmegaConf.to_yaml(config))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -15,10 +15,12 @@ four clocks: what the run delivered, waiting and evaluation included.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,11 +122,17 @@ class Throughput(Callback):
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self._switch("train")
 
-    def eval_before_all(self, state: State, logger: Logger) -> None:
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the clock of evaluation run; what the device still has to do of training is waited for first."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        before = self._running
         self._switch("eval")
-
-    def eval_after_all(self, state: State, logger: Logger) -> None:
-        self._switch("other")
+        try:
+            yield
+        finally:
+            self._switch(before)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         self._switch("other")

@@ -30,6 +30,7 @@ FLOORS = [
         "alarm",
         "metrics",
         "prompts",
+        "curves",
         "image_folder",
         "zoo",
         "encoders",
@@ -39,9 +40,9 @@ FLOORS = [
     },
     {"scoring"},
     {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks", "loggers"},
-    {"eval", "machine", "plan", "preflight", "resume", "run_config", "warm_start"},
-    {"checks"},
-    {"benchmark", "sweep", "export", "prepare", "bench", "reports"},
+    {"machine", "plan", "preflight", "resume", "run_config", "warm_start"},
+    {"checks", "subjects"},
+    {"benchmark", "eval", "sweep", "export", "prepare", "bench", "reports"},
 ]
 """Rooms by floor, the lowest first; a longer name wins (zoo.spec is not zoo)."""
 

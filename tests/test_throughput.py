@@ -44,8 +44,8 @@ class Run:
         self.state.timestamp = self.state.timestamp.to_next_batch(samples=images)
         self.event("batch_end", other)
         if evaluate:
-            self.event("eval_before_all", evaluate)
-            self.event("eval_after_all")
+            with self.callback.evaluating():
+                self.clock.now += evaluate
 
     def finish(self) -> dict:
         self.event("epoch_end")

@@ -1,0 +1,50 @@
+"""Grids of samples for fixed prompts: one picture an evaluation, the same prompt and noise at the same place in each.
+
+RUN/samples/im000000512000.png     W&B: `samples/grid`
+RUN/samples/captions.txt           a line an image, in rows from the left
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from composer import Logger
+from PIL import Image
+from torch import Tensor
+
+GAP_PX = 2
+
+
+def grid_of(images: Sequence[Tensor]) -> Tensor:
+    """# n x (3, H, W) uint8 -> (3, rows (H + gap) - gap, columns (W + gap) - gap) uint8, about square, gaps white."""
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    _, height, width = images[0].shape
+    across, down = width + GAP_PX, height + GAP_PX
+    grid = torch.full((3, rows * down - GAP_PX, columns * across - GAP_PX), 255, dtype=torch.uint8)
+    for place, image in enumerate(images):
+        top, left = place // columns * down, place % columns * across
+        grid[:, top : top + height, left : left + width] = image
+    return grid
+
+
+def write_grid(folder: Path, num_images: int, samples: Sequence[tuple[str, Tensor]], logger: Logger | None) -> None:
+    """Write one evaluation's samples.
+
+    Args:
+        folder: of the run.
+        num_images: seen by then.
+        samples: caption and image, (3, H, W) uint8.
+    """
+    if not samples:
+        return
+    grid = grid_of([image for _, image in samples])
+    place = folder / "samples"
+    place.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(grid.permute(1, 2, 0).numpy()).save(place / f"im{num_images:012d}.png")
+    (place / "captions.txt").write_text("".join(f"{' '.join(caption.split())}\n" for caption, _ in samples))
+    if logger is not None:
+        logger.log_images(grid.permute(1, 2, 0).numpy(), name="samples/grid", channels_last=True)

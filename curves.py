@@ -1,0 +1,138 @@
+"""Scores as a table and as pictures: FID against CLIP score over guidance, and both over the images seen.
+
+A row is a flat score (scoring.py) with what was scored. The table is kept whole: it is written under another name and
+renamed, so that a command that is killed leaves the rows before it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = dict[str, Any]
+
+FIRST = ("model", "snapshot", "batch", "images", "seconds", "weights", "guidance", "fid", "clip", "clip_x100")
+"""Columns that stand first; others follow as they come."""
+
+DPI = 120
+COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a table, or none where there is no file. Raises ValueError: it is no table of scores."""
+    if not path.is_file():
+        return []
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file, strict=True))
+        return [{key: json.loads(value) for key, value in row.items()} for row in rows]
+    except (csv.Error, ValueError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no table of scores: {error}. Move it away, or give another out=PATH.") from error
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write a table whole or not at all; every cell is JSON, so that it comes back as it was."""
+    columns = dict.fromkeys([*FIRST, *(key for row in rows for key in row)])
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(temporary, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({key: json.dumps(row.get(key)) for key in columns})
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def draw_guidance(rows: Sequence[Row], path: Path) -> None:
+    """Draw FID (down is better) over CLIP score (right is better), a line a model, each point with its guidance."""
+
+    def draw(axes: Axes) -> None:
+        for (label, of_model), colour in zip(_by_model(rows).items(), _colours(), strict=False):
+            points = sorted(of_model, key=lambda row: row["guidance"])
+            clip, fid = [row["clip"] for row in points], [row["fid"] for row in points]
+            axes.plot(clip, fid, marker="o", label=label, color=colour)
+            for row in points:
+                place = (row["clip"], row["fid"])
+                axes.annotate(f"{row['guidance']:g}", place, textcoords="offset points", xytext=(5, 5), fontsize=8)
+        axes.set_xlabel("CLIP score (mean cosine)")
+        axes.set_ylabel("FID")
+        axes.legend()
+
+    _draw([draw], path, _title(rows, "guidance at each point"))
+
+
+def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float | None] | None = None) -> None:
+    """Draw FID and CLIP score over the images seen in training, a line a model, the target as a dashed line."""
+
+    def over_images(axes: Axes, key: str, label: str) -> None:
+        for (model, of_model), colour in zip(_by_model(rows).items(), _colours(), strict=False):
+            points = sorted((row for row in of_model if row[key] is not None), key=lambda row: row["images"])
+            axes.plot(
+                [row["images"] for row in points], [row[key] for row in points], marker="o", label=model, color=colour
+            )
+        if target and target.get(key) is not None:
+            axes.axhline(target[key], linestyle="--", color="#666666", label=f"target {target[key]:g}")
+        axes.set_xlabel("images seen")
+        axes.set_ylabel(label)
+        axes.legend()
+
+    kinds = [(key, label) for key, label in (("fid", "FID"), ("clip", "CLIP score (mean cosine)")) if _has(rows, key)]
+    panels = [lambda axes, key=key, label=label: over_images(axes, key, label) for key, label in kinds]
+    _draw(panels, path, _title(rows, ""))
+
+
+def _has(rows: Sequence[Row], key: str) -> bool:
+    return any(row.get(key) is not None for row in rows)
+
+
+def _by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["model"], []).append(row)
+    return found
+
+
+def _colours() -> list[str]:
+    return [*COLOURS] * 8
+
+
+def _title(rows: Sequence[Row], more: str) -> str:
+    """Say what the figures are of, as far as it is the same for all of them."""
+    parts = [
+        f"{key} {values.pop()}"
+        for key in ("sampler", "steps")
+        if len(values := {str(row.get(key)) for row in rows}) == 1
+    ]
+    numbers = {row["num_images"] for row in rows}
+    parts += [f"{numbers.pop():,} images"] if len(numbers) == 1 else []
+    parts += ["partial: no score"] if any(row["partial"] for row in rows) else []
+    return ", ".join([*parts, more] if more else parts)
+
+
+def _draw(panels: Sequence[Any], path: Path, title: str) -> None:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(matplotlib.rcParamsDefault):
+        figure = Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        for number, draw in enumerate(panels):
+            axes = figure.add_subplot(1, len(panels), number + 1)
+            axes.grid(alpha=0.3)
+            draw(axes)
+        figure.suptitle(title, fontsize=9)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)

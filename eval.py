@@ -1,0 +1,308 @@
+"""Score what a run has left, or what others have made, and draw the curves.
+
+    composer eval.py runs/NAME                                     # its snapshots in order -> runs/NAME/eval.csv, eval.png
+    composer eval.py runs/NAME snapshots=to_target                 # to the first that meets target.*, and the one before it
+    composer eval.py runs/NAME eval.guidance=[1.5,2,3,4,5,6,7,8] eval.image_size=256 eval.sampler=plms   # -> guidance.png
+    composer eval.py runs/A runs/B out=compared                    # several models in one table and one plot
+    composer -n 8 eval.py checkpoints/stable-diffusion-2-base eval.prompts=... out=published     # a diffusers folder
+    composer eval.py samples/ eval.prompts=val2014_30k.tsv eval.clip=... out=scores              # a folder of images
+
+A run's own config.yaml says how; every key of it can be given anew (eval.* eval.weights=training, model.weights where the
+encoders have moved, precision, ...). Scores that eval.csv has already, of the same weights and settings, are not made again,
+so that a command that was killed goes on where it was.
+
+    snapshots   all, to_target (in order up to the first that meets the target, after `from_images`; if that is the first one
+                scored, backwards to the one that does not), or last; null: last for a list of guidances, to_target where a
+                target is given, else all
+
+Exit code: 0, 2 when something cannot be scored (each problem on a line of stderr).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from composer.utils import dist
+
+import alarm
+import curves
+import warm_start
+from callbacks.quality_target import outcome, said
+from callbacks.run_record import amend_summary, keep_batch_size, result_line
+from config import Assignment, ConfigError, Problem, load, parse_command_line
+from image_folder import batches_of, list_images
+from model import LatentDiffusion, build_device, model_problems
+from prompts import read_prompts
+from run_config import ALIASES, NOT_YET, RunConfig, resolve
+from scoring import FIGURES, Meter, Scorer
+from subjects import Kind, build, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
+from zoo.sampling import shard
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EvalCommand(RunConfig):
+    """A run's keys, and those of this command."""
+
+    snapshots: Literal["all", "to_target", "last"] | None = None
+    from_images: int = 0
+    """Where to_target begins: images seen, a hint that saves the scoring of early snapshots."""
+    out: str | None = None
+    """Folder of eval.csv and the pictures; null: the run's own."""
+
+
+def read(place: str, kind: Kind, words: Sequence[str]) -> EvalCommand:
+    """Return the configuration that something is scored with. Raises ConfigError: with every problem at once."""
+    yaml = [str(Path(place, "config.yaml"))] if kind == "run" else []
+    command = parse_command_line([*yaml, *words], ALIASES)
+    given = {at.key for at in command.assignments}
+    when = Assignment("eval.py", "eval.when", "after", "eval.when")
+    command = dataclasses.replace(command, assignments=[*command.assignments, when])
+
+    def check(config: EvalCommand) -> list[Problem]:
+        found = [*config.eval.problems(images_alone=kind == "images"), *config.target.problems(config.eval)]
+        problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
+        if kind != "images":
+            config = _completed(config, place, kind, given)
+            problems += model_problems(config.model, config.image_size, encoders_wanted=False)
+        if kind == "diffusers":
+            problems += warm_start.problems(config.model, config.objective.prediction)
+        if kind != "run" and config.out is None:
+            problems.append(Problem("out: not given. Name the folder that the table goes to.", ("out",)))
+        return problems
+
+    config = load(EvalCommand, command, not_yet=NOT_YET, check=check)
+    return resolve(_completed(config, place, kind, given)) if kind != "images" else config
+
+
+def _completed(config: EvalCommand, place: str, kind: Kind, given: set[str]) -> EvalCommand:
+    return of_diffusers_folder(config, Path(place), given) if kind == "diffusers" else config
+
+
+class Table:
+    """The rows of eval.csv, written after each score by rank 0 and the same on all ranks."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        found: list[Any] = [None, None]
+        if dist.get_global_rank() == 0:
+            try:
+                found[0] = curves.read_rows(path)
+            except ValueError as error:
+                found[1] = str(error)
+        dist.broadcast_object_list(found)
+        if found[1]:
+            raise ConfigError([found[1]])
+        self.rows: list[Row] = found[0]
+
+    def get(self, what: Row, score: Callable[[], Row]) -> Row:
+        """Return the row of what was scored before in the same way, or score it and keep it.
+
+        Args:
+            what: everything that the figures depend on.
+        """
+        same = (row for row in self.rows if all(row.get(key) == value for key, value in what.items()))
+        if (row := next(same, None)) is None:
+            row = {**what, **score()}
+            self.rows.append(row)
+            if dist.get_global_rank() == 0:
+                curves.write_rows(self.path, self.rows)
+        if dist.get_global_rank() == 0:
+            print(result_line(_shown(row)), flush=True)
+        return row
+
+
+def _shown(row: Row) -> Row:
+    keys = ("model", "images", "weights", "guidance", "fid", "clip", "clip_x100", "num_images", "partial")
+    return {key: f"{row[key]:.6g}" if isinstance(row[key], float) else row[key] for key in keys if key in row}
+
+
+# --- what is scored ---
+
+
+def score_run(config: EvalCommand, folder: Path, table: Table) -> list[Row]:
+    """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
+    model, scorer = _ready(config, folder)
+    paths, guidances = snapshots_of(folder), config.eval.guidances()
+
+    def scored(path: Path) -> list[Row]:
+        where = {"model": folder.name, **load_snapshot(model, path, config.eval.weights)}
+        return [table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g)) for g in guidances]
+
+    kind = config.snapshots or ("last" if len(guidances) > 1 else "to_target" if config.target.is_given else "all")
+    if kind == "to_target" and (len(guidances) > 1 or not config.target.is_given):
+        raise ConfigError(["snapshots: to_target needs a target.fid or target.clip, and one guidance."])
+    if kind != "to_target":
+        rows = [row for path in (paths if kind == "all" else paths[-1:]) for row in scored(path)]
+    else:
+        begin = next((n for n, path in enumerate(paths) if _images(path) >= config.from_images), len(paths) - 1)
+        rows = list(to_target([lambda path=path: scored(path)[0] for path in paths], begin, config.target.is_met))
+    if config.target.is_given and len(guidances) == 1:
+        _conclude(config, folder, rows)
+    return rows
+
+
+def to_target(snapshots: Sequence[Callable[[], Row]], begin: int, is_met: Callable[[Row], bool]) -> Iterator[Row]:
+    """Score in order from `begin` to the first that meets the target; if `begin` itself does, backwards to one that does not.
+
+    The rules ask for the first that passes and the one before it.
+    """
+    at, met = begin, False
+    while at < len(snapshots) and not met:
+        yield (row := snapshots[at]())
+        met, at = is_met(row), at + 1
+    if met and at - 1 == begin:
+        for before in range(begin - 1, -1, -1):
+            yield (row := snapshots[before]())
+            if not is_met(row):
+                return
+
+
+def _images(path: Path) -> int:
+    return int(path.name.split("-")[1][2:])
+
+
+def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
+    """Say which snapshot met the target first, and write that into the run's summary."""
+    in_order = sorted(rows, key=lambda row: row["images"])
+    reached = next((row for row in in_order if config.target.is_met(row)), None)
+    if dist.get_global_rank() == 0:
+        result = outcome(in_order, reached)
+        amend_summary(folder, result)
+        if reached is not None:
+            print(f"target: {said(reached)}.", file=sys.stderr)
+        print(result_line(result), flush=True)
+
+
+def score_diffusers(config: EvalCommand, folder: Path, table: Table) -> list[Row]:
+    """Score a diffusers folder as it is published."""
+    model, scorer = _ready(config, None)
+    where = {"model": folder.name, "weights": "published", **_fingerprints(model)}
+    return [
+        table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g))
+        for g in config.eval.guidances()
+    ]
+
+
+def _fingerprints(model: LatentDiffusion) -> Row:
+    from tensors import fingerprint
+
+    encoders = {f"{name}_fingerprint": digest for name, digest in model.encoders.fingerprints.items()}
+    return {"denoiser_fingerprint": fingerprint(model.denoiser), **encoders}
+
+
+def score_images(config: EvalCommand, folder: Path, table: Table) -> list[Row]:
+    """Score a folder of images; their captions are those of the prompts that their names give."""
+    paths, facts = list_images(folder), {"num_images": 0, "partial": False}
+    captions = dict.fromkeys(paths, "")
+    numbers: dict[Path, Any] = {path: path.name for path in paths}
+    if config.eval.prompts is not None:
+        prompt_set = read_prompts(config.eval.prompts, config.eval.num_prompts)
+        matched = match_prompts(paths, prompt_set)
+        captions = {path: prompt.caption for path, prompt in zip(paths, matched, strict=True)}
+        numbers = {path: prompt.number for path, prompt in zip(paths, matched, strict=True)}
+        facts = {"partial": prompt_set.partial, "prompts_sha256": prompt_set.sha256}
+    meter, device = Meter(config.eval), _device(config)
+    meter.say_what_is_short(len(paths))
+    mine = [paths[place] for place in shard(len(paths), dist.get_global_rank(), dist.get_world_size())]
+
+    def score() -> Row:
+        with meter.on(device):
+            for names, images in batches_of(mine, config.eval.batch_size or 16):
+                unit = images.to(device).float() / 255.0
+                meter.add(unit, [numbers[name] for name in names], [captions[name] for name in names])
+            return meter.figures()
+
+    what = {"model": str(folder), "images_in_folder": len(paths), "newest": max(p.stat().st_mtime_ns for p in paths)}
+    return [table.get({**what, **facts, **meter.facts}, score)]
+
+
+def _figures(scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:
+    return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
+
+
+def _device(config: EvalCommand) -> torch.device:
+    device = build_device(config.precision or "fp32")
+    dist.initialize_dist(device, timeout=1800.0)
+    alarm.listen()
+    return device._device
+
+
+def _ready(config: EvalCommand, run: Path | None) -> tuple[LatentDiffusion, Scorer]:
+    """Build the model and what scores it, the batch size found: a run keeps it in its config.yaml."""
+    device = _device(config)
+    model = build(config)
+    if run is None:
+        warm_start.load(model, str(config.model.denoiser))
+    model.place(device, config.precision or "fp32")
+    scorer = Scorer(config.eval, size=config.size, seed=config.seed, show_progress=config.loggers.progress_bar)
+    scorer.find_batch_size(model)
+    if run is not None and config.eval.batch_size is None and dist.get_global_rank() == 0:
+        keep_batch_size(run, scorer.batch_size)
+    return model, scorer
+
+
+# --- the command ---
+
+
+def evaluate(places: Sequence[str], words: Sequence[str]) -> None:
+    """Score each place with its own configuration and the same words, and draw what there is to be drawn."""
+    kinds = {place: kind_of(place) for place in places}
+    if len(places) > 1 and not any(word.startswith("out=") for word in words):
+        raise ConfigError(["out: not given. Several models in one table want a folder for it: out=FOLDER."])
+    configs = {place: read(place, kind, words) for place, kind in kinds.items()}
+    rows: list[Row] = []
+    for place, kind in kinds.items():
+        config, folder = configs[place], Path(place).expanduser()
+        table = Table(Path(config.out or folder, "eval.csv"))
+        score = {"run": score_run, "diffusers": score_diffusers, "images": score_images}[kind]
+        rows += score(config, folder, table)
+    if dist.get_global_rank() == 0:
+        draw(rows, table.path.parent, configs[places[0]])
+
+
+def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:
+    """Draw FID against CLIP where guidance varies, both over images where the images do."""
+    if len({row.get("guidance") for row in rows}) > 1 and all(
+        row["fid"] is not None is not row["clip"] for row in rows
+    ):
+        curves.draw_guidance(rows, folder / "guidance.png")
+    if len({row.get("images") for row in rows}) > 1 and all("images" in row for row in rows):
+        curves.draw_over_images(rows, folder / "eval.png", dataclasses.asdict(config.target))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the command line, score, print a line a score; rank 0 speaks for all."""
+    if {"-h", "--help"} & set(argv) or not argv:
+        print(__doc__)
+        return 0 if argv else 2
+    places = [word for word in argv if "=" not in word and not word.startswith("-")]
+    words = [word for word in argv if word not in places]
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_local_rank())
+    try:
+        if not places:
+            raise ConfigError(
+                ["eval.py: nothing to score. Give a run (runs/NAME), a diffusers folder or a folder of images."]
+            )
+        evaluate(places, words)
+    except ValueError as error:
+        alarm.sound(str(error))
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    except Exception as error:
+        alarm.sound(f"{type(error).__name__}: {error}")
+        raise
+    alarm.be_quiet()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

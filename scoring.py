@@ -1,0 +1,418 @@
+"""Score a model by the images that it generates for a set of prompts: FID and CLIP score, on all ranks together.
+
+    prompts, strided over the ranks -> tokens, and each prompt's own noise -> model.generate -> images in [0, 1]
+    images -> image network -> sums of features, float64 ---> all-reduced -> mean, covariance -> FID against a file
+    images, captions -> CLIP pair -> sum of cosines, float64 -> all-reduced -> mean
+
+A score is a flat dictionary: its figures, and with them everything that they depend on: how many images, which networks
+by their fingerprints, which resize, sampler, guidance and weights. Two scores compare where all of that is alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from composer.utils import dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from metrics.clip_score import CLIPScore
+from metrics.fid import FeatureSums, covariance_warning, frechet_distance, read_statistics
+from prompts import Prompt, PromptSet, read_prompts
+from zoo.sampling import MIN_STEPS, prompt_noise, sampling_problems, shard
+from zoo.spec import Family, ImageSize, as_size
+
+EVERY_IMAGES = 512_000  # of the MLPerf benchmark
+CPU_BATCH_SIZE = 16
+GPU_BATCH_SIZES = (64, 32, 16, 8, 4, 2, 1)
+FIGURES = ("num_images", "fid", "clip", "clip_x100", "eval_sec", "eval_images_per_sec")
+"""What a score has measured; its other keys say of what."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """The `eval` section of a run."""
+
+    when: Literal["in_training", "after", "off"] = "off"
+    """in_training: at every point of the cadence. after: snapshots are written there, `composer eval.py RUN` scores them."""
+    every_images: int | None = None
+    """Images between two evaluations, rounded up to whole batches. null: 512000."""
+    prompts: str | None = None
+    """Tab-separated file with image_id, id and caption, e.g. the MLPerf reference's val2014_30k.tsv."""
+    num_prompts: int | None = None
+    """Use the first so many, for a smoke run: such a score is partial, and never meets a target. null: all."""
+    guidance: Any = 8.0
+    """Scale of classifier-free guidance; 1: none. eval.py takes a list, for a curve."""
+    steps: int = 50
+    sampler: str = "ddim"
+    weights: Literal["ema", "training"] | None = None
+    """null: the average where the run keeps one."""
+    statistics: str | None = None
+    """Reference statistics for FID: .npz with mu and sigma (python -m prepare.fid_statistics). null: no FID."""
+    inception: str | None = None
+    """Weights of the image network of FID: pt_inception-2015-12-05-6726825d.pth, or `random`."""
+    resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
+    """How images come to that network: as in the MLPerf reference, or by way of 256 pixels, as NVIDIA's submissions."""
+    clip: str | None = None
+    """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14), or `random`. null: no CLIP score."""
+    image_size: Any = None
+    """Pixels of the generated images; null: those of training."""
+    batch_size: int | None = None
+    """Images a device and pass; null: found by trying, once in a run."""
+    samples: int = 16
+    """Images of the grid of samples: those of the first prompts. 0: none."""
+
+    def problems(self, *, images_alone: bool = False) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be, files included.
+
+        Args:
+            images_alone: images are there already: FID needs no prompts.
+        """
+        least = {"every_images": 1, "num_prompts": 1, "batch_size": 1, "samples": 0}
+        found = [
+            (f"eval.{key}", f"{value} is below {low}. Possible: {low} and up.")
+            for key, low in least.items()
+            if (value := getattr(self, key)) is not None and value < low
+        ]
+        try:
+            for guidance in self.guidances():
+                of_sampling = sampling_problems(self.sampler, self.steps, guidance)
+                found += [(f"eval.{key}", text) for key, text in of_sampling if f"eval.{key}" not in dict(found)]
+        except ValueError as error:
+            found.append(("eval.guidance", str(error)))
+        if self.image_size is not None:
+            try:
+                as_size(self.image_size)
+            except ValueError as error:
+                found.append(("eval.image_size", str(error)))
+        return found + (self._file_problems(images_alone) if self.when != "off" else [])
+
+    def guidances(self) -> list[float]:
+        """Return the scales of guidance. Raises ValueError: not a number, nor a list of them."""
+        given = self.guidance if isinstance(self.guidance, list | tuple) else [self.guidance]
+        numbers = [value for value in given if isinstance(value, int | float) and not isinstance(value, bool)]
+        if not given or len(numbers) < len(given):
+            raise ValueError(f"{self.guidance!r} is no scale. Possible: a number, e.g. 8 (1: none), or a list of them.")
+        return [float(value) for value in numbers]
+
+    def _file_problems(self, images_alone: bool) -> list[tuple[str, str]]:
+        found = []
+        if self.prompts is None and not (images_alone and self.clip is None):
+            found.append(("eval.prompts", "not given. Give a tab-separated file with image_id, id and caption."))
+        if (self.statistics is None) != (self.inception is None):
+            given, missing = ("statistics", "inception") if self.inception is None else ("inception", "statistics")
+            found.append(
+                (f"eval.{missing}", f"not given, but eval.{given} is. FID needs both; leave out both for none.")
+            )
+        if self.statistics is None and self.inception is None and self.clip is None:
+            ways = "Give eval.inception and eval.statistics, eval.clip, or all three"
+            found.append(("eval.inception", f"nothing to score with. {ways}."))
+        for key in ("prompts", "statistics", "inception", "clip"):
+            path = getattr(self, key)
+            if path not in (None, "random") and not Path(path).expanduser().exists():
+                found.append((f"eval.{key}", f"no file {path}. Check the path."))
+        return found
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The `target` section of a run: training is done when both are met by the same evaluation. null: not asked for."""
+
+    fid: float | None = None
+    """At most; the MLPerf benchmark's is 90."""
+    clip: float | None = None
+    """At least, as a cosine, not times 100; the MLPerf benchmark's is 0.15."""
+
+    @property
+    def is_given(self) -> bool:
+        return self.fid is not None or self.clip is not None
+
+    def is_met(self, score: Mapping[str, Any]) -> bool:
+        """True where a score meets it; a partial one never does."""
+        if not self.is_given or score["partial"]:
+            return False
+        fid, clip = score["fid"], score["clip"]
+        fid_met = self.fid is None or (fid is not None and fid <= self.fid)
+        return fid_met and (self.clip is None or (clip is not None and clip >= self.clip))
+
+    def problems(self, config: EvalConfig) -> list[tuple[str, str]]:
+        """(key, message) for what the evaluation cannot decide."""
+        found = []
+        for key, needs in (("fid", config.statistics), ("clip", config.clip)):
+            value = getattr(self, key)
+            if value is not None and not math.isfinite(value):
+                found.append((f"target.{key}", f"{value} is no number that can be met. The benchmark's: 90 and 0.15."))
+            elif value is not None and config.when == "off":
+                found.append((f"target.{key}", "given, but nothing is evaluated. Say eval.when=in_training, or after."))
+            elif value is not None and needs is None:
+                other = "eval.statistics and eval.inception" if key == "fid" else "eval.clip"
+                found.append((f"target.{key}", f"given, but {key} is not measured. Give {other}, or leave it out."))
+        return found
+
+
+class Generator(Protocol):
+    """What is scored; `model.LatentDiffusion` is one."""
+
+    family: Family
+    device: torch.device
+
+    def generate(
+        self, text: Mapping[str, Tensor], noise: Tensor, *, sampler: str, steps: int, guidance: float
+    ) -> Tensor: ...
+
+
+class Meter:
+    """The networks and sums of one evaluation: images go in, figures come out.
+
+    Args:
+        config: which networks and statistics.
+
+    Raises:
+        ValueError: a file cannot be read, or is another one than it has to be.
+    """
+
+    def __init__(self, config: EvalConfig):
+        self.extractor = self.reference = self.pair = None
+        self.facts: dict[str, Any] = {}
+        if config.inception is not None:
+            from metrics.inception import load_inception
+
+            assert config.statistics is not None
+            self.extractor = load_inception(config.inception, resize=config.resize)
+            self.reference = read_statistics(config.statistics, num_features=self.extractor.num_features)
+            self.facts |= {
+                "inception": self.extractor.name,
+                "inception_fingerprint": self.extractor.fingerprint,
+                "resize": self.extractor.resize,
+                "statistics_sha256": hashlib.sha256(Path(config.statistics).expanduser().read_bytes()).hexdigest(),
+            }
+        if config.clip is not None:
+            from metrics.clip_score import load_clip
+
+            self.pair = load_clip(config.clip)
+            self.facts |= {"clip_model": self.pair.name, "clip_fingerprint": self.pair.fingerprint}
+        self.reset()
+
+    def say_what_is_short(self, num_images: int) -> None:
+        """Warn, once for all ranks, of what makes figures that compare with few others."""
+        if dist.get_global_rank() != 0:
+            return
+        if self.extractor is not None and (text := covariance_warning(num_images, self.extractor.num_features)):
+            print(f"eval: {text}", file=sys.stderr, flush=True)
+        named = (("inception", self.extractor), ("clip", self.pair))
+        for key in (key for key, part in named if part is not None and "random" in part.name):
+            print(f"eval.{key}: random weights: what is scored with them compares with nothing else.", file=sys.stderr)
+
+    def reset(self) -> None:
+        """Begin a new evaluation."""
+        self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features)
+        self.cosines = None if self.pair is None else CLIPScore()
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Have the networks on a device for as long as an evaluation takes: training wants the memory back."""
+        parts = [part for part in (self.extractor, self.pair, self.features, self.cosines) if part is not None]
+        try:
+            for part in parts:
+                part.to(device)
+            yield
+        finally:
+            for part in parts:
+                part.to(torch.device("cpu"))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def add(self, images: Tensor, numbers: Sequence[int], captions: Sequence[str]) -> None:
+        """Take images, (B, 3, H, W) float32 in [0, 1]. Raises ValueError: names the prompts of what is not finite."""
+        finite = images.flatten(1).isfinite().all(dim=1).tolist()
+        if not all(finite):
+            broken = [number for number, is_finite in zip(numbers, finite, strict=True) if not is_finite]
+            raise ValueError(
+                f"images: not finite for the prompts {_some(broken)}. The weights are, or the precision is."
+            )
+        if self.features is not None:
+            self.features.update(self.extractor(images), numbers)
+        if self.cosines is not None:
+            self.cosines.update(self.pair.encode_images(images), self.pair.encode_texts(captions), numbers)
+
+    def figures(self) -> dict[str, Any]:
+        """Add up the ranks' sums and return the figures, which rank 0 computes for all."""
+        for metric in (self.features, self.cosines):
+            if metric is not None:
+                _add_up(metric)
+        found: list[dict[str, Any]] = [{"num_images": 0, "fid": None, "clip": None, "clip_x100": None}]
+        if dist.get_global_rank() == 0:
+            if self.features is not None:
+                statistics = self.features.compute()
+                found[0] |= {"fid": frechet_distance(statistics, self.reference), "num_images": statistics.num_images}
+            if self.cosines is not None:
+                clip = float(self.cosines.compute())
+                found[0] |= {"clip": clip, "clip_x100": 100.0 * clip, "num_images": int(self.cosines.n)}
+        dist.broadcast_object_list(found)
+        return found[0]
+
+
+def _add_up(metric: Metric) -> None:
+    """Sum a metric's states over the ranks in place: torchmetrics' own way gathers all of them on each first."""
+    for name in metric._reductions:
+        dist.all_reduce(getattr(metric, name), reduce_operation="SUM")
+
+
+def _some(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - 5:,} more" if len(numbers) > 5 else ""
+    return ", ".join(map(str, numbers[:5])) + more
+
+
+class Scorer:
+    """Scores models by one section `eval`; networks and prompts are read once.
+
+    Args:
+        config: when is not looked at.
+        size: of the images where eval.image_size is null, px.
+        seed: of the prompts' noise, which is the run's.
+        show_progress: a bar with the time left, on rank 0.
+
+    Raises:
+        ValueError: prompts, statistics or weights cannot be used; says why.
+    """
+
+    def __init__(self, config: EvalConfig, *, size: ImageSize, seed: int, show_progress: bool = False):
+        assert config.prompts is not None
+        self.config, self.seed, self.show_progress = config, seed, show_progress
+        self.size = size if config.image_size is None else as_size(config.image_size)
+        self.prompt_set: PromptSet = read_prompts(config.prompts, config.num_prompts)
+        self.meter = Meter(config)
+        self.meter.say_what_is_short(len(self.prompt_set.prompts))
+        self.batch_size = config.batch_size
+        self.samples: list[tuple[str, Tensor]] = []
+        """Of the last score, on rank 0: caption and image (3, H, W) uint8 of the first prompts."""
+
+    def settings(self, guidance: float) -> dict[str, Any]:
+        """Return everything that a score at this guidance depends on, but the weights that are scored."""
+        return {
+            "num_prompts": len(self.prompt_set.prompts),
+            "partial": self.prompt_set.partial,
+            "prompts_sha256": self.prompt_set.sha256,
+            "guidance": guidance,
+            "steps": self.config.steps,
+            "sampler": self.config.sampler,
+            "eval_image_size": list(self.size),
+            "noise_seed": self.seed,
+            **self.meter.facts,
+        }
+
+    def find_batch_size(self, model: Generator) -> None:
+        """Find how many images a pass fit every rank's memory, where eval.batch_size does not say it."""
+        if self.batch_size is None:
+            self.batch_size = find_batch_size(model, model.family.latent_shape(self.size), self.config.guidances()[0])
+
+    def score(self, model: Generator, guidance: float) -> dict[str, Any]:
+        """Generate an image for each prompt and score them; all ranks call it and get the same.
+
+        Raises:
+            ValueError: images or features are not finite; names the prompts.
+        """
+        began = time.monotonic()
+        shape = model.family.latent_shape(self.size)
+        self.find_batch_size(model)
+        ways = dict(sampler=self.config.sampler, steps=self.config.steps, guidance=guidance)
+        mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
+        prompts, samples = [self.prompt_set.prompts[place] for place in mine], []
+        self.meter.reset()
+        with self.meter.on(model.device):
+            for chunk in self._said(list(_chunks(prompts, self.batch_size)), len(self.prompt_set.prompts)):
+                images = self._generate(model, chunk, shape, ways)
+                self.meter.add(images, [prompt.number for prompt in chunk], [prompt.caption for prompt in chunk])
+                taken = sum(len(part) for _, part in samples)
+                wanted = len(range(dist.get_global_rank(), self.config.samples, dist.get_world_size())) - taken
+                if wanted > 0:
+                    samples.append(([prompt.caption for prompt in chunk[:wanted]], as_bytes(images[:wanted])))
+            figures = self.meter.figures()
+        self._gather_samples(samples)
+        seconds = time.monotonic() - began
+        measured = {"eval_sec": seconds, "eval_images_per_sec": len(self.prompt_set.prompts) / seconds}
+        return {**figures, **self.settings(guidance), **measured}
+
+    def _generate(
+        self, model: Generator, chunk: Sequence[Prompt], shape: Sequence[int], ways: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the images of a chunk; a short one is filled up, so that every pass has one shape."""
+        padded = [*chunk, *[chunk[-1]] * (self.batch_size - len(chunk))]
+        text = model.family.tokenize([prompt.caption for prompt in padded])
+        noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
+        on_device = {name: tokens.to(model.device) for name, tokens in text.items()}
+        return model.generate(on_device, noise.to(model.device), **ways)[: len(chunk)]
+
+    def _said(self, chunks: Sequence[Sequence[Prompt]], num_prompts: int) -> Iterable[Sequence[Prompt]]:
+        """Show how far rank 0 is, in images of all ranks."""
+        if not (self.show_progress and dist.get_global_rank() == 0):
+            return chunks
+        from tqdm import tqdm
+
+        def counted() -> Iterator[Sequence[Prompt]]:
+            with tqdm(total=num_prompts, desc="evaluation", unit="image", file=sys.stderr) as bar:
+                for chunk in chunks:
+                    yield chunk
+                    bar.update(min(len(chunk) * dist.get_world_size(), num_prompts - bar.n))
+
+        return counted()
+
+    def _gather_samples(self, mine: list[tuple[list[str], Tensor]]) -> None:
+        """Bring the grid's images to rank 0, in the order of the prompts."""
+        flat = [(caption, image) for captions, images in mine for caption, image in zip(captions, images, strict=True)]
+        of_ranks = dist.all_gather_object(flat) if self.config.samples else []
+        longest = max(map(len, of_ranks), default=0)
+        self.samples = [part[place] for place in range(longest) for part in of_ranks if place < len(part)]
+
+
+def as_bytes(images: Tensor) -> Tensor:
+    """# (B, 3, H, W) float in [0, 1] -> uint8 on the CPU, rounded."""
+    return (images.float().clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).cpu()
+
+
+def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    for begin in range(0, len(prompts), size):
+        yield prompts[begin : begin + size]
+
+
+def find_batch_size(model: Generator, shape: Sequence[int], guidance: float) -> int:
+    """Return how many images a pass fit every rank's memory: tried on a GPU; fixed on a CPU, where more gain nothing.
+
+    Raises:
+        ValueError: not one fits.
+    """
+    fits = CPU_BATCH_SIZE
+    if model.device.type == "cuda":
+        fits = next((size for size in GPU_BATCH_SIZES if _fits(model, size, shape, guidance)), 0)
+    least = torch.tensor([fits], device=model.device)
+    dist.all_reduce(least, reduce_operation="MIN")
+    if not int(least):
+        raise ValueError("eval.batch_size: not one image fits the memory that training leaves. Lower eval.image_size.")
+    return int(least)
+
+
+def _fits(model: Generator, size: int, shape: Sequence[int], guidance: float) -> bool:
+    try:
+        text = {name: tokens.to(model.device) for name, tokens in model.family.tokenize([""] * size).items()}
+        noise = torch.zeros(size, *shape, device=model.device)
+        model.generate(text, noise, sampler="ddim", steps=MIN_STEPS, guidance=guidance)
+        return True
+    except torch.cuda.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.empty_cache()
+
+
+def rounded_up(every_images: int, global_batch_size: int) -> int:
+    """Return the cadence in whole batches, in images: CEIL(every / batch) x batch, as the MLPerf rules have it."""
+    return -(-every_images // global_batch_size) * global_batch_size
