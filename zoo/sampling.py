@@ -24,9 +24,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Of Stable Diffusion, as in zoo/objectives.py.
-SCHEDULE = dict(num_train_timesteps=1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
-LEADING = dict(timestep_spacing="leading", steps_offset=1, set_alpha_to_one=False)
+# Of Stable Diffusion: the betas as in zoo/objectives.py, and the offset, which only leading spacing uses.
+SCHEDULE = dict(
+    num_train_timesteps=1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1
+)
+LEADING = dict(timestep_spacing="leading", set_alpha_to_one=False)
 # The published files leave the spacing of these two at diffusers' own.
 LINSPACE = dict(timestep_spacing="linspace", final_sigmas_type="zero")
 
@@ -78,8 +80,8 @@ def build_scheduler(sampler: str, prediction: str) -> Scheduler:
 
     Args:
         sampler: one of SAMPLERS.
-        prediction: what the network says, "epsilon" or "v". plms averages what it says, whichever that is, over steps, so
-            that with it, alone of the four, the two differ by the error of its order.
+        prediction: what the network says, "epsilon" or "v". plms averages that over the steps before it turns it into
+            epsilon, so that with v, alone of the four, it has another course than with epsilon, and only order 1.
 
     Raises:
         ValueError: an unknown sampler or prediction; the message lists the known ones.

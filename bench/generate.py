@@ -1,0 +1,230 @@
+"""Measure images/s of generating, against a plain diffusers pipeline of the same network objects and scheduler.
+
+    python -m bench.generate                                        # a table, and reports/results/generate_speed.json
+    python -m bench.generate num_prompts=8 rounds=1 results=/tmp/generate.json
+
+    ours            LatentDiffusion.generate in batches
+    one at a time   StableDiffusionPipeline called with one caption at a time, as its documentation shows
+    batched         the same pipeline called with as many captions as we take
+
+Contestants take turns, round by round, in one process (bench/contest.py). All draw each prompt's noise from its own
+generator, so their images are the same; the greatest difference between them is in the record.
+Exit code: 0 measured, 2 when the command cannot be read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bench.contest import Figures, take_turns
+from callbacks.run_record import environment
+from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from model import LatentDiffusion, ModelConfig, build_model
+from zoo.objectives import ObjectiveConfig
+from zoo.sampling import build_scheduler, prompt_generator, prompt_noise, sampling_problems
+from zoo.spec import as_size
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionPipeline
+    from transformers import CLIPTokenizer
+
+SCHEMA = 1
+SEED = 0
+OTHERS = {"one_at_a_time": "pipeline, one at a time", "batched": "pipeline, batched"}
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """The keys of this command."""
+
+    preset: str = "tiny"
+    variant: str = "stock"
+    image_size: int = 64
+    num_prompts: int = 16
+    batch_size: int = 16
+    sampler: str = "ddim"
+    steps: int = 20
+    guidance: float = 8.0
+    rounds: int = 5
+    threads: int = 1
+    """Of torch, on a CPU."""
+    results: str = "reports/results/generate_speed.json"
+    """The record's file; an earlier one is replaced."""
+
+
+def check(config: GenerateConfig) -> list[Problem]:
+    """Return every problem of the keys."""
+    found = [
+        Problem(f"{key}: {text}", (key,))
+        for key, text in sampling_problems(config.sampler, config.steps, config.guidance)
+    ]
+    for key in ("num_prompts", "batch_size", "rounds", "threads"):
+        if getattr(config, key) < 1:
+            found.append(Problem(f"{key}: {getattr(config, key)} is below 1. Possible: 1 and up.", (key,)))
+    return found
+
+
+def clip_tokenizer(max_length: int) -> CLIPTokenizer:
+    """Return transformers' own, over the vocabulary that open_clip brings: none has to be fetched."""
+    from open_clip.tokenizer import SimpleTokenizer
+    from transformers import CLIPTokenizer
+
+    known = SimpleTokenizer()
+    with tempfile.TemporaryDirectory(prefix="generate-") as folder:
+        vocabulary, merges = Path(folder, "vocab.json"), Path(folder, "merges.txt")
+        vocabulary.write_text(json.dumps(known.encoder))
+        merges.write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in known.bpe_ranks), ""]))
+        return CLIPTokenizer(
+            str(vocabulary),
+            str(merges),
+            bos_token="<start_of_text>",
+            eos_token="<end_of_text>",
+            unk_token="<end_of_text>",
+            pad_token="!",  # as SD2's: its number is 0
+            model_max_length=max_length,
+        )
+
+
+def pipeline_of(model: LatentDiffusion, scheduler: Any) -> StableDiffusionPipeline:
+    """Assemble diffusers' pipeline from the network objects of an SD2 model."""
+    from diffusers import StableDiffusionPipeline
+
+    pipeline = StableDiffusionPipeline(
+        vae=model.encoders.modules["vae"],
+        text_encoder=model.encoders.modules["text"],
+        tokenizer=clip_tokenizer(model.empty_text["tokens"].shape[1]),
+        unet=model.denoiser.eval(),
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def contestants(config: GenerateConfig) -> dict[str, Callable[[], Tensor]]:
+    """Return name -> what makes all the images, (N, 3, H, W) float32 in [0, 1], from captions."""
+    size = as_size(config.image_size)
+    model = build_model(
+        ModelConfig(preset=config.preset, variant=config.variant),
+        ObjectiveConfig(),
+        size=size,
+        normalize="symmetric",
+        seed=SEED,
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.place(device, "fp32")
+    pipeline = pipeline_of(model, build_scheduler(config.sampler, model.objective.prediction))
+    captions = [f"a photograph of {number} oranges on a blue table" for number in range(config.num_prompts)]
+
+    def ours() -> Tensor:
+        images = []
+        for start in range(0, config.num_prompts, config.batch_size):
+            ids = range(start, min(start + config.batch_size, config.num_prompts))
+            images += model.generate(
+                model.family.tokenize([captions[number] for number in ids]),
+                prompt_noise(SEED, ids, model.latent_shape),
+                sampler=config.sampler,
+                steps=config.steps,
+                guidance=config.guidance,
+            )
+        return torch.stack(images).cpu()
+
+    def diffusers(batch_size: int) -> Tensor:
+        images = []
+        for start in range(0, config.num_prompts, batch_size):
+            ids = range(start, min(start + batch_size, config.num_prompts))
+            images += pipeline(
+                [captions[number] for number in ids],
+                width=size[0],
+                height=size[1],
+                num_inference_steps=config.steps,
+                guidance_scale=config.guidance,
+                generator=[prompt_generator(SEED, number) for number in ids],
+                output_type="pt",
+            ).images
+        return torch.stack(images).cpu()
+
+    return {"ours": ours, "one_at_a_time": lambda: diffusers(1), "batched": lambda: diffusers(config.batch_size)}
+
+
+def measure(config: GenerateConfig) -> dict[str, Any]:
+    """Measure and return the record: flat, with KEY a median, KEY_min and KEY_max the spread, and `by_round`."""
+    torch.set_num_threads(config.threads)
+    head = {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **environment(),
+        "num_cpus": os.cpu_count(),
+        "load_average_before": round(os.getloadavg()[0], 2),  # what else the machine was doing
+        "config": asdict(config),
+    }
+    images: dict[str, Tensor] = {}
+
+    def turn(name: str, make: Callable[[], Tensor]) -> float:
+        begun = time.perf_counter()
+        images[name] = make()
+        return config.num_prompts / (time.perf_counter() - begun)
+
+    makers = contestants(config)
+    values = take_turns({name: lambda n=name, m=make: turn(n, m) for name, make in makers.items()}, config.rounds)
+    figures = Figures()
+    for name, series in values.items():
+        figures.add(f"{name}_images_per_sec", series)
+    for name in OTHERS:
+        figures.ratio(f"speedup_vs_{name}", "ours_images_per_sec", f"{name}_images_per_sec")
+        figures.flat[f"max_abs_difference_to_{name}"] = float((images["ours"] - images[name]).abs().max())
+    figures.flat["image_std"] = float(images["ours"].std())  # of all values: the images are not one colour
+    return {**head, **figures.flat, "by_round": figures.by_round}
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Format a record for the terminal."""
+    ours = record["ours_images_per_sec"]
+    lines = [f"{'images/s':24}  {'ours':>8}  {'other':>8}  {'ratio':>6}  {'spread':16}  greatest difference"]
+    for name, words in OTHERS.items():
+        ratio = f"speedup_vs_{name}"
+        spread = f"{record[f'{ratio}_min']:.2f} to {record[f'{ratio}_max']:.2f}"
+        difference = record[f"max_abs_difference_to_{name}"]
+        other = record[f"{name}_images_per_sec"]
+        lines.append(f"{words:24}  {ours:8.3g}  {other:8.3g}  {record[ratio]:6.2f}  {spread:16}  {difference:.2g}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    command_line = parse_command_line(argv, {})
+    try:
+        config = load(GenerateConfig, command_line, not_yet={}, check=check)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if command_line.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    record = measure(config)
+    path = Path(config.results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    print(table(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

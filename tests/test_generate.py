@@ -1,0 +1,249 @@
+"""LatentDiffusion.generate on the tiny SD2: a diffusers pipeline's images, whatever the batch; nothing left behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_sampling import CLASSES, PUBLISHED
+from torch import Tensor, nn
+
+from bench import generate as bench_generate
+from bench.generate import pipeline_of
+from model import LatentDiffusion, ModelConfig, build_model
+from zoo.objectives import ObjectiveConfig
+from zoo.sampling import SAMPLERS, prompt_generator, prompt_noise
+
+SIZE = (64, 64)
+CAPTIONS = [f"a photograph of {number} oranges on a blue table" for number in range(5)]
+FEW = dict(sampler="ddim", steps=2, guidance=8.0)
+
+
+def tiny(precision: str = "fp32", prediction: str = "epsilon", seed: int = 1) -> LatentDiffusion:
+    model = build_model(
+        ModelConfig(preset="tiny"), ObjectiveConfig(prediction=prediction), size=SIZE, normalize="symmetric", seed=seed
+    )
+    return model.place(torch.device("cpu"), precision)
+
+
+def images_of(model: LatentDiffusion, prompts: list[int], **how) -> Tensor:
+    text = model.family.tokenize([CAPTIONS[number] for number in prompts])
+    return model.generate(text, prompt_noise(0, prompts, model.latent_shape), **{**FEW, **how})
+
+
+class Calls:
+    """Counts the rows that a network is called with, and keeps its last input."""
+
+    def __init__(self, network: nn.Module):
+        self.rows: list[int] = []
+        network.register_forward_hook(self._hook, with_kwargs=True)
+
+    def _hook(self, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        self.args, self.kwargs, self.output = args, kwargs, output
+        self.rows.append(len(args[0] if args else kwargs["input_ids"]))
+
+
+def greatest(difference: Tensor) -> float:
+    return float(difference.abs().max())
+
+
+# --- the oracle ---
+
+
+def check_pipeline(sampler: str, prediction: str, *, num: int, steps: int, guidance: float):
+    """Compare with diffusers' pipeline over the same networks, with the scheduler that its documentation would build."""
+    model = tiny(prediction=prediction)
+    name = {"epsilon": "epsilon", "v": "v_prediction"}[prediction]
+    pipeline = pipeline_of(model, CLASSES[sampler].from_config({**PUBLISHED, "prediction_type": name}))
+    theirs = pipeline(
+        CAPTIONS[:num],
+        width=SIZE[0],
+        height=SIZE[1],
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        generator=[prompt_generator(0, number) for number in range(num)],
+        output_type="pt",
+    ).images
+    ours = images_of(model, list(range(num)), sampler=sampler, steps=steps, guidance=guidance)
+    assert ours.std() > 0.1 and greatest(ours[0] - ours[1]) > 0.1
+    assert greatest(ours - theirs) < 1e-5
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_images_are_those_of_a_diffusers_pipeline(sampler):
+    check_pipeline(sampler, "v", num=2, steps=3, guidance=8.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_images_are_those_of_a_diffusers_pipeline_in_more_steps(sampler, prediction, guidance):
+    check_pipeline(sampler, prediction, num=5, steps=20, guidance=guidance)
+
+
+# --- what an image depends on ---
+
+
+def test_images_are_floats_from_0_to_1_of_the_size_of_their_noise():
+    model = tiny()
+    images = images_of(model, [0, 1])
+    assert images.shape == (2, 3, 64, 64) and images.dtype == torch.float32 and not images.requires_grad
+    assert images.min() >= 0.0 and images.max() <= 1.0
+    other = prompt_noise(0, [0, 1], model.family.latent_shape((96, 72)))
+    assert model.generate(model.family.tokenize(CAPTIONS[:2]), other, **FEW).shape == (2, 3, 72, 96)
+
+
+def test_an_image_is_the_same_bits_in_any_place_and_beside_any_others():
+    """In batches of one size; so a last batch is filled up by repeats, and cut."""
+    model = tiny()
+    whole = images_of(model, [0, 1, 2, 3])
+    for prompts in ([3, 2, 1, 0], [4, 0, 1, 4], [2, 2, 2, 2]):
+        found = images_of(model, prompts)
+        for place, prompt in enumerate(prompts):
+            assert prompt == 4 or torch.equal(found[place], whole[prompt]), (prompts, place)
+
+
+def test_an_image_in_a_batch_of_another_size_differs_by_rounding_alone():
+    """Matrix products of other sizes are summed in another order: not the sampler's doing (tests/test_sampling.py)."""
+    model = tiny()
+    whole = images_of(model, [0, 1, 2, 3])
+    for prompts in ([0], [3, 1], [2, 0, 1]):
+        assert greatest(images_of(model, prompts) - whole[prompts]) < 1e-5
+
+
+def test_the_weights_are_those_that_the_denoiser_holds_now():
+    model, other = tiny(seed=1), tiny(seed=2)
+    before, wanted = images_of(model, [0, 1]), images_of(other, [0, 1])
+    kept = {name: tensor.clone() for name, tensor in model.denoiser.state_dict().items()}
+    with torch.no_grad():  # in place, as the average is swapped in
+        for ours, theirs in zip(model.denoiser.parameters(), other.denoiser.parameters(), strict=True):
+            ours.copy_(theirs)
+    assert torch.equal(images_of(model, [0, 1]), wanted) and greatest(wanted - before) > 0.1
+    model.denoiser.load_state_dict(kept)
+    assert torch.equal(images_of(model, [0, 1]), before)
+
+
+def test_guidance_1_is_the_conditional_model_alone_in_half_the_rows():
+    model = tiny()
+    denoiser = Calls(model.denoiser)
+    alone = images_of(model, [0, 1], guidance=1.0)
+    assert denoiser.rows == [2, 2] and model._empty_condition is None
+    near = images_of(model, [0, 1], guidance=1.0 + 1e-6)
+    assert denoiser.rows == [2, 2, 4, 4]
+    assert greatest(alone - near) < 1e-4
+    assert greatest(alone - images_of(model, [0, 1])) > 0.01
+
+
+def test_the_unconditional_rows_come_first_and_have_the_empty_caption():
+    model = tiny()
+    denoiser = Calls(model.denoiser)
+    images_of(model, [0, 1])
+    text = denoiser.kwargs["encoder_hidden_states"]
+    encode = model.family.encode_text
+    empty = encode(model.encoders.modules, model.family.tokenize([""]))["text"]
+    torch.testing.assert_close(text[:2], empty.expand(2, -1, -1))
+    torch.testing.assert_close(text[2:], encode(model.encoders.modules, model.family.tokenize(CAPTIONS[:2]))["text"])
+
+
+def test_text_is_encoded_once_a_batch_and_the_empty_caption_once():
+    model = tiny()
+    encoder = Calls(model.encoders.modules["text"])
+    for prompts in ([0, 1], [2, 3], [4]):
+        images_of(model, prompts)
+    assert encoder.rows == [2, 1, 2, 1]
+    model.place(torch.device("cpu"), "bf16")  # other weights, other states
+    images_of(model, [0, 1])
+    assert encoder.rows == [2, 1, 2, 1, 2, 1]
+
+
+def test_decoding_takes_the_scale_off_once_in_the_decoders_own_type():
+    model = tiny()
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    vae = model.encoders.modules["vae"]
+    decoded = model.family.decode_latents(model.encoders.modules, latents * 0.18215)
+    assert decoded.std() > 0.1 and greatest(decoded - vae.decode(latents).sample) < 1e-4
+    model.place(torch.device("cpu"), "bf16")
+    assert model.family.decode_latents(model.encoders.modules, latents).dtype == torch.bfloat16
+
+
+def test_in_bf16_the_network_computes_in_bf16_and_the_latents_stay_float32():
+    model, reference = tiny("bf16"), tiny()
+    denoiser, decoder = Calls(model.denoiser), Calls(model.encoders.modules["vae"].decoder)
+    images = images_of(model, [0, 1], guidance=2.0)
+    assert denoiser.output[0].dtype == torch.bfloat16 and denoiser.args[0].dtype == torch.float32
+    assert decoder.output.dtype == torch.bfloat16 and images.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert greatest(images - images_of(reference, [0, 1], guidance=2.0)) < 0.05
+
+
+# --- what is left behind ---
+
+
+def test_the_denoiser_is_in_eval_mode_meanwhile_and_then_as_it_was():
+    model = tiny()
+    model.train()
+    model.denoiser.mid_block.eval()  # a part that someone holds still
+    before = [module.training for module in model.modules()]
+    modes = []
+    model.denoiser.register_forward_hook(lambda module, *_: modes.append({m.training for m in module.modules()}))
+    images_of(model, [0])
+    assert modes == [{False}, {False}]
+    assert [module.training for module in model.modules()] == before
+
+    model.family.decode_latents = None  # not reached
+    model.denoiser.conv_out.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        images_of(model, [0])
+    assert [module.training for module in model.modules()] == before
+
+
+def test_a_training_step_is_the_same_bits_after_generating():
+    def step(model: LatentDiffusion) -> list[Tensor]:
+        columns = {"moments": torch.ones(2, 8, 8, 8), **model.family.tokenize(CAPTIONS[:2])}
+        batch = model.draw(columns, torch.Generator().manual_seed(5))
+        model.loss(model(batch), batch).backward()
+        return [p.grad for p in model.parameters()]
+
+    model = tiny().train()
+    before = torch.random.get_rng_state()
+    images_of(model, [0, 1])
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(map(torch.equal, step(model), step(tiny().train())))
+
+
+def test_what_cannot_be_is_said_and_leaves_nothing_behind():
+    model = tiny().train()
+    with pytest.raises(ValueError, match=r"^steps: 1000 is not possible. Possible: 2 to 500\.$"):
+        images_of(model, [0], steps=1000)
+    assert model.denoiser.training
+
+
+def test_progress_is_told():
+    told = []
+    images_of(tiny(), [0], progress=lambda *done: told.append(done))
+    assert told == [(1, 2), (2, 2)]
+
+
+# --- bench/generate.py ---
+
+
+@pytest.mark.slow
+def test_the_speed_record_has_both_contests(tmp_path, capsys, same_number_of_threads):
+    results = tmp_path / "speed.json"
+    keys = ["num_prompts=3", "batch_size=2", "steps=2", "rounds=1", f"results={results}"]
+    assert bench_generate.main(keys) == 0
+    record = json.loads(results.read_text())
+    for name in ("one_at_a_time", "batched"):
+        assert record[f"speedup_vs_{name}"] > 0 and record[f"max_abs_difference_to_{name}"] < 1e-5
+    assert record["image_std"] > 0.1
+    assert "pipeline, one at a time" in capsys.readouterr().out
+
+
+def test_the_speed_command_says_what_cannot_be(capsys):
+    assert bench_generate.main(["rounds=0", "sampler=heun", "steps=1000"]) == 2
+    text = capsys.readouterr().err
+    assert "rounds: 0 is below 1. Possible: 1 and up." in text
+    assert "sampler: unknown sampler 'heun'. Known: ddim, plms, dpm++, euler." in text
+    assert "steps: 1000 is not possible. Possible: 2 to 500." in text
