@@ -33,7 +33,9 @@ def list_images(folder: str | Path) -> list[Path]:
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file())
     if not paths:
         num = sum(1 for _ in folder.iterdir())
-        raise ValueError(f"{folder}: no image among its {num:,} entries. Give a folder with images ({', '.join(SUFFIXES)}).")
+        raise ValueError(
+            f"{folder}: no image among its {num:,} entries. Give a folder with images ({', '.join(SUFFIXES)})."
+        )
     return paths
 
 
@@ -79,7 +81,9 @@ def image_batches(
         ahead: deque[tuple[Path, Future[Tensor]]] = deque()
         try:
             while True:
-                ahead.extend((path, pool.submit(read_image, path, size_px)) for path in islice(rest, 2 * batch_size - len(ahead)))
+                ahead.extend(
+                    (path, pool.submit(read_image, path, size_px)) for path in islice(rest, 2 * batch_size - len(ahead))
+                )
                 if not ahead:
                     break
                 path, image = ahead.popleft()

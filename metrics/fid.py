@@ -4,8 +4,9 @@
     for ...: sums.update(extractor(images), ids)
     distance = frechet_distance(sums.compute(), read_statistics("val2014_30k_stats.npz", 2048))
 
-Heusel et al. 2017 (arXiv:1706.08500), equation 6: d^2 = |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)) for two Gaussians with means
-m and covariances A, B of an image network's features. A file of statistics is pytorch-fid's: an .npz with `mu` and `sigma`.
+Heusel et al. 2017 (arXiv:1706.08500), equation 6: d^2 = |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)) for two Gaussians with
+means m and covariances A, B of an image network's features. A file of statistics is pytorch-fid's: an .npz with `mu` and
+`sigma`.
 
 Kernel inception distance is not here: its cubic kernel from sums alone needs third moments, D^3 numbers (69 GB at D = 2048).
 
@@ -30,7 +31,7 @@ FLOAT32_ROUNDING = 1e-5  # of the largest value: what a covariance computed in f
 
 
 class Statistics(NamedTuple):
-    """Mean and covariance of features. (Not a dataclass: torchmetrics refuses a frozen one as a metric's value.)"""
+    """Mean and covariance of features. Not a dataclass: torchmetrics refuses a frozen one as a metric's value."""
 
     mean: np.ndarray
     """(D,) float64."""
@@ -53,7 +54,7 @@ def read_statistics(path: str | Path, num_features: int | None = None) -> Statis
     Raises:
         ValueError: no such file, no .npz, other keys or shapes, values that cannot be, or of another network.
     """
-    arrays = _read_npz(Path(path))
+    arrays = _read_npz(Path(path).expanduser())
     if "mu" not in arrays or "sigma" not in arrays:
         found = ", ".join(arrays) or "none"
         raise ValueError(
@@ -73,7 +74,7 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: no such file, or no .npz.
     """
-    return {name: array.item() for name, array in _read_npz(Path(path)).items() if array.ndim == 0}
+    return {name: array.item() for name, array in _read_npz(Path(path).expanduser()).items() if array.ndim == 0}
 
 
 def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[str, str | int | float]) -> None:
@@ -92,7 +93,7 @@ def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[st
     if problem := _problem(mean, covariance, None):
         raise ValueError(f"{path}: is not written: {problem}")
     count = {} if num_images is None else {"num_images": num_images}
-    path = Path(path)
+    path = Path(path).expanduser()
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
@@ -106,7 +107,9 @@ def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[st
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file. Give an .npz with mu and sigma (prepare.fid_statistics makes one).")
+        raise ValueError(
+            f"{path}: there is no such file. Give an .npz with mu and sigma (prepare.fid_statistics makes one)."
+        )
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
@@ -121,7 +124,12 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 def _problem(mean: np.ndarray, covariance: np.ndarray, num_features: int | None) -> str | None:
     """Say why these are no mean and covariance, or None."""
     shapes = f"mu is {mean.dtype} {mean.shape}, sigma is {covariance.dtype} {covariance.shape}"
-    if mean.ndim != 1 or not mean.size or covariance.shape != 2 * mean.shape or {mean.dtype.kind, covariance.dtype.kind} != {"f"}:
+    if (
+        mean.ndim != 1
+        or not mean.size
+        or covariance.shape != 2 * mean.shape
+        or {mean.dtype.kind, covariance.dtype.kind} != {"f"}
+    ):
         return f"{shapes}. Possible: real numbers (D,) and (D, D). Make the file again."
     if num_features not in (None, len(mean)):
         return f"{shapes}. The image network gives {num_features} features. Give the statistics of the same network."
@@ -192,7 +200,7 @@ def covariance_warning(num_images: int | None, num_features: int) -> str | None:
         return None
     return (
         f"{num_images:,} images for {num_features:,} features: the covariance is singular (rank {num_images - 1:,} at most) "
-        f"and FID comes out too high. Compare it with figures of as many images only, or take many more than {num_features:,}."
+        f"and FID comes out too high. Compare with figures of as many images only, or take many more than {num_features:,}."
     )
 
 
@@ -200,7 +208,7 @@ def covariance_warning(num_images: int | None, num_features: int) -> str | None:
 
 
 def frechet_distance(a: Statistics, b: Statistics) -> float:
-    """Return the squared Frechet distance of two Gaussians (equation 6); 0 where they are equal, up to rounding.
+    """Return the squared Frechet distance of two Gaussians (equation 6); what is called FID.
 
     With A = F F^T and B = G G^T, A B has the non-zero eigenvalues of (F^T G)(F^T G)^T, so the trace of its square root is the
     sum of the singular values of F^T G. Nothing is squared on the way, whose rounding a root would bring back as 1e-8, no
@@ -218,7 +226,8 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
     difference = a.mean - b.mean
     product = _factor(a.covariance).T @ _factor(b.covariance)  # (rank of A, rank of B)
     overlap = torch.linalg.svdvals(product).sum().item()
-    return float(difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * overlap)
+    squared = difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * overlap
+    return max(float(squared), 0.0)
 
 
 def _factor(covariance: np.ndarray) -> Tensor:  # (D, D) -> (D, rank)

@@ -99,11 +99,12 @@ def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Incep
         network = _random_network()
         network.fc = nn.Identity()
         return Inception(network, "random-inception", fingerprint(network), resize)
-    file = open_weights(Path(weights))
-    digest = file_digest(weights, "sha1")
+    path = Path(weights).expanduser()
+    file = open_weights(path)
+    digest = file_digest(path, "sha1")
     if digest != PUBLISHED_SHA1:
         raise ValueError(
-            f"{weights}: its SHA-1 is {digest}, that of {PUBLISHED_FILE} is {PUBLISHED_SHA1}. FID is defined by that file "
+            f"{path}: its SHA-1 is {digest}, that of {PUBLISHED_FILE} is {PUBLISHED_SHA1}. FID is defined by that file "
             "alone: fetch it again (pytorch-fid's release fid_weights)."
         )
     network = _build()

@@ -1,0 +1,147 @@
+"""Make the statistics that FID compares with: mean and covariance of a folder of images, as an image network sees them.
+
+    python -m prepare.fid_statistics FOLDER OUT.npz inception=/weights/pt_inception-2015-12-05-6726825d.pth
+    python -m prepare.fid_statistics val2014_30k val2014_30k_stats.npz inception=/weights/pt_inception.pth batch_size=50
+    python -m prepare.fid_statistics pictures trial.npz inception=random image_size=64 overwrite=true
+
+FOLDER: images (png, jpg, jpeg, webp), all of them, not those in folders within. OUT.npz has mu and sigma, as pytorch-fid
+writes them, with the number of images and what made them beside; eval.statistics=OUT.npz reads it. image_size=N brings
+images to N x N px first, by PIL's bicubic and without keeping the aspect, as MLPerf's script for COCO does. (That script
+then saves JPEGs: give the folder that it wrote, without image_size, for the statistics that it would give.)
+
+Keys: inception (pytorch-fid's weights file, or random for a trial), resize (bilinear299, as MLPerf's reference; bicubic256,
+as NVIDIA's submissions; has to be that of the evaluation), image_size, batch_size (50), workers (decoding threads, 4),
+overwrite (false).
+Exit code: 0 when OUT was written, 1 when an image cannot be read or the work failed, 2 when it could not start.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from image_folder import image_batches, list_images
+from metrics.fid import FeatureSums, Statistics, covariance_warning, write_statistics
+from metrics.inception import Extractor, load_inception
+from preflight import unwritable
+from prepare.parts import split_words
+
+
+@dataclass(frozen=True)
+class FidStatisticsConfig:
+    """The keys of this command."""
+
+    inception: str | None = None
+    """Weights of the image network: pt_inception-2015-12-05-6726825d.pth, or `random`."""
+    resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
+    image_size: int | None = None
+    """Side in pixels that images are brought to first; null: as they are."""
+    batch_size: int = 50
+    workers: int = 4
+    """Decoding threads."""
+    overwrite: bool = False
+    """Replace OUT where it is there."""
+
+
+def check(config: FidStatisticsConfig) -> list[Problem]:
+    """Return every problem that can be known before anything is read."""
+    found = []
+    for key in ("image_size", "batch_size", "workers"):
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            found.append(Problem(f"{key}: {value} is below 1. Possible: 1 and up.", (key,)))
+    if config.inception is None:
+        ways = "Give the path of pt_inception-2015-12-05-6726825d.pth, or random for a trial"
+        found.append(Problem(f"inception: not given. {ways}.", ("inception",)))
+    return found
+
+
+def out_problem(out: str, overwrite: bool) -> str | None:
+    """Say why OUT cannot be written, or None."""
+    path = Path(out)
+    if path.suffix != ".npz":
+        return f"OUT: {out} does not end in .npz. Give a name that does."
+    if path.is_dir() or (path.exists() and not overwrite):
+        return f"OUT: {out} exists. Give another name, remove it, or say overwrite=true."
+    if not path.absolute().parent.is_dir():
+        return f"OUT: there is no folder {path.parent}. Make it first."
+    text = unwritable(path.absolute().parent)
+    return f"OUT: {text}" if text else None
+
+
+def measure(paths: Sequence[Path], extractor: Extractor, config: FidStatisticsConfig) -> Statistics:
+    """Return the statistics of images. Raises ValueError: one cannot be read, or there are fewer than two."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sums, extractor = FeatureSums(extractor.num_features).to(device), extractor.to(device)
+    with tqdm(total=len(paths), unit=" images", desc="features") as progress:
+        for names, images in image_batches(paths, config.batch_size, config.image_size, config.workers):
+            sums.update(extractor(images.to(device) / 255), [path.name for path in names])
+            progress.update(len(names))
+    return sums.compute()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0 if argv else 2
+    places, words = split_words(argv)
+    command_line = parse_command_line(words, {})
+    problems, config, paths, extractor = [], FidStatisticsConfig(), [], None
+    try:
+        config = load(FidStatisticsConfig, command_line, not_yet={}, check=check)
+    except ConfigError as error:
+        problems += error.problems
+    if command_line.print_config and not problems:
+        print(to_yaml(config), end="")
+        return 0
+    if len(places) != 2:
+        problems.append(
+            "command line: FOLDER and OUT.npz have to be given. python -m prepare.fid_statistics --help says more."
+        )
+    else:
+        try:
+            paths = list_images(places[0])
+        except ValueError as error:
+            problems.append(f"FOLDER: {error}")
+        problem = out_problem(places[1], config.overwrite)
+        problems += [problem] if problem else []
+    if not problems:
+        assert config.inception is not None
+        try:
+            extractor = load_inception(config.inception, config.resize)
+        except ValueError as error:
+            problems.append(f"inception: {error}")
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return 2
+    return _make(paths, Path(places[1]), extractor, config)
+
+
+def _make(paths: Sequence[Path], out: Path, extractor: Extractor, config: FidStatisticsConfig) -> int:
+    if text := covariance_warning(len(paths), extractor.num_features):
+        print(f"FOLDER: {text}", file=sys.stderr)
+    facts = {"extractor": extractor.name, "fingerprint": extractor.fingerprint, "resize": extractor.resize}
+    if config.image_size is not None:
+        facts["image_size"] = config.image_size
+    try:
+        write_statistics(out, measure(paths, extractor, config), facts)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"OUT: {out} cannot be written: {error}.", file=sys.stderr)
+        return 1
+    print(f"statistics of {len(paths):,} images, {extractor.num_features:,} features of {extractor.name}: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

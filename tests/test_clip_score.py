@@ -1,0 +1,264 @@
+"""CLIP score: against open_clip's own towers and preprocessing; sums, files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import open_clip
+import pytest
+import torch
+from conftest import picture
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from safetensors.torch import save_file
+from torchvision.transforms.functional import to_pil_image, to_tensor
+
+from metrics import clip_score
+from metrics.clip_score import TINY, CLIPScore, load_clip, times_100
+
+CAPTIONS = ["a red square", "a cat, sleeping", "word " * 100, "Straße & ümlauts"]
+WIDE = {**TINY, "embed_dim": 16, "vision_cfg": {**TINY["vision_cfg"], "image_size": 64, "patch_size": 16}}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_clip("random")
+
+
+def images(num: int, height: int, width: int) -> torch.Tensor:
+    """Neither noise nor whole 8-bit values."""
+    import io
+
+    from PIL import Image
+
+    pictures = [to_tensor(Image.open(io.BytesIO(picture(n, (width, height), "PNG")))) for n in range(num)]
+    return (torch.stack(pictures) * 0.97 + 0.011).clamp(0, 1)
+
+
+def unit(*shape: int) -> torch.Tensor:
+    rows = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0]))
+    return torch.nn.functional.normalize(rows, dim=-1)
+
+
+# --- the pair ---
+
+
+@pytest.mark.parametrize(("height", "width"), [(512, 512), (100, 150), (300, 224), (224, 224), (64, 64)])
+def test_preprocessing_is_open_clips_own_bit_for_bit(pair, height, width):
+    given = images(3, height, width)
+    transform = image_transform_v2(PreprocessCfg(), is_train=False)
+    expected = torch.stack([transform(to_pil_image(one)) for one in given])
+    assert torch.equal(pair.preprocess(given), expected)
+
+
+def test_features_and_cosines_are_open_clips(pair):
+    given = images(4, 96, 96)
+    torch.manual_seed(clip_score.RANDOM_SEED)
+    network = open_clip.CLIP(**TINY).eval()
+    transform = image_transform_v2(PreprocessCfg(), is_train=False)
+    with torch.no_grad():
+        image = torch.cat([network.encode_image(transform(to_pil_image(one))[None], normalize=True) for one in given])
+        text = torch.cat([network.encode_text(open_clip.tokenize([one]), normalize=True) for one in CAPTIONS])
+    found = pair.encode_images(given), pair.encode_texts(CAPTIONS)
+    torch.testing.assert_close(found, (image, text), rtol=0, atol=1e-6)
+    score = CLIPScore()
+    score.update(*found)
+    assert float(score.compute()) == pytest.approx(float((image * text).sum(dim=1).double().mean()), abs=1e-6)
+    assert pair.name == "random-CLIP" and pair.num_features == 32 and not found[0].requires_grad
+
+
+def test_features_are_full_float32_whatever_is_outside(pair):
+    given = images(2, 64, 64)
+    expected = pair.encode_images(given), load_clip("random").encode_texts(CAPTIONS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = pair.encode_images(given), load_clip("random").encode_texts(CAPTIONS)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other)
+
+
+def test_texts_are_encoded_once(monkeypatch):
+    pair, seen = load_clip("random"), []
+    encode = pair.network.encode_text
+    monkeypatch.setattr(pair.network, "encode_text", lambda tokens: seen.append(len(tokens)) or encode(tokens))
+    monkeypatch.setattr(clip_score, "TEXTS_A_PASS", 3)
+    captions = [*CAPTIONS, "a dog", CAPTIONS[0]]
+    first = pair.encode_texts(captions)
+    assert first.shape == (6, 32) and torch.equal(first[0], first[5])
+    assert seen == [3, 2], "batches, the caption that is there twice only once"
+    pair.to("cpu")
+    assert torch.equal(pair.encode_texts(captions), first) and torch.equal(pair.encode_texts(captions[3:5]), first[3:5])
+    assert seen == [3, 2]
+    pair.encode_texts(["another"])
+    assert seen == [3, 2, 1]
+
+
+def test_the_random_pair_is_the_same_for_every_seed(pair):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert load_clip("random").fingerprint == pair.fingerprint and torch.equal(torch.get_rng_state(), state)
+
+
+# --- files ---
+
+
+def write(path, config=TINY, prefix="", nest=False):
+    """A state dict as OpenCLIP publishes one, or as its training saves it."""
+    torch.manual_seed(3)
+    network = open_clip.CLIP(**config)
+    state = {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save({"epoch": 3, "state_dict": state} if nest else state, path)
+    return network.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("a.bin", {}), ("a.safetensors", {}), ("epoch_3.pt", {"prefix": "module.", "nest": True})],
+)
+def test_files_of_open_clip_are_read(tmp_path, name, options):
+    path = tmp_path / name
+    network = write(path, **options)
+    pair = load_clip(str(path), TINY)
+    tokens = open_clip.tokenize(CAPTIONS)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            pair.encode_texts(CAPTIONS), network.encode_text(tokens, normalize=True), rtol=0, atol=1e-6
+        )
+    assert pair.fingerprint == clip_score.file_digest(path, "sha256") and len(pair.fingerprint) == 64
+    assert pair.name == "CLIP of a model config"
+
+
+def test_half_precision_files_are_computed_in_float32(tmp_path):
+    network = open_clip.CLIP(**TINY)
+    torch.save(network.half().state_dict(), tmp_path / "a.pt")
+    assert load_clip(tmp_path / "a.pt", TINY).encode_texts(CAPTIONS).dtype == torch.float32
+
+
+def test_the_config_beside_a_file_says_architecture_and_normalisation(tmp_path):
+    path, half = tmp_path / "open_clip_pytorch_model.bin", [0.5, 0.5, 0.5]
+    write(path, WIDE)
+    config = {"model_cfg": WIDE, "preprocess_cfg": {"mean": half, "std": half}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    given = images(1, 80, 80)
+    transform = image_transform_v2(PreprocessCfg(size=64, mean=half, std=half), is_train=False)
+    assert torch.equal(load_clip(path).preprocess(given)[0], transform(to_pil_image(given[0])))
+    for content in ("{", "[]", "{}", '{"model_cfg": 3}'):
+        (tmp_path / "open_clip_config.json").write_text(content)
+        with pytest.raises(ValueError) as caught:
+            load_clip(path)
+        assert str(caught.value) == (
+            f"{tmp_path / 'open_clip_config.json'}: cannot be read: it has to be JSON with model_cfg and preprocess_cfg. "
+            "Fetch it again, or give the architecture and remove it."
+        )
+
+
+@pytest.mark.parametrize(("name", "image", "text"), [("ViT-H-14", 1280, 1024), ("ViT-L-14", 1024, 768)])
+def test_architectures_are_told_by_shapes(tmp_path, monkeypatch, name, image, text):
+    config = open_clip.get_model_config(name)
+    assert (config["vision_cfg"]["width"], config["text_cfg"]["width"]) == (image, text)
+    assert clip_score._name_of(config) == name, "and so is one beside the file"
+    path, built = tmp_path / "a.bin", []
+    torch.save({"visual.conv1.weight": torch.zeros(image, 1), "token_embedding.weight": torch.zeros(1, text)}, path)
+    monkeypatch.setattr(clip_score, "_build", lambda *given: built.append(given) or (torch.nn.Linear(1, 1), None, 1))
+    with pytest.raises(ValueError, match=f"does not fit OpenCLIP's {name}: 2 missing"):
+        load_clip(path)
+    assert built == [(name, {})]
+
+
+@pytest.mark.slow
+def test_vit_l_14_is_built_and_filled_from_its_file(tmp_path):
+    path = tmp_path / "open_clip_model.safetensors"
+    with torch.device("meta"):
+        shapes = {
+            name: tensor.shape
+            for name, tensor in open_clip.CLIP(**open_clip.get_model_config("ViT-L-14")).state_dict().items()
+        }
+    save_file({name: torch.full(shape, 1e-3 * number) for number, (name, shape) in enumerate(shapes.items())}, path)
+    pair = load_clip(path)
+    assert (pair.name, pair.num_features) == ("ViT-L-14", 768)
+    state = pair.network.state_dict()
+    for number, name in enumerate(shapes):
+        assert (state[name] == torch.tensor(1e-3 * number)).all(), name
+
+
+def test_files_of_something_else_are_refused(tmp_path):
+    path = tmp_path / "a.bin"
+    with pytest.raises(ValueError, match="there is no such file"):
+        load_clip(path)
+    known = "Known by its shapes: ViT-H-14 (1280, 1024), ViT-L-14 (1024, 768). For another one put its"
+    for state, found in (
+        ({"conv_in.weight": torch.zeros(1)}, "no OpenCLIP pair's names"),
+        (open_clip.CLIP(**TINY).state_dict(), "image tower 64 and text tower 32 wide"),
+    ):
+        torch.save(state, path)
+        with pytest.raises(ValueError) as caught:
+            load_clip(path)
+        assert str(caught.value) == f"{path}: {found}. {known} open_clip_config.json beside the file."
+    with pytest.raises(ValueError) as caught:
+        load_clip(path, WIDE)
+    assert str(caught.value).startswith(f"{path}: does not fit OpenCLIP's CLIP of a model config: 4 of another form (")
+
+
+def test_architectures_that_are_not_built_are_refused():
+    for architecture, said in (
+        ("ViT-G", "'ViT-G' cannot be built (ValueError: open_clip has none of this name)"),
+        ({"embed_dim": 3}, "'embed_dim' cannot be built (KeyError: 'vision_cfg')"),
+        ("roberta-ViT-B-32", "'roberta-ViT-B-32' cannot be built (ValueError: towers of other libraries)"),
+        ({**TINY, "text_cfg": {"words": 3}}, "'embed_dim, vision_cfg, text_cfg' cannot be built (TypeError: "),
+    ):
+        with pytest.raises(ValueError) as caught:
+            load_clip("random", architecture)
+        assert str(caught.value).startswith(f"CLIP architecture: {said}")
+        assert str(caught.value).endswith(
+            "Possible: open_clip's plain pairs, e.g. ViT-H-14, ViT-L-14, ViT-L-14-quickgelu, or such a model config."
+        )
+
+
+# --- the score ---
+
+
+def test_the_score_is_the_plain_mean_of_cosines():
+    """Not clamped, not times 100: half of these are below 0."""
+    image, text = unit(40, 8), torch.cat([unit(20, 8), -unit(40, 8)[20:]])
+    score = CLIPScore()
+    for part in (slice(0, 7), slice(7, 40)):
+        score.update(image[part], text[part])
+    expected = (image.double() * text.double()).sum(dim=1).mean()
+    assert score.compute().dtype == torch.float64
+    assert float(score.compute()) == pytest.approx(float(expected), rel=1e-12) and expected < 0
+    assert times_100(0.25) == 25.0 and times_100(score.compute()) == 0.0
+
+
+def test_two_ranks_give_what_one_gives():
+    image, text = unit(30, 8), unit(31, 8)[:30]
+    whole, ranks = CLIPScore(), [CLIPScore(), CLIPScore()]
+    whole.update(image, text)
+    ranks[0].update(image[:10], text[:10])
+    ranks[1].update(image[10:], text[10:])
+    ranks[0].merge_state(ranks[1])
+    assert float(ranks[0].compute()) == pytest.approx(float(whole.compute()), rel=1e-12)
+    assert int(ranks[0].n) == 30
+
+
+def test_sums_stay_float64():
+    score = torch.nn.ModuleList([CLIPScore()]).to(torch.float16)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        score.update(unit(30, 8), unit(31, 8)[:30])
+    assert {score.n.dtype, score.sum.dtype, score.compute().dtype} == {torch.float64}
+
+
+@pytest.mark.filterwarnings("ignore:.*was called before.*:UserWarning")
+def test_what_has_no_score_is_refused():
+    image, text = unit(3, 8), unit(4, 8)[:3]
+    image[1] = float("nan")
+    score = CLIPScore()
+    with pytest.raises(ValueError) as caught:
+        score.update(image, text, ids=[7, 417, 9])
+    assert str(caught.value) == (
+        "CLIP score: NaN or infinite for 1 of 3 images (prompts 417). A score is of finite values only. Look at these "
+        "images: a model that has diverged makes them."
+    )
+    with pytest.raises(ValueError) as caught:
+        CLIPScore().compute()
+    assert str(caught.value) == "CLIP score: 0 images were given. A mean needs 1 at least. Generate some."
