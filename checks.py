@@ -51,8 +51,9 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     """
     found = _run_problems(config)
     sections = (config.objective, config.optimizer, config.schedule, config.ema, config.save, config.measure)
+    of_eval = config.eval.problems(now=config.eval.when == "in_training")
     of_target = config.target.problems(config.eval)
-    in_sections = [of_data, *(s.problems() for s in (*sections, config.eval)), of_target, config.loggers.problems()]
+    in_sections = [of_data, *(s.problems() for s in sections), of_eval, of_target, config.loggers.problems()]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
     found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)

@@ -21,6 +21,8 @@ Row = dict[str, Any]
 FIRST = ("model", "snapshot", "batch", "images", "seconds", "weights", "guidance", "fid", "clip", "clip_x100")
 """Columns that stand first; others follow as they come."""
 
+TEXTS = {"model", "snapshot", "weights", "sampler", "inception", "clip_model", "resize"}
+
 DPI = 120
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 
@@ -32,13 +34,13 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file, strict=True))
-        return [{key: json.loads(value) for key, value in row.items()} for row in rows]
+        return [{key: _from_cell(key, value) for key, value in row.items()} for row in rows]
     except (csv.Error, ValueError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no table of scores: {error}. Move it away, or give another out=PATH.") from error
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write a table whole or not at all; every cell is JSON, so that it comes back as it was."""
+    """Write a table whole or not at all; numbers come back as they were, to the last digit."""
     columns = dict.fromkeys([*FIRST, *(key for row in rows for key in row)])
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,12 +49,24 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
             writer = csv.DictWriter(file, list(columns), lineterminator="\n")
             writer.writeheader()
             for row in rows:
-                writer.writerow({key: json.dumps(row.get(key)) for key in columns})
+                writer.writerow({key: _to_cell(row.get(key)) for key in columns})
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _to_cell(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value)
+
+
+def _from_cell(key: str, cell: str) -> Any:
+    if not cell:
+        return None
+    return cell if key in TEXTS or key.endswith(("_sha256", "_fingerprint")) else json.loads(cell)
 
 
 def draw_guidance(rows: Sequence[Row], path: Path) -> None:

@@ -36,7 +36,7 @@ import warm_start
 from callbacks.quality_target import outcome, said
 from callbacks.run_record import amend_summary, keep_batch_size, result_line
 from config import Assignment, ConfigError, Problem, load, parse_command_line
-from image_folder import batches_of, list_images
+from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
 from run_config import ALIASES, NOT_YET, RunConfig, resolve
@@ -67,7 +67,7 @@ def read(place: str, kind: Kind, words: Sequence[str]) -> EvalCommand:
     command = dataclasses.replace(command, assignments=[*command.assignments, when])
 
     def check(config: EvalCommand) -> list[Problem]:
-        found = [*config.eval.problems(images_alone=kind == "images"), *config.target.problems(config.eval)]
+        found = [*config.eval.problems(now=True, images_alone=kind == "images"), *config.target.problems(config.eval)]
         problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
         if kind != "images":
             config = _completed(config, place, kind, given)
@@ -215,7 +215,7 @@ def score_images(config: EvalCommand, folder: Path, table: Table) -> list[Row]:
 
     def score() -> Row:
         with meter.on(device):
-            for names, images in batches_of(mine, config.eval.batch_size or 16):
+            for names, images in image_batches(mine, config.eval.batch_size or 16):
                 unit = images.to(device).float() / 255.0
                 meter.add(unit, [numbers[name] for name in names], [captions[name] for name in names])
             return meter.figures()

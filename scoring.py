@@ -25,7 +25,7 @@ from composer.utils import dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from metrics.clip_score import CLIPScore
+from metrics.clip_score import CLIPScore, times_100
 from metrics.fid import FeatureSums, covariance_warning, frechet_distance, read_statistics
 from prompts import Prompt, PromptSet, read_prompts
 from zoo.sampling import MIN_STEPS, prompt_noise, sampling_problems, shard
@@ -71,10 +71,11 @@ class EvalConfig:
     samples: int = 16
     """Images of the grid of samples: those of the first prompts. 0: none."""
 
-    def problems(self, *, images_alone: bool = False) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be, files included.
+    def problems(self, *, now: bool, images_alone: bool = False) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be.
 
         Args:
+            now: it is evaluated here: its files have to be there.
             images_alone: images are there already: FID needs no prompts.
         """
         least = {"every_images": 1, "num_prompts": 1, "batch_size": 1, "samples": 0}
@@ -94,7 +95,7 @@ class EvalConfig:
                 as_size(self.image_size)
             except ValueError as error:
                 found.append(("eval.image_size", str(error)))
-        return found + (self._file_problems(images_alone) if self.when != "off" else [])
+        return found + (self._file_problems(images_alone) if now else [])
 
     def guidances(self) -> list[float]:
         """Return the scales of guidance. Raises ValueError: not a number, nor a list of them."""
@@ -257,7 +258,7 @@ class Meter:
                 found[0] |= {"fid": frechet_distance(statistics, self.reference), "num_images": statistics.num_images}
             if self.cosines is not None:
                 clip = float(self.cosines.compute())
-                found[0] |= {"clip": clip, "clip_x100": 100.0 * clip, "num_images": int(self.cosines.n)}
+                found[0] |= {"clip": clip, "clip_x100": times_100(clip), "num_images": int(self.cosines.n)}
         dist.broadcast_object_list(found)
         return found[0]
 

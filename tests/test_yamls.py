@@ -17,6 +17,7 @@ from bench.ladder import read_ladder
 from config import flat, load, parse_command_line
 from optim import lr_multiplier
 from prepare import latents
+from scoring import TargetConfig
 from zoo import FAMILIES, mlperf
 
 RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
@@ -41,6 +42,7 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
     if not config.data.synthetic:
         words = [*words, f"data.remote={stage}", "data.local=null", "data.stage=images"]
     words = [*words, *SMALL, "model.weights=random", "model.denoiser=null"]
+    words += ["eval.every_images=8", "save.snapshot_every_images=8"]  # the batch is another one
     command_line = parse_command_line(words, benchmark.ALIASES)
     return load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=benchmark.check)
 
@@ -100,7 +102,14 @@ def test_every_recipe_takes_two_steps(words, places, runs, monkeypatch):
     name = given.run_name.replace("NAME", f"{Path(words[0]).stem}-{given.data.stage}")
     remote = places["images"] if given.data.stage == "images" else places[given.data.normalize]
     own = [f"data.remote={remote}", f"model.weights={places['weights']}", f"run_folder={runs}", f"run_name={name}"]
-    own += ["max_duration=2ba", "data.workers=0", "measure.warmup_batches=0", "loggers.progress_bar=false"]
+    own += [
+        "max_duration=2ba",
+        "eval.every_images=8",
+        "save.snapshot_every_images=8",
+        "data.workers=0",
+        "measure.warmup_batches=0",
+        "loggers.progress_bar=false",
+    ]
     if given.model.denoiser is not None:
         begins = runs / Path(given.model.denoiser).name
         own.append(f"model.denoiser={begins if begins.exists() else places['weights']}")
@@ -127,6 +136,8 @@ def test_the_mlperf_recipes_are_the_benchmark(path):
     assert mlperf.fixed_deviations(flat(config)) == []
     free = mlperf.free_deviations(flat(config))
     assert free == [] if mlperf.reference_point(batch) else len(free) == 1 and "no reference point" in free[0]
+    assert (config.eval.when, config.eval.weights, config.target) == ("after", "training", TargetConfig(90.0, 0.15))
+    assert benchmark.resolve(config).eval.every_images == mlperf.checkpoint_batches(batch) * batch
     interval = mlperf.checkpoint_batches(batch) * batch
     assert config.save.snapshot_every_images == config.save.every_images == interval
     assert int(config.max_duration.removesuffix("sp")) % interval == 0
@@ -210,3 +221,13 @@ def test_the_command_of_mcloud_is_one_that_benchmark_understands(stage, monkeypa
     assert words[:2] == ["composer", "benchmark.py"]
     assert resolve(words[2:], stage).data.synthetic
     assert "parameters" not in OmegaConf.load(ROOT / "mcloud.yaml")
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
+def test_every_run_says_how_it_is_evaluated_and_what_its_target_is(path):
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert content["eval"]["when"] in ("after", "in_training", "off") and set(content["target"]) == {"fid", "clip"}
+    if content["eval"]["when"] != "off":
+        assert {"prompts", "guidance", "steps", "sampler", "weights", "statistics", "inception", "clip"} <= set(
+            content["eval"]
+        )

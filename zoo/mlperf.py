@@ -161,6 +161,16 @@ FIXED = {
     "schedule.name": "constant",
     "ema.enabled": False,
 }
+EVALUATION = {
+    "eval.num_prompts": None,
+    "eval.guidance": 8.0,
+    "eval.steps": 50,
+    "eval.sampler": "ddim",
+    "eval.resize": "bilinear299",
+    "target.fid": TARGET_FID,
+    "target.clip": TARGET_CLIP,
+}
+"""The same, of a run that is evaluated."""
 
 RELATIVE_TOLERANCE = 1e-6  # a rate that was typed with seven digits is the same rate
 
@@ -178,7 +188,8 @@ def deviations(values: Mapping[str, Any], ruleset: str = NEWEST) -> list[str]:
 def fixed_deviations(values: Mapping[str, Any]) -> list[str]:
     """Return those of `deviations` that the closed division does not allow."""
     found = []
-    for key, wanted in FIXED.items():
+    evaluated = {} if values.get("eval.when", "off") == "off" else EVALUATION
+    for key, wanted in {**FIXED, **evaluated}.items():
         given = values.get(key, wanted)
         square = [given, given] if key == "image_size" and isinstance(given, int) else given
         if not _same(square, [wanted, wanted] if key == "image_size" else wanted):

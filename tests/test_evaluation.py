@@ -1,0 +1,272 @@
+"""Evaluation in training and afterwards, end to end with the tiny SD2, random Inception and CLIP, and five prompts.
+
+The scores mean nothing; that they are the same ones, that training goes on untouched, and when it stops, is what is tested.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY_RUN, picture, run
+from PIL import Image
+from test_checkpoints import newest, same_training
+from test_ldm import save_folder
+
+import benchmark
+import eval as eval_command
+from checkpoint_files import WEIGHTS, listed
+from curves import read_rows
+from image_folder import list_images, read_image
+from metrics.clip_score import CLIPScore, load_clip
+from metrics.fid import FeatureSums, frechet_distance, read_statistics, write_statistics
+from metrics.inception import load_inception
+
+pytestmark = pytest.mark.slow
+
+CAPTIONS = ("a red square", "a blue circle", "two dots", "a line", "a green cross")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> dict[str, Path]:
+    """Five prompts, five pictures of other things and their statistics."""
+    folder = tmp_path_factory.mktemp("world")
+    prompts = "".join(f"{900 + n}\t{10 * n}\t{caption}\n" for n, caption in enumerate(CAPTIONS))
+    (folder / "prompts.tsv").write_text("image_id\tid\tcaption\n" + prompts)
+    (folder / "images").mkdir()
+    for n in range(len(CAPTIONS)):
+        Image.open(io.BytesIO(picture(n, (64, 64)))).save(folder / "images" / f"COCO_{900 + n:012d}.png")
+    extractor, sums = load_inception("random"), FeatureSums(2048)
+    pictures = torch.stack([read_image(path) for path in list_images(folder / "images")])
+    sums.update(extractor(pictures.flip(3).float() / 255))
+    write_statistics(folder / "statistics.npz", sums.compute(), {})
+    return {"prompts": folder / "prompts.tsv", "statistics": folder / "statistics.npz", "images": folder / "images"}
+
+
+def words_of(world, folder: Path, name: str, *more: str) -> list[str]:
+    """Six batches of 8; points after the third and the sixth."""
+    scored = [f"eval.prompts={world['prompts']}", f"eval.statistics={world['statistics']}", "eval.inception=random"]
+    scored += ["eval.clip=random", "eval.steps=3", "eval.every_images=20", "eval.guidance=3", "eval.samples=4"]
+    run = ["--use_synth_data", "max_duration=6ba", "--use_ema", "ema.decay=0.5", "save.every_images=16"]
+    return [*TINY_RUN, *run, *scored, f"run_folder={folder}", f"run_name={name}", *more]
+
+
+def evaluations(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("evaluation")]
+
+
+def result_of(output: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in output.splitlines()[-1].split())
+
+
+@pytest.fixture(scope="module")
+def watched(world, tmp_path_factory) -> Path:
+    """A run that is evaluated in training."""
+    folder = tmp_path_factory.mktemp("watched")
+    assert benchmark.main(words_of(world, folder, "watched", "eval.when=in_training")) == 0
+    return folder / "watched"
+
+
+def figures(row: dict) -> tuple:
+    return tuple(row[key] for key in ("images", "batch", "weights", "fid", "clip", "num_images", "partial"))
+
+
+def test_points_are_whole_batches_and_evaluation_is_no_training_time(watched):
+    first, second = evaluations(watched)
+    assert [(line["batch"], line["images"], line["weights"]) for line in (first, second)] == [
+        (3, 24, "ema"),
+        (6, 48, "ema"),
+    ]
+    assert first["fid"] != second["fid"] and first["clip"] != second["clip"] and first["num_images"] == 5
+    assert 0 < first["seconds"] < second["seconds"]
+    assert second["seconds"] < first["seconds"] + first["eval_sec"]  # else it would be in there
+    both = first["eval_sec"] + second["eval_sec"]
+    assert second["seconds_with_eval"] == pytest.approx(second["seconds"] + both, rel=1e-9)
+    windows = [json.loads(line) for line in (watched / "metrics.jsonl").read_text().splitlines()]
+    windows = [line for line in windows if not line.get("evaluation")]
+    assert sum(line["eval_sec"] for line in windows) == pytest.approx(first["eval_sec"], rel=0.1)
+    assert sum(line["train_sec"] for line in windows) < first["eval_sec"]
+    assert [path.name for path in sorted((watched / "samples").glob("*.png"))] == [
+        "im000000000024.png",
+        "im000000000048.png",
+    ]
+    assert Image.open(watched / "samples/im000000000024.png").size == (2 * 64 + 2, 2 * 64 + 2)
+    assert (watched / "samples/captions.txt").read_text().splitlines() == list(CAPTIONS[:4])
+    assert "batch_size: 16" in (watched / "config.yaml").read_text()
+
+
+def test_evaluation_changes_nothing_in_training(world, watched, tmp_path):
+    assert benchmark.main(words_of(world, tmp_path, "alone")) == 0
+    assert same_training(newest(tmp_path, "alone"), newest(watched.parent, "watched"))
+
+
+def test_afterwards_gives_the_same_figures_to_the_last_digit(world, watched, tmp_path, capsys):
+    assert benchmark.main(words_of(world, tmp_path, "later", "eval.when=after")) == 0
+    assert evaluations(tmp_path / "later") == []
+    assert eval_command.main([str(tmp_path / "later")]) == 0
+    rows = read_rows(tmp_path / "later" / "eval.csv")
+    assert [figures(row) for row in rows] == [figures(line) for line in evaluations(watched)]
+    assert (tmp_path / "later" / "eval.png").is_file()
+
+    before = (tmp_path / "later" / "eval.csv").stat().st_mtime_ns  # given again it scores nothing
+    assert eval_command.main([str(tmp_path / "later")]) == 0
+    assert (tmp_path / "later" / "eval.csv").stat().st_mtime_ns == before
+    assert eval_command.main([str(watched), f"out={tmp_path}/again"]) == 0  # and of the run that was watched, too
+    again = read_rows(tmp_path / "again" / "eval.csv")
+    assert [figures(row) for row in again] == [figures(line) for line in evaluations(watched)]
+    assert [row["seconds"] for row in again] == [line["seconds"] for line in evaluations(watched)]
+
+
+def test_two_ranks_score_each_prompt_once_and_the_same(world, watched, tmp_path):
+    done = run(
+        "composer", "-n", "2", "eval.py", str(watched), "snapshots=last", f"out={tmp_path}/two", "eval.batch_size=2"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row], line = read_rows(tmp_path / "two" / "eval.csv"), evaluations(watched)[-1]
+    assert row["num_images"] == 5
+    assert row["fid"] == pytest.approx(line["fid"], rel=1e-6)
+    assert row["clip"] == pytest.approx(line["clip"], rel=1e-6)
+
+
+def test_a_run_stops_at_its_target_and_started_again_says_so(world, watched, tmp_path, capsys):
+    first = evaluations(watched)[0]
+    words = words_of(
+        world, tmp_path, "aimed", "eval.when=in_training", f"target.fid={first['fid'] + 1e-9}", "target.clip=-1"
+    )
+    assert benchmark.main(words) == 0
+    captured = capsys.readouterr()
+    result = result_of(captured.out)
+    assert (result["target"], result["images_to_target"], result["batches"]) == ("reached", "24", "3")
+    assert float(result["fid"]) == pytest.approx(first["fid"], rel=1e-5)
+    assert 0 < float(result["seconds_to_target"]) < float(result["seconds_to_target_with_eval"])
+    assert "target: reached with FID " in captured.err and "after 24 images" in captured.err
+    summary = json.loads((tmp_path / "aimed" / "summary.json").read_text())
+    assert summary["target"] == "reached" and summary["fid"] == float(result["fid"])
+
+    record = (tmp_path / "aimed" / "metrics.jsonl").read_bytes()
+    assert benchmark.main(words) == 0  # a restart does nothing but say so
+    captured = capsys.readouterr()
+    assert result_of(captured.out) == result
+    assert "has reached its target" in captured.err
+    assert (tmp_path / "aimed" / "metrics.jsonl").read_bytes() == record
+
+    (tmp_path / "aimed" / "summary.json").unlink()  # killed before it was written
+    assert benchmark.main(words) == 0
+    captured = capsys.readouterr()
+    assert {**result_of(captured.out), "loss": ""} == {**result, "loss": ""} or result_of(captured.out)[
+        "target"
+    ] == "reached"
+    assert len(evaluations(tmp_path / "aimed")) == 1
+
+    assert benchmark.main([*words, "target.fid=1e-9"]) == 0  # another target: it goes on, to its end
+    result = result_of(capsys.readouterr().out)
+    assert (result["target"], result["images_to_target"], result["batches"]) == ("missed", "none", "6")
+    assert same_training(newest(tmp_path, "aimed"), newest(watched.parent, "watched"))
+
+
+def test_the_first_snapshot_that_passes_and_the_one_before_it(world, watched, tmp_path, capsys):
+    shutil.copytree(watched, tmp_path / "run")
+    first, second = evaluations(watched)
+    between = f"target.fid={(first['fid'] + second['fid']) / 2}"
+    passes = min(first, second, key=lambda line: line["fid"])
+    capsys.readouterr()
+    assert eval_command.main([str(tmp_path / "run"), between]) == 0
+    result = result_of(capsys.readouterr().out)
+    assert (result["target"], result["images_to_target"]) == ("reached", str(passes["images"]))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["target"] == "reached"
+    partial = [str(tmp_path / "run"), "target.fid=1e9", "eval.num_prompts=4", f"out={tmp_path}/partial"]
+    assert eval_command.main(partial) == 0  # a partial score never meets a target
+    assert result_of(capsys.readouterr().out)["target"] == "missed"
+
+
+def test_killed_in_mid_evaluation_it_ends_with_the_same_figures(world, watched, tmp_path):
+    words = words_of(world, tmp_path, "killed", "eval.when=in_training", "save.every_images=8")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen(
+        [sys.executable, "benchmark.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed" / "checkpoints").glob("full-ba000000000003-*.pt")):  # the evaluation comes next
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    assert evaluations(tmp_path / "killed") == []
+    assert benchmark.main(words) == 0
+    assert [figures(line) for line in evaluations(tmp_path / "killed")] == [
+        figures(line) for line in evaluations(watched)
+    ]
+    starts = (tmp_path / "killed" / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["batch"] for line in starts] == [0, 3]
+    assert same_training(newest(tmp_path, "killed"), newest(watched.parent, "watched"))
+
+
+def test_guidance_is_swept_and_drawn(watched, tmp_path, capsys):
+    words = [str(watched), "eval.guidance=[1,3]", "eval.sampler=plms", "eval.image_size=32", f"out={tmp_path}/sweep"]
+    assert eval_command.main(words) == 0
+    rows = read_rows(tmp_path / "sweep" / "eval.csv")
+    assert [(row["guidance"], row["sampler"], row["eval_image_size"]) for row in rows] == [
+        (1.0, "plms", [32, 32]),
+        (3.0, "plms", [32, 32]),
+    ]
+    assert rows[0]["fid"] != rows[1]["fid"] and (tmp_path / "sweep" / "guidance.png").is_file()
+
+
+def test_a_folder_of_images_is_scored_like_the_metrics_alone(world, tmp_path):
+    scored = [f"eval.prompts={world['prompts']}", f"eval.statistics={world['statistics']}", "eval.inception=random"]
+    assert eval_command.main([str(world["images"]), *scored, "eval.clip=random", f"out={tmp_path}"]) == 0
+    [row] = read_rows(tmp_path / "eval.csv")
+    pictures = torch.stack([read_image(path) for path in list_images(world["images"])]).float() / 255
+    sums, cosines, pair = FeatureSums(2048), CLIPScore(), load_clip("random")
+    sums.update(load_inception("random")(pictures))
+    cosines.update(pair.encode_images(pictures), pair.encode_texts(CAPTIONS))
+    assert row["fid"] == pytest.approx(frechet_distance(sums.compute(), read_statistics(world["statistics"])), rel=1e-9)
+    assert row["clip"] == pytest.approx(float(cosines.compute()), rel=1e-6)
+    assert row["num_images"] == 5
+
+
+def test_a_diffusers_folder_is_scored_as_it_is_published(world, tmp_path, capsys):
+    folder = save_folder(tmp_path / "published")
+    Path(folder, "model_index.json").write_text("{}")
+    Path(folder, "scheduler").mkdir()
+    Path(folder, "scheduler", "scheduler_config.json").write_text('{"prediction_type": "v_prediction"}')
+    scored = [
+        f"eval.prompts={world['prompts']}",
+        "eval.clip=random",
+        "eval.steps=3",
+        "model.preset=tiny",
+        "image_size=64",
+    ]
+    assert eval_command.main([folder, *scored, f"out={tmp_path}/scores"]) == 0, capsys.readouterr().err
+    [row] = read_rows(tmp_path / "scores" / "eval.csv")
+    assert (row["model"], row["weights"], row["num_images"], row["fid"]) == ("published", "published", 5, None)
+    assert np.isfinite(row["clip"])
+
+
+def test_a_snapshot_that_is_truncated_or_trained_with_other_encoders_is_refused(world, watched, tmp_path, capsys):
+    shutil.copytree(watched, tmp_path / "run")
+    path = listed(tmp_path / "run" / "checkpoints", WEIGHTS)[-1]
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert eval_command.main([str(tmp_path / "run")]) == 2
+    assert f"{path} is damaged: its bytes do not have the digest in its name." in capsys.readouterr().err
+    path.write_bytes(whole)
+    other = save_folder(tmp_path / "other")
+    assert eval_command.main([str(tmp_path / "run"), f"model.weights={other}", "eval.num_prompts=4"]) == 2
+    assert "was trained with" in capsys.readouterr().err

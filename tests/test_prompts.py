@@ -1,0 +1,75 @@
+"""prompts.py: a file of prompts is read as pandas wrote it, and what is no prompt is named with its line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pytest
+
+from prompts import Prompt, read_prompts
+
+HEADER = "image_id\tid\tcaption\n"
+
+
+def written(tmp_path, text: str | bytes):
+    path = tmp_path / "prompts.tsv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def test_captions_come_back_as_another_writer_has_quoted_them(tmp_path):
+    captions = [
+        'A "stop" sign',
+        '"Quoted"',
+        "tab\tin it",
+        "accents: café",
+        "an apostrophe's",
+        "line separator \u2028 in it",
+    ]
+    file = io.StringIO()
+    writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+    writer.writerows([("image_id", "id", "caption"), *((100 + n, n, c) for n, c in enumerate(captions))])
+    found = read_prompts(written(tmp_path, file.getvalue()))
+    assert list(found.prompts) == [Prompt(n, 100 + n, caption) for n, caption in enumerate(captions)]
+    assert not found.partial
+
+
+def test_the_order_of_columns_a_mark_at_the_beginning_and_windows_lines_do_not_matter(tmp_path):
+    path = written(tmp_path, b"\xef\xbb\xbfcaption\tother\tid\timage_id\r\na cat\tx\t7\t9\r\n\r\na dog\ty\t8\t10\r\n")
+    assert list(read_prompts(path).prompts) == [Prompt(7, 9, "a cat"), Prompt(8, 10, "a dog")]
+
+
+def test_the_first_prompts_of_a_file_are_partial_and_all_of_them_are_not(tmp_path):
+    path = written(tmp_path, HEADER + "1\t1\ta\n2\t2\tb\n")
+    assert [prompt.caption for prompt in read_prompts(path, 1).prompts] == ["a"]
+    assert read_prompts(path, 1).partial and not read_prompts(path, 2).partial
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no column image_id, id, caption in its first line, which has nothing"),
+        ("1\t2\ta cat\n", "no column image_id, id, caption in its first line, which has '1', '2', 'a cat'"),
+        ("image_id\tcaption\n1\ta\n", "no column id in its first line, which has 'image_id', 'caption'"),
+        (HEADER, "has a header and no prompt. Give a file with at least one."),
+        (HEADER + "1\t1\ta\n2\t2\t  \n", "line 3 (id 2) has an empty caption. Remove that line."),
+        (HEADER + "1\t1\ta\n2\t1\tb\n", "prompts 1 and 2 both have the id 1. An id names one prompt and its noise"),
+        (HEADER + "1\tx\ta\n", "line 2 has id 'x', no whole number. Mend it."),
+        (HEADER + "1\t2\n", "line 2 has 2 columns, its header 3. Mend that line."),
+        (HEADER + '1\t2\t"never closed\n', "line 2 cannot be read: unexpected end of data"),
+        (b"\xff\xfe\x00", "is not UTF-8 text (byte 0)"),
+    ],
+)
+def test_what_is_no_file_of_prompts_is_refused_with_its_line(tmp_path, text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_prompts(written(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_and_too_many_prompts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="none.tsv cannot be read: No such file or directory"):
+        read_prompts(str(tmp_path / "none.tsv"))
+    path = written(tmp_path, HEADER + "1\t1\ta\n")
+    with pytest.raises(ValueError, match=re.escape(f"eval.num_prompts: 2, but {path} has 1. Possible: 1 to that.")):
+        read_prompts(path, 2)

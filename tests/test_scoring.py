@@ -1,0 +1,135 @@
+"""scoring.py and eval.py without a network: what may be configured, when a target is met, which snapshots are scored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import TINY_RUN
+from test_benchmark import refused
+
+from callbacks.quality_target import outcome
+from callbacks.sample_grid import grid_of
+from config import load, parse_command_line
+from eval import to_target
+from run_config import RunConfig, resolve
+from scoring import EvalConfig, TargetConfig, rounded_up
+
+WHOLE = {"partial": False, "fid": 80.0, "clip": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("target", "score", "met"),
+    [
+        (TargetConfig(90.0, 0.15), WHOLE, True),
+        (TargetConfig(80.0, 0.2), WHOLE, True),  # at the target is met
+        (TargetConfig(79.9, 0.15), WHOLE, False),
+        (TargetConfig(90.0, 0.21), WHOLE, False),
+        (TargetConfig(90.0, None), {**WHOLE, "clip": None}, True),
+        (TargetConfig(90.0, 0.15), {**WHOLE, "clip": None}, False),
+        (TargetConfig(90.0, 0.15), {**WHOLE, "partial": True}, False),
+        (TargetConfig(), WHOLE, False),
+    ],
+)
+def test_a_target_is_met_by_both_figures_of_a_whole_score(target, score, met):
+    assert target.is_met(score) is met
+
+
+@pytest.mark.parametrize(("batch", "images"), [(384, 512_256), (512, 512_000), (2048, 512_000), (600_000, 600_000)])
+def test_the_cadence_is_the_rules(batch, images):
+    """CEIL(512000 / GBS) x GBS, mlcommons/training_policies."""
+    assert rounded_up(512_000, batch) == images
+
+
+@pytest.mark.parametrize(
+    ("passing", "begin", "scored"),
+    [
+        ((3, 4), 0, [0, 1, 2, 3]),  # in order, to the first that passes
+        ((3, 4), 3, [3, 2]),  # the hint was the first to pass: the one before it is wanted
+        ((1, 2, 3, 4), 3, [3, 2, 1, 0]),  # backwards to one that does not
+        ((0, 1, 2, 3, 4), 0, [0]),
+        ((), 2, [2, 3, 4]),
+    ],
+)
+def test_the_first_that_passes_and_the_one_before_it_are_scored(passing, begin, scored):
+    snapshots = [lambda n=n: {"n": n} for n in range(5)]
+    assert [row["n"] for row in to_target(snapshots, begin, lambda row: row["n"] in passing)] == scored
+
+
+def test_what_a_run_came_to_is_of_the_first_that_met_the_target_or_of_the_last():
+    lines = [{"images": n, "seconds": n / 2, "seconds_with_eval": n, "fid": 100.0 - n, "clip": None} for n in (8, 16)]
+    assert outcome(lines, lines[0]) == {
+        "target": "reached",
+        "images_to_target": 8,
+        "seconds_to_target": 4.0,
+        "seconds_to_target_with_eval": 8,
+        "fid": 92.0,
+        "clip": None,
+    }
+    missed = outcome(lines, None)
+    assert (missed["target"], missed["images_to_target"], missed["fid"]) == ("missed", None, 84.0)
+    assert outcome([], None)["fid"] is None
+
+
+def test_a_grid_has_each_image_at_its_place():
+    images = [torch.full((3, 4, 6), n, dtype=torch.uint8) for n in range(5)]
+    grid = grid_of(images)  # three columns, two rows
+    assert grid.shape == (3, 2 * 4 + 2, 3 * 6 + 2 * 2)
+    assert [int(grid[0, 6 * (n // 3), 8 * (n % 3)]) for n in range(6)] == [0, 1, 2, 3, 4, 255]
+
+
+def resolved(*words: str) -> RunConfig:
+    return resolve(load(RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: []))
+
+
+def test_checkpoints_and_snapshots_follow_the_evaluation_where_nothing_else_is_given():
+    run = resolved("eval.when=after", "global_batch_size=384", "data.remote=x", "ema.enabled=true")
+    assert (run.eval.every_images, run.eval.weights) == (512_256, "ema")
+    assert (run.save.every_images, run.save.snapshot_every_images) == (512_256, 512_256)
+    assert resolved("eval.when=off").eval == EvalConfig()  # YAML's `off` is a truth value
+
+
+def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
+    words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "eval.when=in_training"]
+    errors = refused(
+        capsys,
+        *words,
+        "eval.sampler=ddpm",
+        "eval.steps=0",
+        "eval.guidance=[1,2]",
+        "eval.inception=random",
+        "eval.weights=ema",
+        "eval.samples=-1",
+        "eval.image_size=60",
+        "target.clip=0.1",
+    )
+    assert errors == [
+        "eval.samples: -1 is below 0. Possible: 0 and up.",
+        "eval.sampler: unknown sampler 'ddpm'. Known: ddim, plms, dpm++, euler.",
+        "eval.steps: 0 is not possible. Possible: 2 to 500.",
+        "eval.prompts: not given. Give a tab-separated file with image_id, id and caption.",
+        "eval.statistics: not given, but eval.inception is. FID needs both; leave out both for none.",
+        "target.clip: given, but clip is not measured. Give eval.clip, or leave it out.",
+        "eval.weights: ema, but the run keeps no average. Say ema.enabled=true (--use_ema), or eval.weights=training.",
+        "eval.guidance: [1, 2]: a run is scored at one. Give one number; composer eval.py RUN takes a list.",
+        "eval.image_size: 60 x 60 px does not fit sd2. Both sides have to be multiples of 8.",
+        "eval.every_images: 512,000, but max_duration=4ba is 32: nothing would be evaluated. Lower it.",
+    ]
+
+
+def test_a_target_without_evaluation_and_files_that_are_not_there_are_refused(capsys, tmp_path):
+    words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}"]
+    assert refused(capsys, *words, "target.fid=90") == [
+        "target.fid: given, but nothing is evaluated. Say eval.when=in_training, or after."
+    ]
+    files = ["eval.prompts=/no/p.tsv", "eval.statistics=/no/s.npz", "eval.inception=/no/i.pth", "eval.clip=/no/c.bin"]
+    assert refused(capsys, *words, *files, "eval.when=in_training", "eval.every_images=8") == [
+        "eval.prompts: no file /no/p.tsv. Check the path.",
+        "eval.statistics: no file /no/s.npz. Check the path.",
+        "eval.inception: no file /no/i.pth. Check the path.",
+        "eval.clip: no file /no/c.bin. Check the path.",
+    ]
+    # Scored on another machine, later: the files may be there alone.
+    later = [*words, *files, "eval.when=after", "eval.every_images=8", "save.snapshot_every_images=16"]
+    assert refused(capsys, *later) == [
+        "save.snapshot_every_images: 16, but eval.when=after scores snapshots every 8 images. Leave it out.",
+    ]
