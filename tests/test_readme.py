@@ -13,6 +13,7 @@ from conftest import ROOT
 import benchmark
 from bench.micro import table
 from config import load, parse_command_line, schema_keys
+from eval import EvalCommand
 from prepare import latents
 from prepare.parts import split_words
 
@@ -30,6 +31,10 @@ def test_every_composer_command_is_understood(line, monkeypatch):
         places, keys = split_words(words[words.index("-m") + 2 :])
         load(latents.LatentsConfig, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
         assert len(places) == 2
+        return
+    if "eval.py" in words:
+        keys = [word for word in words[words.index("eval.py") + 1 :] if "=" in word]
+        load(EvalCommand, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
         return
     script = words.index("benchmark.py")
     command_line = parse_command_line(words[script + 1 :], benchmark.ALIASES)
