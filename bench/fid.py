@@ -154,7 +154,8 @@ def measure(config: FidConfig) -> dict[str, Any]:
         distances[name] = found["fid"]
         return found["total"]
 
-    # First, and for the fewer images first: what torch's libraries set up once is in the first figure, not in the growth.
+    for one in contestants.values():
+        turn(one, features[: config.num_images // 10], config.batch_size)  # what libraries set up once is no growth
     memory = {
         f"memory_{name}_{words}_mib": rounded(added_mib(lambda n=num, c=one: turn(c, features[:n], config.batch_size)))
         for name, one in contestants.items()
@@ -205,6 +206,7 @@ def main(argv: Sequence[str]) -> int:
         "measured": "fid_speed",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **environment(),
+        "num_cpus": os.cpu_count(),
         "load_average_before": round(os.getloadavg()[0], 2),  # what else the machine was doing
         "config": asdict(config),
     }

@@ -113,12 +113,12 @@ class ClipPair:
     def preprocess(self, images: Tensor) -> Tensor:  # [0, 1] (B, 3, H, W) -> (B, 3, 224, 224), on the CPU
         """Cut images to 8 bits and put each through open_clip's own transform for validation, in threads.
 
-        By PIL, although torchvision resizes batches faster: its rounding differs from PIL's. 512 px take about 3 ms an
-        image and core, against some 2 s for generating it.
+        By PIL, although torchvision resizes whole batches, ten times as fast: from 512 px it is a level of 255 off in
+        0.4 % of the values. An image takes 7 ms of a core, generating it seconds of a GPU.
         """
         from torchvision.transforms.functional import to_pil_image
 
-        pictures = images.float().cpu()
+        pictures = (images.float() * 255).to(torch.uint8).cpu()
         with ThreadPoolExecutor(THREADS) as pool:
             return torch.stack(list(pool.map(lambda picture: self.transform(to_pil_image(picture)), pictures)))
 
