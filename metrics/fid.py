@@ -60,11 +60,13 @@ def read_statistics(path: str | Path, num_features: int | None = None) -> Statis
         raise ValueError(
             f"{path}: its arrays are {found}. Statistics are mu and sigma. Make them: python -m prepare.fid_statistics."
         )
+    count = arrays.get("num_images")
     problem = _problem(arrays["mu"], arrays["sigma"], num_features)
+    if count is not None and (count.ndim or count.dtype.kind not in "iu"):
+        problem = f"num_images is {count.dtype} {count.shape}. Possible: one whole number. Make the file again."
     if problem:
         raise ValueError(f"{path}: {problem}")
     mean, covariance = (arrays[name].astype(np.float64) for name in ("mu", "sigma"))
-    count = arrays.get("num_images")
     return Statistics(mean, (covariance + covariance.T) / 2, None if count is None else int(count))
 
 

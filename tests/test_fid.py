@@ -324,6 +324,10 @@ BROKEN = {
         dict(mu=np.zeros(2), sigma=np.diag([1.0, -2.0])),
         f"sigma has -2 on its diagonal. A variance is 0 or more. {AGAIN}",
     ),
+    "a number of images that is none": (
+        dict(mu=np.zeros(2), sigma=np.eye(2), num_images=[3, 4]),
+        f"num_images is int64 (2,). Possible: one whole number. {AGAIN}",
+    ),
     "another network": (
         dict(mu=np.zeros(3), sigma=np.eye(3)),
         "mu is float64 (3,), sigma is float64 (3, 3). The image network gives 2 features. Give the statistics of the same "
