@@ -43,8 +43,9 @@ lint: $(STAMP)  ## ruff: format and rules
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "not slow and not gpu"
 
-test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands
+test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, each fault of a store once
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "slow and not gpu"
+	$(MAKE) --no-print-directory test-store ROUNDS=1
 
 test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none)

@@ -292,7 +292,8 @@ class Loader(StreamingDataLoader):
     """A StreamingDataLoader with epochs of a fixed length, that takes the report of unusable samples out of each batch.
 
     An epoch is the whole batches of the stage. Without that it would depend on the number of ranks, since streaming pads the
-    samples to a multiple of them, and from the second epoch on a batch would not be the same on another number of ranks.
+    samples to a multiple of them, and from the second epoch on a batch would not be the same on another number of ranks; a
+    run that is resumed there goes on in its place (mosaicml/streaming issue 869).
 
     `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
     """

@@ -1,9 +1,10 @@
 """What killed runs leave in shared memory, removed only where nobody can be using it.
 
-streaming keeps its state in /dev/shm/NNNNNN_NAME with locks in the temporary folder; a run that is killed leaves both. The
-library's own `clean_stale_shared_memory()` removes them for the whole machine, from under other runs too. Here a number
-counts as dead only when no process maps one of its segments and every process could be inspected. Otherwise nothing is
-removed, and a line says what was left.
+streaming keeps its state in /dev/shm/NNNNNN_NAME with locks in the temporary folder; a run that is killed leaves both, and
+the next one on that machine fails on them (mosaicml/streaming issues 824 and 884). The library's own
+`clean_stale_shared_memory()` removes them for the whole machine, from under other runs too. Here a number counts as dead
+only when no process maps one of its segments and every process could be inspected. Otherwise nothing is removed, and a
+line says what was left.
 """
 
 from __future__ import annotations

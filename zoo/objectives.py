@@ -47,6 +47,9 @@ class ObjectiveConfig:
 class Objective(Protocol):
     """What model.py asks of a way down; a flow-matching objective will have the same four methods."""
 
+    prediction: str
+    """What the network says, and its target is; zoo/sampling.py's name for the way back."""
+
     def to(self, device: torch.device) -> Objective: ...
 
     def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
