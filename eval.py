@@ -34,7 +34,7 @@ import alarm
 import curves
 import warm_start
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import amend_summary, keep_batch_size, result_line
+from callbacks.run_record import amend_summary, keep_batch_size, result_line, rounded
 from config import Assignment, ConfigError, Problem, load, parse_command_line
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
@@ -45,6 +45,8 @@ from subjects import Kind, build, kind_of, load_snapshot, match_prompts, of_diff
 from zoo.sampling import shard
 
 Row = dict[str, Any]
+
+DIST_TIMEOUT_SEC = 1800.0
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,15 @@ class Table:
 
 def _shown(row: Row) -> Row:
     keys = ("model", "images", "weights", "guidance", "fid", "clip", "clip_x100", "num_images", "partial")
-    return {key: f"{row[key]:.6g}" if isinstance(row[key], float) else row[key] for key in keys if key in row}
+    return {key: rounded(row[key]) for key in keys if key in row}
 
 
 # --- what is scored ---
 
 
-def score_run(config: EvalCommand, folder: Path, table: Table) -> list[Row]:
+def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
-    model, scorer = _ready(config, folder)
+    model, scorer = _ready(config, folder, device)
     paths, guidances = snapshots_of(folder), config.eval.guidances()
 
     def scored(path: Path) -> list[Row]:
@@ -178,12 +180,12 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
         amend_summary(folder, result)
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
-        print(result_line(result), flush=True)
+        print(result_line({key: rounded(value) for key, value in result.items()}), flush=True)
 
 
-def score_diffusers(config: EvalCommand, folder: Path, table: Table) -> list[Row]:
+def score_diffusers(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a diffusers folder as it is published."""
-    model, scorer = _ready(config, None)
+    model, scorer = _ready(config, None, device)
     where = {"model": folder.name, "weights": "published", **_fingerprints(model)}
     return [
         table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g))
@@ -198,7 +200,7 @@ def _fingerprints(model: LatentDiffusion) -> Row:
     return {"denoiser_fingerprint": fingerprint(model.denoiser), **encoders}
 
 
-def score_images(config: EvalCommand, folder: Path, table: Table) -> list[Row]:
+def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a folder of images; their captions are those of the prompts that their names give."""
     paths, facts = list_images(folder), {"num_images": 0, "partial": False}
     captions = dict.fromkeys(paths, "")
@@ -209,7 +211,7 @@ def score_images(config: EvalCommand, folder: Path, table: Table) -> list[Row]:
         captions = {path: prompt.caption for path, prompt in zip(paths, matched, strict=True)}
         numbers = {path: prompt.number for path, prompt in zip(paths, matched, strict=True)}
         facts = {"partial": prompt_set.partial, "prompts_sha256": prompt_set.sha256}
-    meter, device = Meter(config.eval), _device(config)
+    meter = Meter(config.eval)
     meter.say_what_is_short(len(paths))
     mine = [paths[place] for place in shard(len(paths), dist.get_global_rank(), dist.get_world_size())]
 
@@ -228,16 +230,8 @@ def _figures(scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:
     return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
 
 
-def _device(config: EvalCommand) -> torch.device:
-    device = build_device(config.precision or "fp32")
-    dist.initialize_dist(device, timeout=1800.0)
-    alarm.listen()
-    return device._device
-
-
-def _ready(config: EvalCommand, run: Path | None) -> tuple[LatentDiffusion, Scorer]:
+def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple[LatentDiffusion, Scorer]:
     """Build the model and what scores it, the batch size found: a run keeps it in its config.yaml."""
-    device = _device(config)
     model = build(config)
     if run is None:
         warm_start.load(model, str(config.model.denoiser))
@@ -258,12 +252,15 @@ def evaluate(places: Sequence[str], words: Sequence[str]) -> None:
     if len(places) > 1 and not any(word.startswith("out=") for word in words):
         raise ConfigError(["out: not given. Several models in one table want a folder for it: out=FOLDER."])
     configs = {place: read(place, kind, words) for place, kind in kinds.items()}
+    device = build_device(configs[places[0]].precision or "fp32")
+    dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
+    alarm.listen()
     rows: list[Row] = []
     for place, kind in kinds.items():
         config, folder = configs[place], Path(place).expanduser()
         table = Table(Path(config.out or folder, "eval.csv"))
         score = {"run": score_run, "diffusers": score_diffusers, "images": score_images}[kind]
-        rows += score(config, folder, table)
+        rows += score(config, folder, table, device._device)
     if dist.get_global_rank() == 0:
         draw(rows, table.path.parent, configs[places[0]])
 

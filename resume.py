@@ -17,7 +17,7 @@ from composer.utils import dist
 from filelock import FileLock, Timeout
 
 from callbacks.quality_target import TARGET_KEYS, said
-from callbacks.run_record import RESULT_KEYS
+from callbacks.run_record import RESULT_KEYS, rounded
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat, read_yaml
@@ -79,7 +79,7 @@ def finished(folder: Path, max_duration: str | None, target: TargetConfig) -> di
         text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on"
     if dist.get_global_rank() == 0:
         print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
-    return {key: summary[key] for key in (*RESULT_KEYS, *TARGET_KEYS) if key in summary}
+    return {key: rounded(summary[key]) for key in (*RESULT_KEYS, *TARGET_KEYS) if key in summary}
 
 
 def _of_target(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -237,29 +237,28 @@ class RunRecord(Callback):
         """
         figures = {**self.throughput.result(), "loss": self.loss}
         figures["batches"] = max(figures["batches"], self._begun_at)
-        result = {
-            key: _rounded(value) for key, value in {**{k: figures[k] for k in RESULT_KEYS}, **(outcome or {})}.items()
-        }
-        rest = {key: _rounded(value) for key, value in figures.items() if key not in result}
+        result = {key: rounded(figures[key]) for key in RESULT_KEYS}
+        rest = {key: rounded(value) for key, value in figures.items() if key not in result}
         summary = {
             "schema": SCHEMA,
             **result,
             **rest,
+            **(outcome or {}),  # whole: a target is compared with it again
             "bad_samples": len(self.all_bad_samples),
             "starts": self.num_starts,
-            **{key: _rounded(value) for key, value in self.facts.items()},
+            **{key: rounded(value) for key, value in self.facts.items()},
             **self.environment,
         }
         if self._is_writer:
             _write_json(self.folder / "summary.json", summary)
-        return result
+        return result | {key: rounded(value) for key, value in (outcome or {}).items()}
 
 
 def amend_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
     """Lay what was found out after the run over its summary.json, where it has one."""
     path = folder / "summary.json"
     if path.is_file():
-        _write_json(path, {**json.loads(path.read_text()), **{key: _rounded(value) for key, value in outcome.items()}})
+        _write_json(path, {**json.loads(path.read_text()), **outcome})
 
 
 def keep_batch_size(folder: Path, batch_size: int) -> None:
@@ -342,7 +341,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return a figure as the result line shows it, with six digits."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
