@@ -42,7 +42,6 @@ from checks import check, cost_of, has_average_on_device
 from config import ConfigError, flat, load, parse_command_line, read_yaml, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
-from encoders import fingerprint
 from fetch import StreamFailure
 from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device, build_model
@@ -51,6 +50,7 @@ from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, 
 from run_config import ALIASES, NOT_YET, RunConfig, resolve
 from scoring import Scorer
 from stream import read_stage
+from tensors import fingerprint
 from zoo import mlperf
 
 DIST_TIMEOUT_SEC = 1800.0

@@ -42,6 +42,7 @@ from prompts import read_prompts
 from run_config import ALIASES, NOT_YET, RunConfig, resolve
 from scoring import FIGURES, Meter, Scorer
 from subjects import Kind, build, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
+from tensors import fingerprint
 from zoo.sampling import shard
 
 Row = dict[str, Any]
@@ -194,8 +195,6 @@ def score_diffusers(config: EvalCommand, folder: Path, table: Table, device: tor
 
 
 def _fingerprints(model: LatentDiffusion) -> Row:
-    from tensors import fingerprint
-
     encoders = {f"{name}_fingerprint": digest for name, digest in model.encoders.fingerprints.items()}
     return {"denoiser_fingerprint": fingerprint(model.denoiser), **encoders}
 
