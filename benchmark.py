@@ -49,7 +49,7 @@ from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, resolve
 from scoring import Scorer
-from stream import read_stage
+from stage import read_stage
 from tensors import fingerprint
 from zoo import mlperf
 

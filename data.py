@@ -39,7 +39,8 @@ from torchvision.transforms.v2 import functional as vision
 
 from fetch import PATIENCE_SEC, StreamFailure
 from shared_memory import one_at_a_time, remove_dead_segments
-from stream import BatchStream, MomentsStream, Stage, holds_another_stage, is_remote, read_stage
+from stage import Stage, holds_another_stage, is_remote, read_stage
+from stream import BatchStream, MomentsStream
 from workers import live_as_worker
 from zoo.spec import Column, Family, ImageSize
 

@@ -22,7 +22,7 @@ from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat, read_yaml
 from scoring import TargetConfig
-from stream import Stage
+from stage import Stage
 
 Result = TypeVar("Result")
 

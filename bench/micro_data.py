@@ -38,7 +38,8 @@ from torch.utils.data import DataLoader
 
 from bench.contest import Figures, take_turns
 from data import DataConfig, build_data, decode_image, resize_and_crop
-from stream import HASH, write_facts
+from fetch import HASH
+from stage import write_facts
 from zoo import load_family
 from zoo.spec import Column, Family
 

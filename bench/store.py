@@ -45,7 +45,7 @@ from callbacks.run_record import environment
 from config import ConfigError, Problem, load, parse_command_line
 from data import DataConfig, build_data
 from fetch import file_digest
-from stream import read_stage
+from stage import read_stage
 
 SCHEMA = 1
 

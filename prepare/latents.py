@@ -42,6 +42,7 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from fetch import HASH
 from model import ModelConfig, model_problems
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
 from prepare.moments import mds_columns
@@ -62,7 +63,7 @@ from prepare.parts import (
     where_to_look,
 )
 from prepare.places import Failed, Place, Refused, address_problem, open_place, out_problem
-from stream import HASH, Stage, read_stage
+from stage import Stage, read_stage
 from zoo.spec import ImageSize, as_size
 
 REFUSAL_WAIT_SEC = 30.0  # the launcher ends all ranks when the first one leaves: let the one that a person hears speak

@@ -43,13 +43,15 @@ from torch import nn
 from tqdm import tqdm
 
 from config import Assignment, CommandLine, ConfigError, Problem, load, parse_command_line, to_yaml
+from fetch import HASH
 from model import ModelConfig, model_problems
 from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
 from prepare.look_picture import Histogram, Sample, Tile, first_of, printable, share, size_in_words, spread
 from prepare.parts import split_words
 from prepare.places import Failed, Place, address_problem, open_place, out_problem
-from stream import FACTS_FILE, HASH, ShardError, ShardFile, Stage, is_remote, read_stage
+from shard_file import ShardError, ShardFile
+from stage import FACTS_FILE, Stage, is_remote, read_stage
 from zoo import load_family
 from zoo.spec import Family
 

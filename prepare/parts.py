@@ -5,7 +5,7 @@
     OUT/part-00012/part.json         ... and, last, their entries of the index and what became of every sample
     OUT/skipped.jsonl                the finish, when all parts are there: every skipped sample with its reason,
     OUT/index.json                   the index of all parts' shards,
-    OUT/dataset.json                 and, last, what makes it a stage (stream.py reads nothing without it)
+    OUT/dataset.json                 and, last, what makes it a stage (stage.py reads nothing without it)
 
 A part's bytes depend on its input and the plan alone, not on who makes it or how often the work was interrupted. A part
 with its part.json is done and never made again.
@@ -29,8 +29,9 @@ from filelock import Timeout
 from streaming import MDSWriter
 from streaming.base.util import bytes_to_int
 
+from fetch import HASH
 from prepare.places import Failed, Place, Refused
-from stream import FACTS_FILE, HASH, write_facts
+from stage import FACTS_FILE, write_facts
 
 PLAN_FILE = "plan.json"
 PLAN_SCHEMA = 1

@@ -26,7 +26,7 @@ from streaming.base.util import retry
 
 from checkpoint_files import to_disk
 from preflight import unwritable
-from stream import is_remote
+from stage import is_remote
 
 WORK = ".work"
 LOCK_WAIT_SEC = 10.0  # the workers of a command that was killed notice it and end within a second

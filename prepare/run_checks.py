@@ -31,7 +31,7 @@ from prepare.stage_checks import Need, Shard
 from resume import check_begun
 from run_config import RunConfig, resolve
 from shared_memory import is_held
-from stream import Stage
+from stage import Stage
 from zoo import load_family
 
 # The check that a problem of the quick part belongs to, by the key that it begins with; all others: config.

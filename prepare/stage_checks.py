@@ -17,10 +17,10 @@ from streaming.base.storage.download import CloudDownloader
 from streaming.base.util import bytes_to_int
 
 from data import DataConfig
-from fetch import file_digest
+from fetch import HASH, file_digest
 from machine import ERROR, OK, WARNING, Finding, free_gib
+from stage import Stage, is_remote, read_stage
 from store_errors import explain_store_error
-from stream import HASH, Stage, is_remote, read_stage
 
 FIRST_SHARDS, RANDOM_SHARDS = 2, 2  # those that a run reads first are as likely to be broken as any: the rest by chance
 MAX_DIGEST_BYTES = 1 << 30

@@ -245,8 +245,9 @@ def stage_with(tmp_path, broken: dict[str, dict[str, bytes]]):
     """A stage with broken samples in it, as other tools write them: prepare.shards would have left them out."""
     from streaming import MDSWriter
 
+    from fetch import HASH
     from prepare.shards import COLUMNS
-    from stream import HASH, write_facts
+    from stage import write_facts
 
     out = tmp_path / "broken"
     with MDSWriter(out=str(out), columns=COLUMNS, hashes=[HASH]) as writer:

@@ -24,8 +24,8 @@ import shared_memory
 from machine import ERROR, OK, WARNING
 from prepare import doctor, stage_checks
 from prepare.doctor import main
+from stage import write_facts
 from store_errors import explain_store_error
-from stream import write_facts
 
 pytestmark = pytest.mark.slow  # each of some sixty faults is a whole examination
 

@@ -22,10 +22,11 @@ from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixtur
 
 import benchmark
 from data import decode_image, resize_and_crop
+from fetch import HASH
 from model import ModelConfig, build_model
 from prepare import encoder, latents, parts, places, shards
 from prepare.shards import COLUMNS
-from stream import HASH, read_stage, write_facts
+from stage import read_stage, write_facts
 from zoo.objectives import ObjectiveConfig
 from zoo.sd2 import SD2
 

@@ -24,7 +24,7 @@ FLOORS = [
     },
     {"zoo.weight_files"},
     {"zoo.ldm", "fetch"},
-    {"shard_file"},
+    {"stage", "shard_file"},
     {
         "stream",
         "alarm",

@@ -23,7 +23,7 @@ from encoders import build_encoders
 from prepare import latents, look, look_picture, shards
 from prepare.look_picture import Histogram, Tile, bar_edges, bars, break_lines
 from prepare.shards import COLUMNS
-from stream import write_facts
+from stage import write_facts
 from zoo import load_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_number_of_threads")]  # slow: most draw a picture

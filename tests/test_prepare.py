@@ -16,7 +16,7 @@ from PIL import Image
 from streaming import StreamingDataset
 
 from prepare import shapes, shards
-from stream import read_stage
+from stage import read_stage
 from zoo import load_family
 
 

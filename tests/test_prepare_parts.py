@@ -24,7 +24,7 @@ from streaming import MDSWriter, StreamingDataset
 
 from prepare import parts, places, shards
 from prepare.sources import known_by
-from stream import read_stage
+from stage import read_stage
 
 LIMIT_SEC = 60
 

@@ -31,7 +31,7 @@ import torch
 from composer.utils import dist
 from streaming import StreamingDataLoader, StreamingDataset
 
-import stream
+import fetch
 from callbacks.run_record import environment
 from data import DataConfig, build_data
 from shared_memory import one_at_a_time
@@ -184,7 +184,7 @@ if __name__ == "__main__":
     home = Path(sys.argv[1])
     stage.write(home / "stage")
     stage.truth()
-    print(json.dumps({**environment(), "hash": stream.HASH}), flush=True)
+    print(json.dumps({**environment(), "hash": fetch.HASH}), flush=True)
     if found := serve(home):
         try:
             read(*found)

@@ -38,8 +38,9 @@ def write(folder: Path) -> None:
     """Write the stage, with the columns and facts that prepare.latents gives to its own."""
     from streaming import MDSWriter
 
+    from fetch import HASH
     from prepare.moments import mds_columns
-    from stream import HASH, write_facts
+    from stage import write_facts
     from zoo import load_family
 
     columns = mds_columns(load_family("sd2", "tiny", "stock"), IMAGE_SIZE, text={}, metadata=False)
