@@ -215,8 +215,9 @@ class Meter:
 
     def reset(self) -> None:
         """Begin a new evaluation."""
-        self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features)
-        self.cosines = None if self.pair is None else CLIPScore()
+        own = {"sync_on_compute": False}  # the sums are added up here, once, and rank 0 alone computes
+        self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features, **own)
+        self.cosines = None if self.pair is None else CLIPScore(**own)
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
