@@ -135,6 +135,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         identity=identity,
         resume_from=begun.checkpoint,
     )
+    if loader is not None:
+        loader.while_waiting = checkpointer.while_waiting
     record = RunRecord(
         folder,
         to_yaml(config),

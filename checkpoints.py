@@ -273,6 +273,7 @@ class Checkpointer(Callback):
         self._signal_at = 0.0
         self._handlers: dict[int, Any] = {}
         self._group: torch.distributed.ProcessGroup | None = None
+        self._state: State | None = None
 
     def after_load(self, state: State, logger: Logger) -> None:
         if self.resume_from is not None:
@@ -289,6 +290,7 @@ class Checkpointer(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if not self.config.every_images:
             return
+        self._state = state
         if dist.get_world_size() > 1:
             # On the CPU, so that asking whether to stop waits for no device.
             self._group = torch.distributed.new_group(backend="gloo")
@@ -310,6 +312,23 @@ class Checkpointer(Callback):
                 self._stop(state, number, waited_sec)
         if _passed(self.config.every_images, before, now):
             self._save(state, full=True)
+
+    def while_waiting(self) -> None:
+        """Stop at a signal while this rank waits for data: no batch's edge may come for a long time.
+
+        Several ranks can agree on no checkpoint then: some may be within a batch. What the last one has is not lost.
+        """
+        if not self._signal or self._state is None:
+            return
+        waited_sec = time.monotonic() - self._signal_at
+        if dist.get_world_size() == 1 and self._state.timestamp.batch.value:
+            self._stop(self._state, self._signal, waited_sec)
+        name, last = signal.Signals(self._signal).name, self.last_full
+        print(
+            f"{name}: stopped while waiting for data; the last whole checkpoint is {last}.", file=sys.stderr, flush=True
+        )
+        self._give_back_signals()
+        raise SystemExit(128 + self._signal)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.config.every_images and self._last_batch != state.timestamp.batch.value:

@@ -17,8 +17,8 @@ counted, and replaced by the next good one of its shard, so that every batch is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +34,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from streaming import StreamingDataLoader
 from streaming.base.util import bytes_to_int
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
+from batch_wait import END, files_and_bytes, next_batch
 from fetch import PATIENCE_SEC, StreamFailure
 from shared_memory import one_at_a_time, remove_dead_segments
 from stage import Stage, holds_another_stage, is_remote, read_stage
@@ -297,10 +299,12 @@ class Loader(StreamingDataLoader):
     run that is resumed there goes on in its place (mosaicml/streaming issue 869).
 
     `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
+    `while_waiting`: called every few seconds of a wait for a batch; what it raises ends the wait.
     """
 
     def __init__(self, dataset: BatchStream, *, epoch_batches: int, max_bad_samples: int, **arguments: Any):
         super().__init__(dataset, batch_size=None, worker_init_fn=live_as_worker, **arguments)
+        self.while_waiting: Callable[[], None] = lambda: None
         self.epoch_batches = epoch_batches
         self.max_bad_samples = max_bad_samples
         self.bad_samples: dict[int, tuple[str, str]] = {}
@@ -318,10 +322,16 @@ class Loader(StreamingDataLoader):
         """End the worker processes; left to the garbage collector each would be waited for in vain for five seconds."""
         if self._iterator is not None and self.num_workers:
             self._iterator._shutdown_workers()
+        self.dataset.let_go()
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         num_batches, self._batches_before = self._batches_before, 0
-        for batch in itertools.islice(super().__iter__(), self.epoch_batches - num_batches):
+        batches = DataLoader.__iter__(self)  # not StreamingDataLoader's: a generator, which the end of a wait would end
+        arrived = functools.partial(files_and_bytes, self.dataset.stream.local)
+        while num_batches < self.epoch_batches:
+            batch = next_batch(batches, arrived, self.timeout, self.while_waiting)
+            if batch is END:
+                break
             if "failure" in batch:
                 raise StreamFailure(batch["failure"][0])
             self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})

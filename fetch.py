@@ -26,11 +26,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import streaming
 import xxhash
 from streaming.base.format.base.reader import FileInfo
-from streaming.base.storage.download import S3Downloader
+from streaming.base.storage.download import CloudDownloader, S3Downloader
 from streaming.base.stream import Stream
 
 from store_errors import explain_store_error
@@ -45,6 +46,8 @@ SAY_SEC = 30.0
 # the last): a store that is starting, or an object that is being written anew, becomes right in the meantime.
 SOON_SEC = (1.0, 2.0, 4.0, 8.0, 15.0)
 LONGEST_WAIT_SEC = 10.0
+DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}
+DISK_ERRORS |= {errno.EACCES, errno.EPERM}
 PINNED = "0.13.0"
 # What a store, or its client, will not say otherwise in a minute.
 REFUSALS = {"301", "400", "403", "404", "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "NoSuchBucket"}
@@ -57,9 +60,7 @@ HOPELESS = {
     "NoCredentialsError",
 }
 HOPELESS |= {"PartialCredentialsError", "PermissionError", "ProfileNotFound", "SSLError"}
-LEFT_OVER = re.compile(
-    r"(?P<name>.+\.mds|index\.json)\.(tmp|[0-9A-Fa-f]{8})"
-)  # of a killed fetch: streaming's, boto3's
+LEFT_OVER = re.compile(r"(.+\.mds|index\.json)(\.(tmp|[0-9A-Fa-f]{8}))+")  # of a killed fetch: streaming's, boto3's
 
 
 class StreamFailure(RuntimeError):
@@ -98,7 +99,45 @@ lean_on(S3Downloader, "_create_s3_client", "_download_file_impl", "clean_up")
 
 
 class BriefS3Downloader(S3Downloader):
-    """streaming's, with a client that tells of a dead store within seconds: whoever waits is `fetch`, who says so."""
+    """streaming's, with a client that tells of a dead store within seconds: whoever waits is `fetch`, who says so.
+
+    Args:
+        attempts: of each request, for a caller that does not wait.
+    """
+
+    def __init__(self, attempts: int = 1):
+        super().__init__()
+        self.attempts = attempts
+
+    def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
+        """Download a file; after an answer 400 once more as nobody, for a public bucket.
+
+        streaming's own does that again and again, each time from within the last: it never ends (seen with 0.13.0, where
+        the region is another one, and with a bucket's name that cannot be).
+        """
+        from boto3.s3.transfer import TransferConfig
+        from botocore.exceptions import ClientError
+
+        place = urlsplit(remote)
+        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
+
+        def download() -> None:
+            key, config = place.path.lstrip("/"), TransferConfig(use_threads=False)
+            self._s3_client.download_file(place.netloc, key, local, ExtraArgs=payer, Config=config)
+
+        if self._s3_client is None:
+            self._create_s3_client(timeout=timeout)
+        try:
+            download()
+        except ClientError as error:
+            if error.response["Error"]["Code"] != "400":
+                raise
+            self._create_s3_client(unsigned=True, timeout=timeout)
+            try:
+                download()
+            except Exception:
+                self.clean_up()
+                raise error from None
 
     def _create_s3_client(self, unsigned: bool = False, timeout: float = READ_TIMEOUT_SEC) -> None:
         from boto3.session import Session
@@ -108,10 +147,20 @@ class BriefS3Downloader(S3Downloader):
         config = Config(
             read_timeout=timeout,
             connect_timeout=timeout,
-            retries={"total_max_attempts": 1},
+            retries={"total_max_attempts": self.attempts},
             signature_version=UNSIGNED if unsigned else None,
         )
         self._s3_client = Session().client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+
+
+def download_once(remote: str, local: str, timeout: float = READ_TIMEOUT_SEC) -> None:
+    """Download one file for a caller that does not wait for a store. Raises what the store's client raises."""
+    is_s3 = urlsplit(remote).scheme == "s3"
+    downloader = BriefS3Downloader(attempts=3) if is_s3 else CloudDownloader.get(remote)
+    try:
+        downloader.download(remote, local, timeout)
+    finally:
+        downloader.clean_up()
 
 
 @contextlib.contextmanager
@@ -149,7 +198,7 @@ def fetch(
         is_wanted: False as soon as nobody waits for the file any more.
 
     Raises:
-        StreamFailure: the store has been away for too long, does not have the file, or the disk is full.
+        StreamFailure: the store has been away for too long, does not have the file, or the disk does not take it.
         NotWanted: it failed, and `is_wanted` says no.
     """
     first_failure, refusals, wait_sec, reason, waited_sec = None, 0, 0.5, "no answer yet", 0.0
@@ -160,7 +209,7 @@ def fetch(
                 return
             except Exception as error:  # each store's client has exceptions of its own
                 clean_up()
-                _refuse_full_disk(error, local)
+                _refuse_own_disk(error, local)
                 reason = explain_store_error(error, remote)
                 first_failure = time.monotonic() if first_failure is None else first_failure
                 waited_sec = time.monotonic() - first_failure
@@ -189,8 +238,15 @@ def is_passing(error: Exception) -> bool:
     return type(error).__name__ not in HOPELESS
 
 
-def _refuse_full_disk(error: BaseException | None, local: Path) -> None:
+def _refuse_own_disk(error: BaseException | None, local: Path) -> None:
+    """Stop for what this machine's disk says: no store would mend that. Errors of a connection name no file."""
     while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            name = "" if error.filename is None else str(error.filename)
+            is_own = bool(name) and (name.startswith(str(local)) or str(local).startswith(name))
+            if is_own or (not name and error.errno in (errno.EIO, errno.EROFS)):
+                text = f"data.local: {name or local}: {error.strerror}, while {local.name} was fetched"
+                raise StreamFailure(f"{text}. Mend or remove what is there, or give another folder.") from error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(local.parent).free
             text = (
@@ -210,7 +266,7 @@ class PatientStream(Stream):
 
     def __init__(self, *, remote: str | None, local: str, patience_sec: float, index_sha256: str | None):
         super().__init__(
-            remote=remote,
+            remote=None if remote is None else remote.rstrip("/"),
             local=local,
             download_retry=1,
             download_timeout=READ_TIMEOUT_SEC,
@@ -249,6 +305,7 @@ class PatientStream(Stream):
         self, raw_info: FileInfo, zip_info: FileInfo | None = None, compression: str | None = None
     ) -> int:
         assert zip_info is None, "read_stage refuses compressed shards"
+        assert raw_info.hashes.get(HASH), "read_stage refuses shards without a digest"
         self._fetch_compared(raw_info.basename, HASH, raw_info.hashes[HASH])
         return raw_info.bytes
 
@@ -261,6 +318,8 @@ class PatientStream(Stream):
             StreamFailure: the store has it with another digest, does not have it, or is away for too long.
         """
         path = Path(self.local, name)
+        if path.exists() and not path.is_file():
+            raise StreamFailure(f"data: {path} is no file, where the stage has one. Remove it.")
         for tries in range(len(SOON_SEC) + 1):
             if not path.is_file():
                 self._download_file(name)

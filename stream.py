@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from composer.utils import dist
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
 
@@ -23,6 +23,8 @@ from shard_file import ShardError, ShardFile
 
 FAILED = 255  # of a shard's states in shared memory, beside streaming's own: it cannot be had
 LISTEN_SEC = 1.0
+LOCK_FILE = ".in_use"  # in data.local
+OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
 
 lean_on(StreamingDataset, "_each_sample_id", "_prepare_thread", "_ready_thread", "prepare_shard", "get_item")
 
@@ -72,8 +74,8 @@ class BatchStream(StreamingDataset):
         arguments: further keyword arguments of StreamingDataset.
 
     Raises:
-        StreamFailure: on all ranks, when one of them cannot have the stage's index.
-        ValueError: `local` is in use by another run.
+        StreamFailure: on all ranks, when one of them cannot have the stage's index, or `local` is in use by another run.
+        ValueError: `local` is in use by another run, says shared memory of it.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class BatchStream(StreamingDataset):
     ):
         self._failure: str | None = None
         stream = PatientStream(remote=remote, local=local, patience_sec=patience_sec, index_sha256=index_sha256)
+        self._lock = FileLock(Path(local).resolve() / LOCK_FILE, is_singleton=True) if remote is not None else None
+        _on_one_rank_of_each_machine(self._take)
         _on_one_rank_of_each_machine(stream.fetch_index)
         try:
             super().__init__(streams=[stream], **arguments)
@@ -95,12 +99,34 @@ class BatchStream(StreamingDataset):
                 raise
             raise ValueError(
                 f"data.local: {local} is in use by another run on this machine, or by shared memory that a "
-                f"run has left (then a line above says so). Give each run a folder of its own, or wait for the other one."
+                f"run has left (then a line above says so). {OWN_FOLDER}"
             ) from error
         lean_on(self, "_shard_states", "_shard_access_times", "_cache_filelock_path")
         _on_one_rank_of_each_machine(stream.remove_left_overs)
         stream._downloader.clean_up()
         self.stream = stream
+
+    def _take(self) -> None:
+        """Have the cache folder for this run alone, until the process ends or lets it go.
+
+        streaming compares folders too, but no longer once the other run has read its first batch (seen with 0.13.0), and
+        not through a link.
+        """
+        if self._lock is not None:
+            Path(self._lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout as error:
+                folder = Path(self._lock.lock_file).parent
+                raise StreamFailure(
+                    f"data.local: {folder} is in use by another run on this machine. {OWN_FOLDER}"
+                ) from error
+
+    def let_go(self) -> None:
+        """Let another run have the cache folder, once all of this process's streams have let it go."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
         """Return the batch of these samples."""
@@ -121,7 +147,7 @@ class BatchStream(StreamingDataset):
     def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
         owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()
         self.stream.is_wanted = lambda: not (ended.is_set() or it.should_exit() or self._event.is_set())
-        threading.Thread(target=self._listen, args=(ended,), daemon=True).start()
+        threading.Thread(target=self._listen, args=(it, ended), daemon=True).start()
         sample_ids, given = super()._each_sample_id(it), 0
         try:
             while len(batch := list(itertools.islice(sample_ids, self.batch_size))) == self.batch_size:
@@ -156,11 +182,24 @@ class BatchStream(StreamingDataset):
                 self._fail(str(error) if isinstance(error, StreamFailure) else f"data: {type(error).__name__}: {error}")
             it.on_exit()
 
-    def _listen(self, ended: threading.Event) -> None:
-        """Hear of a shard that another process of this machine could not have: nobody else will fetch it."""
+    def _listen(self, it: Any, ended: threading.Event) -> None:
+        """Hear of a shard that another process of this machine could not have, or has given up: nobody else will fetch it."""
         while not (ended.wait(LISTEN_SEC) or self._event.is_set()):
+            if (shard_id := self._given_up(it)) is not None:
+                self._until_failure(lambda it, shard_id=shard_id: self.prepare_shard(shard_id, False), it)
             if (failed := np.flatnonzero(self._shard_states.numpy() == FAILED)).size:
                 self._fail(self._failed_elsewhere(int(failed[0])))
+
+    def _given_up(self, it: Any) -> int | None:
+        """Return the shard that this process waits for and that is not here, though it was prepared before.
+
+        Another process's epoch ended while it fetched it, or it was put out of the cache before it was read.
+        """
+        at = it.ready_index
+        if at >= min(it.prepare_index, it.total) or it.sample_ids[at] == -1:
+            return None
+        shard_id = int(self.spanner[it.sample_ids[at]][0])
+        return shard_id if self._shard_states[shard_id] == _ShardState.REMOTE else None
 
     def _failed_elsewhere(self, shard_id: int) -> str:
         name = self.shards[shard_id].raw_data.basename
@@ -187,7 +226,7 @@ class BatchStream(StreamingDataset):
         if state == FAILED:
             raise StreamFailure(self._failed_elsewhere(shard_id))
         if self.cache_limit and state == _ShardState.REMOTE:
-            self._make_room(self.shards[shard_id].get_max_size())
+            self._make_room(shard_id)
         try:
             super().prepare_shard(shard_id, blocking)
         except BaseException as error:
@@ -197,16 +236,22 @@ class BatchStream(StreamingDataset):
                 self._cache_filelock.release(force=True)
             raise
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Remove files of earlier runs that this one has not opened: streaming counts, and evicts, only what it has."""
+    def _make_room(self, wanted_id: int) -> None:
+        """Remove files of earlier runs that this one has not opened: streaming counts, and evicts, only what it has.
+
+        The wanted shard's own stays, and so do, for as long as there is room, those with lower numbers: without shuffling
+        they are wanted next.
+        """
         with FileLock(self._cache_filelock_path):
-            not_opened = [
-                path
-                for shard, state in zip(self.shards, self._shard_states.numpy(), strict=True)
+            not_opened = {
+                shard_id: path
+                for shard_id, (shard, state) in enumerate(zip(self.shards, self._shard_states.numpy(), strict=True))
                 if state == _ShardState.REMOTE and (path := Path(shard.dirname, shard.raw_data.basename)).is_file()
-            ]
-            used = self.cache_usage + sum(path.stat().st_size for path in not_opened)
-            for path in not_opened:
+            }
+            own = not_opened.pop(wanted_id, None)
+            num_bytes = self.shards[wanted_id].get_max_size() if own is None else own.stat().st_size
+            used = self.cache_usage + sum(path.stat().st_size for path in not_opened.values())
+            for path in reversed(not_opened.values()):
                 if used + num_bytes <= self.cache_limit:
                     break
                 used -= path.stat().st_size

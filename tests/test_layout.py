@@ -37,6 +37,7 @@ FLOORS = [
         "checkpoint_files",
         "shared_memory",
         "workers",
+        "batch_wait",
     },
     {"scoring"},
     {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks", "loggers"},

@@ -7,8 +7,11 @@ import errno
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,6 +111,112 @@ def test_two_runs_that_keep_their_shards_in_one_folder_are_told_so(moments, tmp_
     )
 
 
+@pytest.mark.parametrize("by_a_link", [False, True], ids=["", "by a link"])
+def test_another_process_has_the_cache_folder_also_after_its_first_batch(moments, tmp_path, by_a_link):
+    """Streaming itself lets a second run in as soon as the first has read something."""
+    cache, link = tmp_path / "cache", tmp_path / "link"
+    cache.mkdir()
+    link.symlink_to(cache)
+    hold = "import sys, filelock, time; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True)"
+    hold += "; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(cache / ".in_use")], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"1\n"
+        with pytest.raises(StreamFailure) as error:
+            stream_of(link if by_a_link else cache, remote=str(moments))
+        other.kill()
+    assert str(error.value) == (
+        f"data.local: {cache} is in use by another run on this machine. Give each run a folder of its own, or wait for the "
+        "other one."
+    )
+    assert len(stream_of(cache, remote=str(moments)).read_batch([0])["moments"]) == 1  # it has been let go
+
+
+def test_an_address_may_end_in_a_slash(moments, tmp_path):
+    assert stream_of(tmp_path / "cache", remote=f"{moments}/").stream.remote == str(moments)
+
+
+@pytest.mark.parametrize("what", ["shard.00003.mds", "index.json"])
+def test_a_folder_where_the_stage_has_a_file_is_named_at_once(moments, tmp_path, what):
+    cache = tmp_path / "cache"
+    (cache / what).mkdir(parents=True)
+    with pytest.raises(StreamFailure, match=f"^data: {cache}/{what} is no file, where the stage has one. Remove it.$"):
+        stream_of(cache, remote=str(moments)).read_batch(range(47))
+
+
+def test_what_this_machines_disk_says_is_not_waited_for(tmp_path):
+    """It named the store, and was tried for ten minutes."""
+    (tmp_path / "part-00005").touch()
+    local = tmp_path / "part-00005" / "shard.00001.mds"
+    began = time.monotonic()
+    with pytest.raises(StreamFailure) as error:
+        fetch.fetch(
+            lambda timeout: local.parent.mkdir(parents=True),
+            lambda: None,
+            "s3://bucket/part-00005/shard.00001.mds",
+            local,
+            patience_sec=600,
+            is_wanted=lambda: True,
+        )
+    assert time.monotonic() - began < 1 and str(error.value) == (
+        f"data.local: {local.parent}: File exists, while shard.00001.mds was fetched. Mend or remove what is there, or give "
+        "another folder."
+    )
+
+
+def test_an_answer_400_is_tried_once_more_without_credentials_and_no_oftener(tmp_path, monkeypatch):
+    """Streaming's own downloader calls itself from within itself, without end."""
+    import http.server
+    import threading
+
+    asked = []
+
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append("Authorization" in self.headers)
+            self.send_error(400)
+
+        def log_message(self, *words) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    try:
+        with pytest.raises(Exception, match="400"):
+            fetch.download_once("s3://bucket/index.json", str(tmp_path / "index.json"))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert asked in ([True, False], [True, True, False, False])  # botocore asks for the bucket's region, too
+
+
+def test_a_shard_that_another_process_gave_up_is_asked_for_again(moments, tmp_path):
+    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+    it = SimpleNamespace(ready_index=1, prepare_index=3, total=4, sample_ids=np.array([-1, 20, 21, 46]))
+    shard_id = int(dataset.spanner[20][0])
+    assert dataset._given_up(it) == shard_id
+    dataset.prepare_shard(shard_id)
+    assert dataset._given_up(it) is None
+    assert dataset._given_up(SimpleNamespace(**{**vars(it), "ready_index": 3})) is None  # not prepared yet
+    assert dataset._given_up(SimpleNamespace(**{**vars(it), "ready_index": 0})) is None  # no sample
+
+
+def test_a_cache_that_fits_its_limit_is_read_again_without_fetching(moments, tmp_path, monkeypatch):
+    """A shard that was there counted twice, and was removed just before it was opened."""
+    cache, shards = tmp_path / "cache", [path.stat().st_size for path in moments.glob("shard.*.mds")]
+    limit = sum(shards) + (moments / "index.json").stat().st_size + 100
+    assert len(list(stream_of(cache, remote=str(moments), cache_limit=limit))) == 9
+    fetched = []
+    download = fetch.PatientStream._download_file
+    monkeypatch.setattr(
+        fetch.PatientStream, "_download_file", lambda self, *names: fetched.append(names) or download(self, *names)
+    )
+    assert len(list(stream_of(cache, remote=str(moments), cache_limit=limit))) == 9
+    assert fetched == []
+
+
 def test_a_shard_that_left_the_cache_is_fetched_again(moments, tmp_path):
     dataset = stream_of(tmp_path / "cache", remote=str(moments))
     one = dataset.read_batch([0, 10, 20, 30, 40])
@@ -192,11 +301,16 @@ def test_a_damaged_index_is_told_from_another_stages(moments, stage, tmp_path):
 def test_what_killed_fetches_left_is_removed_and_nothing_else(moments, tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir()
-    left = ["shard.00000.mds.6eF9bC12", "shard.00001.mds.tmp", "index.json.tmp", "index.json.00ff00ff"]
+    left = ["shard.00000.mds.6eF9bC12", "shard.00001.mds.tmp", "index.json.tmp", "index.json.tmp.00ff00ff"]
     for name in [*left, "notes.tmp", "shard.00000.mds.backup"]:
         (cache / name).touch()
     stream_of(cache, remote=str(moments))
-    assert sorted(path.name for path in cache.iterdir()) == ["index.json", "notes.tmp", "shard.00000.mds.backup"]
+    assert sorted(path.name for path in cache.iterdir()) == [
+        ".in_use",
+        "index.json",
+        "notes.tmp",
+        "shard.00000.mds.backup",
+    ]
 
 
 class Away:

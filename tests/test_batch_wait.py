@@ -1,0 +1,80 @@
+"""batch_wait.py: a wait for a batch goes on while something arrives, and ends when nothing does, or when it is told to."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+import batch_wait
+from batch_wait import END, files_and_bytes, next_batch
+from fetch import StreamFailure
+
+
+class Slow(Dataset):
+    """Its second item comes late."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> int:
+        time.sleep(1.5 if number == 1 else 0.0)
+        return number
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.1)
+    monkeypatch.setattr(batch_wait, "SAY_SEC", 0.5)
+    loader = DataLoader(Slow(), batch_size=None, num_workers=1, timeout=60, persistent_workers=True)
+    yield iter(loader)
+    loader._iterator._shutdown_workers()
+
+
+def nothing() -> None:
+    pass
+
+
+def test_a_slow_store_is_waited_for_as_long_as_something_arrives(batches, capsys):
+    bytes_here = itertools.count()
+    found = [next_batch(batches, lambda: (1, next(bytes_here)), 0.5, nothing) for _ in range(4)]
+    assert found == [0, 1, 2, END] and batches._timeout == 60
+    assert "s: waiting for a batch (" in capsys.readouterr().err
+
+
+def test_a_wait_in_which_nothing_arrives_ends_with_its_seconds(batches):
+    assert next_batch(batches, lambda: (1, 5), 0.5, nothing) == 0
+    with pytest.raises(
+        StreamFailure, match=r"^data: no batch for \d s, and nothing of the stage has arrived for \d s: "
+    ):
+        next_batch(batches, lambda: (1, 5), 0.5, nothing)
+
+
+def test_a_signal_ends_a_wait(batches):
+    def stop() -> None:
+        raise SystemExit(143)
+
+    assert next_batch(batches, lambda: (1, 5), 60, nothing) == 0
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        next_batch(batches, lambda: (1, 5), 60, stop)
+    assert time.monotonic() - began < 1
+
+
+def test_an_error_of_the_reader_is_its_own():
+    class Broken(Slow):
+        def __getitem__(self, number: int) -> int:
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        next_batch(iter(DataLoader(Broken(), batch_size=None)), lambda: (0, 0), 60, nothing)
+    assert next_batch(iter(DataLoader(Slow(), batch_size=None)), lambda: (0, 0), 0, nothing) == 0  # without workers
+
+
+def test_unfinished_files_count(tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "shard.00000.mds.1a2b3c4d").write_bytes(b"123")
+    (tmp_path / "index.json").write_bytes(b"4567")
+    assert files_and_bytes(tmp_path) == (2, 7)
