@@ -130,8 +130,13 @@ def become_rank(task: dict[str, Any], rank: int) -> None:
     os.environ.update({name: str(value) for name, value in {**of_rank, **of_all, **task["environment"]}.items()})
 
 
-def lines_of_input(children: Path) -> Iterator[dict[str, Any]]:
-    """Yield what is asked for, and write down meanwhile which ranks have ended, and how."""
+def lines_of_input(ranks: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield what is asked for, and write down meanwhile which ranks have ended, and how.
+
+    Args:
+        ranks: process -> the folder of its reading, and its rank; whoever has ended is taken out. A number alone names no
+            process in a run that goes on for an hour: the machine gives it again.
+    """
     text = b""
     while True:
         if select.select([0], [], [], 0.03)[0]:
@@ -142,21 +147,24 @@ def lines_of_input(children: Path) -> Iterator[dict[str, Any]]:
             yield from map(json.loads, lines)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                with open(children, "a") as file:
-                    file.write(json.dumps({"pid": ended[0], "status": os.waitstatus_to_exitcode(ended[1])}) + "\n")
+                rank, status = ranks.pop(ended[0]), os.waitstatus_to_exitcode(ended[1])
+                with open(Path(rank["folder"], "ended.jsonl"), "a") as file:
+                    file.write(json.dumps({"rank": rank["rank"], "status": status}) + "\n")
 
 
-def serve(folder: Path) -> tuple[dict[str, Any], int] | None:
+def serve() -> tuple[dict[str, Any], int] | None:
     """Fork ranks until the input ends; return in each of them with its task, and here with None."""
     groups: set[int] = set()
+    alive: dict[int, dict[str, Any]] = {}
     told: set[Path] = set()
-    for task in lines_of_input(folder / "ended.jsonl"):
+    for task in lines_of_input(alive):
         for rank in range(task["ranks"]):
             pid = os.fork()
             if pid == 0:
                 become_rank(task, rank)
                 return task, rank
             groups.add(pid)
+            alive[pid] = {"folder": task["folder"], "rank": rank}
             told.add(Path(task["folder"], f"{rank}.jsonl"))
             with open(Path(task["folder"], "pids.jsonl"), "a") as file:
                 file.write(json.dumps({"rank": rank, "pid": pid}) + "\n")
@@ -185,7 +193,7 @@ if __name__ == "__main__":
     stage.write(home / "stage")
     stage.truth()
     print(json.dumps({**environment(), "hash": fetch.HASH}), flush=True)
-    if found := serve(home):
+    if found := serve():
         try:
             read(*found)
         except BaseException:

@@ -125,13 +125,6 @@ class Nursery:
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
 
-    def ended(self) -> dict[int, int]:
-        """Pid -> exit code of the ranks that have ended."""
-        with contextlib.suppress(FileNotFoundError):
-            lines = (self.folder / "ended.jsonl").read_text().splitlines()
-            return {entry["pid"]: entry["status"] for entry in map(json.loads, lines)}
-        return {}
-
     def close(self) -> None:
         """End it, and every rank with it."""
         assert self._process.stdin is not None
@@ -197,7 +190,12 @@ class Reading:
 
     def look(self) -> None:
         """Read what is new."""
-        ended = self.nursery.ended()  # before the lines: whoever has ended writes no more
+        ended: dict[int, int] = {}  # read before the lines: whoever has ended writes no more
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.folder / "ended.jsonl").read_text().splitlines():
+                with contextlib.suppress(ValueError):  # written at this moment
+                    entry = json.loads(line)
+                    ended[entry["rank"]] = entry["status"]
         with contextlib.suppress(FileNotFoundError):
             for line in (self.folder / "pids.jsonl").read_text().splitlines():
                 with contextlib.suppress(ValueError):  # written at this moment
@@ -205,7 +203,7 @@ class Reading:
                     self.ranks[entry["rank"]].pid = entry["pid"]
         for number, rank in enumerate(self.ranks):
             rank.take(self.folder, number)
-            rank.status = ended.get(rank.pid)
+            rank.status = ended.get(number)
 
     @property
     def is_over(self) -> bool:
