@@ -14,10 +14,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from composer import Timestamp
 from conftest import ROOT, TINY_RUN, tree
+from torch import nn
 
 import benchmark
 import checkpoint_files
@@ -523,3 +526,20 @@ def test_values_that_cannot_be_are_named():
         ("save.grace_sec", "nan is below 0. Possible: 0 and up."),
     ]
     assert SaveConfig().problems() == []
+
+
+def test_a_signal_ends_a_run_that_waits_for_its_first_batch(tmp_path, capsys):
+    """No batch's edge comes while a store is away: it was obeyed there alone."""
+    waiting = Checkpointer(
+        tmp_path,
+        SaveConfig(every_images=8, snapshot_every_images=0),
+        model=nn.Linear(1, 1),
+        identity={},
+        resume_from=None,
+    )
+    waiting.while_waiting()  # no signal, no state: it goes on
+    waiting._state, waiting._signal = SimpleNamespace(timestamp=Timestamp()), signal.SIGTERM
+    with pytest.raises(SystemExit) as ended:
+        waiting.while_waiting()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "SIGTERM: stopped while waiting for data; the last whole checkpoint is None.\n"

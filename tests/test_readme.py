@@ -16,6 +16,7 @@ from config import load, parse_command_line, schema_keys
 from eval import EvalCommand
 from prepare import latents
 from prepare.parts import split_words
+from tests.store.__main__ import table as table_of_faults
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
@@ -100,6 +101,37 @@ def test_the_result_line_is_that_of_the_committed_record():
     shown = dict(pair.split("=") for pair in line.split())
     assert shown == {key: "none" if record[key] is None else str(record[key]) for key in shown}
     assert record["commit"] and record["device"] and record["preset"] == "tiny"
+
+
+def spread(record: dict, key: str, digits: str) -> str:
+    value, least, greatest = (format(record[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
+    return f"{value} ({least} to {greatest})"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "digits"),
+    [
+        ("store_speed", "download_mb_per_sec", ".0f"),
+        ("store_speed", "cold_mb_per_sec", ".0f"),
+        ("store_speed", "warm_mb_per_sec", ".0f"),
+        ("store_speed", "arrival_over_download", ".2f"),
+        ("store_speed", "verify_sec_per_gb", ".3f"),
+        ("generate_speed", "speedup_vs_one_at_a_time", ".2f"),
+        ("generate_speed", "speedup_vs_batched", ".2f"),
+        ("fid_speed", "total_speedup", ".2f"),
+    ],
+)
+def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
+    record = json.loads((ROOT / f"reports/results/{name}.json").read_text())
+    assert f"| {spread(record, key, digits)}" in README and record["commit"]
+
+
+def test_the_table_of_faults_is_that_of_the_committed_records_and_ours_are_all_good():
+    kept = {kind: f"store_faults{kind}.json" for kind in ("_plain", "")}
+    plain, ours = (json.loads((ROOT / "reports/results" / name).read_text()) for name in kept.values())
+    assert table_of_faults({"plain": plain, "ours": ours}) in README
+    assert plain["faults"].keys() == ours["faults"].keys() and len(ours["faults"]) >= 20
+    assert all(fault["ours"]["good"] == ours["rounds"] >= 10 for fault in ours["faults"].values())
 
 
 def test_the_table_of_the_parts_is_that_of_the_committed_record():

@@ -27,7 +27,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,15 +142,15 @@ def run_all(
     return found, skipped
 
 
-def table(found: dict[str, dict[str, list[tuple[Verdict, float]]]], kinds: Sequence[str]) -> str:
-    """Return the table of counts, as Markdown."""
-    lines = [f"| fault | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
-    for name, of_kind in found.items():
+def table(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table of counts as Markdown: kind of reader -> the record that its rounds stand in."""
+    lines = [f"| fault | {' | '.join(records)} |", "|---" * (1 + len(records)) + "|"]
+    for name, fault in next(iter(records.values()))["faults"].items():
         cells = []
-        for kind in kinds:
-            counts = Counter(verdict.outcome for verdict, _ in of_kind.get(kind, ()))
-            cells.append(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome]))
-        lines.append(f"| {FAULTS[name].text} | {' | '.join(cells)} |")
+        for kind, record in records.items():
+            counts = record["faults"][name].get(kind, {}).get("counts", {})
+            cells.append(", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if outcome in counts))
+        lines.append(f"| {fault['text']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -231,7 +231,7 @@ def main(words: Sequence[str]) -> int:
         bad = not all(ours) or not all(entry["good"] for entry in rest.values())
         rest |= {"skipped": skipped, "seconds": round(time.monotonic() - started)}
         record = record_of(options, store, nursery, found, rest)
-        print(f"\n{table(found, options.kinds)}\n")
+        print(f"\n{table(dict.fromkeys(options.kinds, record))}\n")
         if options.out != "none":
             Path(options.out).write_text(json.dumps(record, indent=2) + "\n")
         print(f"{sum(ours)} of {len(ours)} rounds of ours good; {rest['seconds']} s")
