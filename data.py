@@ -20,10 +20,10 @@ import contextlib
 import functools
 import io
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -110,8 +110,9 @@ class DataConfig:
             )
         if self.num_canonical_nodes < 1:
             found.append(("data.num_canonical_nodes", f"{self.num_canonical_nodes} is below 1. Possible: 1 and up."))
-        if self.cache_limit is not None and _bytes(self.cache_limit) is None:
-            found.append(("data.cache_limit", f"'{self.cache_limit}' is not a size. Possible: 500mb, 100gb, 1tb."))
+        if self.cache_limit is not None and (_bytes(self.cache_limit) or 0) <= 0:
+            what = "is not a size" if _bytes(self.cache_limit) is None else "is not above 0"
+            found.append(("data.cache_limit", f"'{self.cache_limit}' {what}. Possible: 500mb, 100gb, 1tb."))
         return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for)
 
     def _stage_problems(self, global_batch_size: int, made_for: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -156,12 +157,12 @@ class DataConfig:
                 f"{self.cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
             )
             return [("data.cache_limit", in_place)] if limit is not None else []
-        if not is_remote(self.remote) and Path(self.local).resolve() == Path(self.remote).resolve():
+        if not is_remote(self.remote) and os.path.realpath(self.local) == os.path.realpath(self.remote):
             return [("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")]
         if holds_another_stage(self.local, stage):
             given = f"{self.local} holds shards of another stage than {stage.location}"
             return [("data.local", f"{given}. Give another folder, or remove this one.")]
-        if limit is not None and limit < 4 * stage.largest_shard_bytes:
+        if limit is not None and 0 < limit < 4 * stage.largest_shard_bytes:
             given = f"{self.cache_limit} holds fewer than 4 of the largest shard ({stage.largest_shard_bytes:,} bytes)"
             least = 4 * stage.largest_shard_bytes // 2**20 + 1
             return [("data.cache_limit", f"{given}. Give at least {least}mb, or null.")]
@@ -171,7 +172,7 @@ class DataConfig:
 def _bytes(size: str) -> int | None:
     try:
         return bytes_to_int(size)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of "infgb"
         return None
 
 

@@ -343,9 +343,15 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     assert texts(local=str(stage), cache_limit="1gb") == [
         "data.cache_limit: 1gb has no effect on a folder that is read in place. Give data.remote and data.local."
     ]
-    assert texts(remote=str(stage), local="/nowhere/yet", cache_limit="0")[0].startswith(
-        "data.cache_limit: 0 holds fewer"
-    )
+    for given in ("0", "0gb", "-1gb", "-infgb"):
+        above = "is not a size" if given == "-infgb" else "is not above 0"
+        told = f"data.cache_limit: '{given}' {above}. Possible: 500mb, 100gb, 1tb."
+        assert texts(remote=str(stage), local="/nowhere/yet", cache_limit=given) == [told]
+    for given in ("infgb", "nangb", "-1"):
+        told = f"data.cache_limit: '{given}' is not a size. Possible: 500mb, 100gb, 1tb."
+        assert texts(remote=str(stage), local="/nowhere/yet", cache_limit=given) == [told]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert texts(remote=str(stage), local=str(tmp_path / "loop")) == []  # preflight.unwritable says so
     [limit] = texts(remote=str(stage), local="/nowhere/yet", cache_limit="10kb")
     assert limit.startswith("data.cache_limit: 10kb holds fewer than 4 of the largest shard (3")
     assert limit.endswith(" bytes). Give at least 1mb, or null.")
