@@ -1,5 +1,8 @@
 """Why a store did not give a file, in one line that says what to do: the clients' own words leave that open.
 
+`address_problem` looks at an address, and at what leads to S3, before anything is asked: a client says no word of what it
+leaves out after a '#', and none that could be understood of a port that cannot be.
+
 A client asks for an object's head first, and an answer to that has no body: an absent bucket, an empty prefix and a key that
 nobody knows all arrive as "404" or "403". So where S3 refuses, the bucket is asked once more, for one name under the prefix;
 that answer has a code. Nothing is written, and nothing of ours is imported here.
@@ -8,14 +11,25 @@ that answer has a code. Nothing is written, and nothing of ours is imported here
 from __future__ import annotations
 
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 SECOND_LOOK_SEC = 5.0  # for a connection, and again for an answer
 FILES_OF_A_STAGE = (".mds", ".json")
+
+FORMS = {  # of addresses; the other stores of streaming's are left to their clients
+    "s3": "s3://BUCKET/PREFIX",
+    "gs": "gs://BUCKET/PREFIX",
+    "oci": "oci://BUCKET@NAMESPACE/PREFIX",
+    "sftp": "sftp://USER@HOST/FOLDER",
+    "hf": "hf://datasets/OWNER/NAME/FOLDER",
+}
+S3_BUCKET = re.compile(r"[a-zA-Z0-9.\-_]{1,255}")  # botocore refuses others unasked
+ENDPOINT_VARIABLES = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set counts
 
 # What S3 and its likes answer, by code: (what it means, what to do).
 KEY_VARIABLES = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in AWS_PROFILE"
@@ -55,6 +69,69 @@ SAME_AS = {
 }
 
 
+def scheme_of(location: str) -> str:
+    """Return s3 of s3://bucket/prefix, "" of a folder; also of an address that cannot be taken apart."""
+    return _split(location).scheme
+
+
+def address_problem(location: str) -> str | None:
+    """Say why nothing can be asked for at an address, or None; of S3, the variables that name the server count.
+
+    Args:
+        location: a folder (None: it is no address), or the address of a stage or of a file in it.
+    """
+    scheme = scheme_of(location)
+    if not scheme:
+        return None
+    write, place = f"Write {FORMS.get(scheme, f'{scheme}://...')}", _split(location)
+    if not location.isprintable() or location != location.strip():
+        return f"{location!r} is no address: there is a blank at an end, or a character that cannot be seen. {write}."
+    if mark := next((mark for mark in "#?" if mark in location), None):
+        left_out = location[location.index(mark) :]
+        return f"{location} has a '{mark}', and '{left_out}' would be left out. {write}, with other names."
+    if scheme == "hf" and not re.match(r"hf://datasets(/[^/]+){2}", location):
+        return f"{location} names no dataset of a hub. {write}."
+    if scheme in FORMS and not place.netloc:
+        return f"{location} names no {'host' if scheme == 'sftp' else 'bucket'}. {write}."
+    if scheme != "s3":
+        return None
+    if not S3_BUCKET.fullmatch(place.netloc):
+        server = "; the server's address goes into S3_ENDPOINT_URL"
+        return f"{location}: '{place.netloc}' cannot be the name of a bucket. {write}{server}."
+    text = _endpoint_problem()
+    return f"{location} cannot be read: {text}" if text else None
+
+
+def _endpoint_problem() -> str | None:
+    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
+    names = ENDPOINT_VARIABLES[:1] if ignored else ENDPOINT_VARIABLES
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        return None
+    parts = _split(os.environ[name])
+    given = f"{name}={_without_password(os.environ[name])} is no address"
+    todo = "Write http://HOST:PORT or https://HOST:PORT"
+    if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", os.environ[name]):
+        return f"{given}. {todo}."
+    try:
+        port = parts.port
+    except ValueError:  # no number, or beyond 65535
+        port = 0
+    return f"{given}: its port is not from 1 to 65535. {todo}." if port == 0 else None
+
+
+def _split(address: str) -> SplitResult:
+    """Take an address apart; unlike urlsplit, also one with half of a pair of brackets."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return SplitResult(address.partition(":")[0].lower(), "", "", "", "")
+
+
+def _without_password(address: str) -> str:
+    return re.sub(r"^([a-z]+://)?.*@", r"\1", address)
+
+
 def explain_store_error(error: Exception, location: str) -> str:
     """Return why a store did not give what was asked for, and what to do.
 
@@ -64,6 +141,8 @@ def explain_store_error(error: Exception, location: str) -> str:
 
     S3 is asked once more where the error alone does not say enough: at most some seconds, and nothing is changed.
     """
+    if text := address_problem(location):
+        return text
     causes = list(_causes(error))
     name = {type(cause).__name__: cause for cause in reversed(causes)}  # the outermost of a kind wins
     what, todo = (
@@ -73,7 +152,7 @@ def explain_store_error(error: Exception, location: str) -> str:
         or _of_answer(causes, location)
         or (_first_line(causes[0]), "Check the address and its credentials")
     )
-    if urlsplit(location).scheme != "s3":
+    if _split(location).scheme != "s3":
         todo = todo.replace("S3_ENDPOINT_URL", "the address")
     return f"{location} cannot be read: {what}. {todo}."
 
@@ -122,7 +201,7 @@ def _of_connection(
     causes: list[BaseException], name: dict[str, BaseException], location: str
 ) -> tuple[str, str] | None:
     endpoint = _endpoint(causes, location)
-    host = urlsplit(endpoint).hostname or endpoint
+    host = _split(endpoint).hostname or endpoint
     if "NameResolutionError" in name or any(isinstance(cause, socket.gaierror) for cause in causes):
         return f"the name {host} does not resolve", "Check S3_ENDPOINT_URL for a typing error, and this machine's DNS"
     if "ProxyConnectionError" in name:
@@ -140,6 +219,9 @@ def _of_connection(
         return f"{endpoint} broke the connection off", "Check that it is a store, and http:// or https:// as it speaks"
     if any(isinstance(cause, ValueError) and str(cause).startswith("Invalid endpoint") for cause in causes):
         return f"S3_ENDPOINT_URL={endpoint} is no address", "Write http://HOST:PORT or https://HOST:PORT"
+    if "InvalidRegionError" in name:
+        what = f"the region is none ({_first_line(name['InvalidRegionError'])})"
+        return what, "Set AWS_DEFAULT_REGION, or region in ~/.aws/config, to a name such as us-east-1"
     return None
 
 
@@ -149,13 +231,13 @@ def _of_answer(causes: list[BaseException], location: str) -> tuple[str, str] | 
     if answer is None:
         return None
     code = str(answer.get("Error", {}).get("Code", ""))
-    if code in ("400", "403", "404", "NoSuchKey") and urlsplit(location).scheme == "s3":
+    if code in ("400", "403", "404", "NoSuchKey") and _split(location).scheme == "s3":
         return _second_look(location, code)
     return _of_code(code, str(answer["Error"].get("Message", "")), location)
 
 
 def _of_code(code: str, message: str, location: str) -> tuple[str, str]:
-    places = {"bucket": urlsplit(location).netloc, "endpoint": _endpoint([], location)}
+    places = {"bucket": _split(location).netloc, "endpoint": _endpoint([], location)}
     if (known := SAME_AS.get(code, code)) in CODES:
         what, todo = CODES[known]
         return f"{what.format(**places)} ({code})", todo.format(**places)
@@ -171,7 +253,7 @@ def _second_look(location: str, code: str) -> tuple[str, str]:
     once = Config(
         connect_timeout=SECOND_LOOK_SEC, read_timeout=SECOND_LOOK_SEC, retries={"mode": "standard", "max_attempts": 1}
     )
-    address = urlsplit(location)
+    address = _split(location)
     path = address.path.strip("/")
     is_file = path.endswith(FILES_OF_A_STAGE)
     prefix = path.rpartition("/")[0] if is_file else path
@@ -205,14 +287,14 @@ def _endpoint(causes: list[BaseException], location: str) -> str:
     asked = next(
         (values["endpoint_url"] for values in kept if isinstance(values, dict) and "endpoint_url" in values), ""
     )
-    scheme = urlsplit(location).scheme
+    scheme = _split(location).scheme
     address = asked or (
         os.environ.get("S3_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL_S3") if scheme == "s3" else ""
     )
     if not address:
-        return "AWS" if scheme == "s3" else f"{scheme}://{urlsplit(location).netloc}"
-    parts = urlsplit(address)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else address
+        return "AWS" if scheme == "s3" else f"{scheme}://{_split(location).netloc}"
+    parts = _split(address)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else _without_password(address)
 
 
 def _first_line(error: BaseException) -> str:

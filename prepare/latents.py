@@ -134,12 +134,6 @@ def open_input(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
     missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
     if missing:
         raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
-    if not stage.num_samples:
-        raise ValueError(f"IN: {location} has no sample. {AGAIN}.")
-    for shard in shards:
-        if shard["format"] != "mds" or shard["zip_data"] or HASH not in shard["raw_data"]["hashes"]:
-            name = shard["raw_data"]["basename"]
-            raise ValueError(f"IN: {location}/{name} is not an uncompressed MDS shard with {HASH}. {AGAIN}.")
     return open_place(location), stage, shards
 
 

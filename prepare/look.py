@@ -38,12 +38,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from torch import nn
 from tqdm import tqdm
 
 from config import Assignment, CommandLine, ConfigError, Problem, load, parse_command_line, to_yaml
-from fetch import HASH
 from model import ModelConfig, model_problems
 from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
@@ -109,19 +107,9 @@ def open_stage(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
         shards = json.loads(place.read("index.json"))["shards"]
     except (ValueError, OSError) as error:
         raise ValueError(f"REMOTE: {error}") from error
-    if stage.kind not in NEEDED:
-        raise ValueError(f"REMOTE: {location} is a stage of {stage.kind}. Possible: {', '.join(NEEDED)}.")
-    for shard in shards:
-        name = f"{location}/{(shard['zip_data'] or shard['raw_data'])['basename']}"
-        if shard["format"] != "mds" or shard["zip_data"] or HASH not in shard["raw_data"]["hashes"]:
-            raise ValueError(f"REMOTE: {name} is not an uncompressed MDS shard with {HASH}. {AGAIN}.")
-        encodings = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
-        if unsafe := [column for column, encoding in encodings.items() if not is_mds_encoding_safe(encoding)]:
-            text = f"{name} has a pickled column, {unsafe[0]}, which could run code"
-            raise ValueError(f"REMOTE: {text}. Make that stage again without it.")
-        column, wanted = NEEDED[stage.kind]
-        if not encodings.get(column, "").startswith(wanted):
-            raise ValueError(f"REMOTE: {name} has no column {column} of {wanted}. {AGAIN}.")
+    column, wanted = NEEDED[stage.kind]
+    if not dict(zip(stage.columns, stage.encodings, strict=True)).get(column, "").startswith(wanted):
+        raise ValueError(f"REMOTE: {location} has no column {column} of {wanted}. {AGAIN}.")
     return place, stage, shards
 
 

@@ -365,9 +365,9 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
     source = images_of(
         [{"jpg": b"", "evil": 1}], tmp_path / "in", {"jpg": "bytes", "caption": "str", "key": "str", "evil": "pkl"}
     )
-    assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 1
+    assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"IN: {source}/shard.00000.mds has a pickled column, which could run code. Make that stage again without it."
+        f"IN: {source}/shard.00000.mds has a pickled column, evil, which could run code. Make that stage again without it."
     )
 
 

@@ -493,10 +493,16 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(stage, tmp_path, ca
             ["ftp://b/in", "{tmp}/a.png"],
             ["REMOTE: ftp://b/in is in no known store. Possible: a folder, alipan://, gs://, oci://, s3://."],
         ),
-        (["{videos}", "{tmp}/a.png"], ["REMOTE: {videos} is a stage of videos. Possible: images, moments."]),
+        (
+            ["{videos}", "{tmp}/a.png"],
+            [
+                'REMOTE: {videos}/dataset.json: stage is "videos". Possible: "images" or "moments". Make the stage again: '
+                "python -m prepare.shards --help"
+            ],
+        ),
         (
             ["{bare}", "{tmp}/a.png"],
-            ["REMOTE: {bare}/shard.00000.mds has no column jpg of bytes. Make that stage again, or copy it anew."],
+            ["REMOTE: {bare} has no column jpg of bytes. Make that stage again, or copy it anew."],
         ),
         (
             ["{pickled}", "{tmp}/a.png"],

@@ -1,0 +1,105 @@
+"""store_errors.py: what is said of an address that cannot be asked, before anything is asked."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from stage import is_remote, read_stage
+from store_errors import address_problem, explain_store_error
+
+S3 = "Write s3://BUCKET/PREFIX"
+ADDRESSES = [
+    ("s3://", f"s3:// names no bucket. {S3}."),
+    ("s3:///mom", f"s3:///mom names no bucket. {S3}."),
+    ("s3:easel/mom", f"s3:easel/mom names no bucket. {S3}."),
+    ("s3://easel/ha#sh", f"s3://easel/ha#sh has a '#', and '#sh' would be left out. {S3}, with other names."),
+    ("s3://easel/mom?x=1", f"s3://easel/mom?x=1 has a '?', and '?x=1' would be left out. {S3}, with other names."),
+    (
+        "s3://host:9000/mom",
+        f"s3://host:9000/mom: 'host:9000' cannot be the name of a bucket. {S3}; the server's address goes into "
+        "S3_ENDPOINT_URL.",
+    ),
+    ("s3://[easel/mom", f"s3://[easel/mom names no bucket. {S3}."),
+    (
+        "s3://easel/mom ",
+        f"'s3://easel/mom ' is no address: there is a blank at an end, or a character that cannot be seen. {S3}.",
+    ),
+    (
+        "s3://easel/m\nom",
+        f"'s3://easel/m\\nom' is no address: there is a blank at an end, or a character that cannot be seen. {S3}.",
+    ),
+    ("hf://b/x", "hf://b/x names no dataset of a hub. Write hf://datasets/OWNER/NAME/FOLDER."),
+    ("gs:///mom", "gs:///mom names no bucket. Write gs://BUCKET/PREFIX."),
+    ("sftp:///mom", "sftp:///mom names no host. Write sftp://USER@HOST/FOLDER."),
+]
+ENDPOINTS = [
+    ("http://[::1:80", "is no address. "),
+    ("http://127.0.0.1:99999", "is no address: its port is not from 1 to 65535. "),
+    ("http://127.0.0.1:abc", "is no address: its port is not from 1 to 65535. "),
+    ("http://127.0.0.1:0", "is no address: its port is not from 1 to 65535. "),
+    ("127.0.0.1:9000", "is no address. "),
+    ("ftp://127.0.0.1:9000", "is no address. "),
+    ("http://", "is no address. "),
+    ("http://127.0.0.1: 9000", "is no address. "),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in [*os.environ]:
+        if name.startswith(("AWS_", "S3_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(("address", "told"), ADDRESSES, ids=[repr(address) for address, _ in ADDRESSES])
+def test_an_address_that_cannot_be_is_refused_before_it_is_asked(address, told):
+    assert is_remote(address) and address_problem(address) == told
+    assert explain_store_error(ValueError("Invalid IPv6 URL"), address) == told
+    with pytest.raises(ValueError) as error:
+        read_stage(address)
+    assert str(error.value) == told
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("data/s3", "/data/a#b", "/data/[x", "C#"),
+        *("s3://easel", "s3://easel/", "s3://easel/a b/c", "S3://easel/x", "gs://b/p", "oci://b@n/p"),
+        *("hf://datasets/o/n", "hf://datasets/o/n/f", "sftp://me@host:22/p", "dbfs:/Volumes/c/s/v", "alipan:///p"),
+    ],
+)
+def test_a_folder_and_an_address_that_can_be_are_let_through(address):
+    assert address_problem(address) is None
+
+
+@pytest.mark.parametrize("name", ["S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"])
+@pytest.mark.parametrize(("endpoint", "told"), ENDPOINTS)
+def test_a_server_that_cannot_be_is_named_with_its_variable(monkeypatch, name, endpoint, told):
+    monkeypatch.setenv(name, endpoint)
+    given = f"s3://easel/mom cannot be read: {name}={endpoint} {told}Write http://HOST:PORT or https://HOST:PORT."
+    assert address_problem("s3://easel/mom") == given
+    assert explain_store_error(ValueError("Invalid IPv6 URL"), "s3://easel/mom") == given
+    assert address_problem("gs://easel/mom") is None and address_problem("mom") is None
+
+
+def test_a_server_that_can_be_is_let_through_and_a_password_is_not_shown(monkeypatch):
+    for endpoint in ("http://127.0.0.1:9000", "https://s3.example.org", "http://[::1]:9000", "https://h/path"):
+        monkeypatch.setenv("S3_ENDPOINT_URL", endpoint)
+        assert address_problem("s3://easel/mom") is None
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://me:secret@host:99999")
+    assert "S3_ENDPOINT_URL=http://host:99999 is no address" in address_problem("s3://easel/mom")
+    monkeypatch.setenv("S3_ENDPOINT_URL", "me:secret@host:9000")
+    assert "secret" not in address_problem("s3://easel/mom")
+
+
+def test_a_region_that_cannot_be_is_named_with_its_variable(monkeypatch):
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "bad region!")
+    with pytest.raises(ValueError) as error:
+        read_stage("s3://easel/mom")
+    assert str(error.value) == (
+        "s3://easel/mom cannot be read: the region is none (InvalidRegionError: Provided region_name 'bad region!' doesn't "
+        "match a supported format). Set AWS_DEFAULT_REGION, or region in ~/.aws/config, to a name such as us-east-1."
+    )
