@@ -184,9 +184,11 @@ def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bo
 def unwritable(folder: str | Path) -> str | None:
     """Say why nothing can be written in a folder that may not exist yet, or None; leaves nothing behind."""
     path = Path(folder).absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
     try:
+        while not path.exists():
+            if path.is_symlink():
+                return f"{folder} cannot be written: {path} is a link to nothing. Remove it, or give another folder."
+            path = path.parent
         with tempfile.TemporaryFile(dir=path):
             return None
     except OSError as error:
@@ -200,6 +202,8 @@ def room_problem(folder: str | Path, checkpoint_gib: float, num: int) -> str | N
         folder: of the run; what it holds already is counted as room, since it will be replaced.
         num: files that are there at once: those kept, and the one that is being written.
     """
+    if unwritable(folder):
+        return None  # which is said by itself
     there = Path(folder).absolute()
     held_gib = sum(path.stat().st_size for path in there.glob("checkpoints/full-ba*.pt")) / 2**30
     while not there.exists():

@@ -6,6 +6,7 @@ What has to be fetched from a store for this goes to a temporary folder and is r
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -13,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streaming.base.storage.download import CloudDownloader
 from streaming.base.util import bytes_to_int
 
 from data import DataConfig
-from fetch import HASH, file_digest
+from fetch import HASH, download_once, file_digest
 from machine import ERROR, OK, WARNING, Finding, free_gib
 from stage import Stage, is_remote, read_stage
 from store_errors import explain_store_error
@@ -25,6 +25,7 @@ from store_errors import explain_store_error
 FIRST_SHARDS, RANDOM_SHARDS = 2, 2  # those that a run reads first are as likely to be broken as any: the rest by chance
 MAX_DIGEST_BYTES = 1 << 30
 NO_MORE_AFTER_SEC = 30.0
+SILENCE_SEC = 10.0  # of a store, a shard of which is asked for
 SPARE_FILES = 1000  # of a run beside its shards
 
 
@@ -56,7 +57,7 @@ def _file(location: str, name: str, folder: Path) -> Path:
         return Path(location, name)
     copy, remote = folder / Path(name).name, f"{location.rstrip('/')}/{name}"
     try:
-        CloudDownloader.direct_download(remote, str(copy))
+        download_once(remote, str(copy), SILENCE_SEC)
     except Exception as error:  # each store's client has exceptions of its own
         raise ValueError(explain_store_error(error, remote)) from error
     return copy
@@ -118,6 +119,8 @@ def cache(config: DataConfig, shards: Sequence[Shard]) -> list[Finding]:
     if config.remote is None or config.local is None:
         return [Finding(OK, "cache", "none: the stage is read in place")]
     local = Path(config.local)
+    if text := _in_the_way(local, shards):
+        return [Finding(ERROR, "cache", f"data.local: {text}")]
     there = [shard for shard in shards if (local / shard.name).is_file()]
     cut = [shard for shard in there if (local / shard.name).stat().st_size != shard.num_bytes]
     checked = chosen([shard for shard in there if shard not in cut])
@@ -133,6 +136,18 @@ def cache(config: DataConfig, shards: Sequence[Shard]) -> list[Finding]:
         f"{local} holds {len(there):,} of {len(shards):,} shards, all of their size; {len(checked)} have their {HASH}"
     )
     return [Finding(OK, "cache", given)]
+
+
+def _in_the_way(local: Path, shards: Sequence[Shard]) -> str | None:
+    """Say what lies where a run will want a folder or a file, and is none; or None. The folder itself is not looked at."""
+    names = [Path("index.json"), *(Path(shard.name) for shard in shards)]
+    for folder in sorted({parent for name in names for parent in name.parents if parent.name}):
+        if os.path.lexists(local / folder) and not (local / folder).is_dir():
+            return f"{local / folder} is no folder, the stage has one of that name. Remove it."
+    for name in names:  # a link to nothing is replaced by the file
+        if (local / name).exists() and not (local / name).is_file():
+            return f"{local / name} is no file, the stage has one of that name. Remove it."
+    return None
 
 
 # --- room ---

@@ -173,6 +173,19 @@ def test_a_folder_that_cannot_be_written_is_found_and_nothing_is_left_behind(tmp
         f"{tmp_path}/file/runs cannot be written: {tmp_path}/file: Not a directory. Give a folder that this user may write "
         f"in."
     )
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("loop", "dangling", "loop/a/b"):
+        link = tmp_path / name.partition("/")[0]
+        told = f"{tmp_path}/{name} cannot be written: {link} is a link to nothing. Remove it, or give another folder."
+        assert unwritable(tmp_path / name) == told
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert unwritable(tmp_path / "link" / "new") is None
+    long = tmp_path / ("x" * 300)
+    assert unwritable(long) == (
+        f"{long} cannot be written: {long}: File name too long. Give a folder that this user may write in."
+    )
+    assert room_problem(long, 1e9, 1) is None
 
 
 def test_names_of_runs(tmp_path):
