@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +102,11 @@ class BatchStream(StreamingDataset):
                 f"data.local: {local} is in use by another run on this machine, or by shared memory that a "
                 f"run has left (then a line above says so). {OWN_FOLDER}"
             ) from error
-        lean_on(self, "_shard_states", "_shard_access_times", "_cache_filelock_path")
+        lean_on(self, "_shard_states", "_shard_access_times", "_cache_filelock_path", "_shm_prefix_int")
+        # Beside streaming's own locks of this number; one that is left goes when the number is used again.
+        name = f"{self._shm_prefix_int:06d}_reason_{os.getuid()}"
+        self._reason_file = Path(self._cache_filelock_path).with_name(name)
+        _on_one_rank_of_each_machine(lambda: self._reason_file.unlink(missing_ok=True))
         _on_one_rank_of_each_machine(stream.remove_left_overs)
         stream._downloader.clean_up()
         self.stream = stream
@@ -201,8 +206,16 @@ class BatchStream(StreamingDataset):
         shard_id = int(self.spanner[it.sample_ids[at]][0])
         return shard_id if self._shard_states[shard_id] == _ShardState.REMOTE else None
 
+    def _tell_others(self, text: str) -> None:
+        """Leave the reason where every process of this machine finds it: which of them is asked first, nobody knows."""
+        with contextlib.suppress(OSError):  # a full disk may be the reason
+            self._reason_file.write_text(text)
+
     def _failed_elsewhere(self, shard_id: int) -> str:
         name = self.shards[shard_id].raw_data.basename
+        with contextlib.suppress(OSError):
+            if reason := self._reason_file.read_text():
+                return reason
         return f"data: {name} could not be had by another process of this machine, whose message says why"
 
     # --- shards ---
@@ -230,6 +243,8 @@ class BatchStream(StreamingDataset):
         try:
             super().prepare_shard(shard_id, blocking)
         except BaseException as error:
+            if not isinstance(error, NotWanted):
+                self._tell_others(str(error))
             # Left as it is, it would be waited for for ever.
             self._shard_states[shard_id] = _ShardState.REMOTE if isinstance(error, NotWanted) else FAILED
             with contextlib.suppress(AttributeError):

@@ -396,6 +396,24 @@ def test_a_shard_that_another_process_could_not_have_is_not_waited_for(moments, 
     }
 
 
+def test_the_reason_is_the_same_whichever_process_is_asked_first(moments, tmp_path, monkeypatch):
+    """Of two workers of a rank the one that only heard of it may give the next batch: its message named no cause."""
+    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+
+    def fail(self, shard):
+        raise StreamFailure("data: the store is away")
+
+    with monkeypatch.context() as patched, pytest.raises(StreamFailure):
+        patched.setattr(fetch.PatientStream, "prepare_shard", fail)
+        dataset.prepare_shard(2)
+    *_, last = itertools.islice(dataset, 9)
+    assert last == {"failure": ["data: the store is away"]}
+    assert dataset._reason_file.is_file()
+    dataset._reason_file.rename(later := stream_of(moments)._reason_file)  # as if it were of an earlier use of a number
+    assert later.is_file() and not stream_of(moments)._reason_file.is_file()
+    later.unlink(missing_ok=True)
+
+
 def test_cache_limit_holds_for_what_earlier_runs_left(moments, tmp_path):
     """Streaming counts, and evicts, only what it knows to be there."""
     cache, num_bytes = tmp_path / "cache", sum(path.stat().st_size for path in moments.glob("shard.*.mds"))
