@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from composer.utils import dist
@@ -15,6 +16,7 @@ from config import Problem
 from model import model_problems
 from run_config import RunConfig, resolve, wants_own_rate
 from scoring import EVERY_IMAGES, rounded_up
+from stage import array_encoding
 from zoo import load_family, mlperf
 from zoo.spec import as_size
 
@@ -34,13 +36,21 @@ MEMORY_KEYS = {
 
 def check(config: RunConfig) -> list[Problem]:
     """Return every problem that can be known before anything is built."""
-    made_for = {"model.family": config.model.family, "data.normalize": config.data.normalize}
-    with contextlib.suppress(ValueError):  # named by model_problems
-        made_for["image_size"] = list(config.size)
-    found = quick_problems(config, config.data.problems(config.global_batch_size, made_for))
+    found = quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
         found += memory_problems(config)
     return found
+
+
+def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what a stage of moments has to be made for, and the encodings of its columns; as far as the run is possible."""
+    made_for: dict[str, Any] = {"model.family": config.model.family, "data.normalize": config.data.normalize}
+    with contextlib.suppress(ValueError):  # named by model_problems
+        made_for["image_size"] = list(config.size)
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        columns = family.columns("moments", config.size)
+        return made_for, {name: array_encoding(column.stored, column.shape) for name, column in columns.items()}
+    return made_for, {}
 
 
 def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Problem]:

@@ -41,7 +41,7 @@ from torchvision.transforms.v2 import functional as vision
 from batch_wait import END, files_and_bytes, next_batch
 from fetch import PATIENCE_SEC, StreamFailure
 from shared_memory import one_at_a_time, remove_dead_segments
-from stage import Stage, holds_another_stage, is_remote, read_stage
+from stage import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stream import BatchStream, MomentsStream
 from workers import live_as_worker
 from zoo.spec import Column, Family, ImageSize
@@ -94,11 +94,14 @@ class DataConfig:
         """(where shards are fetched from, the folder that they are read from); a folder alone is read in place."""
         return (None, self.remote) if self.remote and self.local is None else (self.remote, self.local)
 
-    def problems(self, global_batch_size: int, made_for: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def problems(
+        self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
+    ) -> list[tuple[str, str]]:
         """(key, message) for every value that cannot be, the stage's own facts included.
 
         Args:
             made_for: key of the configuration -> its value, for what a stage of moments has been made for.
+            encodings: of that stage's columns, where they are known; see `stage.column_problem`.
         """
         found = []
         for key in ("workers", "max_bad_samples"):
@@ -113,9 +116,11 @@ class DataConfig:
         if self.cache_limit is not None and (_bytes(self.cache_limit) or 0) <= 0:
             what = "is not a size" if _bytes(self.cache_limit) is None else "is not above 0"
             found.append(("data.cache_limit", f"'{self.cache_limit}' {what}. Possible: 500mb, 100gb, 1tb."))
-        return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for)
+        return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for, encodings or {})
 
-    def _stage_problems(self, global_batch_size: int, made_for: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def _stage_problems(
+        self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str]
+    ) -> list[tuple[str, str]]:
         if self.location is None:
             return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
         where = "data.remote" if self.remote else "data.local"
@@ -127,23 +132,16 @@ class DataConfig:
             return [(where, str(error))]
         found = []
         if stage.kind != self.stage:
-            found.append(
-                (
-                    "data.stage",
-                    f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'. Use "
-                    f"data.stage={stage.kind}, or another {where}.",
-                )
-            )
-        wanted = {"images": ("jpg", "caption", "key"), "moments": ("moments", "tokens")}.get(stage.kind, ())
-        missing = [name for name in wanted if name not in stage.columns]
-        if stage.kind == self.stage and missing:
-            found.append((where, f"{stage.location} has no column {', '.join(missing)}. Make the stage again."))
+            given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
+            found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
         for key, value in made_for.items():
             made = stage.facts.get(key.rpartition(".")[2])  # an `images` stage is made for nothing in particular
             if made is not None and made != value:
                 found.append(
                     (key, f"{value}, but the moments at {stage.location} were made for {made}. Use that value.")
                 )
+        if not found and (text := column_problem(stage, encodings)):
+            found.append((where, text))
         if stage.num_samples < global_batch_size:
             given = f"{global_batch_size} is more than the {stage.num_samples} samples of the stage at {stage.location}"
             found.append(("global_batch_size", f"{given}. Take a smaller one, or more data."))

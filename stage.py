@@ -24,7 +24,11 @@ from store_errors import address_problem, explain_store_error, scheme_of
 
 FACTS_FILE = "dataset.json"
 FACTS_SCHEMA = 1
-KINDS = ("images", "moments")
+KINDS = {
+    "images": {"jpg": "bytes", "caption": "str", "key": ""},
+    "moments": {"moments": "ndarray", "tokens": "ndarray"},
+}
+"""Kind of stage -> the columns that every run reads, and how their encodings begin."""
 AGAIN = "Make the stage again: python -m prepare.shards --help"
 STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then waits for its shards, this does not
 
@@ -63,6 +67,29 @@ class Stage:
     """(name, bytes, hash) of every shard."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The rest of dataset.json: family, image_size, normalize, encoders, as far as the stage has them."""
+
+
+def array_encoding(stored: str, shape: Sequence[int]) -> str:
+    """Return the encoding of a column of arrays of one shape, e.g. ndarray:float16:8,64,64."""
+    return f"ndarray:{stored}:{','.join(map(str, shape))}"
+
+
+def column_problem(stage: Stage, encodings: Mapping[str, str]) -> str | None:
+    """Say that a stage has not the columns that a run reads, or None.
+
+    Args:
+        encodings: column -> its encoding, of a stage of moments; those that the run knows.
+    """
+    wanted = {**KINDS[stage.kind], **(encodings if stage.kind == "moments" else {})}
+    if missing := [name for name in wanted if name not in stage.columns]:
+        return f"{stage.location} has no column {', '.join(missing)}. Make the stage again."
+    has = dict(zip(stage.columns, stage.encodings, strict=True))
+    for name, encoding in wanted.items():
+        if not has[name].startswith(encoding) or (name in encodings and has[name] != encoding):
+            return (
+                f"{stage.location} has a column {name} of {has[name]}, this run reads {encoding}. Make the stage again."
+            )
+    return None
 
 
 def read_stage(location: str) -> Stage:

@@ -13,7 +13,6 @@ Exit code: 0 without an error, 1 with one, 2 when the command line cannot be rea
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 import threading
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 
 from composer.utils import dist
 
+import checks
 import machine
 from config import ConfigError, load, parse_command_line
 from machine import ERROR, OK, WARNING, Finding
@@ -41,16 +41,14 @@ def store(case: Case) -> list[Finding]:
     config, data = case.config, case.config.data
     if data.synthetic:
         return [Finding(OK, "store", "none: data.synthetic=true")]
-    made_for = {"model.family": config.model.family, "data.normalize": data.normalize}
-    with contextlib.suppress(ValueError):  # named by model_problems
-        made_for["image_size"] = list(config.size)
+    wanted = checks.wanted_of_stage(config)
     if data.location is not None:
         try:
             case.stage, case.shards = stage_checks.open_stage(data.location)
         except ValueError as error:
             return [Finding(ERROR, "store", f"data.{'remote' if data.remote else 'local'}: {error}")]
-    without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, made_for)
-    found = data.problems(config.global_batch_size, made_for)
+    without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, *wanted)
+    found = data.problems(config.global_batch_size, *wanted)
     case.of_stage = [pair for pair in found if pair not in without]
     if errors := case.errors("store"):
         return errors
@@ -171,9 +169,9 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr, flush=True)
         return 2
     levels = []
-    for group, checks in checks_of(case).items():
+    for group, of_group in checks_of(case).items():
         print(f"--- {group} ---", flush=True)
-        for check in checks:
+        for check in of_group:
             for finding in look(check, case):
                 levels.append(finding.level)
                 print(f"{finding.level:<7} {finding.check:<11} {finding.text}", flush=True)

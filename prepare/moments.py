@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from data import SampleError
+from stage import array_encoding
 from zoo.spec import Family, ImageSize
 
 
@@ -31,12 +32,8 @@ def mds_columns(family: Family, size: ImageSize, *, text: Mapping[str, Tensor], 
     """
     columns = {"caption": "str", "key": "str", **({"metadata": "json"} if metadata else {})}
     for name, column in family.columns("moments", size).items():
-        columns[name] = _encoding(column.stored, column.shape)
-    return columns | {name: _encoding("float16", tuple(states.shape[1:])) for name, states in text.items()}
-
-
-def _encoding(dtype: str, shape: Sequence[int]) -> str:
-    return f"ndarray:{dtype}:{','.join(map(str, shape))}"
+        columns[name] = array_encoding(column.stored, column.shape)
+    return columns | {name: array_encoding("float16", tuple(states.shape[1:])) for name, states in text.items()}
 
 
 def tokens_of(family: Family, captions: Sequence[str]) -> dict[str, np.ndarray]:

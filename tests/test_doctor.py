@@ -425,6 +425,13 @@ def test_a_damaged_shard_of_the_cache_is_a_warning_since_a_run_fetches_it_again(
     assert code == 0 and level == WARNING and text.startswith(f"data.local: {path} is damaged: ")
 
 
+def test_what_lies_in_a_shards_place_in_the_cache_is_an_error(only_error, tmp_path):
+    shutil.copytree(tmp_path / "stage", tmp_path / "local")
+    (path := first_shard(tmp_path / "local")).unlink()
+    path.mkdir()
+    assert only_error("cache") == f"data.local: {path} is no file, the stage has one of that name. Remove it."
+
+
 def test_a_cache_of_another_stage_is_found(only_error, tmp_path):
     (tmp_path / "local").mkdir()
     raw = {"basename": "shard.00000.mds", "bytes": 5, "hashes": {"xxh64": "0" * 16}}
@@ -647,10 +654,14 @@ def test_a_run_folder_that_cannot_be_written_is_found(only_error):
     )
 
 
-def test_a_folder_of_shards_or_of_temporary_files_that_cannot_be_written_is_found(only_error, monkeypatch):
+def test_a_folder_of_shards_or_of_temporary_files_that_cannot_be_written_is_found(only_error, monkeypatch, tmp_path):
     assert only_error("folders", "data.local=/proc/shards").startswith(
         "data.local: /proc/shards cannot be written: /proc: "
     )
+    for name, target in (("loop", "loop"), ("dangling", "nowhere")):
+        (link := tmp_path / name).symlink_to(tmp_path / target)
+        told = f"data.local: {link} cannot be written: {link} is a link to nothing. Remove it, or give another folder."
+        assert only_error("folders", f"data.local={link}") == told
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/inductor")
     assert only_error("folders").startswith("TORCHINDUCTOR_CACHE_DIR: /proc/inductor cannot be written: /")
 

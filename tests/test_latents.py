@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -21,11 +22,13 @@ from test_prepare import IMAGES, skipped
 from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
 
 import benchmark
-from data import decode_image, resize_and_crop
+from checks import wanted_of_stage
+from data import DataConfig, decode_image, resize_and_crop
 from fetch import HASH
 from model import ModelConfig, build_model
 from prepare import encoder, latents, parts, places, shards
 from prepare.shards import COLUMNS
+from run_config import RunConfig
 from stage import read_stage, write_facts
 from zoo.objectives import ObjectiveConfig
 from zoo.sd2 import SD2
@@ -359,6 +362,17 @@ def test_a_transfer_that_fails_once_is_done_again(stage, tmp_path):
     entry = json.loads((stage / "index.json").read_text())["shards"][0]
     reader = encoder.open_shard(Shaky(str(stage)), entry, tmp_path)
     assert len(list(reader)) == entry["samples"]
+
+
+def test_a_run_looks_for_the_columns_that_are_written(unbroken):
+    tiny = RunConfig(model=ModelConfig(preset="tiny", weights="random"), image_size=64)
+    section = DataConfig(stage="moments", local=str(unbroken))
+    assert section.problems(8, *wanted_of_stage(tiny)) == []
+    _, encodings = wanted_of_stage(dataclasses.replace(tiny, image_size=128))
+    has, wanted = (encodings["moments"].replace("16,16", f"{side},{side}") for side in (8, 16))
+    assert section.problems(8, {}, encodings) == [
+        ("data.local", f"{unbroken} has a column moments of {has}, this run reads {wanted}. Make the stage again.")
+    ]
 
 
 def test_a_pickled_column_is_not_read(tmp_path, capsys):

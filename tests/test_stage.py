@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stage import holds_another_stage, is_remote, read_stage
+from stage import column_problem, holds_another_stage, is_remote, read_stage
 
 AGAIN = "Make the stage again: python -m prepare.shards --help"
 
@@ -281,3 +282,29 @@ def test_an_unreachable_store_names_what_it_was_asked_for(monkeypatch):
         "s3://bucket/stage cannot be read: nothing listens at http://127.0.0.1:9. Check the port in S3_ENDPOINT_URL, and "
         "that the store runs."
     )
+
+
+# --- columns that a run reads ---
+
+
+def test_a_stage_without_the_columns_of_a_run_or_with_others_is_refused(stage):
+    def told(**changes) -> str | None:
+        return column_problem(dataclasses.replace(images, **changes), {"moments": "ndarray:float16:8,4,4"})
+
+    images = read_stage(str(stage))
+    assert told() is None
+    assert told(columns=("caption", "key"), encodings=("str", "str")) == (
+        f"{stage} has no column jpg. Make the stage again."
+    )
+    assert told(columns=("caption", "jpg", "key"), encodings=("str", "jpeg", "str")) == (
+        f"{stage} has a column jpg of jpeg, this run reads bytes. Make the stage again."
+    )
+    moments = {"kind": "moments", "columns": ("moments", "tokens")}
+    assert told(**moments, encodings=("ndarray:float16:8,4,4", "ndarray:uint16:77")) is None
+    assert told(**moments, encodings=("ndarray:float16:8,4,4", "str")) == (
+        f"{stage} has a column tokens of str, this run reads ndarray. Make the stage again."
+    )
+    for encoding in ("ndarray:float16:8,8,8", "ndarray:float32:8,4,4", "ndarray:float16:8,4,40", "ndarray"):
+        assert told(**moments, encodings=(encoding, "ndarray:uint16:77")) == (
+            f"{stage} has a column moments of {encoding}, this run reads ndarray:float16:8,4,4. Make the stage again."
+        )
