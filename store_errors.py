@@ -106,6 +106,8 @@ def _endpoint_problem() -> str | None:
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
     names = ENDPOINT_VARIABLES[:1] if ignored else ENDPOINT_VARIABLES
     name = next((name for name in names if os.environ.get(name)), None)
+    if os.environ.get(ENDPOINT_VARIABLES[0]) == "":  # it is handed on as it is
+        return f"{ENDPOINT_VARIABLES[0]} is set, and empty. Give it an address, or take it out of the environment."
     if name is None:
         return None
     parts = _split(os.environ[name])

@@ -21,10 +21,12 @@ from urllib.parse import urlparse
 
 from filelock import FileLock, Timeout
 from streaming.base.storage import upload
-from streaming.base.storage.download import DOWNLOADER_MAPPINGS, CloudDownloader
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.util import retry
 
+import store_errors
 from checkpoint_files import to_disk
+from fetch import download_once
 from preflight import unwritable
 from stage import is_remote
 
@@ -202,13 +204,8 @@ class Store(Place):
     def fetch(self, name: str, folder: Path) -> Path:
         file = folder / Path(name).name
         file.unlink(missing_ok=True)  # the client takes a file that is there for the one that is wanted
-        downloader = CloudDownloader.get(self.address)
         with _as_os_error(f"{self.address}/{name} cannot be read"):
-            try:
-                again = retry(clean_up_fn=downloader.clean_up, num_attempts=NUM_TRIES)
-                again(lambda: downloader.download(f"{self.address}/{name}", str(file)))()
-            finally:
-                downloader.clean_up()
+            retry(num_attempts=NUM_TRIES)(lambda: download_once(f"{self.address}/{name}", str(file)))()
         return file
 
     def put(self, name: str, file: Path) -> None:
@@ -244,9 +241,9 @@ def address_problem(address: str) -> str | None:
         for scheme, name in upload.UPLOADERS.items()
         if scheme in DOWNLOADER_MAPPINGS and getattr(upload, name).list_objects is not upload.CloudUploader.list_objects
     }
-    scheme = urlparse(address).scheme
+    scheme = store_errors.scheme_of(address)
     if not scheme or scheme in known:
-        return None
+        return store_errors.address_problem(address)
     named = ", ".join(f"{name}://" for name in sorted(known - {""}))
     return f"{address} is in no known store. Possible: a folder, {named}."
 

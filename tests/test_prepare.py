@@ -394,6 +394,7 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
             ["{tmp}/in.tar", "ftp://b/o"],
             "OUT: ftp://b/o is in no known store. Possible: a folder, alipan://, gs://, oci://, s3://.",
         ),
+        (["{tmp}/in.tar", "s3:b/o"], "OUT: s3:b/o names no bucket. Write s3://BUCKET/PREFIX."),
         (
             ["{tmp}/in.tar", "/proc/out"],
             "OUT: /proc/out cannot be written: /proc: No such file or directory. Give a folder that this user may write in.",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import os
+import threading
 
 import pytest
 
+from prepare.stage_checks import _file
 from stage import is_remote, read_stage
 from store_errors import address_problem, explain_store_error
 
@@ -92,6 +95,46 @@ def test_a_server_that_can_be_is_let_through_and_a_password_is_not_shown(monkeyp
     assert "S3_ENDPOINT_URL=http://host:99999 is no address" in address_problem("s3://easel/mom")
     monkeypatch.setenv("S3_ENDPOINT_URL", "me:secret@host:9000")
     assert "secret" not in address_problem("s3://easel/mom")
+
+
+def test_an_empty_variable_is_said_to_be_empty(monkeypatch):
+    monkeypatch.setenv("S3_ENDPOINT_URL", "")
+    assert address_problem("s3://easel/mom") == (
+        "s3://easel/mom cannot be read: S3_ENDPOINT_URL is set, and empty. Give it an address, or take it out of the "
+        "environment."
+    )
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A store that answers 400 to everything; streaming's own download asks such a one again and again, and never ends."""
+
+    def do_HEAD(self) -> None:
+        self.server.num_asked += 1
+        body = b"<Error><Code>InvalidRequest</Code><Message>no</Message></Error>" if self.command == "GET" else b""
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_HEAD
+
+    def log_message(self, *words) -> None:
+        pass
+
+
+@pytest.mark.parametrize("ask", [lambda at, folder: read_stage(at), lambda at, folder: _file(at, "index.json", folder)])
+def test_a_store_that_answers_400_is_asked_some_times_and_no_more(monkeypatch, tmp_path, ask):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        server.num_asked = 0
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for name, value in (("S3_ENDPOINT_URL", address), ("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "x")):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match="^s3://easel/mom") as error:
+            ask("s3://easel/mom", tmp_path)
+        server.shutdown()
+    assert server.num_asked <= 5  # with a look at the bucket, which says why
+    assert str(error.value).endswith(f"cannot be read: {address} answers InvalidRequest: no. Ask who runs the store.")
 
 
 def test_a_region_that_cannot_be_is_named_with_its_variable(monkeypatch):
