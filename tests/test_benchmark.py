@@ -263,7 +263,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "precision=fp16",
         "data.remote=/nowhere",
         "loggers.wandb.name=x",
-        "target.fid=90",
+        "compile=true",
         "--use_ema",
         "ema.every=0",
         "save.keep=0",
@@ -271,8 +271,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "run_name=old",
     ]
     assert refused(capsys, *words) == [
-        "command line: 'target.fid' is not available: the stop at a quality target is not part of this version. Leave it "
-        "out.",
+        "command line: 'compile' is not available: compilation of the denoiser is not part of this version. Leave it out.",
         f"run_name: {tmp_path}/old is there, and is no run (it has no config.yaml). Take another run_name, or remove it.",
         "seed: -1 is not possible. Possible: 0 to 2**32 - 1.",
         "max_duration: 'soon' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",
@@ -338,8 +337,8 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         ),
         (["precision=fp8"], "command line: precision is 'fp8'. Possible: one of fp32, tf32, bf16, fp16 or null."),
         (
-            ["eval.when=after"],
-            "command line: 'eval.when' is not available: evaluation is not part of this version. Leave it out.",
+            ["mlperf.enabled=true"],
+            "command line: 'mlperf.enabled' is not available: the MLPerf log is not part of this version. Leave it out.",
         ),
     ],
 )

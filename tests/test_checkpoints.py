@@ -198,7 +198,7 @@ def test_a_run_leaves_its_newest_full_checkpoints_and_all_its_snapshots(whole):
     ]
     assert [int(path.name[10:22]) for path in listed(folder, WEIGHTS)] == [64, 32]
     snapshot = read(listed(folder, WEIGHTS)[0])
-    assert sorted(snapshot) == ["ema", "identity", "model", "progress", "schema", "unix_time"]
+    assert sorted(snapshot) == ["callbacks", "ema", "identity", "model", "progress", "schema", "unix_time"]
     assert snapshot["progress"]["images"] == 64 and snapshot["identity"]["model.preset"] == "tiny"
     assert set(snapshot["ema"]["weights"]) == set(snapshot["model"])
     assert all(name.startswith("denoiser.") for name in snapshot["model"])  # no frozen encoder, no wrapper
