@@ -203,7 +203,9 @@ def build_scorer(config: RunConfig, model: LatentDiffusion, folder: Path) -> Sco
         found = {at.key: at.value for at in read_yaml(str(path))[0]}.get("eval.batch_size")
         given = dataclasses.replace(given, batch_size=found)
     try:
-        scorer = Scorer(given, size=config.size, seed=config.seed, show_progress=config.loggers.progress_bar)
+        of_model = {"precision": config.precision, "prediction": config.objective.prediction}
+        bar = config.loggers.progress_bar
+        scorer = Scorer(given, size=config.size, seed=config.seed, settings=of_model, show_progress=bar)
         scorer.find_batch_size(model)
     except ValueError as error:
         raise ConfigError([str(error)]) from error

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 FIRST = ("model", "snapshot", "batch", "images", "seconds", "weights", "guidance", "fid", "clip", "clip_x100")
 """Columns that stand first; others follow as they come."""
 
-TEXTS = {"model", "snapshot", "weights", "sampler", "inception", "clip_model", "resize"}
+TEXTS = {"model", "snapshot", "weights", "sampler", "inception", "clip_model", "resize", "precision", "prediction"}
 
 DPI = 120
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")

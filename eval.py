@@ -20,6 +20,7 @@ Exit code: 0, 2 when something cannot be scored (each problem on a line of stder
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +29,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import xxhash
 from composer.utils import dist
 
 import alarm
 import curves
+import preflight
 import warm_start
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import amend_summary, keep_batch_size, result_line, rounded
+from callbacks.run_record import decide_summary, keep_batch_size, result_line, rounded
 from config import Assignment, ConfigError, Problem, load, parse_command_line
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
@@ -43,7 +46,9 @@ from run_config import ALIASES, NOT_YET, RunConfig, resolve
 from scoring import FIGURES, Meter, Scorer
 from subjects import Kind, build, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
+from zoo import load_family
 from zoo.sampling import shard
+from zoo.spec import as_size
 
 Row = dict[str, Any]
 
@@ -75,14 +80,25 @@ def read(place: str, kind: Kind, words: Sequence[str]) -> EvalCommand:
         if kind != "images":
             config = _completed(config, place, kind, given)
             problems += model_problems(config.model, config.image_size, encoders_wanted=False)
+            problems += _size_problems(config)
         if kind == "diffusers":
             problems += warm_start.problems(config.model, config.objective.prediction)
+        if config.out is not None and (text := preflight.unwritable(config.out)):
+            problems.append(Problem(f"out: {text}", ("out",)))
         if kind != "run" and config.out is None:
             problems.append(Problem("out: not given. Name the folder that the table goes to.", ("out",)))
         return problems
 
     config = load(EvalCommand, command, not_yet=NOT_YET, check=check)
     return resolve(_completed(config, place, kind, given)) if kind != "images" else config
+
+
+def _size_problems(config: EvalCommand) -> list[Problem]:
+    with contextlib.suppress(ValueError):  # named by model_problems, or by the section itself
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        if config.eval.image_size is not None and (text := family.size_problem(as_size(config.eval.image_size))):
+            return [Problem(f"eval.image_size: {text}", ("eval.image_size",))]
+    return []
 
 
 def _completed(config: EvalCommand, place: str, kind: Kind, given: set[str]) -> EvalCommand:
@@ -133,7 +149,7 @@ def _shown(row: Row) -> Row:
 def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
     model, scorer = _ready(config, folder, device)
-    paths, guidances = snapshots_of(folder), config.eval.guidances()
+    paths, guidances = _of_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
 
     def scored(path: Path) -> list[Row]:
         where = {"model": folder.name, **load_snapshot(model, path, config.eval.weights)}
@@ -147,9 +163,23 @@ def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.dev
     else:
         begin = next((n for n, path in enumerate(paths) if _images(path) >= config.from_images), len(paths) - 1)
         rows = list(to_target([lambda path=path: scored(path)[0] for path in paths], begin, config.target.is_met))
-    if config.target.is_given and len(guidances) == 1:
+    if config.target.is_given and len(guidances) == 1 and kind != "last":
         _conclude(config, folder, rows)
     return rows
+
+
+def _of_rank_zero(read: Callable[[], list[Path]]) -> list[Path]:
+    """Return what rank 0 finds on the disk, which may change while the others look. Raises ConfigError, on all ranks."""
+    found: list[Any] = [None, None]
+    if dist.get_global_rank() == 0:
+        try:
+            found[0] = read()
+        except ValueError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found)
+    if found[1]:
+        raise ConfigError([found[1]])
+    return found[0]
 
 
 def to_target(snapshots: Sequence[Callable[[], Row]], begin: int, is_met: Callable[[Row], bool]) -> Iterator[Row]:
@@ -173,12 +203,16 @@ def _images(path: Path) -> int:
 
 
 def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
-    """Say which snapshot met the target first, and write that into the run's summary."""
+    """Say which snapshot met the target first, and write that into the summary of a run that waits for it.
+
+    Not of one that was decided in training, nor from a part of the prompts, nor where the table goes elsewhere: a trial.
+    """
     in_order = sorted(rows, key=lambda row: row["images"])
     reached = next((row for row in in_order if config.target.is_met(row)), None)
     if dist.get_global_rank() == 0:
         result = outcome(in_order, reached)
-        amend_summary(folder, result)
+        if config.out is None and not any(row["partial"] for row in rows):
+            decide_summary(folder, result)
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
         print(result_line({key: rounded(value) for key, value in result.items()}), flush=True)
@@ -201,7 +235,7 @@ def _fingerprints(model: LatentDiffusion) -> Row:
 
 def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a folder of images; their captions are those of the prompts that their names give."""
-    paths, facts = list_images(folder), {"num_images": 0, "partial": False}
+    paths, facts = _of_rank_zero(lambda: list_images(folder)), {"partial": False}
     captions = dict.fromkeys(paths, "")
     numbers: dict[Path, Any] = {path: path.name for path in paths}
     if config.eval.prompts is not None:
@@ -221,8 +255,17 @@ def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.
                 meter.add(unit, [numbers[name] for name in names], [captions[name] for name in names])
             return meter.figures()
 
-    what = {"model": str(folder), "images_in_folder": len(paths), "newest": max(p.stat().st_mtime_ns for p in paths)}
+    what = {"model": str(folder), "images_in_folder": len(paths), "images_fingerprint": digest_of(paths)}
     return [table.get({**what, **facts, **meter.facts}, score)]
+
+
+def digest_of(paths: Sequence[Path]) -> str:
+    """Return 32 hex digits over the names and bytes of files."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        digest.update(path.name)
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _figures(scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:
@@ -235,9 +278,12 @@ def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple
     if run is None:
         warm_start.load(model, str(config.model.denoiser))
     model.place(device, config.precision or "fp32")
-    scorer = Scorer(config.eval, size=config.size, seed=config.seed, show_progress=config.loggers.progress_bar)
+    of_model = {"precision": config.precision, "prediction": config.objective.prediction}
+    bar = config.loggers.progress_bar
+    scorer = Scorer(config.eval, size=config.size, seed=config.seed, settings=of_model, show_progress=bar)
     scorer.find_batch_size(model)
-    if run is not None and config.eval.batch_size is None and dist.get_global_rank() == 0:
+    is_own = config.eval.batch_size is None and config.eval.image_size is None and config.out is None
+    if run is not None and is_own and dist.get_global_rank() == 0:
         keep_batch_size(run, scorer.batch_size)
     return model, scorer
 
@@ -256,7 +302,7 @@ def evaluate(places: Sequence[str], words: Sequence[str]) -> None:
     alarm.listen()
     rows: list[Row] = []
     for place, kind in kinds.items():
-        config, folder = configs[place], Path(place).expanduser()
+        config, folder = configs[place], Path(place).expanduser().resolve()
         table = Table(Path(config.out or folder, "eval.csv"))
         score = {"run": score_run, "diffusers": score_diffusers, "images": score_images}[kind]
         rows += score(config, folder, table, device._device)
@@ -279,11 +325,15 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv) or not argv:
         print(__doc__)
         return 0 if argv else 2
-    places = [word for word in argv if "=" not in word and not word.startswith("-")]
+    places = [word for word in argv if Path(word).is_dir() or ("=" not in word and not word.startswith("-"))]
     words = [word for word in argv if word not in places]
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())
     try:
+        if "--print_config" in words:
+            raise ConfigError(
+                ["eval.py: --print_config is benchmark.py's. What a run is scored with is in its config.yaml."]
+            )
         if not places:
             raise ConfigError(
                 ["eval.py: nothing to score. Give a run (runs/NAME), a diffusers folder or a folder of images."]

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from composer.utils import dist
 from filelock import FileLock, Timeout
 
-from callbacks.quality_target import TARGET_KEYS, said
-from callbacks.run_record import RESULT_KEYS, rounded
+from callbacks.quality_target import TARGET_KEYS, outcome, said
+from callbacks.run_record import RESULT_KEYS, read_lines, rounded
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat, read_yaml
@@ -69,10 +69,13 @@ def finished(folder: Path, max_duration: str | None, target: TargetConfig) -> di
     """
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}
-    if summary.get("target") == "reached":
-        if not target.is_met({**summary, "partial": False}):
-            return None
-        text = f"has reached its target ({said({**summary, **_of_target(summary)})})"
+    evaluations = [line for line in read_lines(folder / "metrics.jsonl") if line.get("evaluation")]
+    met = next((line for line in evaluations if target.is_met(line)), None)
+    if summary and met is not None:
+        summary |= outcome(evaluations, met)
+        text = f"has reached its target ({said(met)})"
+    elif summary.get("target") == "reached" and evaluations:
+        return None  # it was stopped in training, by an easier target
     elif not summary or max_duration not in (None, summary.get("max_duration")):
         return None
     else:
@@ -80,10 +83,6 @@ def finished(folder: Path, max_duration: str | None, target: TargetConfig) -> di
     if dist.get_global_rank() == 0:
         print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
     return {key: rounded(summary[key]) for key in (*RESULT_KEYS, *TARGET_KEYS) if key in summary}
-
-
-def _of_target(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {"images": summary["images_to_target"], "seconds": summary["seconds_to_target"]}
 
 
 def _as_yaml(value: Any) -> Any:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from metrics.clip_score import CLIPScore, times_100
-from metrics.fid import FeatureSums, covariance_warning, frechet_distance, read_statistics
+from metrics.fid import FeatureSums, covariance_warning, frechet_distance, reference_for
 from prompts import Prompt, PromptSet, read_prompts
 from zoo.sampling import MIN_STEPS, prompt_noise, sampling_problems, shard
 from zoo.spec import Family, ImageSize, as_size
@@ -189,7 +189,7 @@ class Meter:
 
             assert config.statistics is not None
             self.extractor = load_inception(config.inception, resize=config.resize)
-            self.reference = read_statistics(config.statistics, num_features=self.extractor.num_features)
+            self.reference = reference_for(config.statistics, self.extractor)
             self.facts |= {
                 "inception": self.extractor.name,
                 "inception_fingerprint": self.extractor.fingerprint,
@@ -235,17 +235,25 @@ class Meter:
 
     @torch.no_grad()
     def add(self, images: Tensor, numbers: Sequence[int], captions: Sequence[str]) -> None:
-        """Take images, (B, 3, H, W) float32 in [0, 1]. Raises ValueError: names the prompts of what is not finite."""
-        finite = images.flatten(1).isfinite().all(dim=1).tolist()
+        """Take images, (B, 3, H, W) float32 in [0, 1].
+
+        Args:
+            numbers, captions: of the first images; the rest only fills the batch, so that every pass has one shape.
+
+        Raises:
+            ValueError: names the prompts of what is not finite.
+        """
+        num = len(numbers)
+        finite = images[:num].flatten(1).isfinite().all(dim=1).tolist()
         if not all(finite):
             broken = [number for number, is_finite in zip(numbers, finite, strict=True) if not is_finite]
             raise ValueError(
-                f"images: not finite for the prompts {_some(broken)}. The weights are, or the precision is."
+                f"images: not finite for the prompts {_some(broken)}. Look at the weights and the precision."
             )
         if self.features is not None:
-            self.features.update(self.extractor(images), numbers)
+            self.features.update(self.extractor(images)[:num], numbers)
         if self.cosines is not None:
-            self.cosines.update(self.pair.encode_images(images), self.pair.encode_texts(captions), numbers)
+            self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
 
     def figures(self) -> dict[str, Any]:
         """Add up the ranks' sums and return the figures, which rank 0 computes for all."""
@@ -282,17 +290,31 @@ class Scorer:
         config: when is not looked at.
         size: of the images where eval.image_size is null, px.
         seed: of the prompts' noise, which is the run's.
+        settings: of the model, beyond its weights: what else a score depends on (precision, prediction).
         show_progress: a bar with the time left, on rank 0.
 
     Raises:
         ValueError: prompts, statistics or weights cannot be used; says why.
     """
 
-    def __init__(self, config: EvalConfig, *, size: ImageSize, seed: int, show_progress: bool = False):
+    def __init__(
+        self,
+        config: EvalConfig,
+        *,
+        size: ImageSize,
+        seed: int,
+        settings: Mapping[str, Any] | None = None,
+        show_progress: bool = False,
+    ):
         assert config.prompts is not None
+        self.of_model = dict(settings or {})
         self.config, self.seed, self.show_progress = config, seed, show_progress
         self.size = size if config.image_size is None else as_size(config.image_size)
         self.prompt_set: PromptSet = read_prompts(config.prompts, config.num_prompts)
+        if config.inception is not None and len(self.prompt_set.prompts) < 2:
+            raise ValueError(
+                "eval.num_prompts: 1, but FID compares covariances. Give 2 at least, or leave out eval.inception."
+            )
         self.meter = Meter(config)
         self.meter.say_what_is_short(len(self.prompt_set.prompts))
         self.batch_size = config.batch_size
@@ -310,13 +332,15 @@ class Scorer:
             "sampler": self.config.sampler,
             "eval_image_size": list(self.size),
             "noise_seed": self.seed,
+            "eval_batch_size": self.batch_size,
+            **self.of_model,
             **self.meter.facts,
         }
 
     def find_batch_size(self, model: Generator) -> None:
         """Find how many images a pass fit every rank's memory, where eval.batch_size does not say it."""
         if self.batch_size is None:
-            self.batch_size = find_batch_size(model, model.family.latent_shape(self.size), self.config.guidances()[0])
+            self.batch_size = find_batch_size(model, model.family.latent_shape(self.size), max(self.config.guidances()))
 
     def score(self, model: Generator, guidance: float) -> dict[str, Any]:
         """Generate an image for each prompt and score them; all ranks call it and get the same.
@@ -338,7 +362,8 @@ class Scorer:
                 taken = sum(len(part) for _, part in samples)
                 wanted = len(range(dist.get_global_rank(), self.config.samples, dist.get_world_size())) - taken
                 if wanted > 0:
-                    samples.append(([prompt.caption for prompt in chunk[:wanted]], as_bytes(images[:wanted])))
+                    captions = [prompt.caption for prompt in chunk[:wanted]]
+                    samples.append((captions, as_bytes(images[: len(captions)])))
             figures = self.meter.figures()
         self._gather_samples(samples)
         seconds = time.monotonic() - began
@@ -348,12 +373,12 @@ class Scorer:
     def _generate(
         self, model: Generator, chunk: Sequence[Prompt], shape: Sequence[int], ways: Mapping[str, Any]
     ) -> Tensor:
-        """Return the images of a chunk; a short one is filled up, so that every pass has one shape."""
+        """Return the images of a chunk, and more of its last one where it is short: every pass has one shape."""
         padded = [*chunk, *[chunk[-1]] * (self.batch_size - len(chunk))]
         text = model.family.tokenize([prompt.caption for prompt in padded])
         noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
         on_device = {name: tokens.to(model.device) for name, tokens in text.items()}
-        return model.generate(on_device, noise.to(model.device), **ways)[: len(chunk)]
+        return model.generate(on_device, noise.to(model.device), **ways)
 
     def _said(self, chunks: Sequence[Sequence[Prompt]], num_prompts: int) -> Iterable[Sequence[Prompt]]:
         """Show how far rank 0 is, in images of all ranks."""

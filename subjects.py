@@ -89,6 +89,9 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         for name, digest in model.encoders.fingerprints.items()
         if identity.get(key := f"encoders.{name}", digest) != digest
     ]
+    if (trained_on := identity.get("objective.prediction", model.objective.prediction)) != model.objective.prediction:
+        text = f"{model.objective.prediction}, but {path} was trained on {trained_on}. Use that value."
+        differing.append(f"objective.prediction: {text}")
     average = (content.get("ema") or {}).get("weights") or None
     if weights == "ema" and content.get("ema") is None:
         differing.append(f"eval.weights: ema, but {path} has no average. Say eval.weights=training.")

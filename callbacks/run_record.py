@@ -254,11 +254,12 @@ class RunRecord(Callback):
         return result | {key: rounded(value) for key, value in (outcome or {}).items()}
 
 
-def amend_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
-    """Lay what was found out after the run over its summary.json, where it has one."""
+def decide_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
+    """Write what evaluation afterwards has found into the summary.json of a run whose target is pending."""
     path = folder / "summary.json"
-    if path.is_file():
-        _write_json(path, {**json.loads(path.read_text()), **outcome})
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    if summary.get("target") == "pending":
+        _write_json(path, {**summary, **outcome})
 
 
 def keep_batch_size(folder: Path, batch_size: int) -> None:

@@ -209,6 +209,28 @@ def covariance_warning(num_images: int | None, num_features: int) -> str | None:
 # --- distance ---
 
 
+def reference_for(path: str | Path, extractor: Any) -> Statistics:
+    """Read the statistics that an image network's are to be compared with, after checking that they can be.
+
+    Args:
+        extractor: metrics.inception.Extractor; its name, fingerprint and resize are compared with what the file says of its own.
+
+    Raises:
+        ValueError: what `read_statistics` refuses, a matrix that is no covariance, or statistics of another way to features.
+    """
+    statistics, made = read_statistics(path, extractor.num_features), read_facts(path)
+    try:
+        _factor(statistics.covariance)
+    except ValueError as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('FID: ')}") from error
+    own = {"extractor": extractor.name, "fingerprint": extractor.fingerprint, "resize": extractor.resize}
+    for key, ours in own.items():
+        if made.get(key, ours) != ours:
+            text = f"{path} was made with the {key} {made[key]}, this evaluation has {ours}"
+            raise ValueError(f"eval.statistics: {text}. Make it again, or use eval.inception and eval.resize as then.")
+    return statistics
+
+
 def frechet_distance(a: Statistics, b: Statistics) -> float:
     """Return the squared Frechet distance of two Gaussians (equation 6); what is called FID.
 

@@ -135,7 +135,7 @@ def test_two_ranks_score_each_prompt_once_and_the_same(world, watched, tmp_path)
     [row], line = read_rows(tmp_path / "two" / "eval.csv"), evaluations(watched)[-1]
     assert row["num_images"] == 5
     assert row["fid"] == pytest.approx(line["fid"], rel=1e-6)
-    assert row["clip"] == pytest.approx(line["clip"], rel=1e-6)
+    assert row["clip"] == pytest.approx(line["clip"], abs=1e-6)
 
 
 def test_a_run_stops_at_its_target_and_started_again_says_so(world, watched, tmp_path, capsys):
@@ -183,7 +183,13 @@ def test_the_first_snapshot_that_passes_and_the_one_before_it(world, watched, tm
     assert eval_command.main([str(tmp_path / "run"), between]) == 0
     result = result_of(capsys.readouterr().out)
     assert (result["target"], result["images_to_target"]) == ("reached", str(passes["images"]))
+    # A run that was decided in training, or had no target, keeps the summary that it has; one that waits is told.
+    assert "target" not in json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((watched / "summary.json").read_text())
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({**summary, "target": "pending"}))
+    assert eval_command.main([str(tmp_path / "run"), between]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["target"] == "reached"
+    capsys.readouterr()
     partial = [str(tmp_path / "run"), "target.fid=1e9", "eval.num_prompts=4", f"out={tmp_path}/partial"]
     assert eval_command.main(partial) == 0  # a partial score never meets a target
     assert result_of(capsys.readouterr().out)["target"] == "missed"
@@ -270,3 +276,34 @@ def test_a_snapshot_that_is_truncated_or_trained_with_other_encoders_is_refused(
     other = write(whole_ldm_file(tiny_networks(seed=5)), tmp_path / "512-base-ema.ckpt")
     assert eval_command.main([str(tmp_path / "run"), f"model.weights={other}", "eval.num_prompts=4"]) == 2
     assert "was trained with" in capsys.readouterr().err
+
+
+def test_a_finished_run_that_meets_an_easier_target_says_so_and_is_not_trained_again(world, watched, tmp_path, capsys):
+    shutil.copytree(watched, tmp_path / "watched")
+    words = words_of(world, tmp_path, "watched", "eval.when=in_training")
+    for target, outcome in (("target.fid=1e-9", None), ("target.fid=1e9", "reached")):
+        assert benchmark.main([*words, target]) == 0
+        assert result_of(capsys.readouterr().out).get("target") == outcome
+    assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == (watched / "metrics.jsonl").read_bytes()
+
+
+def test_pictures_go_to_wandb_offline_without_asking_its_server(world, tmp_path):
+    words = words_of(world, tmp_path, "logged", "eval.when=in_training", "max_duration=3ba")
+    words += ["loggers.wandb.project=p", "loggers.wandb.mode=offline"]
+    done = run(sys.executable, "benchmark.py", *words, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "logged" / "wandb").rglob("*.png"))
+
+
+def test_statistics_of_another_resize_and_rows_of_another_precision_are_not_taken_for_the_same(
+    world, watched, tmp_path, capsys
+):
+    made = read_statistics(world["statistics"])
+    write_statistics(tmp_path / "other.npz", made, {"resize": "bicubic256"})
+    words = [str(watched), "snapshots=last", f"out={tmp_path}/scores"]
+    assert eval_command.main([*words, f"eval.statistics={tmp_path}/other.npz"]) == 2
+    assert "was made with the resize bicubic256, this evaluation has bilinear299." in capsys.readouterr().err
+    assert eval_command.main(words) == eval_command.main([*words, "precision=bf16"]) == 0
+    assert [row["precision"] for row in read_rows(tmp_path / "scores" / "eval.csv")] == ["fp32", "bf16"]
+    assert eval_command.main([*words, "objective.prediction=v"]) == 2
+    assert "objective.prediction: v, but " in capsys.readouterr().err
