@@ -1,12 +1,15 @@
 """Render small captioned pictures: a world in which a caption says everything that there is to see.
 
     python -m prepare.shapes OUT
-    python -m prepare.shapes OUT num_images=2048 image_size=64 seed=1
+    python -m prepare.shapes OUT num_images=2048 image_size=64 seed=1 objects=one part=reference
+    python -m prepare.shapes prompts.tsv part=prompts num_images=1000
+    python -m prepare.shapes --train_encoders OUT max_minutes=60      # see prepare/shapes_training.py
 
-A picture shows one object: a shape of one of three sizes, in one of eight colours, at one of nine places, on a background of
-another colour. "a large red triangle at the top left on a white background". Every picture is drawn from (seed, its
-number), so the same command gives the same bytes. OUT becomes a folder of tars in img2dataset's layout (KEY.png, KEY.txt,
-KEY.json), which `python -m prepare.shards` reads like any other.
+zoo/shapes_world.py says which scenes there are: one object or two (objects=one|two|both), of two sizes, eight colours and
+four shapes. Every picture is drawn from (seed, its number), so the same command gives the same bytes; two pictures of one
+scene differ by about a pixel in place and size. The scenes of the three parts (training, prompts, reference) are never the
+same. OUT becomes a folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards`
+reads like any other; a name that ends in .tsv becomes a file of prompts (prompts.py), each caption once.
 """
 
 from __future__ import annotations
@@ -19,86 +22,74 @@ import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from preflight import unwritable
+from zoo.shapes_world import ARRANGEMENTS, COLOURS, PARTS, PLACES, SHAPES, SIZES, Scene, all_scenes, draw_scene
 
-COLOURS = {
-    "red": (214, 39, 40),
-    "green": (44, 160, 44),
-    "blue": (31, 90, 200),
-    "yellow": (240, 200, 30),
-    "purple": (140, 60, 180),
-    "orange": (245, 130, 32),
-    "black": (20, 20, 20),
-    "white": (245, 245, 245),
-}
-SHAPES = {"triangle": 3, "square": 4, "pentagon": 5, "circle": 64}
-"""Name -> corners of a regular polygon; 64 of them look round at these sizes."""
-SIZES = {"small": 0.13, "medium": 0.19, "large": 0.26}
-"""Name -> radius as a fraction of the picture's side."""
-PLACES = {
-    "top left": (0.3, 0.3),
-    "top": (0.5, 0.3),
-    "top right": (0.7, 0.3),
-    "left": (0.3, 0.5),
-    "centre": (0.5, 0.5),
-    "right": (0.7, 0.5),
-    "bottom left": (0.3, 0.7),
-    "bottom": (0.5, 0.7),
-    "bottom right": (0.7, 0.7),
-}
-"""Name -> centre (x, y) as fractions of the picture's side."""
+__all__ = ["COLOURS", "PLACES", "SHAPES", "SIZES", "Jitter", "Scene", "draw_scene", "render"]
+
 OVERSAMPLING = 4  # drawn larger and scaled down: smooth edges
 IMAGES_PER_TAR = 1000
+MAX_SHIFT, MAX_GROWTH = 0.03, 0.06  # a pixel of 32, and half a pixel of a large object's radius
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What a picture shows."""
+class Jitter:
+    """How one object of one picture differs from what its words mean: in fractions of the side, and of its radius."""
 
-    size: str
-    colour: str
-    shape: str
-    place: str
-    background: str
-
-    @property
-    def caption(self) -> str:
-        return f"a {self.size} {self.colour} {self.shape} at the {self.place} on a {self.background} background"
+    x: float = 0.0
+    y: float = 0.0
+    growth: float = 0.0
 
 
-def draw_scene(number: int, seed: int) -> Scene:
-    """Choose a scene by its number alone."""
-    choose = random.Random(f"{seed} {number}")  # a text seed: the same on every version and machine
-    colour, background = choose.sample(sorted(COLOURS), 2)
-    return Scene(
-        size=choose.choice(sorted(SIZES)),
-        colour=colour,
-        shape=choose.choice(sorted(SHAPES)),
-        place=choose.choice(sorted(PLACES)),
-        background=background,
-    )
+STILL = (Jitter(), Jitter())
 
 
-def render(scene: Scene, side_px: int) -> Image.Image:
+def draw_jitter(number: int, seed: int) -> tuple[Jitter, Jitter]:
+    """Choose how both objects of a picture differ, by its number alone."""
+    choose = random.Random(f"jitter {seed} {number}")
+
+    def one() -> Jitter:
+        x, y, growth = (choose.uniform(-1, 1) for _ in range(3))
+        return Jitter(MAX_SHIFT * x, MAX_SHIFT * y, MAX_GROWTH * growth)
+
+    return one(), one()
+
+
+def render(scene: Scene, side_px: int, jitter: tuple[Jitter, Jitter] = STILL) -> Image.Image:
     """Draw a scene as a square RGB picture."""
     side = side_px * OVERSAMPLING
     image = Image.new("RGB", (side, side), COLOURS[scene.background])
-    corners, radius, (x, y) = SHAPES[scene.shape], SIZES[scene.size] * side, PLACES[scene.place]
-    turn = math.pi / 4 if scene.shape == "square" else 0.0  # squares lie flat, the others stand on a side
-    angles = [2 * math.pi * corner / corners + turn for corner in range(corners)]
-    outline = [(x * side + radius * math.sin(angle), y * side - radius * math.cos(angle)) for angle in angles]
-    ImageDraw.Draw(image).polygon(outline, fill=COLOURS[scene.colour])
+    draw = ImageDraw.Draw(image)
+    objects = [(scene.size, scene.colour, scene.shape), (scene.size_2, scene.colour_2, scene.shape_2)]
+    centres = [PLACES[scene.place]] if scene.shape_2 is None else ARRANGEMENTS[scene.place]
+    for (size, colour, shape), (x, y), own in zip(objects, centres, jitter, strict=False):
+        radius = SIZES[size] * (1 + own.growth)
+        points = outline(shape, (x + own.x) * side, (y + own.y) * side, radius * side)
+        draw.polygon(points, fill=COLOURS[colour])
     return image.resize((side_px, side_px), Image.Resampling.BOX)
 
 
-def write_tars(out: Path, num_images: int, image_size: int, seed: int) -> None:
+def outline(shape: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
+    """Return the corners of a shape about (x, y); `radius` is that of a circle."""
+    if shape == "cross":  # four arms of 2/3 of its half-width on each side of the middle
+        a, b = 1.05 * radius, 0.35 * radius
+        corners = [(-b, -a), (b, -a), (b, -b), (a, -b), (a, b), (b, b), (b, a), (-b, a), (-b, b), (-a, b), (-a, -b)]
+        return [(x + dx, y + dy) for dx, dy in [*corners, (-b, -b)]]
+    y += 0.25 * radius if shape == "triangle" else 0.0  # so that it is as far from above as from below
+    num, reach, turn = {"triangle": (3, 1.25, 0.0), "square": (4, 1.25, math.pi / 4), "circle": (64, 1.0, 0.0)}[shape]
+    angles = [2 * math.pi * corner / num + turn for corner in range(num)]
+    return [(x + reach * radius * math.sin(angle), y - reach * radius * math.cos(angle)) for angle in angles]
+
+
+def write_tars(out: Path, num_images: int, image_size: int, seed: int, part: str, objects: str) -> None:
     """Write the tars to `out`; the folder appears when it is whole."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -107,12 +98,13 @@ def write_tars(out: Path, num_images: int, image_size: int, seed: int) -> None:
         for first in range(0, num_images, IMAGES_PER_TAR):
             with tarfile.open(partial / f"{first // IMAGES_PER_TAR:05d}.tar", "w") as tar:
                 for number in range(first, min(first + IMAGES_PER_TAR, num_images)):
-                    scene = draw_scene(number, seed)
+                    scene = draw_scene(number, seed, part, objects)
                     png = io.BytesIO()
-                    render(scene, image_size).save(png, "PNG")
+                    render(scene, image_size, draw_jitter(number, seed)).save(png, "PNG")
                     _add(tar, f"{number:09d}.png", png.getvalue())
                     _add(tar, f"{number:09d}.txt", scene.caption.encode())
-                    _add(tar, f"{number:09d}.json", json.dumps(asdict(scene)).encode())
+                    facts = {name: value for name, value in asdict(scene).items() if value is not None}
+                    _add(tar, f"{number:09d}.json", json.dumps(facts).encode())
                     progress.update()
     partial.rename(out)
 
@@ -123,40 +115,126 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
+def prompt_scenes(seed: int, part: str, objects: str) -> Iterator[Scene]:
+    """Yield the scenes of a part in an order that `seed` decides, each once; `both`: one object and two in turn."""
+    kinds = ["one", "two"] if objects == "both" else [objects]
+    lists = []
+    for kind in kinds:
+        scenes = [scene for scene in all_scenes(kind) if scene.part == part]
+        random.Random(f"prompts {seed} {kind}").shuffle(scenes)
+        lists.append(scenes)
+    for row in zip(*lists, strict=False):
+        yield from row
+    shortest = min(map(len, lists))
+    for scenes in lists:
+        yield from scenes[shortest:]
+
+
+def write_prompts(out: Path, num_images: int, seed: int, part: str, objects: str) -> int:
+    """Write a file of so many prompts, or of all that there are; return how many."""
+    lines = ["image_id\tid\tcaption"]
+    for number, scene in zip(range(num_images), prompt_scenes(seed, part, objects), strict=False):
+        lines.append(f"{number}\t{number}\t{scene.caption}")
+    partial = out.with_name(out.name + ".partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text("\n".join(lines) + "\n")
+    partial.rename(out)
+    return len(lines) - 1
+
+
+# --- the command ---
+
+NUMBERS = {"num_images": (2048, 1, 10**9), "image_size": (32, 8, 4096), "seed": (17, 0, 2**32 - 1)}
+"""Key -> default, least and greatest."""
+TRAIN = "--train_encoders"
+CHOICES = {"part": tuple(PARTS), "objects": ("both", "one", "two")}
+"""Key -> what is possible, the default first."""
+
+
+TRAINING_NUMBERS = {
+    "seed": (17, 0, 2**32 - 1),
+    "reader_steps": (5000, 1, 10**7),
+    "clip_steps": (7000, 1, 10**7),
+    "vae_steps": (14000, 1, 10**7),
+    "every_steps": (500, 1, 10**7),
+    "num_measured": (1024, 64, 10**5),
+    "max_minutes": (10**6, 0, 10**6),
+}
+
+
+def parse(
+    words: Sequence[str], numbers: Mapping[str, tuple[int, int, int]], choices: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Read key=value words; return the values, and what is wrong with the others."""
+    values: dict[str, Any] = {key: default for key, (default, _, _) in numbers.items()}
+    values |= {key: possible[0] for key, possible in choices.items()}
+    problems = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in numbers:
+            _, low, high = numbers[key]
+            values[key] = int(value) if re.fullmatch("[0-9]{1,10}", value) else -1
+            if not low <= values[key] <= high:
+                possible = f"a whole number from {low} to {high}"
+                problems.append(f"command line: {key} is '{value[:40]}'. Possible: {possible}.")
+        elif key in choices:
+            values[key] = value
+            if value not in choices[key]:
+                problems.append(f"command line: {key} is '{value[:40]}'. Possible: {', '.join(choices[key])}.")
+        else:
+            problems.append(f"command line: unknown key '{key}'. Known: {', '.join(values)}.")
+    return values, problems
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0 if argv else 2
-    values = {"num_images": 2048, "image_size": 64, "seed": 17}
-    bounds = {"num_images": (1, 10**9), "image_size": (8, 4096), "seed": (0, 2**32 - 1)}
+    if TRAIN in argv:
+        return train_main([word for word in argv if word != TRAIN])
     paths = [word for word in argv if "=" not in word]
-    problems = []
-    for word in argv:
-        key, is_pair, value = word.partition("=")
-        if not is_pair:
-            continue
-        if key not in values:
-            problems.append(f"command line: unknown key '{key}'. Known: {', '.join(values)}.")
-            continue
-        low, high = bounds[key]
-        number = int(value) if re.fullmatch("[0-9]{1,10}", value) else -1
-        if not low <= number <= high:
-            problems.append(f"command line: {key} is '{value[:40]}'. Possible: a whole number from {low} to {high}.")
-        else:
-            values[key] = number
-    if len(paths) != 1:
-        problems.append("command line: exactly one OUT has to be given. python -m prepare.shapes --help says more.")
-    elif Path(paths[0]).exists():
-        problems.append(f"OUT: {paths[0]} exists. Give a new folder, or remove it.")
-    elif text := unwritable(paths[0]):
-        problems.append(f"OUT: {text}")
+    values, problems = parse([word for word in argv if "=" in word], NUMBERS, CHOICES)
+    problems += _path_problems(paths)
+    if not problems and Path(paths[0]).exists():
+        problems.append(
+            f"OUT: {paths[0]} exists. Give a new {'file' if _is_prompts(paths[0]) else 'folder'}, or remove it."
+        )
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2
+    if _is_prompts(paths[0]):
+        del values["image_size"]
+        print(f"wrote {write_prompts(Path(paths[0]), **values):,} prompts to {paths[0]}")
+        return 0
     write_tars(Path(paths[0]), **values)
     print(f"rendered {values['num_images']:,} pictures of {values['image_size']} px in {paths[0]}")
     return 0
+
+
+def train_main(words: Sequence[str]) -> int:
+    """Run `--train_encoders`."""
+    from prepare.shapes_training import TrainingConfig, train_encoders
+
+    paths = [word for word in words if "=" not in word]
+    values, problems = parse([word for word in words if "=" in word], TRAINING_NUMBERS, {})
+    problems += _path_problems(paths)
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return 2
+    is_done = train_encoders(Path(paths[0]), TrainingConfig(**values))
+    print(f"{'done' if is_done else 'stopped after max_minutes; the same command goes on'}: {paths[0]}/weights")
+    return 0
+
+
+def _path_problems(paths: Sequence[str]) -> list[str]:
+    if len(paths) != 1:
+        return ["command line: exactly one OUT has to be given. python -m prepare.shapes --help says more."]
+    return [f"OUT: {text}"] if (text := unwritable(paths[0])) else []
+
+
+def _is_prompts(path: str) -> bool:
+    return path.endswith(".tsv")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,165 @@
+"""A world in which a caption says everything that there is to see: its scenes, its words, and which scenes are kept apart.
+
+A scene has one object or two, on a background of another colour:
+
+    a large red triangle at the top left on a white background
+    a small green cross left of a large black circle on an orange background
+    a large yellow square above a small blue circle on a purple background
+
+One object: 2 sizes x 8 colours x 4 shapes x 9 places x 7 other colours of the background = 4,032 scenes. Two, of different
+colours: 2 arrangements x 4 pairs of sizes x 16 of shapes x 8 x 7 x 6 colours = 43,008. Equal captions, equal scenes.
+
+A scene belongs to one part for ever, by a hash of its caption: training, prompts (never trained on) or reference (whose
+pictures FID compares with; neither trained on nor asked for).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+from typing import Literal, get_args
+
+COLOURS = {
+    "red": (214, 39, 40),
+    "green": (44, 160, 44),
+    "blue": (31, 90, 200),
+    "yellow": (240, 200, 30),
+    "purple": (140, 60, 180),
+    "orange": (245, 130, 32),
+    "black": (20, 20, 20),
+    "white": (245, 245, 245),
+}
+SHAPES = ("triangle", "square", "circle", "cross")
+SIZES = {"small": 0.13, "large": 0.21}
+"""Name -> radius of a circle of that size, as a fraction of the picture's side. Other shapes have about its area."""
+PLACES = {
+    "top left": (0.29, 0.29),
+    "top": (0.5, 0.29),
+    "top right": (0.71, 0.29),
+    "left": (0.29, 0.5),
+    "centre": (0.5, 0.5),
+    "right": (0.71, 0.5),
+    "bottom left": (0.29, 0.71),
+    "bottom": (0.5, 0.71),
+    "bottom right": (0.71, 0.71),
+}
+"""Of one object: name -> centre (x, y) as fractions of the picture's side."""
+ARRANGEMENTS = {"left of": ((0.27, 0.5), (0.73, 0.5)), "above": ((0.5, 0.27), (0.5, 0.73))}
+"""Of two objects: name -> the centres of both."""
+
+Objects = Literal["one", "two", "both"]
+Part = Literal["training", "prompts", "reference"]
+PARTS: dict[str, range] = {"training": range(12), "prompts": range(12, 14), "reference": range(14, 16)}
+"""Part -> the sixteenths of all scenes that are its."""
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "size": tuple(SIZES),
+    "colour": tuple(COLOURS),
+    "shape": SHAPES,
+    "place": (*PLACES, *ARRANGEMENTS),
+    "size_2": tuple(SIZES),
+    "colour_2": tuple(COLOURS),
+    "shape_2": SHAPES,
+    "background": tuple(COLOURS),
+}
+"""Everything that a picture can be asked, and the possible answers; those of _2 are of the second object."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows. `place` of one object is a place; of two, how they are arranged, the first one first."""
+
+    size: str
+    colour: str
+    shape: str
+    place: str
+    background: str
+    size_2: str | None = None
+    colour_2: str | None = None
+    shape_2: str | None = None
+
+    @property
+    def caption(self) -> str:
+        first = f"{self.size} {self.colour} {self.shape}"
+        if self.shape_2 is None:
+            where = f"a {first} at the {self.place}"
+        else:
+            where = f"a {first} {self.place} a {self.size_2} {self.colour_2} {self.shape_2}"
+        return f"{where} on {'an' if self.background == 'orange' else 'a'} {self.background} background"
+
+    @property
+    def part(self) -> str:
+        """The part that the scene belongs to."""
+        digest = hashlib.blake2b(self.caption.encode(), digest_size=8).digest()
+        sixteenth = int.from_bytes(digest, "big") % 16
+        return next(part for part, sixteenths in PARTS.items() if sixteenth in sixteenths)
+
+    @property
+    def answers(self) -> dict[str, int]:
+        """Attribute -> index of the scene's value; -100 (torch's mark for no answer) for an object that is not there."""
+        return {
+            name: -100 if (value := getattr(self, name)) is None else values.index(value)
+            for name, values in ATTRIBUTES.items()
+        }
+
+
+def draw_scene(number: int, seed: int, part: Part = "training", objects: Objects = "both") -> Scene:
+    """Choose a scene of a part by its number alone; with `both`, every other one has two objects."""
+    assert part in PARTS and objects in get_args(Objects), (part, objects)
+    choose = random.Random(f"{seed} {number}")  # a text seed: the same on every version and machine
+    while True:
+        scene = random_scene(choose, num_objects={"one": 1, "two": 2, "both": 1 + number % 2}[objects])
+        if scene.part == part:
+            return scene
+
+
+def random_scene(choose: random.Random, num_objects: int) -> Scene:
+    """Draw a scene of any part, all values of an attribute equally likely."""
+    colour, background, colour_2 = choose.sample(sorted(COLOURS), 3)
+    size, size_2 = choose.choices(sorted(SIZES), k=2)
+    shape, shape_2 = choose.choices(sorted(SHAPES), k=2)
+    if num_objects == 1:
+        return Scene(size, colour, shape, choose.choice(sorted(PLACES)), background)
+    return Scene(size, colour, shape, choose.choice(sorted(ARRANGEMENTS)), background, size_2, colour_2, shape_2)
+
+
+def changed(scene: Scene, choose: random.Random, attribute: str | None = None) -> Scene:
+    """Return a scene that differs in one attribute; colours stay different from one another.
+
+    Args:
+        attribute: which, of those that the scene has; None: any, equally likely.
+    """
+    attribute = attribute or choose.choice([name for name in ATTRIBUTES if getattr(scene, name) is not None])
+    taken = {getattr(scene, attribute)}
+    if attribute in ("colour", "colour_2", "background"):
+        taken = {scene.colour, scene.colour_2, scene.background}
+    values = ATTRIBUTES[attribute]
+    if attribute == "place":
+        values = tuple(PLACES if scene.place in PLACES else ARRANGEMENTS)
+    return replace(scene, **{attribute: choose.choice([value for value in values if value not in taken])})
+
+
+def all_scenes(objects: Objects = "both") -> list[Scene]:
+    """Return every scene once."""
+    found = []
+    if objects != "two":
+        for (colour, background), size, shape, place in product(permutations(COLOURS, 2), SIZES, SHAPES, PLACES):
+            found.append(Scene(size, colour, shape, place, background))
+    if objects != "one":
+        for (colour, background, colour_2), size, size_2, shape, shape_2, place in product(
+            permutations(COLOURS, 3), SIZES, SIZES, SHAPES, SHAPES, ARRANGEMENTS
+        ):
+            found.append(Scene(size, colour, shape, place, background, size_2, colour_2, shape_2))
+    return found
+
+
+WORDS = (
+    *("a", "an", "the", "at", "of", "above", "on", "background"),
+    *SIZES,
+    *COLOURS,
+    *SHAPES,
+    *dict.fromkeys(word for place in PLACES for word in place.split()),
+)
+"""Every word of every caption, once."""
