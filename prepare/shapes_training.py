@@ -99,7 +99,7 @@ def _train(stage: Stage, out: Path, config: TrainingConfig, deadline: float) -> 
         if done % config.every_steps == 0 or done == num_steps or is_over:
             shipped = rounded(averaged)
             qualities = stage.measure(shipped)
-            is_best = qualities["score"] > best
+            is_best = qualities["score"] >= best  # of equals the later, which has learned longer
             best = max(best, qualities["score"])
             _log(out, {**facts, "best": is_best, **qualities})
             if is_best:
