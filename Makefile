@@ -54,7 +54,7 @@ test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 	$(PYTHON) -m pytest -q tests/gpu
 
 demo: $(STAMP)  ## render pictures, write shards, stream them, train a tiny network on a CPU
-	test -d $(SHAPES)/tars || $(PY) -m prepare.shapes $(SHAPES)/tars
+	test -d $(SHAPES)/tars || $(PY) -m prepare.shapes $(SHAPES)/tars image_size=64
 	test -f $(SHAPES)/images/dataset.json || $(PY) -m prepare.shards $(SHAPES)/tars $(SHAPES)/images
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it.
 	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) | sed -u '/^Waiting up to 30 seconds/d'

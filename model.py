@@ -54,8 +54,9 @@ class ModelConfig:
     """full, or tiny: the same code and block types, for a CPU."""
     variant: str = "stock"
     weights: str | None = None
-    """Where the frozen encoders come from: a diffusers folder, an LDM checkpoint (512-base-ema.ckpt), or `random`. null:
-    random where data is synthetic, else to be given."""
+    """Where the frozen encoders come from: a diffusers folder, an LDM checkpoint (512-base-ema.ckpt), `random`, or `shipped`
+    where the project has the family's. null: those where there are any; else random where data is synthetic, to be given
+    where it is not."""
     denoiser: str | None = None
     """Where the training begins: a run's folder or checkpoint, or published weights. null: at random weights."""
 
@@ -81,7 +82,7 @@ def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: boo
     else:
         if size is not None and (text := family.size_problem(size)):
             found.append(Problem(f"image_size: {text}", ("image_size",)))
-    if config.weights is None and encoders_wanted:
+    if config.weights is None and encoders_wanted and (family is None or family.shipped is None):
         ways = (
             "Give a diffusers folder or an LDM checkpoint (512-base-ema.ckpt), or model.weights=random for random ones"
         )

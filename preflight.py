@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from encoders import RANDOM
 from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
 from tensors import on_meta
 from zoo.objectives import ObjectiveConfig
@@ -81,7 +82,7 @@ def measure_cost(
     config: ModelConfig, objective: ObjectiveConfig, *, stage: str, size: ImageSize, precision: str
 ) -> Cost:
     """Trace a training step at one and at two images; about 5 s for SD2 at 512 px."""
-    config = replace(config, weights=None)
+    config = replace(config, weights=RANDOM)
     model = on_meta(lambda: build_model(config, objective, size=size, normalize="symmetric", seed=0))
     columns = model.family.columns(stage, size)
     compute = AUTOCAST_DTYPES.get(precision, torch.float32)

@@ -16,6 +16,7 @@ from checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
 from config import Alias
 from data import DataConfig
 from ema import EMAConfig
+from encoders import own_weights
 from loggers import LoggersConfig
 from model import ModelConfig
 from optim import OptimizerConfig, ScheduleConfig
@@ -132,7 +133,7 @@ def resolve(config: RunConfig) -> RunConfig:
         eval=evaluation,
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or device_batch,
-        model=dataclasses.replace(config.model, weights=config.model.weights or "random"),
+        model=dataclasses.replace(config.model, weights=config.model.weights or own_weights(family)),
         objective=config.objective.filled(family.objective),
         optimizer=optimizer,
         schedule=schedule,

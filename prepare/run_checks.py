@@ -24,6 +24,7 @@ from checkpoint_files import FULL, is_whole, listed
 from checks import quick_problems
 from config import ConfigError, Problem, count
 from data import SYNTHETIC_EPOCH_BATCHES
+from encoders import RANDOM, own_weights
 from machine import ERROR, OK, WARNING, Finding
 from optim import total_batches
 from prepare import stage_checks
@@ -168,8 +169,9 @@ def weights(case: Case) -> list[Finding]:
     """Check the files of the encoders and of the denoiser, by names and shapes."""
     if found := case.errors("weights"):
         return found
-    given = case.config.model.weights or "random"
-    text = f"encoders: {given}" + (", which mean nothing" if given == "random" else "")
+    config = case.config.model
+    given = config.weights or own_weights(load_family(config.family, config.preset, config.variant))
+    text = f"encoders: {given}" + (", which mean nothing" if given == RANDOM else "")
     begins = case.config.model.denoiser
     return [Finding(OK, "weights", f"{text}; denoiser: {begins or 'from random weights'}")]
 

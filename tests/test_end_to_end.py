@@ -27,7 +27,7 @@ def shapes_stage(tmp_path_factory):
     from prepare import shapes, shards
 
     folder = tmp_path_factory.mktemp("shapes")
-    assert shapes.main([str(folder / "tars"), "num_images=256"]) == 0
+    assert shapes.main([str(folder / "tars"), "num_images=256", "image_size=64"]) == 0
     assert shards.main([str(folder / "tars"), str(folder / "images")]) == 0
     return folder / "images"
 

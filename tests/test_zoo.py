@@ -12,7 +12,8 @@ from zoo.sd2 import ARCHITECTURES, END_TOKEN, LATENT_SCALE
 from zoo.spec import as_size
 
 SIZES = [(64, 64), (96, 64)]
-MEMBERS = [("sd2", variant) for variant in ARCHITECTURES]
+VARIANTS = {"sd2": tuple(ARCHITECTURES), "shapes": ("stock",)}
+MEMBERS = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
 
 
 def num_parameters(*modules: torch.nn.Module) -> int:
@@ -56,7 +57,8 @@ def test_what_a_family_does_not_know_is_refused_with_what_it_knows(name):
     family = load_family(name, "tiny", "stock")
     with pytest.raises(ValueError, match=f"^data.stage: {name} has no stage 'films'. Known: images, moments.$"):
         family.columns("films", (64, 64))
-    with pytest.raises(ValueError, match=f"^model.variant: {name} has no variant 'x'. Known: stock, mlperf, sd15.$"):
+    known = ", ".join(VARIANTS[name])
+    with pytest.raises(ValueError, match=f"^model.variant: {name} has no variant 'x'. Known: {known}.$"):
         load_family(name, "tiny", "x")
     with pytest.raises(ValueError, match="^model.preset: unknown preset 'huge'. Known: full, tiny.$"):
         load_family(name, "huge", "stock")
@@ -67,7 +69,7 @@ def test_what_a_family_does_not_know_is_refused_with_what_it_knows(name):
 
 
 def test_an_unknown_family_lists_the_known_ones():
-    with pytest.raises(ValueError, match="^model.family: unknown family 'sd3'. Known: sd2.$"):
+    with pytest.raises(ValueError, match="^model.family: unknown family 'sd3'. Known: shapes, sd2.$"):
         load_family("sd3", "tiny", "stock")
 
 

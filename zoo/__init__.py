@@ -6,7 +6,7 @@ import importlib
 
 from zoo.spec import Family
 
-FAMILIES = {"sd2": "zoo.sd2"}
+FAMILIES = {"sd2": "zoo.sd2", "shapes": "zoo.shapes"}
 """family -> module; each module has `build(preset, variant) -> Family`. Imported only when asked for."""
 
 

@@ -125,6 +125,7 @@ class SD2:
 
     name = "sd2"
     predictions = ("epsilon", "v")
+    shipped = None
 
     def __init__(self, architecture: Architecture, variant: str, objective: Mapping[str, Any]):
         self.architecture = architecture

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -69,6 +70,8 @@ class Family(Protocol):
     """Targets that the family can be trained on."""
     objective: Mapping[str, Any]
     """Key of the `objective` section -> the variant's own value, for what a configuration leaves null."""
+    shipped: Path | None
+    """The diffusers folder in the project with weights of its encoders, which then need not be given; None: there is none."""
 
     def size_problem(self, size: ImageSize) -> str | None:
         """Say why images of this size cannot be trained on, or None."""

@@ -124,7 +124,9 @@ def train(store: Store, home: Path) -> dict[str, Any]:
     python, address = sys.executable, f"s3://{BUCKET}/train"
     tars, images, moments = str(home / "tars"), f"{address}/images", f"{address}/moments"
     tiny = ["model.preset=tiny", "model.weights=random", "image_size=64"]
-    complete(home / "shapes.log", store, python, "-m", "prepare.shapes", tars, f"num_images={NUM_IMAGES}")
+    complete(
+        home / "shapes.log", store, python, "-m", "prepare.shapes", tars, f"num_images={NUM_IMAGES}", "image_size=64"
+    )
     complete(home / "shards.log", store, python, "-m", "prepare.shards", tars, images, "shard_size=8kb")
     complete(home / "latents.log", store, python, "-m", "prepare.latents", images, moments, *tiny, "shard_size=8kb")
     shards = sum(key.endswith(".mds") for key in store.keys("train/moments/"))
