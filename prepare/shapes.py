@@ -195,11 +195,11 @@ def main(argv: Sequence[str]) -> int:
         return train_main([word for word in argv if word != TRAIN])
     paths = [word for word in argv if "=" not in word]
     values, problems = parse([word for word in argv if "=" in word], NUMBERS, CHOICES)
-    problems += _path_problems(paths)
-    if not problems and Path(paths[0]).exists():
-        problems.append(
-            f"OUT: {paths[0]} exists. Give a new {'file' if _is_prompts(paths[0]) else 'folder'}, or remove it."
-        )
+    if len(paths) == 1 and Path(paths[0]).exists():
+        kind = "file" if _is_prompts(paths[0]) else "folder"
+        problems.append(f"OUT: {paths[0]} exists. Give a new {kind}, or remove it.")
+    else:
+        problems += _path_problems(paths)
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2

@@ -27,7 +27,7 @@ LATENT_SCALE = 1.0  # 1 / standard deviation of the shipped VAE's latents: shape
 
 UNETS: dict[str, dict[str, Any]] = {
     "full": dict(block_out_channels=(64, 128), attention_head_dim=(4, 8), layers_per_block=2),
-    "tiny": dict(block_out_channels=(32, 64), attention_head_dim=(2, 4), layers_per_block=1),
+    "tiny": dict(block_out_channels=(32, 48), attention_head_dim=(2, 3), layers_per_block=1),
 }
 """Preset -> the UNet's constructor arguments; diffusers calls the number of heads attention_head_dim."""
 OBJECTIVE = dict(prediction="v", caption_dropout=0.1)
