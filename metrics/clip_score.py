@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metrics import shapes
 from metrics.numerics import Float64Sums, full_float32, require_finite
 from metrics.weights import RANDOM, RANDOM_SEED, file_digest, fill
 from tensors import canonical_name, fingerprint
@@ -142,12 +143,12 @@ class ClipPair:
         return torch.stack([self._texts[caption] for caption in captions]).to(self.device)
 
 
-def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None = None) -> ClipPair:
+def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None = None) -> ClipPair | shapes.ShapesPair:
     """Build a pair on the CPU, without any download.
 
     Args:
         weights: a file of OpenCLIP's state dict (open_clip_pytorch_model.bin, .safetensors or any of torch.save); or
-            "random", for tests and trials.
+            "random", for tests and trials; or the pair of the shapes world (metrics/shapes.py).
         architecture: open_clip's name or model config. None: that of the open_clip_config.json beside the file, which
             says how images are normalised, too; without one ViT-H-14 or ViT-L-14, told by the file's shapes, with
             OpenAI's normalisation and GELU. (Weights trained with QuickGELU want "ViT-L-14-quickgelu" here: shapes do
@@ -161,6 +162,8 @@ def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None 
         return ClipPair(network, transform, "random-CLIP", fingerprint(network), num_features)
     path = Path(weights).expanduser()
     file = open_weights(path)
+    if architecture is None and shapes.is_pair(file):
+        return shapes.load_pair(file)
     preprocess: Mapping[str, Any] = {}
     if architecture is None:
         architecture, preprocess = _config_beside(path) or (_told_by_shapes(file), {})

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from metrics import shapes
 from metrics.numerics import full_float32
 from metrics.weights import RANDOM, RANDOM_SEED, file_digest, fill
 from tensors import fingerprint
@@ -83,12 +84,12 @@ class Inception:
             return self.network(2 * images - 1)
 
 
-def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Inception:
-    """Build Inception on the CPU.
+def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extractor:
+    """Build Inception on the CPU, or the image network of the shapes world, which takes images as they are.
 
     Args:
         weights: path of pytorch-fid's file, known by its SHA-1; or "random", for tests and trials: kept from dying out on
-            the way through the layers, and otherwise without meaning.
+            the way through the layers, and otherwise without meaning; or the shapes' reader (metrics/shapes.py).
 
     Raises:
         ValueError: no such file, another one, or another `resize`.
@@ -101,6 +102,8 @@ def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Incep
         return Inception(network, "random-inception", fingerprint(network), resize)
     path = Path(weights).expanduser()
     file = open_weights(path)
+    if shapes.is_reader(file):
+        return shapes.load_reader(file)
     digest = file_digest(path, "sha1")
     if digest != PUBLISHED_SHA1:
         raise ValueError(

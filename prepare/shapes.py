@@ -155,7 +155,7 @@ TRAINING_NUMBERS = {
     "seed": (17, 0, 2**32 - 1),
     "reader_steps": (5000, 1, 10**7),
     "clip_steps": (7000, 1, 10**7),
-    "vae_steps": (9000, 1, 10**7),
+    "vae_steps": (5000, 1, 10**7),
     "every_steps": (500, 1, 10**7),
     "num_measured": (1024, 64, 10**5),
     "max_minutes": (10**6, 0, 10**6),

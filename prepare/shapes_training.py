@@ -41,7 +41,7 @@ class TrainingConfig:
     seed: int = 17
     reader_steps: int = 5000
     clip_steps: int = 7000
-    vae_steps: int = 9000
+    vae_steps: int = 5000
     every_steps: int = 500
     """Steps between two measurements, each with a state written."""
     num_measured: int = 1024

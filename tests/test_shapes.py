@@ -14,12 +14,14 @@ import torch
 from PIL import Image
 
 from encoders import build_encoders, own_weights, weights_problems
+from metrics.clip_score import load_clip
+from metrics.inception import load_inception
 from model import ModelConfig, model_problems
-from prepare import shapes
+from prepare import shapes, shapes_training
 from prepare.shapes import draw_jitter, prompt_scenes, render
 from prompts import read_prompts
 from zoo import load_family
-from zoo.shapes_networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, tokenize
+from zoo.shapes_networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, tokenize
 from zoo.shapes_world import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
 
 ONE = Scene("large", "red", "square", "top left", "white")
@@ -225,3 +227,41 @@ def test_a_family_without_weights_in_the_project_says_so():
 def test_shapes_says_which_sizes_it_takes(size, said):
     text = load_family("shapes", "tiny", "stock").size_problem(size)
     assert text == f"{said} does not fit shapes. Both sides have to be multiples of 4."
+
+
+# --- its judges ---
+
+
+def test_the_judges_are_known_by_their_files_and_say_what_the_networks_say():
+    reader = load_inception(WEIGHTS / "reader/model.safetensors")
+    pair = load_clip(WEIGHTS / "clip/model.safetensors")
+    assert (reader.name, reader.resize, reader.num_features) == ("shapes-reader", "none", 64)
+    assert (pair.name, pair.num_features) == ("shapes-CLIP", 64)
+    scenes = [draw_scene(number, 5, "reference") for number in range(32)]
+    pixels = torch.from_numpy(np.stack([np.asarray(render(scene, 32)) for scene in scenes])).permute(0, 3, 1, 2)
+    features = reader(pixels / 255)
+    assert features.shape == (32, 64) and torch.equal(
+        features, shapes_training.load_reader(WEIGHTS).features(pixels / 127.5 - 1)
+    )
+    images, texts = pair.encode_images(pixels / 255), pair.encode_texts([scene.caption for scene in scenes])
+    assert torch.allclose(images.norm(dim=1), torch.ones(32)) and torch.allclose(texts.norm(dim=1), torch.ones(32))
+    assert torch.equal((images @ texts.T).argmax(dim=1), torch.arange(32))  # each picture's nearest caption is its own
+
+
+def test_the_judges_take_pictures_of_their_size_only():
+    reader, pair = load_inception(WEIGHTS / "reader/model.safetensors"), load_clip(WEIGHTS / "clip/model.safetensors")
+    said = (
+        "images: 64 x 32 px, but the judges of the shapes world know pictures of 32 x 32 px. Say image_size=32, or give "
+        "other networks."
+    )
+    for ask in (reader, pair.encode_images):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            ask(torch.zeros(1, 3, 32, 64))
+
+
+def test_a_pair_without_its_text_encoder_says_what_is_missing(tmp_path):
+    (tmp_path / "clip").mkdir()
+    file = tmp_path / "clip/model.safetensors"
+    file.write_bytes((WEIGHTS / "clip/model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=f"^{tmp_path}/text_encoder/model.safetensors: there is no such file."):
+        load_clip(file)
