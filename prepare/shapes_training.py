@@ -186,7 +186,8 @@ def export(name: str, network: nn.Module, qualities: Mapping[str, Any], weights:
     """Write a network's folder: a diffusers folder's names, configuration beside the tensors, and its quality."""
     tensors = {key: tensor.half() for key, tensor in network.state_dict().items()}
     if name == "vae":
-        config = {**network.config, "scaling_factor": round(1 / qualities["latent_std"], 4)}
+        config = {key: value for key, value in network.config.items() if not key.startswith("_")}
+        config |= {"_class_name": "AutoencoderKL", "scaling_factor": round(1 / qualities["latent_std"], 4)}
         _write(weights / "vae", "diffusion_pytorch_model", tensors, config, qualities)
     elif name == "clip":
         text = {key: tensor for key, tensor in tensors.items() if key.startswith(TEXT_TOWER)}
