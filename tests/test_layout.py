@@ -22,7 +22,7 @@ FLOORS = [
         "tensors",
         "store_errors",
     },
-    {"zoo.weight_files"},
+    {"zoo.weight_files", "store_clients"},
     {"zoo.ldm", "fetch"},
     {"stage", "shard_file"},
     {
