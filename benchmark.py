@@ -153,11 +153,6 @@ def train(config: RunConfig) -> dict[str, Any]:
     # Evaluation and target.
     evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
     target = QualityTarget(config.target.is_met, lambda: record.evaluations)
-    if at.batch >= num_batches or target.reached:  # it was stopped between its last checkpoint and its summary
-        if evaluation is not None and not target.reached:
-            evaluation.load_state_dict(begun.checkpoint[1]["callbacks"].get("Evaluation", {"counted_sec": 0.0}))
-            evaluation.catch_up(at.timestamp(), average, None)
-        return record.finish(outcome_of(config, target))
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
@@ -185,7 +180,10 @@ def train(config: RunConfig) -> dict[str, Any]:
     )
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
-    trainer.fit()
+    if at.batch < num_batches and not target.reached:
+        trainer.fit()
+    elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
+        evaluation.catch_up(trainer.state, trainer.logger)
     trainer.close()
     if loader is not None:
         loader.close()
@@ -217,7 +215,7 @@ def build_evaluation(
 ) -> Evaluation:
     """Connect scorer, clock, record and the grid of samples."""
 
-    def keep(line: dict[str, Any], logger: Logger | None) -> None:
+    def keep(line: dict[str, Any], logger: Logger) -> None:
         record.add_evaluation(line, logger)
         if dist.get_global_rank() == 0:
             write_grid(record.folder, line["images"], scorer.samples, logger)

@@ -107,12 +107,11 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         for name, tensor in own.items():
             # Buffers are in no average: they are the training weights'.
             tensor.copy_(tensors[name] if name in tensors else content["model"][name])
-    evaluated = content.get("callbacks", {}).get("Evaluation", {}).get("counted_sec", 0.0)
     return {
         "snapshot": path.name,
         "batch": progress["batch"],
         "images": progress["images"],
-        "seconds": progress["seconds"] - evaluated,
+        "seconds": progress["seconds"],
         "weights": use,
     }
 

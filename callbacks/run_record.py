@@ -192,15 +192,14 @@ class RunRecord(Callback):
             _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in line.items()}])
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
 
-    def add_evaluation(self, line: Mapping[str, Any], logger: Logger | None) -> None:
+    def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Keep an evaluation; all ranks call it with the same one."""
         whole = {"schema": SCHEMA, "start": self.num_starts, "evaluation": True, **line}
         self.evaluations.append(whole)
         if self._is_writer:
             _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in whole.items()}])
         figures = {key: line[key] for key in ("fid", "clip", "clip_x100", "eval_sec") if line.get(key) is not None}
-        if logger is not None:
-            logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
+        logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
 
     def _gather_bad_samples(self) -> None:
         """Bring the unusable samples of all ranks together, once a window; all ranks then decide alike."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composer.loggers import InMemoryLogger
 from conftest import ROOT, TINY_RUN, picture, run
 from PIL import Image
 from test_checkpoints import newest, same_training
@@ -307,3 +308,24 @@ def test_statistics_of_another_resize_and_rows_of_another_precision_are_not_take
     assert [row["precision"] for row in read_rows(tmp_path / "scores" / "eval.csv")] == ["fp32", "bf16"]
     assert eval_command.main([*words, "objective.prediction=v"]) == 2
     assert "objective.prediction: v, but " in capsys.readouterr().err
+
+
+def without_last_evaluation(watched: Path, folder: Path) -> Path:
+    """As it is after a kill in the last evaluation, with all training done."""
+    shutil.copytree(watched, folder / "watched")
+    (folder / "watched" / "summary.json").unlink()
+    lines = (watched / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = next(line for line in reversed(lines) if '"evaluation": true' in line)
+    (folder / "watched" / "metrics.jsonl").write_text("".join(line for line in lines if line != last))
+    return folder / "watched"
+
+
+def test_an_evaluation_that_is_owed_at_the_end_is_made_and_logged(world, watched, tmp_path, monkeypatch):
+    run, logged = without_last_evaluation(watched, tmp_path), InMemoryLogger()
+    monkeypatch.setattr(benchmark, "build_loggers", lambda *_: [logged])
+    assert benchmark.main(words_of(world, tmp_path, "watched", "eval.when=in_training")) == 0
+    assert [figures(line) for line in evaluations(run)] == [figures(line) for line in evaluations(watched)]
+    made, first_made = evaluations(run)[-1], evaluations(watched)[-1]
+    assert made["seconds"] == pytest.approx(first_made["seconds"], abs=0.5)
+    assert [value for _, value in logged.data["eval/fid"]] == [made["fid"]]
+    assert (run / "summary.json").is_file()

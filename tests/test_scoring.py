@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import pytest
 import torch
+from composer import ComposerModel, Trainer
 from conftest import TINY_RUN
 from test_benchmark import refused
+from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks.evaluation import Evaluation
 from callbacks.quality_target import outcome
 from callbacks.sample_grid import grid_of
+from checkpoints import Progress
 from config import load, parse_command_line
 from eval import to_target
 from run_config import RunConfig, resolve
@@ -133,3 +140,45 @@ def test_a_target_without_evaluation_and_files_that_are_not_there_are_refused(ca
     assert refused(capsys, *later) == [
         "save.snapshot_every_images: 16, but eval.when=after scores snapshots every 8 images. Leave it out.",
     ]
+
+
+class Mean(ComposerModel):
+    """As little of a model as can be trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, batch):
+        return batch[0] * self.weight
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+
+def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
+    """So that `seconds` stay right through a stop, a start without evaluation, and one with it again."""
+    lines: list[dict] = []
+    evaluation = Evaluation(
+        lambda: time.sleep(1.0) or {"eval_sec": 1.0},
+        every_images=2,
+        with_average=False,
+        clock=contextlib.nullcontext,
+        earlier=lambda: lines,
+        keep=lambda line, logger: lines.append(line),
+    )
+    data = DataLoader(TensorDataset(torch.zeros(6, 1)), batch_size=2)
+    trainer = Trainer(
+        model=Mean(),
+        train_dataloader=data,
+        max_duration="4ba",
+        optimizers=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
+        callbacks=[evaluation],
+        progress_bar=False,
+        device="cpu",
+    )
+    trainer.fit()
+    assert [line["batch"] for line in lines] == [1, 2, 3, 4]
+    assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < 1.0
+    assert lines[-1]["seconds_with_eval"] == pytest.approx(lines[-1]["seconds"] + 4.0)
+    assert Progress.of(trainer.state).seconds == pytest.approx(lines[-1]["seconds"])
