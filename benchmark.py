@@ -44,10 +44,10 @@ from data import Loader, build_data, check_bad_samples
 from ema import EMA
 from fetch import StreamFailure
 from loggers import build_loggers
-from model import BatchRandomness, LatentDiffusion, build_device, build_model
+from model import BatchRandomness, LatentDiffusion, build_device
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
-from run_config import ALIASES, NOT_YET, RunConfig, resolve
+from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import Scorer
 from stage import read_stage
 from tensors import fingerprint
@@ -76,14 +76,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     # Model.
     cost = cost_of(config)
-    model = build_model(
-        config.model,
-        config.objective,
-        size=config.size,
-        normalize=config.data.normalize,
-        posterior=config.data.posterior,
-        seed=config.seed,
-    )
+    model = build(config)
     stage = None if config.data.synthetic else read_stage(config.data.location)
     check_encoders(stage, model.encoders.fingerprints)
     start = load_start(config, model, begun)

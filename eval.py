@@ -42,9 +42,9 @@ from config import Assignment, ConfigError, Problem, load, parse_command_line
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
-from run_config import ALIASES, NOT_YET, RunConfig, resolve
+from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import FIGURES, Meter, Scorer
-from subjects import Kind, build, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
+from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
 from zoo import load_family
 from zoo.sampling import shard

@@ -19,7 +19,7 @@ import torch
 import warm_start
 from checkpoint_files import FULL, WEIGHTS, is_whole, listed, read
 from config import ConfigError
-from model import LatentDiffusion, build_model
+from model import LatentDiffusion
 from prompts import Prompt, PromptSet
 from run_config import RunConfig
 from tensors import canonical_name, difference, forms
@@ -53,18 +53,6 @@ def snapshots_of(run: Path) -> list[Path]:
             [f"{run} has no snapshot to score. Train it with save.snapshot_every_images, or eval.when=after."]
         )
     return found
-
-
-def build(config: RunConfig) -> LatentDiffusion:
-    """Build a run's model with its encoders, on the CPU. Raises ConfigError: the encoders' weights do not fit."""
-    return build_model(
-        config.model,
-        config.objective,
-        size=config.size,
-        normalize=config.data.normalize,
-        posterior=config.data.posterior,
-        seed=config.seed,
-    )
 
 
 def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> dict[str, Any]:
