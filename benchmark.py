@@ -34,12 +34,12 @@ import preflight
 import warm_start
 from callbacks.evaluation import Evaluation
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
-from callbacks.run_record import RunRecord, device_name, result_line
+from callbacks.run_record import RunRecord, device_name, found_batch_size, keep_batch_size, result_line
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, restore
 from checks import check, cost_of, has_average_on_device
-from config import ConfigError, flat, load, parse_command_line, read_yaml, to_yaml
+from config import ConfigError, flat, load, parse_command_line, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
 from fetch import StreamFailure
@@ -83,9 +83,9 @@ def train(config: RunConfig) -> dict[str, Any]:
     identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
     check_checkpoint(begun, identity)
     model.place(device._device, config.precision)
-    scorer = build_scorer(config, model, folder)
-    if scorer is not None:
-        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=scorer.batch_size))
+    batch_size = config.eval.batch_size or found_batch_size(folder)
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
+    scorer = build_scorer(config, folder)
 
     # Data.
     data = build_data(
@@ -185,22 +185,24 @@ def train(config: RunConfig) -> dict[str, Any]:
     return result
 
 
-def build_scorer(config: RunConfig, model: LatentDiffusion, folder: Path) -> Scorer | None:
-    """Read what evaluations in training need, and find their batch size, once in a run. Raises ConfigError: it cannot be."""
+def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
+    """Read what evaluations in training need. Raises ConfigError: it cannot be.
+
+    Their batch size is found at the first of them, when all that training keeps is in the memory.
+    """
     if config.eval.when != "in_training":
         return None
-    given, path = config.eval, folder / "config.yaml"
-    if given.batch_size is None and path.is_file():
-        found = {at.key: at.value for at in read_yaml(str(path))[0]}.get("eval.batch_size")
-        given = dataclasses.replace(given, batch_size=found)
     try:
-        of_model = {"precision": config.precision, "prediction": config.objective.prediction}
-        bar = config.loggers.progress_bar
-        scorer = Scorer(given, size=config.size, seed=config.seed, settings=of_model, show_progress=bar)
-        scorer.find_batch_size(model)
+        return Scorer(
+            config.eval,
+            size=config.size,
+            seed=config.seed,
+            settings={"precision": config.precision, "prediction": config.objective.prediction},
+            show_progress=config.loggers.progress_bar,
+            found=lambda batch_size: keep_batch_size(folder, batch_size),
+        )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    return scorer
 
 
 def build_evaluation(

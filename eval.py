@@ -279,12 +279,16 @@ def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple
         warm_start.load(model, str(config.model.denoiser))
     model.place(device, config.precision or "fp32")
     of_model = {"precision": config.precision, "prediction": config.objective.prediction}
-    bar = config.loggers.progress_bar
-    scorer = Scorer(config.eval, size=config.size, seed=config.seed, settings=of_model, show_progress=bar)
-    scorer.find_batch_size(model)
-    is_own = config.eval.batch_size is None and config.eval.image_size is None and config.out is None
-    if run is not None and is_own and dist.get_global_rank() == 0:
-        keep_batch_size(run, scorer.batch_size)
+    is_own = run is not None and config.eval.image_size is None and config.out is None
+    scorer = Scorer(
+        config.eval,
+        size=config.size,
+        seed=config.seed,
+        settings=of_model,
+        show_progress=config.loggers.progress_bar,
+        found=(lambda batch_size: keep_batch_size(run, batch_size)) if is_own else lambda batch_size: None,
+    )
+    scorer.find_batch_size(model)  # it is one of the settings by which rows are known
     return model, scorer
 
 

@@ -269,6 +269,12 @@ def keep_batch_size(folder: Path, batch_size: int) -> None:
     _write(path, OmegaConf.to_yaml(config))
 
 
+def found_batch_size(folder: Path) -> int | None:
+    """Return the batch size of evaluation that a run has, for all its starts, or None."""
+    path = folder / "config.yaml"
+    return OmegaConf.select(OmegaConf.load(path), "eval.batch_size") if path.is_file() else None
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a .jsonl file, up to one that a killed writer left unfinished."""
     found = []

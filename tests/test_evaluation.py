@@ -20,6 +20,7 @@ import pytest
 import torch
 from composer.loggers import InMemoryLogger
 from conftest import ROOT, TINY_RUN, picture, run
+from omegaconf import OmegaConf
 from PIL import Image
 from test_checkpoints import newest, same_training
 from test_ldm import copy_tokenizer, save_folder, tiny_networks, vocabulary, whole_ldm_file, write  # noqa: F401
@@ -329,3 +330,15 @@ def test_an_evaluation_that_is_owed_at_the_end_is_made_and_logged(world, watched
     assert made["seconds"] == pytest.approx(first_made["seconds"], abs=0.5)
     assert [value for _, value in logged.data["eval/fid"]] == [made["fid"]]
     assert (run / "summary.json").is_file()
+
+
+def test_the_batch_size_is_found_at_the_first_evaluation_and_kept_through_a_start_without_one(world, tmp_path):
+    def batch_size() -> int | None:
+        return OmegaConf.load(tmp_path / "one" / "config.yaml").eval.batch_size
+
+    for duration, when, expected in (("2ba", "off", None), ("4ba", "in_training", 16), ("5ba", "off", 16)):
+        words = words_of(world, tmp_path, "one", f"eval.when={when}", "save.every_images=8")
+        assert benchmark.main([*words, f"max_duration={duration}"]) == 0
+        assert batch_size() == expected
+    [line] = evaluations(tmp_path / "one")
+    assert (line["batch"], line["eval_batch_size"]) == (3, 16)
