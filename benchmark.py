@@ -46,7 +46,7 @@ from fetch import StreamFailure
 from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
-from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
+from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, check_evaluations, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import Scorer
 from stage import read_stage
@@ -86,6 +86,9 @@ def train(config: RunConfig) -> dict[str, Any]:
     batch_size = config.eval.batch_size or found_batch_size(folder)
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
     scorer = build_scorer(config, folder)
+    if scorer is not None:
+        settings = {**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights}
+        check_evaluations(folder, begun.progress.batch, settings)
 
     # Data.
     data = build_data(
@@ -113,7 +116,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     average = EMA(config.ema) if config.ema.enabled else None
     if begun.checkpoint is not None:
         restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
-    if at.batch >= num_batches and (result := finished(folder, None, config.target)):
+    if at.batch >= num_batches and (result := finished(folder, None, config)):
         return result
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
@@ -145,7 +148,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     # Evaluation and target.
     evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
-    target = QualityTarget(config.target.is_met, lambda: record.evaluations)
+    target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")

@@ -37,7 +37,7 @@ import curves
 import preflight
 import warm_start
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import decide_summary, keep_batch_size, result_line, rounded
+from callbacks.run_record import keep_batch_size, result_line, rounded, write_outcome
 from config import Assignment, ConfigError, Problem, load, parse_command_line
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
@@ -212,7 +212,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
     if dist.get_global_rank() == 0:
         result = outcome(in_order, reached)
         if config.out is None and not any(row["partial"] for row in rows):
-            decide_summary(folder, result)
+            write_outcome(folder, result, over="pending")
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
         print(result_line({key: rounded(value) for key, value in result.items()}), flush=True)

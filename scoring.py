@@ -384,7 +384,6 @@ class Scorer:
             ValueError: images or features are not finite; names the prompts.
         """
         began = time.monotonic()
-        shape = model.family.latent_shape(self.size)
         self.find_batch_size(model)
         ways = dict(sampler=self.config.sampler, steps=self.config.steps, guidance=guidance)
         mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
@@ -392,7 +391,7 @@ class Scorer:
         self.meter.reset()
         with self.meter.on(model.device):
             for chunk in self._said(list(_chunks(prompts, self.batch_size)), len(self.prompt_set.prompts)):
-                images = self._generate(model, chunk, shape, ways)
+                images = self._generate(model, chunk, ways)
                 self.meter.add(images, [prompt.number for prompt in chunk], [prompt.caption for prompt in chunk])
                 taken = sum(len(part) for _, part in samples)
                 wanted = len(range(dist.get_global_rank(), self.config.samples, dist.get_world_size())) - taken
@@ -405,12 +404,11 @@ class Scorer:
         measured = {"eval_sec": seconds, "eval_images_per_sec": len(self.prompt_set.prompts) / seconds}
         return {**figures, **self.settings(guidance), **measured}
 
-    def _generate(
-        self, model: Generator, chunk: Sequence[Prompt], shape: Sequence[int], ways: Mapping[str, Any]
-    ) -> Tensor:
+    def _generate(self, model: Generator, chunk: Sequence[Prompt], ways: Mapping[str, Any]) -> Tensor:
         """Return the images of a chunk, and more of its last one where it is short: every pass has one shape."""
         padded = [*chunk, *[chunk[-1]] * (self.batch_size - len(chunk))]
         text = model.family.tokenize([prompt.caption for prompt in padded])
+        shape = model.family.latent_shape(self.size)
         noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
         return model.generate(text, noise, **ways)
 

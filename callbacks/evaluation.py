@@ -76,6 +76,9 @@ class Evaluation(Callback):
             "seconds": seconds,
             "seconds_with_eval": seconds + evaluations_sec,
             "weights": "ema" if average is not None and average.weights else "training",
+            "eval_weights": "ema"
+            if self.with_average
+            else "training",  # what was asked for: the average may begin later
         }
         self.keep({**where, **score}, logger)
 

@@ -253,20 +253,31 @@ class RunRecord(Callback):
         return result | {key: rounded(value) for key, value in (outcome or {}).items()}
 
 
-def decide_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
-    """Write what evaluation afterwards has found into the summary.json of a run whose target is pending."""
+def write_outcome(folder: Path, outcome: Mapping[str, Any], *, over: str | None = None) -> None:
+    """Write what a finished run came to, after all, into its summary.json.
+
+    Args:
+        over: only where its `target` is this.
+    """
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}
-    if summary.get("target") == "pending":
+    if summary and over in (None, summary.get("target")):
         _write_json(path, {**summary, **outcome})
 
 
-def keep_batch_size(folder: Path, batch_size: int) -> None:
-    """Write the batch size of evaluation that was found into a run's config.yaml, which may be of before there was one."""
+def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] = ("",)) -> None:
+    """Write keys of some sections into a run's config.yaml, which may be of before there were such."""
     path = folder / "config.yaml"
     config = OmegaConf.load(path)
-    OmegaConf.update(config, "eval.batch_size", batch_size)
+    for key, value in keys.items():
+        if key.startswith(sections):
+            OmegaConf.update(config, key, value, force_add=True)
     _write(path, OmegaConf.to_yaml(config))
+
+
+def keep_batch_size(folder: Path, batch_size: int) -> None:
+    """Write the batch size of evaluation that was found into a run's config.yaml."""
+    keep_keys(folder, {"eval.batch_size": batch_size})
 
 
 def found_batch_size(folder: Path) -> int | None:

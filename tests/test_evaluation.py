@@ -280,13 +280,51 @@ def test_a_snapshot_that_is_truncated_or_trained_with_other_encoders_is_refused(
     assert "was trained with" in capsys.readouterr().err
 
 
-def test_a_finished_run_that_meets_an_easier_target_says_so_and_is_not_trained_again(world, watched, tmp_path, capsys):
+def test_a_finished_run_says_and_keeps_whether_another_target_is_met_and_is_not_trained_again(
+    world, watched, tmp_path, capsys
+):
     shutil.copytree(watched, tmp_path / "watched")
     words = words_of(world, tmp_path, "watched", "eval.when=in_training")
-    for target, outcome in (("target.fid=1e-9", None), ("target.fid=1e9", "reached")):
-        assert benchmark.main([*words, target]) == 0
-        assert result_of(capsys.readouterr().out).get("target") == outcome
+    for target, outcome in (("1e-9", "missed"), ("1e9", "reached"), ("1e-9", "missed")):
+        assert benchmark.main([*words, f"target.fid={target}"]) == 0
+        assert result_of(capsys.readouterr().out)["target"] == outcome
+        assert json.loads((tmp_path / "watched" / "summary.json").read_text())["target"] == outcome
+        assert OmegaConf.load(tmp_path / "watched" / "config.yaml").target.fid == float(target)
     assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == (watched / "metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_that_is_to_be_evaluated_now_waits_for_the_command_that_does_it(world, tmp_path, capsys):
+    words = words_of(world, tmp_path, "late", "save.snapshot_every_images=24")
+    assert benchmark.main(words) == 0
+    now = [*words, "eval.when=in_training", "target.fid=1e9"]
+    for _ in range(2):
+        assert benchmark.main(now) == 0
+        captured = capsys.readouterr()
+        assert result_of(captured.out)["target"] == "pending"
+        said = "2 of its 2 points were not evaluated in training: composer eval.py "
+        assert f"{said}{tmp_path / 'late'} scores the snapshots that it has." in captured.err
+    assert eval_command.main([str(tmp_path / "late")]) == 0
+    assert json.loads((tmp_path / "late" / "summary.json").read_text())["target"] == "reached"
+    capsys.readouterr()
+    assert benchmark.main(now) == 0
+    captured = capsys.readouterr()
+    assert result_of(captured.out)["target"] == "reached" and "not evaluated" not in captured.err
+
+
+def test_a_run_is_not_evaluated_in_two_ways(world, watched, tmp_path, capsys):
+    """Nor taken for one that met its target in another way. Where files lie may change."""
+    shutil.copytree(watched, tmp_path / "watched")
+    words = words_of(world, tmp_path, "watched", "eval.when=in_training", "target.fid=1e9")
+    record = (tmp_path / "watched" / "metrics.jsonl").read_bytes()
+    assert benchmark.main([*words, "eval.guidance=4", "eval.weights=training", "max_duration=9ba"]) == 2
+    at = f"but {tmp_path / 'watched'} was evaluated with"
+    first, second = capsys.readouterr().err.splitlines()[-2:]
+    assert first.startswith(f"eval.guidance: guidance 4.0, {at} 3.0 at 48 images. A run's evaluations have to be alike")
+    assert second.startswith(f"eval.weights: eval_weights training, {at} ema at 48 images.")
+    shutil.copy(world["prompts"], tmp_path / "moved.tsv")
+    assert benchmark.main([*words, f"eval.prompts={tmp_path}/moved.tsv"]) == 0
+    assert result_of(capsys.readouterr().out)["target"] == "reached"
+    assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == record
 
 
 def test_pictures_go_to_wandb_offline_without_asking_its_server(world, tmp_path):
