@@ -10,10 +10,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed
 from composer.utils import dist
 from torch.distributed import PrefixStore, distributed_c10d
+
+from config import ConfigError
+
+Result = TypeVar("Result")
 
 KEY = "stopped"
 POLL_SEC = 2.0
@@ -45,6 +51,24 @@ def listen() -> None:
                     os._exit(1)  # the main thread is in a collective that will never end
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def on_rank_zero(work: Callable[[], Result]) -> Result:
+    """Let rank 0 do what only one may, and give all ranks its result.
+
+    Raises:
+        ConfigError: on all ranks, what rank 0 has raised as a ValueError.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_global_rank() == 0:
+        try:
+            outcome[0] = work()
+        except ValueError as error:
+            outcome[1] = getattr(error, "problems", [str(error)])
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ConfigError(outcome[1])
+    return outcome[0]
 
 
 def be_quiet() -> None:

@@ -1,17 +1,20 @@
 """Scores as a table and as pictures: FID against CLIP score over guidance, and both over the images seen.
 
 A row is a flat score (scoring.py) with what was scored. The table is kept whole: it is written under another name and
-renamed, so that a command that is killed leaves the rows before it.
+renamed, so that a command that is killed leaves the rows before it. Two commands add to it in turns.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +24,9 @@ Row = dict[str, Any]
 FIRST = ("model", "snapshot", "batch", "images", "seconds", "weights", "guidance", "fid", "clip", "clip_x100")
 """Columns that stand first; others follow as they come."""
 
+NEEDED = (*FIRST, "num_images", "partial")
+LOCK_WAIT_SEC = 60.0
+
 TEXTS = {"model", "snapshot", "weights", "sampler", "inception", "clip_model", "resize", "precision", "prediction"}
 
 DPI = 120
@@ -28,15 +34,71 @@ COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a table, or none where there is no file. Raises ValueError: it is no table of scores."""
-    if not path.is_file():
+    """Return the rows of a table, or none where there is no file.
+
+    Raises:
+        ValueError: it is no table of scores, or not a whole one; names the line, and what to do.
+    """
+    if not path.exists():
         return []
+    ways = "Mend it or move it away, or give another out=FOLDER"
+    lines = _lines_of(path, ways)
+    header = lines[0][1] if lines else []
+    if missing := [name for name in NEEDED if name not in header]:
+        raise ValueError(f"{path} is no table of scores: no column {', '.join(missing)} in its first line. {ways}.")
+    rows = []
+    for number, cells in lines[1:]:
+        if len(cells) != len(header):
+            given = f"{path}: line {number} has {len(cells)} cells, its header {len(header)}"
+            raise ValueError(f"{given}. Remove that line: its score is then made again.")
+        rows.append(
+            {key: _from_cell(f"{path}: line {number}", key, cell) for key, cell in zip(header, cells, strict=True)}
+        )
+    return rows
+
+
+def _lines_of(path: Path, ways: str) -> list[tuple[int, list[str]]]:
+    """Return the lines of a CSV file with their numbers, the header's first. Raises ValueError: they cannot be read."""
+    content = b""
     try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file, strict=True))
-        return [{key: _from_cell(key, value) for key, value in row.items()} for row in rows]
-    except (csv.Error, ValueError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no table of scores: {error}. Move it away, or give another out=PATH.") from error
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}. {ways}.") from error
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}: line {number} is not UTF-8 text. {ways}.") from error
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        lines = [(reader.line_num, cells) for cells in reader if cells]
+    except csv.Error as error:
+        raise ValueError(f"{path}: line {reader.line_num} cannot be read: {error}. {ways}.") from error
+    if text and not text.endswith("\n"):
+        cut_off = "does not end: it may be cut off. Remove it, or end it if it is whole"
+        raise ValueError(f"{path}: line {reader.line_num} {cut_off}.")
+    return lines
+
+
+def add_row(path: Path, row: Row, known_by: Iterable[str]) -> None:
+    """Add a row to a table that other commands may be adding to at the same time.
+
+    Args:
+        known_by: keys; a row that has the same values of all of them is the same one, and stays.
+
+    Raises:
+        ValueError: the table cannot be read, or not be written.
+    """
+    keys = list(known_by)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_WAIT_SEC):
+            rows = read_rows(path)
+            if not any(all(other.get(key) == row[key] for key in keys) for other in rows):
+                write_rows(path, [*rows, row])
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written: {error.strerror or error}. Make room, or give another out=FOLDER."
+        ) from error
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -45,7 +107,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(temporary, "w", newline="") as file:
+        with open(temporary, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(columns), lineterminator="\n")
             writer.writeheader()
             for row in rows:
@@ -63,10 +125,15 @@ def _to_cell(value: Any) -> str:
     return json.dumps(value)
 
 
-def _from_cell(key: str, cell: str) -> Any:
+def _from_cell(where: str, key: str, cell: str) -> Any:
     if not cell:
         return None
-    return cell if key in TEXTS or key.endswith(("_sha256", "_fingerprint")) else json.loads(cell)
+    if key in TEXTS or key.endswith(("_sha256", "_fingerprint")):
+        return cell
+    try:
+        return json.loads(cell)
+    except ValueError:
+        raise ValueError(f"{where}, column {key}: '{cell[:40]}' is no value. Mend it, or remove that line.") from None
 
 
 def draw_guidance(rows: Sequence[Row], path: Path) -> None:

@@ -106,20 +106,15 @@ def _completed(config: EvalCommand, place: str, kind: Kind, given: set[str]) -> 
 
 
 class Table:
-    """The rows of eval.csv, written after each score by rank 0 and the same on all ranks."""
+    """The rows of eval.csv as they were found, the same on all ranks, and those of this command; rank 0 writes these.
+
+    Raises:
+        ConfigError: there is a file that is no table, or it cannot be written.
+    """
 
     def __init__(self, path: Path):
         self.path = path
-        found: list[Any] = [None, None]
-        if dist.get_global_rank() == 0:
-            try:
-                found[0] = curves.read_rows(path)
-            except ValueError as error:
-                found[1] = str(error)
-        dist.broadcast_object_list(found)
-        if found[1]:
-            raise ConfigError([found[1]])
-        self.rows: list[Row] = found[0]
+        self.rows: list[Row] = alarm.on_rank_zero(lambda: curves.read_rows(path))
 
     def get(self, what: Row, score: Callable[[], Row]) -> Row:
         """Return the row of what was scored before in the same way, or score it and keep it.
@@ -131,8 +126,7 @@ class Table:
         if (row := next(same, None)) is None:
             row = {**what, **score()}
             self.rows.append(row)
-            if dist.get_global_rank() == 0:
-                curves.write_rows(self.path, self.rows)
+            alarm.on_rank_zero(lambda: curves.add_row(self.path, row, what))
         if dist.get_global_rank() == 0:
             print(result_line(_shown(row)), flush=True)
         return row
@@ -149,7 +143,7 @@ def _shown(row: Row) -> Row:
 def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
     model, scorer = _ready(config, folder, device)
-    paths, guidances = _of_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
+    paths, guidances = alarm.on_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
 
     def scored(path: Path) -> list[Row]:
         where = {"model": folder.name, **load_snapshot(model, path, config.eval.weights)}
@@ -166,20 +160,6 @@ def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.dev
     if config.target.is_given and len(guidances) == 1 and kind != "last":
         _conclude(config, folder, rows)
     return rows
-
-
-def _of_rank_zero(read: Callable[[], list[Path]]) -> list[Path]:
-    """Return what rank 0 finds on the disk, which may change while the others look. Raises ConfigError, on all ranks."""
-    found: list[Any] = [None, None]
-    if dist.get_global_rank() == 0:
-        try:
-            found[0] = read()
-        except ValueError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found)
-    if found[1]:
-        raise ConfigError([found[1]])
-    return found[0]
 
 
 def to_target(snapshots: Sequence[Callable[[], Row]], begin: int, is_met: Callable[[Row], bool]) -> Iterator[Row]:
@@ -235,7 +215,7 @@ def _fingerprints(model: LatentDiffusion) -> Row:
 
 def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a folder of images; their captions are those of the prompts that their names give."""
-    paths, facts = _of_rank_zero(lambda: list_images(folder)), {"partial": False}
+    paths, facts = alarm.on_rank_zero(lambda: list_images(folder)), {"partial": False}
     captions = dict.fromkeys(paths, "")
     numbers: dict[Path, Any] = {path: path.name for path in paths}
     if config.eval.prompts is not None:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from composer.utils import dist
 from filelock import FileLock, Timeout
 
+import alarm
 from callbacks.quality_target import TARGET_KEYS, outcome, said
 from callbacks.run_record import RESULT_KEYS, found_batch_size, keep_keys, read_lines, rounded, write_outcome
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat, read_yaml
 from stage import Stage
-
-Result = TypeVar("Result")
 
 # What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
 MAY_CHANGE = (
@@ -241,36 +240,22 @@ def begin(folder: Path) -> Begun:
     lock = FileLock(folder / ".lock")
 
     def find() -> Path | None:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
+            return find_newest(folder / "checkpoints")
         except Timeout as error:
             given = f"another process is training in {folder}"
             raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
-        return find_newest(folder / "checkpoints")
+        except OSError as error:
+            raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
 
-    newest = _on_rank_zero(find)
+    newest = alarm.on_rank_zero(find)
     checkpoint = None if newest is None else (newest, read(newest))
     if checkpoint is not None:
         check_whole(checkpoint[1], checkpoint[0])
     progress = Progress(**checkpoint[1]["progress"]) if checkpoint else Progress(0, 0, 0, 0, 0, 0.0)
     return Begun(folder, progress, checkpoint, lock if dist.get_global_rank() == 0 else None)
-
-
-def _on_rank_zero(work: Callable[[], Result]) -> Result:
-    """Let rank 0 do what only one may, and give all ranks its result; what goes wrong is a ConfigError on all of them."""
-    outcome: list[Any] = [None, None]
-    if dist.get_global_rank() == 0:
-        try:
-            outcome[0] = work()
-        except ConfigError as error:
-            outcome[1] = error.problems
-        except OSError as error:
-            outcome[1] = [f"run_folder: {error}. Give a folder that this user may write in."]
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise ConfigError(outcome[1])
-    return outcome[0]
 
 
 def check_checkpoint(begun: Begun, identity: Mapping[str, Any]) -> None:
