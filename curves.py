@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,10 +25,24 @@ Row = dict[str, Any]
 FIRST = ("model", "snapshot", "batch", "images", "seconds", "weights", "guidance", "fid", "clip", "clip_x100")
 """Columns that stand first; others follow as they come."""
 
+APART = ("model", "model_id", "snapshot", "weights", "guidance", "sampler", "steps", "eval_image_size", "precision")
+"""What has a line of its own in a picture; model_id tells two models of one name apart."""
+
 NEEDED = (*FIRST, "num_images", "partial")
 LOCK_WAIT_SEC = 60.0
 
-TEXTS = {"model", "snapshot", "weights", "sampler", "inception", "clip_model", "resize", "precision", "prediction"}
+TEXTS = {
+    "model",
+    "model_id",
+    "snapshot",
+    "weights",
+    "sampler",
+    "inception",
+    "clip_model",
+    "resize",
+    "precision",
+    "prediction",
+}
 
 DPI = 120
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
@@ -137,11 +152,11 @@ def _from_cell(where: str, key: str, cell: str) -> Any:
 
 
 def draw_guidance(rows: Sequence[Row], path: Path) -> None:
-    """Draw FID (down is better) over CLIP score (right is better), a line a model, each point with its guidance."""
+    """Draw FID (down is better) over CLIP score (right is better) over guidance, a line a model and snapshot."""
 
     def draw(axes: Axes) -> None:
-        for (label, of_model), colour in zip(_by_model(rows).items(), _colours(), strict=False):
-            points = sorted(of_model, key=lambda row: row["guidance"])
+        for (label, of_line), colour in zip(lines_of(rows, "guidance"), itertools.cycle(COLOURS), strict=False):
+            points = sorted(of_line, key=lambda row: row["guidance"])
             clip, fid = [row["clip"] for row in points], [row["fid"] for row in points]
             axes.plot(clip, fid, marker="o", label=label, color=colour)
             for row in points:
@@ -149,25 +164,22 @@ def draw_guidance(rows: Sequence[Row], path: Path) -> None:
                 axes.annotate(f"{row['guidance']:g}", place, textcoords="offset points", xytext=(5, 5), fontsize=8)
         axes.set_xlabel("CLIP score (mean cosine)")
         axes.set_ylabel("FID")
-        axes.legend()
 
     _draw([draw], path, _title(rows, "guidance at each point"))
 
 
 def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float | None] | None = None) -> None:
-    """Draw FID and CLIP score over the images seen in training, a line a model, the target as a dashed line."""
+    """Draw FID and CLIP score over the images seen, a line a model and guidance, the target as a dashed line."""
 
     def over_images(axes: Axes, key: str, label: str) -> None:
-        for (model, of_model), colour in zip(_by_model(rows).items(), _colours(), strict=False):
-            points = sorted((row for row in of_model if row[key] is not None), key=lambda row: row["images"])
-            axes.plot(
-                [row["images"] for row in points], [row[key] for row in points], marker="o", label=model, color=colour
-            )
+        for (name, of_line), colour in zip(lines_of(rows, "snapshot"), itertools.cycle(COLOURS), strict=False):
+            points = sorted((row for row in of_line if row[key] is not None), key=lambda row: row["images"])
+            images, figures = [row["images"] for row in points], [row[key] for row in points]
+            axes.plot(images, figures, marker="o", label=name, color=colour)
         if target and target.get(key) is not None:
             axes.axhline(target[key], linestyle="--", color="#666666", label=f"target {target[key]:g}")
         axes.set_xlabel("images seen")
         axes.set_ylabel(label)
-        axes.legend()
 
     kinds = [(key, label) for key, label in (("fid", "FID"), ("clip", "CLIP score (mean cosine)")) if _has(rows, key)]
     panels = [lambda axes, key=key, label=label: over_images(axes, key, label) for key, label in kinds]
@@ -178,15 +190,25 @@ def _has(rows: Sequence[Row], key: str) -> bool:
     return any(row.get(key) is not None for row in rows)
 
 
-def _by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def lines_of(rows: Sequence[Row], along: str) -> list[tuple[str, list[Row]]]:
+    """Return (label, rows) for each line of a picture: one model, in one way, and only what it is drawn along differs."""
+    keys = [key for key in APART if key != along]
+    found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(row["model"], []).append(row)
-    return found
+        found.setdefault(tuple(str(row.get(key)) for key in keys), []).append(row)
+    differing = {key for key, values in zip(keys, zip(*found, strict=True), strict=True) if len(set(values)) > 1}
+    if len({line[:2] for line in found}) == len({line[0] for line in found}):
+        differing.discard("model_id")  # the names tell them apart
 
+    def label(row: Row) -> str:
+        words = {key: f"{key} {row.get(key)}" for key in keys} | {
+            "model": row["model"],
+            "model_id": row.get("model_id"),
+        }
+        words["snapshot"] = f"{row['images']:,} images" if "images" in row else ""
+        return ", ".join(str(words[key]) for key in keys if key == "model" or key in differing)
 
-def _colours() -> list[str]:
-    return [*COLOURS] * 8
+    return [(label(of_line[0]), of_line) for of_line in found.values()]
 
 
 def _title(rows: Sequence[Row], more: str) -> str:
@@ -214,6 +236,8 @@ def _draw(panels: Sequence[Any], path: Path, title: str) -> None:
             axes = figure.add_subplot(1, len(panels), number + 1)
             axes.grid(alpha=0.3)
             draw(axes)
+            legend = axes.legend(fontsize=8, ncols=1 + len(axes.lines) // 16)
+            legend.set_in_layout(False)  # many lines would leave no room for the axes
         figure.suptitle(title, fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DPI)

@@ -37,7 +37,7 @@ import curves
 import preflight
 import warm_start
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import keep_batch_size, result_line, rounded, write_outcome
+from callbacks.run_record import keep_batch_size, result_line, rounded, run_id_of, write_outcome
 from config import Assignment, ConfigError, Problem, load, parse_command_line
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
@@ -144,9 +144,10 @@ def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.dev
     """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
     model, scorer = _ready(config, folder, device)
     paths, guidances = alarm.on_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
+    name = {"model": folder.name, "model_id": alarm.on_rank_zero(lambda: run_id_of(folder))}
 
     def scored(path: Path) -> list[Row]:
-        where = {"model": folder.name, **load_snapshot(model, path, config.eval.weights)}
+        where = {**name, **load_snapshot(model, path, config.eval.weights)}
         return [table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g)) for g in guidances]
 
     kind = config.snapshots or ("last" if len(guidances) > 1 else "to_target" if config.target.is_given else "all")
@@ -201,7 +202,8 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
 def score_diffusers(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a diffusers folder as it is published."""
     model, scorer = _ready(config, None, device)
-    where = {"model": folder.name, "weights": "published", **_fingerprints(model)}
+    digests = _fingerprints(model)
+    where = {"model": folder.name, "model_id": digests["denoiser_fingerprint"][:8], "weights": "published", **digests}
     return [
         table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g))
         for g in config.eval.guidances()

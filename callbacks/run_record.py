@@ -112,7 +112,7 @@ class RunRecord(Callback):
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier = read_lines(self.folder / "starts.jsonl")
             self.num_starts = len(earlier) + 1
-            self.run_id = earlier[0]["run_id"] if earlier else uuid.uuid4().hex[:8]
+            self.run_id = run_id_of(self.folder) or uuid.uuid4().hex[:8]
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
             _write(self.folder / "config.yaml", self.config_yaml)  # first: a folder without it is no run
@@ -284,6 +284,12 @@ def found_batch_size(folder: Path) -> int | None:
     """Return the batch size of evaluation that a run has, for all its starts, or None."""
     path = folder / "config.yaml"
     return OmegaConf.select(OmegaConf.load(path), "eval.batch_size") if path.is_file() else None
+
+
+def run_id_of(folder: Path) -> str | None:
+    """Return what tells a run from others of its name, or None where its first start is not recorded."""
+    starts = read_lines(folder / "starts.jsonl")
+    return starts[0]["run_id"] if starts else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 
-from curves import NEEDED, add_row, draw_guidance, draw_over_images, read_rows, write_rows
+from curves import NEEDED, add_row, draw_guidance, draw_over_images, lines_of, read_rows, write_rows
 from eval import Table
 
 ROW = {
@@ -111,3 +111,30 @@ def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(
     draw_over_images([{**row, "clip": None} for row in rows], tmp_path / "fid.png")
     widths = [Image.open(tmp_path / name).size[0] for name in ("guidance.png", "eval.png", "fid.png")]
     assert widths[1] == 2 * widths[0] == 2 * widths[2]
+
+
+def test_a_line_is_one_model_in_one_way():
+    """Two runs of one name are two models; snapshots of one model have a curve over guidance each, and the reverse."""
+    rows = [
+        {**ROW, "model_id": run, "snapshot": f"weights-im{images}", "images": images, "guidance": guidance}
+        for run in ("11aa", "22bb")
+        for images in (8, 16)
+        for guidance in (1.0, 3.0)
+    ]
+    over_guidance, over_images = lines_of(rows, "guidance"), lines_of(rows, "snapshot")
+    assert [label for label, _ in over_guidance] == [
+        f"7, {run}, {n} images" for run in ("11aa", "22bb") for n in (8, 16)
+    ]
+    assert [label for label, _ in over_images] == [
+        f"7, {run}, guidance {g}" for run in ("11aa", "22bb") for g in (1.0, 3.0)
+    ]
+    assert [[row["guidance"] for row in of_line] for _, of_line in over_guidance] == [[1.0, 3.0]] * 4
+    assert [[row["images"] for row in of_line] for _, of_line in over_images] == [[8, 16]] * 4
+    named = [{**row, "model": row["model_id"]} for row in rows if row["guidance"] == 1.0]
+    assert [label for label, _ in lines_of(named, "snapshot")] == ["11aa", "22bb"]
+
+
+def test_more_lines_than_colours_are_all_drawn(tmp_path):
+    rows = [{**ROW, "model": str(n), "images": n + m} for n in range(60) for m in (1, 2)]
+    draw_over_images(rows, tmp_path / "eval.png")
+    assert len(lines_of(rows, "snapshot")) == 60 and (tmp_path / "eval.png").is_file()
