@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ from tensors import fingerprint
 from zoo import mlperf
 
 DIST_TIMEOUT_SEC = 1800.0
-REFUSAL_WAIT_SEC = 30.0
 
 # --- the run ---
 
@@ -307,9 +305,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)
-        if dist.get_local_rank() != 0:
-            # The launcher ends all ranks of a machine when the first one leaves: let the one that a person hears speak.
-            time.sleep(REFUSAL_WAIT_SEC)
+        alarm.sound(str(error), code=2)
         print(error, file=sys.stderr, flush=True)
         return 2
     except Exception as error:

@@ -382,7 +382,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError([*(p.text for p in command.problems), f"eval.py: nothing to score. {ways}."])
         evaluate(command)
     except ValueError as error:
-        alarm.sound(str(error))
+        alarm.sound(str(error), code=2)
         print(error, file=sys.stderr, flush=True)
         return 2
     except Exception as error:
