@@ -146,7 +146,8 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
     Raises:
         ConfigError: lists what differs.
     """
-    lines = [line for line in evaluations_of(folder) if line["batch"] <= batch]
+    known = {"eval_weights": settings["eval_weights"]}  # lines of before did not say it
+    lines = [{**known, **line} for line in evaluations_of(folder) if line["batch"] <= batch]
     differing = [
         f"{key}: {setting} {settings.get(setting)}, but {folder} was evaluated with {line.get(setting)} at "
         f"{line['images']:,} images. A run's evaluations have to be alike: use that, or another run_name; its snapshots can "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from callbacks.evaluation import Evaluation
 from callbacks.quality_target import outcome
 from callbacks.sample_grid import grid_of
 from checkpoints import Progress
-from config import load, parse_command_line
+from config import ConfigError, load, parse_command_line
 from eval import to_target
+from resume import check_evaluations
 from run_config import RunConfig, resolve
 from scoring import EvalConfig, TargetConfig, rounded_up
 
@@ -263,3 +265,24 @@ def test_a_batch_size_that_cannot_be_kept_is_said_and_the_scoring_goes_on(tmp_pa
     eval_command._keep(tmp_path, 16)
     said = f"eval.batch_size: 16 was found, but {tmp_path}/config.yaml cannot be written: No such file or directory."
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_the_last_evaluation_before_the_start_is_what_the_next_one_has_to_be_like(tmp_path):
+    lines = [
+        {"evaluation": True, "batch": n, "images": 8 * n, "guidance": 2.0 + n, "clip_fingerprint": "ab"}
+        for n in (1, 2, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"batch": 1}, *lines]))
+    like = {"guidance": 4.0, "clip_fingerprint": "ab", "eval_weights": "ema", "eval_batch_size": 4}
+    check_evaluations(tmp_path, 2, like)
+    with pytest.raises(ConfigError) as caught:
+        check_evaluations(tmp_path, 2, {**like, "guidance": 3.0, "clip_fingerprint": None})
+    ways = "A run's evaluations have to be alike: use that, or another run_name; its snapshots can be scored anew by composer"
+    assert caught.value.problems == [
+        f"{key}: {setting} {given}, but {tmp_path} was evaluated with {was} at 16 images. {ways} eval.py {tmp_path} "
+        f"{key}=... out=FOLDER."
+        for key, setting, given, was in (
+            ("eval.guidance", "guidance", 3.0, 4.0),
+            ("eval.clip", "clip_fingerprint", None, "ab"),
+        )
+    ]
