@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
 import re
 import shutil
 import sys
@@ -26,21 +25,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import streaming
 import xxhash
 from streaming.base.format.base.reader import FileInfo
-from streaming.base.storage.download import CloudDownloader, S3Downloader
 from streaming.base.stream import Stream
 
+from store_clients import READ_TIMEOUT_SEC, client_of, lean_on
 from store_errors import explain_store_error
 
 HASH = "xxh64"  # of every shard
 DIGESTS: dict[str, Callable[[], Any]] = {HASH: xxhash.xxh64, "sha256": hashlib.sha256}
 INDEX = "index.json"
 PATIENCE_SEC = 600.0
-READ_TIMEOUT_SEC = 20.0  # without a byte
 SAY_SEC = 30.0
 # Waits between tries at what a store says is not there (all of them: half a minute), or gives with another digest (all but
 # the last): a store that is starting, or an object that is being written anew, becomes right in the meantime.
@@ -48,7 +44,6 @@ SOON_SEC = (1.0, 2.0, 4.0, 8.0, 15.0)
 LONGEST_WAIT_SEC = 10.0
 DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}
 DISK_ERRORS |= {errno.EACCES, errno.EPERM}
-PINNED = "0.13.0"
 # What a store, or its client, will not say otherwise in a minute.
 REFUSALS = {"301", "400", "403", "404", "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "NoSuchBucket"}
 REFUSALS |= {"NoSuchKey", "SignatureDoesNotMatch"}
@@ -83,84 +78,7 @@ def file_digest(path: Path, kind: str = HASH) -> str:
     return digest.hexdigest()
 
 
-def lean_on(owner: Any, *names: str) -> None:
-    """Check that private names that we lean on are there. Raises ImportError: another version of streaming."""
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        name = f"{owner.__name__ if isinstance(owner, type) else type(owner).__name__}.{missing[0]}"
-        raise ImportError(
-            f"mosaicml-streaming {streaming.__version__} has no {name}, on which this reader is built. Install "
-            f"mosaicml-streaming=={PINNED}."
-        )
-
-
 lean_on(Stream, "_download_file", "_prepare_shard_part", "set_up_local", "get_shards")
-lean_on(S3Downloader, "_create_s3_client", "_download_file_impl", "clean_up")
-
-
-class BriefS3Downloader(S3Downloader):
-    """streaming's, with a client that tells of a dead store within seconds: whoever waits is `fetch`, who says so.
-
-    Args:
-        attempts: of each request, for a caller that does not wait.
-    """
-
-    def __init__(self, attempts: int = 1):
-        super().__init__()
-        self.attempts = attempts
-
-    def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
-        """Download a file; after an answer 400 once more as nobody, for a public bucket.
-
-        streaming's own does that again and again, each time from within the last: it never ends (seen with 0.13.0, where
-        the region is another one, and with a bucket's name that cannot be).
-        """
-        from boto3.s3.transfer import TransferConfig
-        from botocore.exceptions import ClientError
-
-        place = urlsplit(remote)
-        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
-
-        def download() -> None:
-            key, config = place.path.lstrip("/"), TransferConfig(use_threads=False)
-            self._s3_client.download_file(place.netloc, key, local, ExtraArgs=payer, Config=config)
-
-        if self._s3_client is None:
-            self._create_s3_client(timeout=timeout)
-        try:
-            download()
-        except ClientError as error:
-            if error.response["Error"]["Code"] != "400":
-                raise
-            self._create_s3_client(unsigned=True, timeout=timeout)
-            try:
-                download()
-            except Exception:
-                self.clean_up()
-                raise error from None
-
-    def _create_s3_client(self, unsigned: bool = False, timeout: float = READ_TIMEOUT_SEC) -> None:
-        from boto3.session import Session
-        from botocore import UNSIGNED
-        from botocore.config import Config
-
-        config = Config(
-            read_timeout=timeout,
-            connect_timeout=timeout,
-            retries={"total_max_attempts": self.attempts},
-            signature_version=UNSIGNED if unsigned else None,
-        )
-        self._s3_client = Session().client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
-
-
-def download_once(remote: str, local: str, timeout: float = READ_TIMEOUT_SEC) -> None:
-    """Download one file for a caller that does not wait for a store. Raises what the store's client raises."""
-    is_s3 = urlsplit(remote).scheme == "s3"
-    downloader = BriefS3Downloader(attempts=3) if is_s3 else CloudDownloader.get(remote)
-    try:
-        downloader.download(remote, local, timeout)
-    finally:
-        downloader.clean_up()
 
 
 @contextlib.contextmanager
@@ -276,8 +194,8 @@ class PatientStream(Stream):
         self.patience_sec = patience_sec
         self.index_sha256 = index_sha256
         self.is_wanted: Callable[[], bool] = lambda: True
-        if isinstance(self._downloader, S3Downloader):
-            self._downloader = BriefS3Downloader()
+        if remote is not None:
+            self._downloader = client_of(remote)
 
     # --- index.json ---
 

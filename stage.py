@@ -19,7 +19,8 @@ from typing import Any
 from streaming.base.format.mds.encodings import get_mds_encoded_size, is_mds_encoding_safe
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 
-from fetch import HASH, download_once
+from fetch import HASH
+from store_clients import download_once
 from store_errors import address_problem, explain_store_error, scheme_of
 
 FACTS_FILE = "dataset.json"

@@ -19,8 +19,9 @@ from filelock import FileLock, Timeout
 from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
 
-from fetch import PATIENCE_SEC, NotWanted, PatientStream, StreamFailure, lean_on
+from fetch import PATIENCE_SEC, NotWanted, PatientStream, StreamFailure
 from shard_file import ShardError, ShardFile
+from store_clients import lean_on
 
 FAILED = 255  # of a shard's states in shared memory, beside streaming's own: it cannot be had
 LISTEN_SEC = 1.0

@@ -26,9 +26,9 @@ from streaming.base.util import retry
 
 import store_errors
 from checkpoint_files import to_disk
-from fetch import download_once
 from preflight import unwritable
 from stage import is_remote
+from store_clients import download_once
 
 WORK = ".work"
 LOCK_WAIT_SEC = 10.0  # the workers of a command that was killed notice it and end within a second

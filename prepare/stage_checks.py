@@ -17,9 +17,10 @@ from pathlib import Path
 from streaming.base.util import bytes_to_int
 
 from data import DataConfig
-from fetch import HASH, download_once, file_digest
+from fetch import HASH, file_digest
 from machine import ERROR, OK, WARNING, Finding, free_gib
 from stage import Stage, is_remote, read_stage
+from store_clients import download_once
 from store_errors import explain_store_error
 
 FIRST_SHARDS, RANDOM_SHARDS = 2, 2  # those that a run reads first are as likely to be broken as any: the rest by chance

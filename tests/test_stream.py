@@ -20,6 +20,7 @@ from streaming import MDSWriter, StreamingDataset
 from streaming.base.hashing import get_hash
 
 import fetch
+import store_clients
 from fetch import StreamFailure
 from shard_file import DAMAGED, ShardError
 from stage import holds_another_stage, read_stage, write_facts
@@ -185,7 +186,7 @@ def test_an_answer_400_is_tried_once_more_without_credentials_and_no_oftener(tmp
         monkeypatch.setenv(name, "x")
     try:
         with pytest.raises(Exception, match="400"):
-            fetch.download_once("s3://bucket/index.json", str(tmp_path / "index.json"))
+            store_clients.download_once("s3://bucket/index.json", str(tmp_path / "index.json"))
     finally:
         server.shutdown()
         server.server_close()
@@ -439,7 +440,7 @@ def test_a_version_of_streaming_without_what_we_lean_on_is_named():
     with pytest.raises(
         ImportError, match=r"has no StreamingDataset._new, on which .* Install mosaicml-streaming==0.13.0.$"
     ):
-        fetch.lean_on(StreamingDataset, "prepare_shard", "_new")
+        store_clients.lean_on(StreamingDataset, "prepare_shard", "_new")
 
 
 @pytest.mark.parametrize(

@@ -223,15 +223,15 @@ def main(words: Sequence[str]) -> int:
                 rest["sftp"] = sftp(nursery, home / "sftp", options.kinds)
             except Skipped as reason:
                 skipped["sftp"] = str(reason)
-            print(f"sftp: {skipped.get('sftp') or rest['sftp']}", flush=True)
         if training is not None:
             rest["train"] = training.result()
-            print(f"train: {rest['train']}", flush=True)
         ours = [is_good(FAULTS[name].heals, v) for name, of_kind in found.items() for v, _ in of_kind.get("ours", ())]
         bad = not all(ours) or not all(entry["good"] for entry in rest.values())
         rest |= {"skipped": skipped, "seconds": round(time.monotonic() - started)}
         record = record_of(options, store, nursery, found, rest)
         print(f"\n{table(dict.fromkeys(options.kinds, record))}\n")
+        for name in options.extras:
+            print(f"{name}: {skipped.get(name) or rest[name]}")
         if options.out != "none":
             Path(options.out).write_text(json.dumps(record, indent=2) + "\n")
         print(f"{sum(ours)} of {len(ours)} rounds of ours good; {rest['seconds']} s")
