@@ -291,7 +291,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.family=sd3"], "model.family: unknown family 'sd3'. Known: shapes, sd2."),
+        (["model.family=sd3"], "model.family: unknown family 'sd3'. Known: sd2, shapes."),
         (["model.variant=sd21"], "model.variant: sd2 has no variant 'sd21'. Known: stock, mlperf, sd15."),
         (
             ["model.variant=mlperf", "global_batch_size=320"],

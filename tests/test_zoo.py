@@ -69,7 +69,7 @@ def test_what_a_family_does_not_know_is_refused_with_what_it_knows(name):
 
 
 def test_an_unknown_family_lists_the_known_ones():
-    with pytest.raises(ValueError, match="^model.family: unknown family 'sd3'. Known: shapes, sd2.$"):
+    with pytest.raises(ValueError, match="^model.family: unknown family 'sd3'. Known: sd2, shapes.$"):
         load_family("sd3", "tiny", "stock")
 
 
