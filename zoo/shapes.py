@@ -1,6 +1,6 @@
 """Shapes: Stable Diffusion 2 in miniature, real in every part, for the world of zoo/shapes_world.py.
 
-The same classes as SD2's, trained encoders included, at a size that two CPU cores train in minutes: diffusers'
+The same classes as SD2's, trained encoders included, in sizes that two CPU cores train in minutes: diffusers'
 UNet2DConditionModel on the latents of an AutoencoderKL, conditioned on the states of a CLIP text encoder. The encoders'
 weights lie in the repository (zoo/shapes_weights) and need not be given. `tiny` is the same with a smaller UNet, for tests.
 
@@ -23,13 +23,14 @@ from zoo.objectives import DiscreteDiffusion, ObjectiveConfig
 from zoo.shapes_networks import NUM_TOKENS, PIXELS_PER_LATENT, TEXT_WIDTH, VOCABULARY
 from zoo.spec import Column, ImageSize
 
-LATENT_SCALE = 1.0  # 1 / standard deviation of the shipped VAE's latents: shapes_weights/vae/quality.json, latent_std
+LATENT_SCALE = 0.989  # 1 / standard deviation of the shipped VAE's latents (vae/quality.json)
 
 UNETS: dict[str, dict[str, Any]] = {
-    "full": dict(block_out_channels=(64, 128), attention_head_dim=(4, 8), layers_per_block=2),
+    "full": dict(block_out_channels=(64, 96), attention_head_dim=(4, 6), layers_per_block=1),
     "tiny": dict(block_out_channels=(32, 48), attention_head_dim=(2, 3), layers_per_block=1),
 }
-"""Preset -> the UNet's constructor arguments; diffusers calls the number of heads attention_head_dim."""
+"""Preset -> the UNet's constructor arguments; diffusers calls the number of heads attention_head_dim. 2.77 M parameters,
+0.19 s of one core a step of 32 pictures; and 0.72 M, 0.07 s."""
 OBJECTIVE = dict(prediction="v", caption_dropout=0.1)
 
 
