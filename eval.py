@@ -38,7 +38,7 @@ import preflight
 import warm_start
 from callbacks.quality_target import outcome, said
 from callbacks.run_record import keep_batch_size, result_line, rounded, run_id_of, write_outcome
-from checks import common_problems
+from checks import precision_problems, seed_problems
 from config import Assignment, CommandLine, ConfigError, Problem, load, parse_command_line, read_yaml, schema_keys
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
@@ -96,7 +96,7 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
         if kind != "images":
             config = _completed(config, place, kind, given)
             problems += model_problems(config.model, config.image_size, encoders_wanted=False)
-            problems += _size_problems(config) + common_problems(config)
+            problems += _size_problems(config) + seed_problems(config) + precision_problems(config)
             if text := preflight.batch_problem(config.global_batch_size, 1, 1):
                 problems.append(Problem(f"global_batch_size: {text}", ("global_batch_size",)))
         if kind == "diffusers":
