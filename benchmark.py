@@ -114,7 +114,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     average = EMA(config.ema) if config.ema.enabled else None
     if begun.checkpoint is not None:
         restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
-    if at.batch >= num_batches and (result := finished(folder, None, config)):
+    if result := finished(folder, None if at.batch >= num_batches else config.max_duration, config):
         return result
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
@@ -143,6 +143,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     )
     record.start(at.batch)
     begun.say(record.num_starts)
+    if scorer is not None:
+        record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
 
     # Evaluation and target.
     evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
@@ -181,6 +183,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.close()
     if loader is not None:
         loader.close()
+    record.facts["stopped_early"] = trainer.state.timestamp.batch.value < num_batches
     result = record.finish(outcome_of(config, target))
     begun.release()
     return result
@@ -225,6 +228,20 @@ def build_evaluation(
         earlier=lambda: record.evaluations,
         keep=keep,
     )
+
+
+def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many points before this start were not evaluated in training, and say so: the target may lie there."""
+    assert config.eval.every_images is not None
+    due = range(config.eval.every_images, images, config.eval.every_images)  # what is owed here and now comes first
+    missing = sorted(set(due) - {line["images"] for line in evaluations})
+    if missing and dist.get_global_rank() == 0:
+        given = (
+            f"{len(missing)} of {len(due)} points before {images:,} images were not evaluated (first: {missing[0]:,})"
+        )
+        found = "A target that is met from here on may have been met before. composer eval.py scores the snapshots there are"
+        print(f"eval: {given}. {found}.", file=sys.stderr, flush=True)
+    return len(missing)
 
 
 def outcome_of(config: RunConfig, target: QualityTarget) -> dict[str, Any]:

@@ -39,10 +39,11 @@ import warm_start
 from callbacks.quality_target import outcome, said
 from callbacks.run_record import keep_batch_size, result_line, rounded, run_id_of, write_outcome
 from checks import precision_problems, seed_problems
-from config import Assignment, CommandLine, ConfigError, Problem, load, parse_command_line, read_yaml, schema_keys
+from config import Assignment, CommandLine, ConfigError, Problem, flat, load, parse_command_line, read_yaml, schema_keys
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
+from resume import own_keys
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import FIGURES, Meter, Scorer
 from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
@@ -78,6 +79,11 @@ EFFECTIVE: dict[Kind, tuple[str, ...]] = {
     "diffusers": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING),
     "run": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS),
 }
+
+
+DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
+DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "model.weights", "snapshots", "from_images"}
+"""What a target is met with: given in another way than in a run's config.yaml, its scores are a trial."""
 
 
 def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
@@ -230,16 +236,23 @@ def _images(path: Path) -> int:
 
 
 def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
-    """Say which snapshot met the target first, and write that into the summary of a run that waits for it.
+    """Say which snapshot met the target first, and write that into the summary of a run that is decided afterwards.
 
-    Not of one that was decided in training, nor from a part of the prompts, nor where the table goes elsewhere: a trial.
+    Not from a part of the prompts, nor where the table goes elsewhere, nor with other keys than the run's own: a trial.
     """
     in_order = sorted(rows, key=lambda row: row["images"])
     reached = next((row for row in in_order if config.target.is_met(row)), None)
     if dist.get_global_rank() == 0:
-        result = outcome(in_order, reached)
-        if config.out is None and not any(row["partial"] for row in rows):
-            write_outcome(folder, result, over="pending")
+        result, own = outcome(in_order, reached), own_keys(folder)
+        differing = sorted(key for key in DECIDING if key in own and own[key] != flat(config)[key])
+        if differing:
+            given = f"a trial, since {', '.join(differing)} differ from {folder}/config.yaml: its summary.json stays"
+            print(
+                f"target: {given}. To decide the run so, start it with these keys: composer benchmark.py",
+                file=sys.stderr,
+            )
+        elif config.out is None and not any(row["partial"] for row in rows):
+            write_outcome(folder, result, over=None if own.get("eval.when") == "after" else "pending")
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
         print(result_line({key: rounded(value) for key, value in result.items()}), flush=True)

@@ -72,14 +72,15 @@ def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, A
     """
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}
-    lines = evaluations_of(folder)
-    met = next((line for line in lines if config.eval.when == "in_training" and config.target.is_met(line)), None)
     if not summary:
         return None
+    lines = evaluations_of(folder) if config.eval.when == "in_training" or _is_evaluated_alike(folder, config) else []
+    met = next((line for line in lines if config.eval.when != "off" and config.target.is_met(line)), None)
+    stopped_early = summary.get("stopped_early", summary.get("target") == "reached" and bool(lines))
     if met is not None:
         found, text = outcome(lines, met), f"has reached its target ({said(met)})"
-    elif (summary.get("target") == "reached" and lines) or max_duration not in (None, summary.get("max_duration")):
-        return None  # it was stopped in training, by an easier target, or a longer training is asked for
+    elif stopped_early or max_duration not in (None, summary.get("max_duration")):
+        return None  # by an easier target; or a longer training is asked for
     else:
         found, more = _unmet(folder, summary, lines, config)
         text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on{more}"
@@ -104,10 +105,10 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: A
         return {}, ""
     every, images = config.eval.every_images, summary["batches"] * config.global_batch_size
     due = range(every, images + 1, every)
-    missing = set(due) - {line["images"] for line in lines if config.eval.when == "in_training"}
+    missing = set(due) - {line["images"] for line in lines}
     if not missing:
         return outcome(lines, None) if config.target.is_given else {}, ""
-    begun = _begun_with(folder)
+    begun = own_keys(folder)
     same = all(begun.get(key) == value for key, value in flat(config).items() if key.startswith("target."))
     if same and summary.get("target") in ("reached", "missed"):
         return {}, ""  # eval.py has decided it
@@ -116,7 +117,8 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: A
     return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
 
 
-def _begun_with(folder: Path) -> dict[str, Any]:
+def own_keys(folder: Path) -> dict[str, Any]:
+    """Return key -> value of a run's config.yaml."""
     return {at.key: at.value for at in read_yaml(str(folder / "config.yaml"))[0]}
 
 
@@ -160,6 +162,12 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
         raise ConfigError(differing)
 
 
+def _is_evaluated_alike(folder: Path, config: Any) -> bool:
+    """True where the keys that a score depends on are those of the run's config.yaml."""
+    evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
+    return evaluated.items() <= own_keys(folder).items()
+
+
 def _as_yaml(value: Any) -> Any:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
@@ -175,7 +183,7 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
     """
     if not (folder / "config.yaml").is_file():
         return None
-    begun = _begun_with(folder)
+    begun = own_keys(folder)
     differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
     if differing:
         raise ConfigError(
@@ -185,8 +193,7 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
-    evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
-    if config.eval.when == "in_training" and evaluations_of(folder) and not evaluated.items() <= begun.items():
+    if config.eval.when == "in_training" and evaluations_of(folder) and not _is_evaluated_alike(folder, config):
         return None  # whether its figures would be others is known when the scorer is built
     return finished(folder, config.max_duration, config)
 

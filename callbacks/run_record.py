@@ -234,6 +234,8 @@ class RunRecord(Callback):
         Args:
             outcome: what a run with a target, or with evaluations, has beside them.
         """
+        if self._losses:  # of batches that no window of this start has closed
+            self.loss = sum(self._losses) / len(self._losses)
         figures = {**self.throughput.result(), "loss": self.loss}
         figures["batches"] = max(figures["batches"], self._begun_at)
         result = {key: rounded(figures[key]) for key in RESULT_KEYS}
