@@ -18,6 +18,7 @@ more or the run failed otherwise, 128 + signal after a signal.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ import plan
 import preflight
 import warm_start
 from callbacks.evaluation import Evaluation
+from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord, device_name, result_line
 from callbacks.sample_grid import write_grid
@@ -46,10 +48,11 @@ from fetch import StreamFailure
 from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device, build_model
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
+from prompts import read_prompts
 from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, resolve
 from scoring import Scorer
-from stage import read_stage
+from stage import Stage, read_stage
 from tensors import fingerprint
 from zoo import mlperf
 
@@ -153,10 +156,13 @@ def train(config: RunConfig) -> dict[str, Any]:
     # Evaluation and target.
     evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
     target = QualityTarget(config.target.is_met, lambda: record.evaluations)
+    mlperf_log = build_mlperf_log(config, stage, record)
     if at.batch >= num_batches or target.reached:  # it was stopped between its last checkpoint and its summary
         if evaluation is not None and not target.reached:
             evaluation.load_state_dict(begun.checkpoint[1]["callbacks"].get("Evaluation", {"counted_sec": 0.0}))
             evaluation.catch_up(at.timestamp(), average, None)
+        if mlperf_log is not None:
+            mlperf_log.stop(target.reached, at.images)
         return record.finish(outcome_of(config, target))
 
     # Trainer.
@@ -173,6 +179,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         callbacks=[
             *(BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
             *([] if evaluation is None else [evaluation, target]),
+            *([] if mlperf_log is None else [mlperf_log]),
         ],
         loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
         progress_bar=config.loggers.progress_bar,
@@ -189,6 +196,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.close()
     if loader is not None:
         loader.close()
+    if mlperf_log is not None:
+        mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
     result = record.finish(outcome_of(config, target))
     begun.release()
     return result
@@ -230,6 +239,37 @@ def build_evaluation(
         clock=throughput.evaluating,
         earlier=lambda: record.evaluations,
         keep=keep,
+    )
+
+
+def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) -> MLPerfLog | None:
+    """Return what writes the MLPerf log, with what its header says of the run; None where none is wanted."""
+    if not config.mlperf.enabled:
+        return None
+    given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
+    assert config.eval.prompts is not None and config.eval.every_images is not None
+    header = {
+        "seed": config.seed,
+        "train_samples": 0 if stage is None else stage.num_samples,  # synthetic: drawn, not sampled
+        "eval_samples": len(read_prompts(config.eval.prompts, config.eval.num_prompts).prompts),
+        "gradient_accumulation_steps": math.ceil(batch / ranks / (config.device_train_microbatch_size or batch)),
+        "global_batch_size": batch,
+        "number_of_nodes": ranks // dist.get_local_world_size(),
+        "accelerators_per_node": dist.get_local_world_size() if torch.cuda.is_available() else 0,
+        "opt_name": given.name,
+        **dict(zip(("opt_adamw_beta_1", "opt_adamw_beta_2"), given.betas, strict=True)),
+        "opt_adamw_epsilon": given.eps,
+        "opt_adamw_weight_decay": given.weight_decay,
+        "opt_base_learning_rate": given.learning_rate(batch),
+        "opt_learning_rate_warmup_steps": config.schedule.num_warmup_batches(batch),
+    }
+    return MLPerfLog(
+        record.folder,
+        config.mlperf,
+        header,
+        every_images=config.eval.every_images,
+        in_training=config.eval.when == "in_training",
+        evaluations=lambda: record.evaluations,
     )
 
 

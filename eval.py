@@ -36,9 +36,10 @@ import alarm
 import curves
 import preflight
 import warm_start
+from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
 from callbacks.run_record import decide_summary, keep_batch_size, result_line, rounded
-from config import Assignment, ConfigError, Problem, load, parse_command_line
+from config import Assignment, ConfigError, Problem, flat, load, parse_command_line
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
@@ -46,7 +47,7 @@ from run_config import ALIASES, NOT_YET, RunConfig, resolve
 from scoring import FIGURES, Meter, Scorer
 from subjects import Kind, build, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
-from zoo import load_family
+from zoo import load_family, mlperf
 from zoo.sampling import shard
 from zoo.spec import as_size
 
@@ -212,7 +213,12 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
     if dist.get_global_rank() == 0:
         result = outcome(in_order, reached)
         if config.out is None and not any(row["partial"] for row in rows):
-            decide_summary(folder, result)
+            wants_closed = config.mlperf.enabled and config.mlperf.division == "closed"
+            if wants_closed and (differing := mlperf.not_closed(flat(config))):
+                print(f"mlperf: {differing[0]}. A trial: the closed division's log stays open.", file=sys.stderr)
+            else:
+                mlperf_log.conclude(folder, in_order, reached)
+                decide_summary(folder, result)
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
         print(result_line({key: rounded(value) for key, value in result.items()}), flush=True)

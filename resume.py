@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "save.",
     "measure.",
     "loggers.",
+    "mlperf.",  # the log says how it was begun
 )
 
 
