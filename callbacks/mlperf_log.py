@@ -320,11 +320,12 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None) ->
     is_waiting = summary.is_file() and json.loads(summary.read_text()).get("target") == "pending"
     if not events or not is_waiting or not evaluations or any(event["key"] == "run_stop" for event in events):
         return
+    last = reached or evaluations[-1]
+    ended = read_checkpoint(folder / "checkpoints" / last["snapshot"])["unix_time"]
     _reopen(path)
-    log, last = EventLog(path), reached or evaluations[-1]
+    log = EventLog(path)
     for line in evaluations:
         if line["images"] <= last["images"] and line["images"] not in _evaluated(events):
             log.evaluation(line, began=log.now())  # untimed: eval_sec of eval_stop says how long it took
-    ended = read_checkpoint(folder / "checkpoints" / last["snapshot"])["unix_time"]
     status = "aborted" if reached is None else "success"
     log.event("run_stop", at=ended, status=status, samples_count=last["images"])
