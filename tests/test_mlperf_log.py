@@ -311,7 +311,9 @@ def waiting(folder: Path, points: list[dict], target: str = "pending") -> list[d
     rows = []
     for point in points:
         path = write(
-            folder / "checkpoints", stem(WEIGHTS, point["images"]), {"unix_time": BEGAN + point["images"] / 1000}
+            folder / "checkpoints",
+            stem(WEIGHTS, point["images"]),
+            {"schema": 1, "unix_time": BEGAN + point["images"] / 1000},
         )
         rows.append({**point, "snapshot": path.name})
     return rows
