@@ -113,9 +113,10 @@ def draw(runs: Sequence[tuple[str, Sequence[Line]]], path: Path, bands: Mapping[
             _draw_runs(axes, key, runs)
             axes.set_xlabel("images seen")
             axes.set_ylabel(LABELS[key])
-            axes.grid(alpha=0.3, which="both" if key == "fid" else "major")
+            axes.grid(alpha=0.3)
             if key == "fid":
                 axes.set_yscale("log")
+                axes.grid(alpha=0.3, which="minor", axis="y")
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter("{x:g}")
                 axes.tick_params(axis="y", which="minor", labelsize=7)

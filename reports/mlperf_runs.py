@@ -72,6 +72,7 @@ class Run:
         networks = [key for key in ("inception", "clip") if self.config.get(f"eval.{key}") == "random"]
         said = [f"batch {self.config['global_batch_size']}"]
         said += [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
+        said += ["a fixture"] if self.values("fixture") else []
         said += [f"random {' and '.join(networks)}"] if networks else []
         return f"{self.name} ({', '.join(said)})"
 

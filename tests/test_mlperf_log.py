@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from test_evaluation import words_of, world  # noqa: F401
 
 import benchmark
 import eval as eval_command
-from callbacks.mlperf_log import MLPerfConfig, conclude, read_events
+from callbacks.mlperf_log import TOKEN, MLPerfConfig, conclude, read_events
 from checkpoint_files import WEIGHTS, listed, read, stem, write
 from checks import quick_problems
 from config import ConfigError, load, parse_command_line
+from scoring import TargetConfig
 from zoo.mlperf import RULESETS
 
 
@@ -358,6 +360,19 @@ def test_afterwards_a_run_that_never_passed_is_aborted_at_its_last_snapshot(tmp_
     )
 
 
+def test_a_trial_closes_no_log_of_the_closed_division(tmp_path, capsys):
+    """The tiny network of a default configuration is far from that division, whatever its scores are."""
+    rows = [{**row, "partial": False, "seconds": 1.0} for row in waiting(tmp_path, curves(512)[0][:8])]
+    config = eval_command.EvalCommand(mlperf=closed(), target=TargetConfig(90.0, 0.15))
+    eval_command._conclude(config, tmp_path, rows)
+    said = capsys.readouterr().err
+    assert (
+        "mlperf: model.variant: stock; the reference: mlperf. A trial: the closed division's log stays open.\n" in said
+    )
+    assert keys(tmp_path / "mlperf.log") == [*HEAD, *(8 * BLOCK)]
+    assert json.loads((tmp_path / "summary.json").read_text())["target"] == "pending"  # and may still be decided
+
+
 def test_a_run_that_still_trains_or_was_decided_in_training_is_left_alone(tmp_path):
     rows = waiting(tmp_path, curves(512)[0][:8], target="reached")
     conclude(tmp_path, rows, rows[-1])
@@ -454,6 +469,19 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logge
     record = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
     fids = [line["fid"] for line in record if line.get("evaluation")]
     assert [e["value"] for e in events if e["metadata"].get("metric") == "FID"] == fids
+
+
+@pytest.mark.slow
+def test_killed_between_its_last_evaluation_and_its_end_it_closes_its_log(world, logged, tmp_path):  # noqa: F811
+    shutil.copytree(logged, tmp_path / "mini")
+    (tmp_path / "mini/summary.json").unlink()
+    log, words = tmp_path / "mini/mlperf.log", ["eval.when=in_training", "target.fid=1e-9", "mlperf.enabled=true"]
+    whole = log.read_text().splitlines(keepends=True)
+    for lines, more in ((whole, []), (whole[:-1], ["restart", "run_stop"])):
+        log.write_text("".join(lines))
+        (tmp_path / "mini/summary.json").unlink(missing_ok=True)
+        assert benchmark.main(words_of(world, tmp_path, "mini", *words)) == 0
+        assert keys(log) == [json.loads(line[len(TOKEN) :])["key"] for line in lines] + more
 
 
 @pytest.mark.slow

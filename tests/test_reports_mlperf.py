@@ -173,10 +173,10 @@ def test_the_same_seed_twice_is_refused(tmp_path, capsys):
 
 def test_a_folder_that_is_no_run_is_named_and_words_that_are_none_are_refused(tmp_path, capsys):
     (tmp_path / "other").mkdir()
-    assert (
-        refused(capsys, [tmp_path / "other"], tmp_path / "out")[0]
-        == f"{tmp_path}/other: no config.yaml: no run, left out."
-    )
+    assert refused(capsys, [tmp_path / "other"], tmp_path / "out") == [
+        f"{tmp_path}/other: no config.yaml: no run, left out.",
+        f"{tmp_path}/other: no run (config.yaml). Give runs: runs/NAME ...",
+    ]
     assert mlperf.main(["nowhere", "outt=x"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "outt: unknown key. Possible: out=FOLDER.",
@@ -255,6 +255,7 @@ def test_an_open_run_that_was_restarted_counts(tmp_path, capsys):
 def test_a_fixture_is_left_out(tmp_path, capsys):
     write_run(tmp_path / "f", curves(512)[0], seed=0)
     text = said(capsys, [tmp_path / "f"], tmp_path / "out")
+    assert "f (batch 512, a fixture) at 2,560,000 images: " in text
     assert "run=f left out: a fixture: written from the published curves of MLPerf's reference: not a result.\n" in text
     assert not list((tmp_path / "out").rglob("result_*.txt"))
 
