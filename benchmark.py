@@ -17,6 +17,7 @@ more or the run failed otherwise, 128 + signal after a signal.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -192,7 +193,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     )
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
-    trainer.fit()
+    with contextlib.nullcontext() if mlperf_log is None else mlperf_log.aborted_by_divergence(trainer.state):
+        trainer.fit()
     trainer.close()
     if loader is not None:
         loader.close()

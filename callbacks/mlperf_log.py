@@ -23,13 +23,15 @@ Sources: mlcommons/logging at 7bbf7926 (compliance_checker/training_{4.0.0,4.1.0
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
+import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -249,6 +251,17 @@ class MLPerfLog(Callback):
             self._write_evaluations()
         status = "aborted" if reached is None else "success"
         self.log.event("run_stop", status=status, samples_count=images if reached is None else reached["images"])
+
+    @contextlib.contextmanager
+    def aborted_by_divergence(self, state: State) -> Iterator[None]:
+        """Close the log of a run whose loss does not stay finite: it has failed, and counts as that among its ten."""
+        try:
+            yield
+        except ValueError:
+            loss = (state.total_loss_dict or {}).get("loss/train/total", 0.0)
+            if self.is_writer and self._is_open and not math.isfinite(loss):
+                self.log.event("run_stop", status="aborted", samples_count=state.timestamp.sample.value)
+            raise
 
     def _open(self, images: int) -> None:
         self._is_open = True

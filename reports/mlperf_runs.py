@@ -111,7 +111,9 @@ class Run:
             return "has no mlperf.log (mlperf.enabled=true)"
         if self.is_cut:
             return "its log ends in the middle of a line: the run was killed. Start it again, with the same command"
-        if not self.values("eval_accuracy"):
+        if not self.values("eval_accuracy") and (
+            self.has_passed or not self.stops
+        ):  # a loss of NaN ends before the first
             return "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)"
         if not self.stops:
             return "its log is open: the run goes on, or composer eval.py RUN has not come to its end"

@@ -116,6 +116,18 @@ def test_one_run_of_ten_may_fail_and_is_the_worst(tmp_path, capsys):
     assert "runs=10 failed=1" in text and "run=r9 seed=9 status=aborted images=2048000" in text and "\nresult: " in text
 
 
+def test_a_run_that_diverged_before_its_first_evaluation_is_one_that_failed(tmp_path, capsys):
+    runs = ten(tmp_path / "runs")[:9]
+    drive = Drive(tmp_path / "runs" / "nan", closed(), header(512, 10))
+    drive.start()
+    drive.state.total_loss_dict["loss/train/total"] = float("nan")
+    with pytest.raises(ValueError, match="not finite"), drive.log.aborted_by_divergence(drive.state):
+        raise ValueError("the loss is not finite")
+    record(tmp_path / "runs" / "nan", [], seed=10, global_batch_size=512, config=closed())
+    text = said(capsys, [*runs, taken(tmp_path / "runs" / "nan")], tmp_path / "out")
+    assert "run=nan seed=10 status=aborted images=0 " in text and "runs=10 failed=1" in text and "\nresult: " in text
+
+
 def test_two_runs_of_ten_may_not(tmp_path, capsys):
     text = said(capsys, ten(tmp_path / "runs", num_failed=2), tmp_path / "out")
     assert "no result: 2 runs failed (r8, r9), the rules allow 1.\n" in text and "\nresult: " not in text
