@@ -217,7 +217,8 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
             if wants_closed and (differing := mlperf.not_closed(flat(config))):
                 print(f"mlperf: {differing[0]}. A trial: the closed division's log stays open.", file=sys.stderr)
             else:
-                mlperf_log.conclude(folder, in_order, reached)
+                if config.mlperf.enabled:
+                    mlperf_log.conclude(folder, in_order, reached)
                 decide_summary(folder, result)
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)

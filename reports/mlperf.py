@@ -106,7 +106,12 @@ def read_runs(places: Sequence[str]) -> list[Run]:
     found = {}
     for place in places:
         folder = Path(place).resolve()
-        if (run := read_run(folder)) is None:
+        try:
+            run = read_run(folder)
+        except ValueError as error:
+            print(f"{error}. Left out.", file=sys.stderr)
+            continue
+        if run is None:
             print(f"{place}: no config.yaml: no run, left out.", file=sys.stderr)
         else:
             found[folder] = run

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
 NUM_IMAGES = 30_000  # of each score of the benchmark
+
+EVENT = {"time_ms", "key", "value", "metadata"}
 
 # Two runs of one result may differ in these keys: which run it is, where it lies, and what is shown of it.
 MAY_DIFFER = ("run_name", "run_folder", "seed", "max_duration", "data.local", "loggers.", "measure.", "eval.batch_size")
@@ -131,15 +134,20 @@ class Run:
 
 
 def read_run(folder: Path) -> Run | None:
-    """Return what lies in a folder, or None where it is no run's."""
+    """Return what lies in a folder, or None where it is no run's. Raises ValueError: a file of it cannot be read."""
     if not (folder / "config.yaml").is_file():
         return None
-    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    try:
+        config = dict(_leaves(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
+    except (YAMLError, OSError, AttributeError) as error:
+        raise ValueError(f"{folder / 'config.yaml'} cannot be read: {' '.join(str(error).split())}") from error
+    if "global_batch_size" not in config:
+        raise ValueError(f"{folder / 'config.yaml'} has no global_batch_size: it is no run's")
     lines = _whole_lines(folder / "metrics.jsonl")[0]
     events, is_cut = _whole_lines(folder / "mlperf.log", TOKEN) if (folder / "mlperf.log").is_file() else (None, False)
     return Run(
         folder,
-        dict(_leaves(config)),
+        config,
         _json(folder / "environment.json"),
         _json(folder / "summary.json"),
         [line for line in lines if line.get("evaluation") and not line.get("partial")],
@@ -149,19 +157,23 @@ def read_run(folder: Path) -> Run | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _whole_lines(path: Path, token: str = "") -> tuple[list[dict[str, Any]], bool]:
     """Return the lines up to one that is not whole, and whether there is one."""
     found = []
-    for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
+    for line in path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else ():
         try:
-            if not (line.startswith(token) and line.endswith("\n")):
-                return found, True
-            found.append(json.loads(line[len(token) :]))
+            content = json.loads(line.removeprefix(token))
         except ValueError:
             return found, True
+        if not (line.startswith(token) and line.endswith("\n") and (not token or content.keys() >= EVENT)):
+            return found, True
+        found.append(content)
     return found, False
 
 

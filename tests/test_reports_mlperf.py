@@ -7,6 +7,7 @@ to collect.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from test_layout import imports_of
 from reports import mlperf, mlperf_runs
 from reports.mlperf_band import read_bands, standing
 from reports.mlperf_runs import olympic_mean
+from zoo.mlperf import RULESETS
 
 NEVER = [{**point, "fid": 150.0} for point in curves(512)[0][:4]]  # a run that did not converge
 
@@ -75,15 +77,25 @@ def test_ten_runs_are_a_result_with_the_olympic_mean_and_the_reference_points(su
     assert text.count(" status=success ") == 10
 
 
-def test_the_package_checker_finds_no_errors_in_what_is_written(submitted, tmp_path):
+@pytest.mark.parametrize("ruleset", RULESETS)
+def test_the_package_checker_finds_no_errors_in_what_is_written(submitted, tmp_path, ruleset):
+    """Compliance, seeds, reference points and the system's description, ten files in their place."""
     out, _ = submitted
-    log = f"--log_output={tmp_path / 'log'}"
-    words = [sys.executable, "-m", "mlperf_logging.package_checker", str(out / "Fixture"), "training", "5.0.0", log]
-    done = run(*words)
+    words = ["training", ruleset, f"--log_output={tmp_path / 'log'}"]
+    done = run(sys.executable, "-m", "mlperf_logging.package_checker", str(out / "Fixture"), *words)
     assert "PACKAGE CHECKER FOUND NO ERRORS" in done.stderr, done.stderr
-    words = [str(out / "Fixture/systems/no_machine.json"), "training", "5.0.0", log]
-    done = run(sys.executable, "-m", "mlperf_logging.system_desc_checker", *words)
+    system = str(out / "Fixture/systems/no_machine.json")
+    done = run(sys.executable, "-m", "mlperf_logging.system_desc_checker", system, *words)
     assert "System description checker passed" in done.stderr
+
+
+def test_the_package_checker_refuses_a_seed_that_comes_twice(submitted, tmp_path):
+    shutil.copytree(submitted[0], tmp_path / "out")
+    path = tmp_path / "out/Fixture/results/no_machine/stable_diffusion/result_9.txt"
+    path.write_text(path.read_text().replace('"key": "seed", "value": 9,', '"key": "seed", "value": 0,'))
+    words = [str(tmp_path / "out/Fixture"), "training", "5.0.0", f"--log_output={tmp_path / 'log'}"]
+    done = run(sys.executable, "-m", "mlperf_logging.package_checker", *words)
+    assert "Seed checker failed" in done.stderr and "PACKAGE CHECKER FOUND ERRORS" in done.stderr
 
 
 def test_what_is_not_known_of_a_system_is_named(submitted):
@@ -196,6 +208,20 @@ def test_a_folder_that_is_no_run_is_named_and_words_that_are_none_are_refused(tm
     ]
 
 
+def test_files_that_cannot_be_read_are_named(tmp_path, capsys):
+    good, bad = make(tmp_path / "good", seed=1), make(tmp_path / "bad", seed=2)
+    cases = {"config.yaml": "a: [", "summary.json": "{", "environment.json": ""}
+    for name, text in cases.items():
+        before = (bad / name).read_text()
+        (bad / name).write_text(text)
+        assert mlperf.main([str(good), str(bad), f"out={tmp_path / 'out'}"]) == 0
+        assert f"{bad / name} cannot be read: " in capsys.readouterr().err, name
+        (bad / name).write_text(before)
+    (bad / "config.yaml").write_text("[]")
+    assert mlperf.main([str(bad), f"out={tmp_path / 'out'}"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("Give runs: runs/NAME ...")
+
+
 def broken(folder: Path, kind: str) -> Path:
     """A run that cannot count, each for another reason."""
     points = curves(512)[0]
@@ -221,6 +247,9 @@ def broken(folder: Path, kind: str) -> Path:
     elif kind == "no evaluation":
         lines = [line for line in lines if '"eval_' not in line and "run_stop" not in line]
         (folder / "metrics.jsonl").write_text("")
+    elif kind == "bytes that are no text":
+        log.write_bytes(log.read_bytes() + b"\xff\xfe\n")
+        return folder
     elif kind == "open":
         lines.pop()
     elif kind == "two passes":  # a second point passes, and run_stop stands behind it
@@ -238,6 +267,7 @@ def broken(folder: Path, kind: str) -> Path:
 
 WHY = {
     "cut": "its log ends in the middle of a line: the run was killed. Start it again, with the same command",
+    "bytes that are no text": "its log ends in the middle of a line: the run was killed",
     "no evaluation": "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)",
     "open": "its log is open: the run goes on, or composer eval.py RUN has not come to its end",
     "two passes": "its run_stop is at 3,072,000 images, but it passed first at 2,560,000",
