@@ -150,7 +150,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of a log, up to a line that a killed writer left unfinished; none where there is no file."""
     found = []
     for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
-        if not line.endswith("\n"):
+        if not (line.startswith(TOKEN) and line.endswith("\n")):
             break
         found.append(json.loads(line[len(TOKEN) :]))
     return found
@@ -265,7 +265,8 @@ class MLPerfLog(Callback):
 
     def _open(self, images: int) -> None:
         self._is_open = True
-        if images == 0 and not self.path.is_file():
+        if not any(event["key"] == "run_start" for event in read_events(self.path)):
+            self.path.unlink(missing_ok=True)  # killed within its first lines
             self._begin()
             return
         events = _reopen(self.path)
@@ -278,9 +279,7 @@ class MLPerfLog(Callback):
         """Write everything up to run_start; init_start is when the process began."""
         given = {"org": self.config.org, "platform": self.config.platform, "status": STATUS}
         submission = {"benchmark": "stable_diffusion", "division": self.config.division, **given}
-        self.log.event(
-            "cache_clear", False, at=self.began
-        )  # Easel clears none: the machine's owner does, before the run
+        self.log.event("cache_clear", False, at=self.began)  # Easel clears none: who owns the machine does
         for key, value in submission.items():
             if value is not None:
                 self.log.event(f"submission_{key}", value, at=self.began)

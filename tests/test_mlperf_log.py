@@ -155,6 +155,15 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_says_so(tmp_path, capsys):
     assert compliance(tmp_path, tmp_path / "mlperf.log")[0]  # the checker does not know of restarts: the report does
 
 
+def test_a_log_that_ends_before_run_start_is_begun_anew(tmp_path):
+    drive = Drive(tmp_path, closed(), header(512, 1))
+    drive.log.log.event("cache_clear", False)
+    with open(tmp_path / "mlperf.log", "a") as file:
+        file.write(":::MLLOG {")
+    drive.start()
+    assert keys(tmp_path / "mlperf.log") == HEAD
+
+
 def test_an_evaluation_that_only_the_record_has_comes_at_the_next_start(tmp_path):
     drive = Drive(tmp_path, closed(), header(512, 1))
     drive.start()
