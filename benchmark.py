@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,28 +36,27 @@ import warm_start
 from callbacks.evaluation import Evaluation
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
-from callbacks.run_record import RunRecord, device_name, result_line
+from callbacks.run_record import RunRecord, device_name, found_batch_size, keep_batch_size, result_line
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, restore
 from checks import check, cost_of, has_average_on_device
-from config import ConfigError, flat, load, parse_command_line, read_yaml, to_yaml
+from config import ConfigError, flat, load, parse_command_line, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
 from fetch import StreamFailure
 from loggers import build_loggers
-from model import BatchRandomness, LatentDiffusion, build_device, build_model
+from model import BatchRandomness, LatentDiffusion, build_device
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from prompts import read_prompts
-from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, finished, identity_of
-from run_config import ALIASES, NOT_YET, RunConfig, resolve
+from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, check_evaluations, finished, identity_of
+from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import Scorer
 from stage import Stage, read_stage
 from tensors import fingerprint
 from zoo import mlperf
 
 DIST_TIMEOUT_SEC = 1800.0
-REFUSAL_WAIT_SEC = 30.0
 
 # --- the run ---
 
@@ -80,23 +78,19 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     # Model.
     cost = cost_of(config)
-    model = build_model(
-        config.model,
-        config.objective,
-        size=config.size,
-        normalize=config.data.normalize,
-        posterior=config.data.posterior,
-        seed=config.seed,
-    )
+    model = build(config)
     stage = None if config.data.synthetic else read_stage(config.data.location)
     check_encoders(stage, model.encoders.fingerprints)
     start = load_start(config, model, begun)
     identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
     check_checkpoint(begun, identity)
     model.place(device._device, config.precision)
-    scorer = build_scorer(config, model, folder)
+    batch_size = config.eval.batch_size or found_batch_size(folder)
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
+    scorer = build_scorer(config, folder)
     if scorer is not None:
-        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=scorer.batch_size))
+        settings = {**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights}
+        check_evaluations(folder, begun.progress.batch, settings)
 
     # Data.
     data = build_data(
@@ -124,7 +118,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     average = EMA(config.ema) if config.ema.enabled else None
     if begun.checkpoint is not None:
         restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
-    if at.batch >= num_batches and (result := finished(folder, None, config.target)):
+    if at.batch >= num_batches and (result := finished(folder, None, config)):
         return result
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
@@ -156,15 +150,8 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     # Evaluation and target.
     evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
-    target = QualityTarget(config.target.is_met, lambda: record.evaluations)
+    target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
     mlperf_log = build_mlperf_log(config, stage, record)
-    if at.batch >= num_batches or target.reached:  # it was stopped between its last checkpoint and its summary
-        if evaluation is not None and not target.reached:
-            evaluation.load_state_dict(begun.checkpoint[1]["callbacks"].get("Evaluation", {"counted_sec": 0.0}))
-            evaluation.catch_up(at.timestamp(), average, None)
-        if mlperf_log is not None:
-            mlperf_log.stop(target.reached, at.images)
-        return record.finish(outcome_of(config, target))
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
@@ -193,8 +180,11 @@ def train(config: RunConfig) -> dict[str, Any]:
     )
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
-    with contextlib.nullcontext() if mlperf_log is None else mlperf_log.aborted_by_divergence(trainer.state):
-        trainer.fit()
+    if at.batch < num_batches and not target.reached:
+        with contextlib.nullcontext() if mlperf_log is None else mlperf_log.aborted_by_divergence(trainer.state):
+            trainer.fit()
+    elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
+        evaluation.catch_up(trainer.state, trainer.logger)
     trainer.close()
     if loader is not None:
         loader.close()
@@ -205,22 +195,24 @@ def train(config: RunConfig) -> dict[str, Any]:
     return result
 
 
-def build_scorer(config: RunConfig, model: LatentDiffusion, folder: Path) -> Scorer | None:
-    """Read what evaluations in training need, and find their batch size, once in a run. Raises ConfigError: it cannot be."""
+def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
+    """Read what evaluations in training need. Raises ConfigError: it cannot be.
+
+    Their batch size is found at the first of them, when all that training keeps is in the memory.
+    """
     if config.eval.when != "in_training":
         return None
-    given, path = config.eval, folder / "config.yaml"
-    if given.batch_size is None and path.is_file():
-        found = {at.key: at.value for at in read_yaml(str(path))[0]}.get("eval.batch_size")
-        given = dataclasses.replace(given, batch_size=found)
     try:
-        of_model = {"precision": config.precision, "prediction": config.objective.prediction}
-        bar = config.loggers.progress_bar
-        scorer = Scorer(given, size=config.size, seed=config.seed, settings=of_model, show_progress=bar)
-        scorer.find_batch_size(model)
+        return Scorer(
+            config.eval,
+            size=config.size,
+            seed=config.seed,
+            settings={"precision": config.precision, "prediction": config.objective.prediction},
+            show_progress=config.loggers.progress_bar,
+            found=lambda batch_size: keep_batch_size(folder, batch_size),
+        )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    return scorer
 
 
 def build_evaluation(
@@ -228,7 +220,7 @@ def build_evaluation(
 ) -> Evaluation:
     """Connect scorer, clock, record and the grid of samples."""
 
-    def keep(line: dict[str, Any], logger: Logger | None) -> None:
+    def keep(line: dict[str, Any], logger: Logger) -> None:
         record.add_evaluation(line, logger)
         if dist.get_global_rank() == 0:
             write_grid(record.folder, line["images"], scorer.samples, logger)
@@ -353,9 +345,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)
-        if dist.get_local_rank() != 0:
-            # The launcher ends all ranks of a machine when the first one leaves: let the one that a person hears speak.
-            time.sleep(REFUSAL_WAIT_SEC)
+        alarm.sound(str(error), code=2)
         print(error, file=sys.stderr, flush=True)
         return 2
     except Exception as error:

@@ -88,18 +88,27 @@ def _run_problems(config: RunConfig) -> list[Problem]:
         found.append(Problem(text, ("run_name", "run_folder")))
     if config.data.remote and config.data.local and (text := preflight.unwritable(config.data.local)):
         found.append(Problem(f"data.local: {text}", ("data.local",)))
-    if not 0 <= config.seed < 2**32:
-        found.append(Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",)))
+    found += seed_problems(config)
     if text := preflight.duration_problem(config.max_duration):
         found.append(Problem(f"max_duration: {text}", ("max_duration",)))
     if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
-    if not is_gpu and config.precision in ("fp16", "tf32"):
-        found.append(
-            Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))
-        )
-    return found + _batch_problems(config)
+    return found + precision_problems(config) + _batch_problems(config)
+
+
+def seed_problems(config: RunConfig) -> list[Problem]:
+    """Return what cannot be about the seed, in training and in evaluation."""
+    if 0 <= config.seed < 2**32:
+        return []
+    return [Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",))]
+
+
+def precision_problems(config: RunConfig) -> list[Problem]:
+    """Return what this machine cannot compute in, in training and in evaluation."""
+    if torch.cuda.is_available() or config.precision not in ("fp16", "tf32"):
+        return []
+    return [Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))]
 
 
 def _batch_problems(config: RunConfig) -> list[Problem]:

@@ -81,6 +81,8 @@ class CommandLine:
     assignments: list[Assignment]
     print_config: bool
     problems: list[Problem]
+    places: list[str] = dataclasses.field(default_factory=list)
+    """Words that are neither: what a command is about, where it takes such."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,13 +90,19 @@ class CommandLine:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias]) -> CommandLine:
-    """Split `[RUN.yaml] [key=value ...] [--flag [value] ...]` into its parts; what cannot be read becomes a problem."""
-    yaml, print_config, assignments, problems = None, False, [], []
+def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias], *, takes_places: bool = False) -> CommandLine:
+    """Split `[RUN.yaml] [key=value ...] [--flag [value] ...]` into its parts; what cannot be read becomes a problem.
+
+    Args:
+        takes_places: folders come in place of the YAML file: a folder that is there, and whatever is neither key nor flag.
+    """
+    yaml, print_config, assignments, problems, places = None, False, [], [], []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
-        if word in ("--print_config", "--print-config"):
+        if takes_places and (Path(word).is_dir() or not (word.startswith("-") or "=" in word)):
+            places.append(word)
+        elif word in ("--print_config", "--print-config"):
             print_config = True
         elif word.startswith("--"):
             found, problem = _read_flag(word, rest, aliases)
@@ -110,7 +118,7 @@ def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias]) -> Com
             yaml = word
         else:
             problems.append(Problem(f"command line: '{word}' is neither a .yaml file nor key=value."))
-    return CommandLine(yaml, assignments, print_config, problems)
+    return CommandLine(yaml, assignments, print_config, problems, places)
 
 
 def _read_flag(word: str, rest: list[str], aliases: Mapping[str, Alias]) -> tuple[list[Assignment], str | None]:

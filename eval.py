@@ -7,9 +7,9 @@
     composer -n 8 eval.py checkpoints/stable-diffusion-2-base eval.prompts=... out=published     # a diffusers folder
     composer eval.py samples/ eval.prompts=val2014_30k.tsv eval.clip=... out=scores              # a folder of images
 
-A run's own config.yaml says how; every key of it can be given anew (eval.* eval.weights=training, model.weights where the
-encoders have moved, precision, ...). Scores that eval.csv has already, of the same weights and settings, are not made again,
-so that a command that was killed goes on where it was.
+A run's own config.yaml says how; what a score depends on can be given anew (eval.*, target.*, model.weights where the
+encoders have moved, precision, ...), other keys are refused. Scores that eval.csv has already, of the same weights and
+settings, are not made again, so that a command that was killed goes on where it was; two at once may share a table.
 
     snapshots   all, to_target (in order up to the first that meets the target, after `from_images`; if that is the first one
                 scored, backwards to the one that does not), or last; null: last for a list of guidances, to_target where a
@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,14 +38,15 @@ import preflight
 import warm_start
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import decide_summary, keep_batch_size, result_line, rounded
-from config import Assignment, ConfigError, Problem, flat, load, parse_command_line
+from callbacks.run_record import keep_batch_size, result_line, rounded, run_id_of, write_outcome
+from checks import precision_problems, seed_problems
+from config import Assignment, CommandLine, ConfigError, Problem, flat, load, parse_command_line, read_yaml, schema_keys
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
-from run_config import ALIASES, NOT_YET, RunConfig, resolve
+from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import FIGURES, Meter, Scorer
-from subjects import Kind, build, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
+from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
 from zoo import load_family, mlperf
 from zoo.sampling import shard
@@ -67,31 +68,78 @@ class EvalCommand(RunConfig):
     """Folder of eval.csv and the pictures; null: the run's own."""
 
 
-def read(place: str, kind: Kind, words: Sequence[str]) -> EvalCommand:
+# What changes a score, or which are made: any other key would be given in vain.
+OF_METERS = ("eval.statistics", "eval.inception", "eval.resize", "eval.clip", "eval.batch_size")
+OF_IMAGES = ("out", "eval.prompts", "eval.num_prompts", *OF_METERS)
+OF_MODELS = ("model.family", "model.preset", "model.variant", "objective.prediction", "image_size", "precision", "seed")
+OF_GENERATING = ("eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "loggers.progress_bar")
+OF_RUNS = ("model.weights", "eval.weights", "target.fid", "target.clip", "snapshots", "from_images")
+EFFECTIVE: dict[Kind, tuple[str, ...]] = {
+    "images": OF_IMAGES,
+    "diffusers": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING),
+    "run": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS),
+}
+
+
+def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
     """Return the configuration that something is scored with. Raises ConfigError: with every problem at once."""
-    yaml = [str(Path(place, "config.yaml"))] if kind == "run" else []
-    command = parse_command_line([*yaml, *words], ALIASES)
     given = {at.key for at in command.assignments}
     when = Assignment("eval.py", "eval.when", "after", "eval.when")
-    command = dataclasses.replace(command, assignments=[*command.assignments, when])
+    yaml = str(Path(place, "config.yaml")) if kind == "run" else None
+    if yaml and (unreadable := read_yaml(yaml)[1]):
+        raise ConfigError([problem.text for problem in unreadable])
+    command = dataclasses.replace(command, yaml=yaml, assignments=[*command.assignments, when])
 
     def check(config: EvalCommand) -> list[Problem]:
         found = [*config.eval.problems(now=True, images_alone=kind == "images"), *config.target.problems(config.eval)]
+        found += _snapshots_problems(config)
         problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
         if kind != "images":
             config = _completed(config, place, kind, given)
             problems += model_problems(config.model, config.image_size, encoders_wanted=False)
-            problems += _size_problems(config)
+            problems += _size_problems(config) + seed_problems(config) + precision_problems(config)
+            if text := preflight.batch_problem(config.global_batch_size, 1, 1):
+                problems.append(Problem(f"global_batch_size: {text}", ("global_batch_size",)))
         if kind == "diffusers":
             problems += warm_start.problems(config.model, config.objective.prediction)
-        if config.out is not None and (text := preflight.unwritable(config.out)):
-            problems.append(Problem(f"out: {text}", ("out",)))
         if kind != "run" and config.out is None:
             problems.append(Problem("out: not given. Name the folder that the table goes to.", ("out",)))
+        elif text := preflight.unwritable(config.out or place):
+            problems.append(Problem(f"out: {text}", ("out",)))
         return problems
 
     config = load(EvalCommand, command, not_yet=NOT_YET, check=check)
     return resolve(_completed(config, place, kind, given)) if kind != "images" else config
+
+
+def _vain(command: CommandLine, kinds: Collection[Kind]) -> list[str]:
+    """Return a problem for each key that changes nothing of what is scored."""
+    possible = {key for kind in kinds for key in EFFECTIVE[kind]}
+    names = {"run": "a run", "diffusers": "a diffusers folder", "images": "a folder of images"}
+    what = " or ".join(names[kind] for kind in dict.fromkeys(kinds))
+    return [
+        f"{at.where}: {at.typed}{'' if at.typed == at.key else f' ({at.key})'} changes no score of {what}. Possible: "
+        f"{', '.join(sorted(possible))}. Leave it out."
+        for at in command.assignments
+        if at.key in schema_keys(EvalCommand) and at.key not in possible
+    ]
+
+
+def _which(config: EvalCommand) -> str:
+    """Return which snapshots of a run are scored."""
+    is_curve = len(config.eval.guidances()) > 1
+    return config.snapshots or ("last" if is_curve else "to_target" if config.target.is_given else "all")
+
+
+def _snapshots_problems(config: EvalCommand) -> list[tuple[str, str]]:
+    with contextlib.suppress(ValueError):  # of the guidance, which is named by its section
+        which, is_curve = _which(config), len(config.eval.guidances()) > 1
+        if which == "to_target" and (is_curve or not config.target.is_given):
+            return [("snapshots", "to_target needs a target.fid or target.clip, and one guidance. Give them, or all.")]
+        if which != "to_target" and config.from_images:
+            text = f"{config.from_images:,}, but {which} snapshots are scored. It is where snapshots=to_target begins"
+            return [("from_images", f"{text}. Leave it out.")]
+    return []
 
 
 def _size_problems(config: EvalCommand) -> list[Problem]:
@@ -107,20 +155,15 @@ def _completed(config: EvalCommand, place: str, kind: Kind, given: set[str]) -> 
 
 
 class Table:
-    """The rows of eval.csv, written after each score by rank 0 and the same on all ranks."""
+    """The rows of eval.csv as they were found, the same on all ranks, and those of this command; rank 0 writes these.
+
+    Raises:
+        ConfigError: there is a file that is no table, or it cannot be written.
+    """
 
     def __init__(self, path: Path):
         self.path = path
-        found: list[Any] = [None, None]
-        if dist.get_global_rank() == 0:
-            try:
-                found[0] = curves.read_rows(path)
-            except ValueError as error:
-                found[1] = str(error)
-        dist.broadcast_object_list(found)
-        if found[1]:
-            raise ConfigError([found[1]])
-        self.rows: list[Row] = found[0]
+        self.rows: list[Row] = alarm.on_rank_zero(lambda: curves.read_rows(path))
 
     def get(self, what: Row, score: Callable[[], Row]) -> Row:
         """Return the row of what was scored before in the same way, or score it and keep it.
@@ -132,8 +175,7 @@ class Table:
         if (row := next(same, None)) is None:
             row = {**what, **score()}
             self.rows.append(row)
-            if dist.get_global_rank() == 0:
-                curves.write_rows(self.path, self.rows)
+            alarm.on_rank_zero(lambda: curves.add_row(self.path, row, what))
         if dist.get_global_rank() == 0:
             print(result_line(_shown(row)), flush=True)
         return row
@@ -150,15 +192,14 @@ def _shown(row: Row) -> Row:
 def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
     model, scorer = _ready(config, folder, device)
-    paths, guidances = _of_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
+    paths, guidances = alarm.on_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
+    name = {"model": folder.name, "model_id": alarm.on_rank_zero(lambda: run_id_of(folder))}
 
     def scored(path: Path) -> list[Row]:
-        where = {"model": folder.name, **load_snapshot(model, path, config.eval.weights)}
+        where = {**name, **load_snapshot(model, path, config.eval.weights)}
         return [table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g)) for g in guidances]
 
-    kind = config.snapshots or ("last" if len(guidances) > 1 else "to_target" if config.target.is_given else "all")
-    if kind == "to_target" and (len(guidances) > 1 or not config.target.is_given):
-        raise ConfigError(["snapshots: to_target needs a target.fid or target.clip, and one guidance."])
+    kind = _which(config)
     if kind != "to_target":
         rows = [row for path in (paths if kind == "all" else paths[-1:]) for row in scored(path)]
     else:
@@ -167,20 +208,6 @@ def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.dev
     if config.target.is_given and len(guidances) == 1 and kind != "last":
         _conclude(config, folder, rows)
     return rows
-
-
-def _of_rank_zero(read: Callable[[], list[Path]]) -> list[Path]:
-    """Return what rank 0 finds on the disk, which may change while the others look. Raises ConfigError, on all ranks."""
-    found: list[Any] = [None, None]
-    if dist.get_global_rank() == 0:
-        try:
-            found[0] = read()
-        except ValueError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found)
-    if found[1]:
-        raise ConfigError([found[1]])
-    return found[0]
 
 
 def to_target(snapshots: Sequence[Callable[[], Row]], begin: int, is_met: Callable[[Row], bool]) -> Iterator[Row]:
@@ -219,7 +246,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
             else:
                 if config.mlperf.enabled:
                     mlperf_log.conclude(folder, in_order, reached)
-                decide_summary(folder, result)
+                write_outcome(folder, result, over="pending")
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
         print(result_line({key: rounded(value) for key, value in result.items()}), flush=True)
@@ -228,7 +255,8 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
 def score_diffusers(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a diffusers folder as it is published."""
     model, scorer = _ready(config, None, device)
-    where = {"model": folder.name, "weights": "published", **_fingerprints(model)}
+    digests = _fingerprints(model)
+    where = {"model": folder.name, "model_id": digests["denoiser_fingerprint"][:8], "weights": "published", **digests}
     return [
         table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g))
         for g in config.eval.guidances()
@@ -242,7 +270,7 @@ def _fingerprints(model: LatentDiffusion) -> Row:
 
 def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a folder of images; their captions are those of the prompts that their names give."""
-    paths, facts = _of_rank_zero(lambda: list_images(folder)), {"partial": False}
+    paths, facts = alarm.on_rank_zero(lambda: list_images(folder)), {"partial": False}
     captions = dict.fromkeys(paths, "")
     numbers: dict[Path, Any] = {path: path.name for path in paths}
     if config.eval.prompts is not None:
@@ -286,24 +314,41 @@ def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple
         warm_start.load(model, str(config.model.denoiser))
     model.place(device, config.precision or "fp32")
     of_model = {"precision": config.precision, "prediction": config.objective.prediction}
-    bar = config.loggers.progress_bar
-    scorer = Scorer(config.eval, size=config.size, seed=config.seed, settings=of_model, show_progress=bar)
-    scorer.find_batch_size(model)
-    is_own = config.eval.batch_size is None and config.eval.image_size is None and config.out is None
-    if run is not None and is_own and dist.get_global_rank() == 0:
-        keep_batch_size(run, scorer.batch_size)
+    is_own = run is not None and config.eval.image_size is None and config.out is None
+    scorer = Scorer(
+        config.eval,
+        size=config.size,
+        seed=config.seed,
+        settings=of_model,
+        show_progress=config.loggers.progress_bar,
+        found=(lambda batch_size: _keep(run, batch_size)) if is_own else lambda batch_size: None,
+    )
+    scorer.find_batch_size(model)  # it is one of the settings by which rows are known
     return model, scorer
+
+
+def _keep(run: Path, batch_size: int) -> None:
+    try:
+        keep_batch_size(run, batch_size)
+    except OSError as error:
+        given = (
+            f"eval.batch_size: {batch_size} was found, but {run / 'config.yaml'} cannot be written: {error.strerror}"
+        )
+        print(f"{given}. Another machine may find another one: give it with eval.batch_size.", file=sys.stderr)
 
 
 # --- the command ---
 
 
-def evaluate(places: Sequence[str], words: Sequence[str]) -> None:
+def evaluate(command: CommandLine) -> None:
     """Score each place with its own configuration and the same words, and draw what there is to be drawn."""
+    places = command.places
     kinds = {place: kind_of(place) for place in places}
-    if len(places) > 1 and not any(word.startswith("out=") for word in words):
+    if vain := _vain(command, kinds.values()):
+        raise ConfigError(vain)
+    if len(places) > 1 and not any(at.key == "out" for at in command.assignments):
         raise ConfigError(["out: not given. Several models in one table want a folder for it: out=FOLDER."])
-    configs = {place: read(place, kind, words) for place, kind in kinds.items()}
+    configs = {place: read(place, kind, command) for place, kind in kinds.items()}
     device = build_device(configs[places[0]].precision or "fp32")
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
     alarm.listen()
@@ -332,22 +377,19 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv) or not argv:
         print(__doc__)
         return 0 if argv else 2
-    places = [word for word in argv if Path(word).is_dir() or ("=" not in word and not word.startswith("-"))]
-    words = [word for word in argv if word not in places]
+    command = parse_command_line(argv, ALIASES, takes_places=True)
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())
     try:
-        if "--print_config" in words:
-            raise ConfigError(
-                ["eval.py: --print_config is benchmark.py's. What a run is scored with is in its config.yaml."]
-            )
-        if not places:
-            raise ConfigError(
-                ["eval.py: nothing to score. Give a run (runs/NAME), a diffusers folder or a folder of images."]
-            )
-        evaluate(places, words)
+        if command.print_config:
+            shown = "What a run is scored with is in its config.yaml"
+            raise ConfigError([f"eval.py: --print_config is benchmark.py's. {shown}."])
+        if not command.places:
+            ways = "Give a run (runs/NAME), a diffusers folder or a folder of images"
+            raise ConfigError([*(p.text for p in command.problems), f"eval.py: nothing to score. {ways}."])
+        evaluate(command)
     except ValueError as error:
-        alarm.sound(str(error))
+        alarm.sound(str(error), code=2)
         print(error, file=sys.stderr, flush=True)
         return 2
     except Exception as error:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from composer.utils import dist
 from filelock import FileLock, Timeout
 
+import alarm
 from callbacks.quality_target import TARGET_KEYS, outcome, said
-from callbacks.run_record import RESULT_KEYS, read_lines, rounded
+from callbacks.run_record import RESULT_KEYS, found_batch_size, keep_keys, read_lines, rounded, write_outcome
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat, read_yaml
-from scoring import TargetConfig
 from stage import Stage
-
-Result = TypeVar("Result")
 
 # What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
 MAY_CHANGE = (
@@ -61,29 +59,106 @@ def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str
     return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
 
 
-def finished(folder: Path, max_duration: str | None, target: TargetConfig) -> dict[str, Any] | None:
-    """Return the result of a run that is finished, or None, and say so.
+def evaluations_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's evaluations in training."""
+    return [line for line in read_lines(folder / "metrics.jsonl") if line.get("evaluation")]
+
+
+def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, Any] | None:
+    """Return the result of a run that is finished, or None, and say so; its record is told of another target or evaluation.
 
     Args:
         max_duration: what it was finished for; None: whatever it was.
-        target: of this start: a run that has met another one goes on.
+        config: of this start: a run that has met another target goes on.
     """
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}
-    evaluations = [line for line in read_lines(folder / "metrics.jsonl") if line.get("evaluation")]
-    met = next((line for line in evaluations if target.is_met(line)), None)
-    if summary and met is not None:
-        summary |= outcome(evaluations, met)
-        text = f"has reached its target ({said(met)})"
-    elif summary.get("target") == "reached" and evaluations:
-        return None  # it was stopped in training, by an easier target
-    elif not summary or max_duration not in (None, summary.get("max_duration")):
+    lines = evaluations_of(folder)
+    met = next((line for line in lines if config.eval.when == "in_training" and config.target.is_met(line)), None)
+    if not summary:
         return None
+    if met is not None:
+        found, text = outcome(lines, met), f"has reached its target ({said(met)})"
+    elif (summary.get("target") == "reached" and lines) or max_duration not in (None, summary.get("max_duration")):
+        return None  # it was stopped in training, by an easier target, or a longer training is asked for
     else:
-        text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on"
+        found, more = _unmet(folder, summary, lines, config)
+        text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on{more}"
     if dist.get_global_rank() == 0:
         print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
+        if found:
+            write_outcome(folder, found)
+        if config.eval.when != "off":  # so that eval.py scores as this start says
+            batch_size = config.eval.batch_size or found_batch_size(folder)
+            keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
+    summary |= found
     return {key: rounded(summary[key]) for key in (*RESULT_KEYS, *TARGET_KEYS) if key in summary}
+
+
+def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: Any) -> tuple[dict[str, Any], str]:
+    """Return what a finished run came to that has not met its target in training, and what is to be said of it.
+
+    Points without an evaluation are eval.py's: a score of the last one alone would say `missed` of a run that may have met
+    the target before, and all of them belong to the clock and the weights of a training that is over.
+    """
+    if config.eval.when == "off":
+        return {}, ""
+    every, images = config.eval.every_images, summary["batches"] * config.global_batch_size
+    due = range(every, images + 1, every)
+    missing = set(due) - {line["images"] for line in lines if config.eval.when == "in_training"}
+    if not missing:
+        return outcome(lines, None) if config.target.is_given else {}, ""
+    begun = _begun_with(folder)
+    same = all(begun.get(key) == value for key, value in flat(config).items() if key.startswith("target."))
+    if same and summary.get("target") in ("reached", "missed"):
+        return {}, ""  # eval.py has decided it
+    found = {**dict.fromkeys(TARGET_KEYS), "target": "pending"} if config.target.is_given else {}
+    more = f"; {len(missing)} of its {len(due)} points were not evaluated in training"
+    return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
+
+
+def _begun_with(folder: Path) -> dict[str, Any]:
+    return {at.key: at.value for at in read_yaml(str(folder / "config.yaml"))[0]}
+
+
+# What an evaluation's line says that its figures depend on, and the key that it comes from.
+SETTINGS = {
+    "prompts_sha256": "eval.prompts",
+    "num_prompts": "eval.num_prompts",
+    "guidance": "eval.guidance",
+    "steps": "eval.steps",
+    "sampler": "eval.sampler",
+    "eval_weights": "eval.weights",
+    "eval_image_size": "eval.image_size",
+    "statistics_sha256": "eval.statistics",
+    "inception_fingerprint": "eval.inception",
+    "resize": "eval.resize",
+    "clip_fingerprint": "eval.clip",
+}
+
+
+def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> None:
+    """Compare how a run is to be evaluated with how it was: its figures are to compare with each other, and the target.
+
+    Args:
+        batch: where the run goes on; later lines are cut.
+        settings: of scoring.Scorer, and eval_weights.
+
+    Raises:
+        ConfigError: lists what differs.
+    """
+    known = {"eval_weights": settings["eval_weights"]}  # lines of before did not say it
+    lines = [{**known, **line} for line in evaluations_of(folder) if line["batch"] <= batch]
+    differing = [
+        f"{key}: {setting} {settings.get(setting)}, but {folder} was evaluated with {line.get(setting)} at "
+        f"{line['images']:,} images. A run's evaluations have to be alike: use that, or another run_name; its snapshots can "
+        f"be scored anew by composer eval.py {folder} {key}=... out=FOLDER."
+        for line in lines[-1:]
+        for setting, key in SETTINGS.items()
+        if line.get(setting) != settings.get(setting)
+    ]
+    if differing:
+        raise ConfigError(differing)
 
 
 def _as_yaml(value: Any) -> Any:
@@ -101,7 +176,7 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
     """
     if not (folder / "config.yaml").is_file():
         return None
-    begun = {at.key: at.value for at in read_yaml(str(folder / "config.yaml"))[0]}
+    begun = _begun_with(folder)
     differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
     if differing:
         raise ConfigError(
@@ -111,7 +186,10 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
-    return finished(folder, config.max_duration, config.target)
+    evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
+    if config.eval.when == "in_training" and evaluations_of(folder) and not evaluated.items() <= begun.items():
+        return None  # whether its figures would be others is known when the scorer is built
+    return finished(folder, config.max_duration, config)
 
 
 def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None:
@@ -164,36 +242,22 @@ def begin(folder: Path) -> Begun:
     lock = FileLock(folder / ".lock")
 
     def find() -> Path | None:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
+            return find_newest(folder / "checkpoints")
         except Timeout as error:
             given = f"another process is training in {folder}"
             raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
-        return find_newest(folder / "checkpoints")
+        except OSError as error:
+            raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
 
-    newest = _on_rank_zero(find)
+    newest = alarm.on_rank_zero(find)
     checkpoint = None if newest is None else (newest, read(newest))
     if checkpoint is not None:
         check_whole(checkpoint[1], checkpoint[0])
     progress = Progress(**checkpoint[1]["progress"]) if checkpoint else Progress(0, 0, 0, 0, 0, 0.0)
     return Begun(folder, progress, checkpoint, lock if dist.get_global_rank() == 0 else None)
-
-
-def _on_rank_zero(work: Callable[[], Result]) -> Result:
-    """Let rank 0 do what only one may, and give all ranks its result; what goes wrong is a ConfigError on all of them."""
-    outcome: list[Any] = [None, None]
-    if dist.get_global_rank() == 0:
-        try:
-            outcome[0] = work()
-        except ConfigError as error:
-            outcome[1] = error.problems
-        except OSError as error:
-            outcome[1] = [f"run_folder: {error}. Give a folder that this user may write in."]
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise ConfigError(outcome[1])
-    return outcome[0]
 
 
 def check_checkpoint(begun: Begun, identity: Mapping[str, Any]) -> None:

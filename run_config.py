@@ -18,7 +18,7 @@ from config import Alias
 from data import DataConfig
 from ema import EMAConfig
 from loggers import LoggersConfig
-from model import ModelConfig
+from model import LatentDiffusion, ModelConfig, build_model
 from optim import OptimizerConfig, ScheduleConfig
 from scoring import EVERY_IMAGES, EvalConfig, TargetConfig, rounded_up
 from zoo import load_family, mlperf
@@ -137,6 +137,18 @@ def resolve(config: RunConfig) -> RunConfig:
         objective=config.objective.filled(family.objective),
         optimizer=optimizer,
         schedule=schedule,
+    )
+
+
+def build(config: RunConfig) -> LatentDiffusion:
+    """Build a run's model with its encoders, on the CPU. Raises ConfigError: the encoders' weights do not fit."""
+    return build_model(
+        config.model,
+        config.objective,
+        size=config.size,
+        normalize=config.data.normalize,
+        posterior=config.data.posterior,
+        seed=config.seed,
     )
 
 

@@ -15,7 +15,7 @@ import hashlib
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -166,6 +166,8 @@ class Generator(Protocol):
     family: Family
     device: torch.device
 
+    def parameters(self) -> Iterator[Tensor]: ...
+
     def generate(
         self, text: Mapping[str, Tensor], noise: Tensor, *, sampler: str, steps: int, guidance: float
     ) -> Tensor: ...
@@ -292,6 +294,7 @@ class Scorer:
         seed: of the prompts' noise, which is the run's.
         settings: of the model, beyond its weights: what else a score depends on (precision, prediction).
         show_progress: a bar with the time left, on rank 0.
+        found: takes the batch size when it has been found, on rank 0.
 
     Raises:
         ValueError: prompts, statistics or weights cannot be used; says why.
@@ -305,8 +308,10 @@ class Scorer:
         seed: int,
         settings: Mapping[str, Any] | None = None,
         show_progress: bool = False,
+        found: Callable[[int], None] = lambda batch_size: None,
     ):
         assert config.prompts is not None
+        self.found = found if dist.get_global_rank() == 0 else lambda batch_size: None
         self.of_model = dict(settings or {})
         self.config, self.seed, self.show_progress = config, seed, show_progress
         self.size = size if config.image_size is None else as_size(config.image_size)
@@ -338,9 +343,39 @@ class Scorer:
         }
 
     def find_batch_size(self, model: Generator) -> None:
-        """Find how many images a pass fit every rank's memory, where eval.batch_size does not say it."""
-        if self.batch_size is None:
-            self.batch_size = find_batch_size(model, model.family.latent_shape(self.size), max(self.config.guidances()))
+        """Find how many images a pass fit every rank's memory beside what it holds, where that is not known.
+
+        On a CPU it is fixed: more gain nothing there. Raises ValueError: not one image fits.
+        """
+        if self.batch_size is not None:
+            return
+        fits = CPU_BATCH_SIZE
+        if model.device.type == "cuda":
+            self.meter.reset()
+            with self.meter.on(model.device):
+                # The first evaluation of a resumed run comes before its gradients, the later ones beside them.
+                gradients = [torch.empty_like(p) for p in model.parameters() if p.requires_grad and p.grad is None]
+                fits = next((size for size in GPU_BATCH_SIZES if self._fits(model, size)), 0)
+                del gradients
+        least = torch.tensor([fits], device=model.device)
+        dist.all_reduce(least, reduce_operation="MIN")
+        if not int(least):
+            raise ValueError("eval.batch_size: not one image fits the memory that is left. Lower eval.image_size.")
+        self.batch_size = int(least)
+        self.found(self.batch_size)
+
+    def _fits(self, model: Generator, size: int) -> bool:
+        """Try to generate and to measure so many at once."""
+        try:
+            text, shape = model.family.tokenize([""] * size), model.family.latent_shape(self.size)
+            ways = dict(sampler="ddim", steps=MIN_STEPS, guidance=max(self.config.guidances()))
+            images = model.generate(text, torch.zeros(size, *shape), **ways)
+            self.meter.add(images, range(size), [""] * size)
+            return True
+        except torch.cuda.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.empty_cache()
 
     def score(self, model: Generator, guidance: float) -> dict[str, Any]:
         """Generate an image for each prompt and score them; all ranks call it and get the same.
@@ -349,7 +384,6 @@ class Scorer:
             ValueError: images or features are not finite; names the prompts.
         """
         began = time.monotonic()
-        shape = model.family.latent_shape(self.size)
         self.find_batch_size(model)
         ways = dict(sampler=self.config.sampler, steps=self.config.steps, guidance=guidance)
         mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
@@ -357,7 +391,7 @@ class Scorer:
         self.meter.reset()
         with self.meter.on(model.device):
             for chunk in self._said(list(_chunks(prompts, self.batch_size)), len(self.prompt_set.prompts)):
-                images = self._generate(model, chunk, shape, ways)
+                images = self._generate(model, chunk, ways)
                 self.meter.add(images, [prompt.number for prompt in chunk], [prompt.caption for prompt in chunk])
                 taken = sum(len(part) for _, part in samples)
                 wanted = len(range(dist.get_global_rank(), self.config.samples, dist.get_world_size())) - taken
@@ -370,15 +404,13 @@ class Scorer:
         measured = {"eval_sec": seconds, "eval_images_per_sec": len(self.prompt_set.prompts) / seconds}
         return {**figures, **self.settings(guidance), **measured}
 
-    def _generate(
-        self, model: Generator, chunk: Sequence[Prompt], shape: Sequence[int], ways: Mapping[str, Any]
-    ) -> Tensor:
+    def _generate(self, model: Generator, chunk: Sequence[Prompt], ways: Mapping[str, Any]) -> Tensor:
         """Return the images of a chunk, and more of its last one where it is short: every pass has one shape."""
         padded = [*chunk, *[chunk[-1]] * (self.batch_size - len(chunk))]
         text = model.family.tokenize([prompt.caption for prompt in padded])
+        shape = model.family.latent_shape(self.size)
         noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
-        on_device = {name: tokens.to(model.device) for name, tokens in text.items()}
-        return model.generate(on_device, noise.to(model.device), **ways)
+        return model.generate(text, noise, **ways)
 
     def _said(self, chunks: Sequence[Sequence[Prompt]], num_prompts: int) -> Iterable[Sequence[Prompt]]:
         """Show how far rank 0 is, in images of all ranks."""
@@ -410,34 +442,6 @@ def as_bytes(images: Tensor) -> Tensor:
 def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
     for begin in range(0, len(prompts), size):
         yield prompts[begin : begin + size]
-
-
-def find_batch_size(model: Generator, shape: Sequence[int], guidance: float) -> int:
-    """Return how many images a pass fit every rank's memory: tried on a GPU; fixed on a CPU, where more gain nothing.
-
-    Raises:
-        ValueError: not one fits.
-    """
-    fits = CPU_BATCH_SIZE
-    if model.device.type == "cuda":
-        fits = next((size for size in GPU_BATCH_SIZES if _fits(model, size, shape, guidance)), 0)
-    least = torch.tensor([fits], device=model.device)
-    dist.all_reduce(least, reduce_operation="MIN")
-    if not int(least):
-        raise ValueError("eval.batch_size: not one image fits the memory that training leaves. Lower eval.image_size.")
-    return int(least)
-
-
-def _fits(model: Generator, size: int, shape: Sequence[int], guidance: float) -> bool:
-    try:
-        text = {name: tokens.to(model.device) for name, tokens in model.family.tokenize([""] * size).items()}
-        noise = torch.zeros(size, *shape, device=model.device)
-        model.generate(text, noise, sampler="ddim", steps=MIN_STEPS, guidance=guidance)
-        return True
-    except torch.cuda.OutOfMemoryError:
-        return False
-    finally:
-        torch.cuda.empty_cache()
 
 
 def rounded_up(every_images: int, global_batch_size: int) -> int:

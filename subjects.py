@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ import torch
 import warm_start
 from checkpoint_files import FULL, WEIGHTS, is_whole, listed, read
 from config import ConfigError
-from model import LatentDiffusion, build_model
+from model import LatentDiffusion
 from prompts import Prompt, PromptSet
 from run_config import RunConfig
 from tensors import canonical_name, difference, forms
@@ -53,18 +54,6 @@ def snapshots_of(run: Path) -> list[Path]:
             [f"{run} has no snapshot to score. Train it with save.snapshot_every_images, or eval.when=after."]
         )
     return found
-
-
-def build(config: RunConfig) -> LatentDiffusion:
-    """Build a run's model with its encoders, on the CPU. Raises ConfigError: the encoders' weights do not fit."""
-    return build_model(
-        config.model,
-        config.objective,
-        size=config.size,
-        normalize=config.data.normalize,
-        posterior=config.data.posterior,
-        seed=config.seed,
-    )
 
 
 def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> dict[str, Any]:
@@ -107,12 +96,11 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         for name, tensor in own.items():
             # Buffers are in no average: they are the training weights'.
             tensor.copy_(tensors[name] if name in tensors else content["model"][name])
-    evaluated = content.get("callbacks", {}).get("Evaluation", {}).get("counted_sec", 0.0)
     return {
         "snapshot": path.name,
         "batch": progress["batch"],
         "images": progress["images"],
-        "seconds": progress["seconds"] - evaluated,
+        "seconds": progress["seconds"],
         "weights": use,
     }
 
@@ -152,7 +140,7 @@ def match_prompts(paths: Sequence[Path], prompt_set: PromptSet) -> list[Prompt]:
     """Return each image's prompt: the last number in its name is an id, or for all of them an image_id.
 
     Raises:
-        ValueError: an image that is no prompt's, two of one, or prompts without an image.
+        ValueError: an image that is no prompt's, or that of several by its image_id, two of one, or prompts without an image.
     """
     numbers = []
     for path in paths:
@@ -162,6 +150,7 @@ def match_prompts(paths: Sequence[Path], prompt_set: PromptSet) -> list[Prompt]:
         numbers.append(int(found[-1]))
     by_id = {prompt.number: prompt for prompt in prompt_set.prompts}
     by_image = {prompt.image_id: prompt for prompt in prompt_set.prompts}
+    of_image = Counter(prompt.image_id for prompt in prompt_set.prompts)
     are_ids = sum(n in by_id for n in numbers) >= sum(n in by_image for n in numbers)
     table, column = (by_id, "id") if are_ids else (by_image, "image_id")
     strangers = [path.name for path, number in zip(paths, numbers, strict=True) if number not in table]
@@ -170,9 +159,16 @@ def match_prompts(paths: Sequence[Path], prompt_set: PromptSet) -> list[Prompt]:
     if len(set(numbers)) < len(numbers):
         twice = next(path.name for path, number in zip(paths, numbers, strict=True) if numbers.count(number) > 1)
         raise ValueError(f"{twice}: another image has the same {column}. Give one image a prompt.")
+    several = [] if are_ids else [str(number) for number in numbers if of_image[number] > 1]
+    if several:
+        raise ValueError(
+            f"eval.prompts: several prompts of image_id {_some(several)}, after which the images are named. Name them after "
+            "their prompt's id, or give a file with one prompt an image."
+        )
     missing = [str(number) for number in table if number not in set(numbers)]
     if missing:
-        raise ValueError(f"eval.prompts: no image for {column} {_some(missing)}. Give them, or eval.num_prompts.")
+        ways = "Give the images that are missing, or a file of prompts without theirs"
+        raise ValueError(f"eval.prompts: no image for {column} {_some(missing)}. {ways}.")
     return [table[number] for number in numbers]
 
 

@@ -16,9 +16,6 @@ Exit code: 0 when the record was written, 2 when the command cannot be read.
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +27,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from bench.command import head, read_keys, write_record
 from bench.contest import Figures, rounded, take_turns
-from callbacks.run_record import environment
-from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from config import Problem
 from metrics.fid import FeatureSums, Statistics, frechet_distance
 
 SCHEMA = 1
@@ -189,37 +186,22 @@ def rows(record: dict[str, Any]) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    command_line = parse_command_line(argv, {})
-    try:
-        config = load(FidConfig, command_line, not_yet={}, check=check)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if command_line.print_config:
-        print(to_yaml(config), end="")
-        return 0
-    head = {
-        "schema": SCHEMA,
+    config = read_keys(FidConfig, argv, __doc__, check)
+    if isinstance(config, int):
+        return config
+    begin = {
+        **head(SCHEMA),
         "measured": "fid_speed",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **environment(),
-        "num_cpus": os.cpu_count(),
-        "load_average_before": round(os.getloadavg()[0], 2),  # what else the machine was doing
         "config": asdict(config),
     }
     usual_threads, started = torch.get_num_threads(), time.monotonic()
     try:
         torch.set_num_threads(config.threads)
-        record = {**head, **measure(config)}
+        record = {**begin, **measure(config)}
     finally:
         torch.set_num_threads(usual_threads)
     record["seconds"] = round(time.monotonic() - started, 1)
-    path = Path(config.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    write_record(config.results, record)
     print("\n".join(rows(record)))
     return 0
 

@@ -14,9 +14,7 @@ Exit code: 0 measured, 2 when the command cannot be read.
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import sys
 import tempfile
 import time
@@ -28,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
-from callbacks.run_record import environment
-from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from config import Problem
 from model import LatentDiffusion, ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig
 from zoo.sampling import build_scheduler, prompt_generator, prompt_noise, sampling_problems
@@ -164,12 +162,8 @@ def contestants(config: GenerateConfig) -> dict[str, Callable[[], Tensor]]:
 def measure(config: GenerateConfig) -> dict[str, Any]:
     """Measure and return the record: flat, with KEY a median, KEY_min and KEY_max the spread, and `by_round`."""
     torch.set_num_threads(config.threads)
-    head = {
-        "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **environment(),
-        "num_cpus": os.cpu_count(),
-        "load_average_before": round(os.getloadavg()[0], 2),  # what else the machine was doing
+    begin = {
+        **head(SCHEMA),
         "config": asdict(config),
     }
     images: dict[str, Tensor] = {}
@@ -188,7 +182,7 @@ def measure(config: GenerateConfig) -> dict[str, Any]:
         figures.ratio(f"speedup_vs_{name}", "ours_images_per_sec", f"{name}_images_per_sec")
         figures.flat[f"max_abs_difference_to_{name}"] = float((images["ours"] - images[name]).abs().max())
     figures.flat["image_std"] = float(images["ours"].std())  # of all values: the images are not one colour
-    return {**head, **figures.flat, "by_round": figures.by_round}
+    return {**begin, **figures.flat, "by_round": figures.by_round}
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -206,22 +200,11 @@ def table(record: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    command_line = parse_command_line(argv, {})
-    try:
-        config = load(GenerateConfig, command_line, not_yet={}, check=check)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if command_line.print_config:
-        print(to_yaml(config), end="")
-        return 0
+    config = read_keys(GenerateConfig, argv, __doc__, check)
+    if isinstance(config, int):
+        return config
     record = measure(config)
-    path = Path(config.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    write_record(config.results, record)
     print(table(record))
     return 0
 

@@ -17,9 +17,7 @@ Exit code: 0 when every part was measured, 1 when one failed (no record is writt
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
-import json
 import os
 import shutil
 import signal
@@ -32,12 +30,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.command import head, read_keys, write_record
 from bench.contest import Figures
 from bench.micro_data import IMAGES_BATCH, MOMENTS_BATCH, measure_data
 from bench.micro_ema import measure_ema
 from bench.micro_run import measure_checkpoint, measure_first_step
-from callbacks.run_record import environment
-from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from config import Problem
 
 SCHEMA = 1
 
@@ -153,13 +151,9 @@ def measure(config: MicroConfig) -> dict[str, Any]:
         RuntimeError: a part failed; its own exception is the cause.
     """
     started = time.monotonic()
-    head = {
-        "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **environment(),
+    begin = {
+        **head(SCHEMA),
         "webdataset_version": importlib.metadata.version("webdataset"),
-        "num_cpus": os.cpu_count(),
-        "load_average_before": round(os.getloadavg()[0], 2),  # what else the machine was doing
     }
     figures: dict[str, Any] = {}
     by_round: dict[str, list[float]] = {}
@@ -174,7 +168,7 @@ def measure(config: MicroConfig) -> dict[str, Any]:
         by_round |= found.by_round
         print(f"{name}: measured in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     seconds = round(time.monotonic() - started, 1)
-    return {**head, "seconds": seconds, "config": asdict(config), **figures, "by_round": by_round}
+    return {**begin, "seconds": seconds, "config": asdict(config), **figures, "by_round": by_round}
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -199,18 +193,9 @@ def _cell(record: Mapping[str, Any], key: str | None) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    command_line = parse_command_line(argv, {})
-    try:
-        config = load(MicroConfig, command_line, not_yet={}, check=check)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if command_line.print_config:
-        print(to_yaml(config), end="")
-        return 0
+    config = read_keys(MicroConfig, argv, __doc__, check)
+    if isinstance(config, int):
+        return config
     busy, cores = os.getloadavg()[0], os.cpu_count() or 1
     if busy > cores / 4:
         text = f"{busy:.1f} before the start, on {cores} cores. The figures are of a busy machine"
@@ -218,9 +203,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: temporary folders are removed first
     try:
         record = measure(config)
-        path = Path(config.results)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+        write_record(config.results, record)
     except (RuntimeError, OSError) as error:
         traceback.print_exception(error.__cause__ or error)
         print(f"micro: no record was written. {error}", file=sys.stderr)

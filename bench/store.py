@@ -22,7 +22,6 @@ never used is many times slower to write than what was freed a moment ago. Exit 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import shutil
@@ -39,9 +38,9 @@ import boto3
 import torch
 from boto3.s3.transfer import TransferConfig
 
+from bench.command import head, write_record
 from bench.contest import Figures, take_turns
 from bench.micro_data import MOMENTS_BATCH, SEED, SIZE, build_family, write_moments
-from callbacks.run_record import environment
 from config import ConfigError, Problem, load, parse_command_line
 from data import DataConfig, build_data
 from fetch import file_digest
@@ -165,16 +164,13 @@ def measure(address: str, config: StoreConfig) -> dict[str, Any]:
     figures.add("verify_sec_per_gb", values["verify"])
     figures.ratio("cold_over_download", "cold_mb_per_sec", "download_mb_per_sec")
     figures.ratio("arrival_over_download", "arrival_mb_per_sec", "download_mb_per_sec")
-    head = {
-        "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **environment(),
+    begin = {
+        **head(SCHEMA),
         "store": store_name(client),
-        "num_cpus": os.cpu_count(),
         "megabytes": round(contest.megabytes, 1),
         "num_shards": len(contest.names),
     }
-    return {**head, "config": asdict(config), **figures.flat, "by_round": figures.by_round}
+    return {**begin, "config": asdict(config), **figures.flat, "by_round": figures.by_round}
 
 
 def store_name(client: Any) -> str:
@@ -195,9 +191,7 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     record = measure(places[0], config)
-    path = Path(config.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    write_record(config.results, record)
     speeds = [f"{name}_mb_per_sec" for name in ("download", "cold", "arrival", "warm")]
     for key in (*speeds, "cold_over_download", "arrival_over_download", "verify_sec_per_gb"):
         print(f"{key}={record[key]} ({record[f'{key}_min']} to {record[f'{key}_max']})")

@@ -4,16 +4,19 @@ A point is a batch's end at a multiple of `every_images`, after the checkpoints 
 point's checkpoint and its evaluation has the evaluation first when it goes on: no point is left out, none comes twice.
 
 The seconds of an evaluation's line are those of training up to it, from the run's first start, without evaluations:
-Composer's clock runs on through what a callback does, so what it has counted of them is taken off again.
+Composer's clock runs on through what a callback does, and adds that to the next batch. There it is taken off again, from
+the clock itself: checkpoints keep that, so that nothing else has to be kept through stops, and starts without evaluation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import datetime
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer import Callback, Logger, State, Timestamp
+from composer import Callback, Logger, State
 
 Line = dict[str, Any]
 
@@ -38,40 +41,34 @@ class Evaluation(Callback):
         with_average: bool,
         clock: Callable[[], contextlib.AbstractContextManager],
         earlier: Callable[[], Sequence[Line]],
-        keep: Callable[[Line, Logger | None], None],
+        keep: Callable[[Line, Logger], None],
     ):
         self.score, self.every_images, self.with_average = score, every_images, with_average
         self.clock, self.earlier, self.keep = clock, earlier, keep
-        self._counted_sec = 0.0  # of evaluations, in Composer's clock
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"counted_sec": self._counted_sec}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._counted_sec = state["counted_sec"]
+        self._owed_sec = 0.0  # of an evaluation, which Composer's clock will add to the next batch
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.catch_up(state.timestamp, self._average(state), logger)  # Composer's clock does not run yet
+        self.catch_up(state, logger)  # Composer's clock does not run yet
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._counted_sec += self.catch_up(state.timestamp, self._average(state), logger)
+        began = time.monotonic()
+        self.catch_up(state, logger)
+        self._owed_sec = time.monotonic() - began
 
-    def catch_up(self, now: Timestamp, average: Any, logger: Logger | None) -> float:
-        """Evaluate where the run is at a point that has not been evaluated yet.
+    def batch_end(self, state: State, logger: Logger) -> None:
+        owed, now = datetime.timedelta(seconds=self._owed_sec), state.timestamp
+        state.timestamp = now.copy(total_wct=now.total_wct - owed, epoch_wct=now.epoch_wct - owed)
+        self._owed_sec = 0.0
 
-        Args:
-            average: the run's ema.EMA, or None.
-
-        Returns:
-            the seconds that it took.
-        """
+    def catch_up(self, state: State, logger: Logger) -> None:
+        """Evaluate where the run is at a point that has not been evaluated yet."""
+        now, average = state.timestamp, self._average(state) if self.with_average else None
         is_point = now.sample.value > 0 and now.sample.value % self.every_images == 0
         if not is_point or any(line["batch"] == now.batch.value for line in self.earlier()):
-            return 0.0
-        average = average if self.with_average else None
+            return
         with self.clock(), contextlib.nullcontext() if average is None else average.applied():
             score = self.score()
-        seconds = now.total_wct.total_seconds() - self._counted_sec
+        seconds = now.total_wct.total_seconds()
         evaluations_sec = score["eval_sec"] + sum(line["eval_sec"] for line in self.earlier())
         where = {
             "batch": now.batch.value,
@@ -79,9 +76,11 @@ class Evaluation(Callback):
             "seconds": seconds,
             "seconds_with_eval": seconds + evaluations_sec,
             "weights": "ema" if average is not None and average.weights else "training",
+            "eval_weights": "ema"
+            if self.with_average
+            else "training",  # what was asked for: the average may begin later
         }
         self.keep({**where, **score}, logger)
-        return score["eval_sec"]
 
     def _average(self, state: State) -> Any:
         return next((algorithm for algorithm in state.algorithms if type(algorithm).__name__ == "EMA"), None)

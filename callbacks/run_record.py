@@ -112,7 +112,7 @@ class RunRecord(Callback):
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier = read_lines(self.folder / "starts.jsonl")
             self.num_starts = len(earlier) + 1
-            self.run_id = earlier[0]["run_id"] if earlier else uuid.uuid4().hex[:8]
+            self.run_id = run_id_of(self.folder) or uuid.uuid4().hex[:8]
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
             _write(self.folder / "config.yaml", self.config_yaml)  # first: a folder without it is no run
@@ -192,15 +192,14 @@ class RunRecord(Callback):
             _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in line.items()}])
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
 
-    def add_evaluation(self, line: Mapping[str, Any], logger: Logger | None) -> None:
+    def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Keep an evaluation; all ranks call it with the same one."""
         whole = {"schema": SCHEMA, "start": self.num_starts, "evaluation": True, **line}
         self.evaluations.append(whole)
         if self._is_writer:
             _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in whole.items()}])
         figures = {key: line[key] for key in ("fid", "clip", "clip_x100", "eval_sec") if line.get(key) is not None}
-        if logger is not None:
-            logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
+        logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
 
     def _gather_bad_samples(self) -> None:
         """Bring the unusable samples of all ranks together, once a window; all ranks then decide alike."""
@@ -254,20 +253,43 @@ class RunRecord(Callback):
         return result | {key: rounded(value) for key, value in (outcome or {}).items()}
 
 
-def decide_summary(folder: Path, outcome: Mapping[str, Any]) -> None:
-    """Write what evaluation afterwards has found into the summary.json of a run whose target is pending."""
+def write_outcome(folder: Path, outcome: Mapping[str, Any], *, over: str | None = None) -> None:
+    """Write what a finished run came to, after all, into its summary.json.
+
+    Args:
+        over: only where its `target` is this.
+    """
     path = folder / "summary.json"
     summary = json.loads(path.read_text()) if path.is_file() else {}
-    if summary.get("target") == "pending":
+    if summary and over in (None, summary.get("target")):
         _write_json(path, {**summary, **outcome})
 
 
-def keep_batch_size(folder: Path, batch_size: int) -> None:
-    """Write the batch size of evaluation that was found into a run's config.yaml, which may be of before there was one."""
+def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] = ("",)) -> None:
+    """Write keys of some sections into a run's config.yaml, which may be of before there were such."""
     path = folder / "config.yaml"
     config = OmegaConf.load(path)
-    OmegaConf.update(config, "eval.batch_size", batch_size)
+    for key, value in keys.items():
+        if key.startswith(sections):
+            OmegaConf.update(config, key, value, force_add=True)
     _write(path, OmegaConf.to_yaml(config))
+
+
+def keep_batch_size(folder: Path, batch_size: int) -> None:
+    """Write the batch size of evaluation that was found into a run's config.yaml."""
+    keep_keys(folder, {"eval.batch_size": batch_size})
+
+
+def found_batch_size(folder: Path) -> int | None:
+    """Return the batch size of evaluation that a run has, for all its starts, or None."""
+    path = folder / "config.yaml"
+    return OmegaConf.select(OmegaConf.load(path), "eval.batch_size") if path.is_file() else None
+
+
+def run_id_of(folder: Path) -> str | None:
+    """Return what tells a run from others of its name, or None where its first start is not recorded."""
+    starts = read_lines(folder / "starts.jsonl")
+    return starts[0]["run_id"] if starts else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

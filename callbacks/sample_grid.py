@@ -31,7 +31,7 @@ def grid_of(images: Sequence[Tensor]) -> Tensor:
     return grid
 
 
-def write_grid(folder: Path, num_images: int, samples: Sequence[tuple[str, Tensor]], logger: Logger | None) -> None:
+def write_grid(folder: Path, num_images: int, samples: Sequence[tuple[str, Tensor]], logger: Logger) -> None:
     """Write one evaluation's samples.
 
     Args:
@@ -46,6 +46,5 @@ def write_grid(folder: Path, num_images: int, samples: Sequence[tuple[str, Tenso
     place.mkdir(parents=True, exist_ok=True)
     Image.fromarray(grid.permute(1, 2, 0).numpy()).save(place / f"im{num_images:012d}.png")
     (place / "captions.txt").write_text("".join(f"{' '.join(caption.split())}\n" for caption, _ in samples))
-    if logger is not None:
-        # Not as a table: W&B asks its server about tables, offline too, and for ever (seen with wandb 0.18.7).
-        logger.log_images(grid.permute(1, 2, 0).numpy(), name="samples/grid", channels_last=True, use_table=False)
+    # Not as a table: W&B asks its server about tables, offline too, and for ever (seen with wandb 0.18.7).
+    logger.log_images(grid.permute(1, 2, 0).numpy(), name="samples/grid", channels_last=True, use_table=False)

@@ -240,7 +240,7 @@ def test_with_no_yaml_it_is_sd2_at_512_with_a_global_batch_of_2048_for_30_batche
 
 
 def test_too_little_memory_stops_it_before_anything_is_allocated(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "build_model", lambda *_, **__: pytest.fail("built a model"))
+    monkeypatch.setattr(benchmark, "build", lambda *_, **__: pytest.fail("built a model"))
     monkeypatch.setattr(preflight, "available_gib", lambda: (20.0, "this machine (free now)"))
     [problem] = refused(capsys, "--use_synth_data", f"run_folder={tmp_path}", "precision=fp32")
     assert problem.startswith("memory: 2048 images a pass need about 3583")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from PIL import Image
 
-from curves import draw_guidance, draw_over_images, read_rows, write_rows
+from curves import NEEDED, add_row, draw_guidance, draw_over_images, lines_of, read_rows, write_rows
+from eval import Table
 
 ROW = {
     "model": "7",
@@ -35,9 +38,57 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
 
 def test_no_file_is_an_empty_table_and_another_file_is_refused(tmp_path):
     assert read_rows(tmp_path / "eval.csv") == []
-    (tmp_path / "eval.csv").write_text("fid,clip\nninety,0.15\n")
-    with pytest.raises(ValueError, match="eval.csv is no table of scores: .* Move it away, or give another out=PATH"):
+    (tmp_path / "eval.csv").write_text("fid,clip\n90.0,0.15\n")
+    with pytest.raises(
+        ValueError, match="eval.csv is no table of scores: no column model, .* or give another out=FOLDER"
+    ):
         read_rows(tmp_path / "eval.csv")
+
+
+def test_what_is_no_whole_table_is_refused_with_its_line_and_a_cut_row_is_not_taken_for_another(tmp_path):
+    path, ways = tmp_path / "eval.csv", "Mend it or move it away, or give another out=FOLDER."
+    write_rows(path, [ROW, {**ROW, "fid": 20.0}])
+    whole = path.read_text()
+    header = whole.splitlines()[0]
+    third = whole.splitlines()[2]
+
+    def refused(content: str | bytes) -> str:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ValueError) as caught:
+            read_rows(path)
+        return str(caught.value).replace(str(path), "eval.csv")
+
+    cells = len(header.split(","))
+    again = "Remove that line: its score is then made again."
+    cut = "does not end: it may be cut off. Remove it, or end it if it is whole."
+    assert (
+        refused(whole.rpartition(",")[0] + "\n")
+        == f"eval.csv: line 3 has {cells - 1} cells, its header {cells}. {again}"
+    )
+    assert refused(whole[:-1]) == f"eval.csv: line 3 {cut}"
+    assert refused(whole[: whole.index(third) + 20]) == f"eval.csv: line 3 {cut}"
+    assert refused(whole.replace(",20.0,", ",ninety,")) == (
+        "eval.csv: line 3, column fid: 'ninety' is no value. Mend it, or remove that line."
+    )
+    assert refused(whole.encode("utf-16")) == f"eval.csv: line 1 is not UTF-8 text. {ways}"
+    assert refused(whole + '"') == f"eval.csv: line 4 cannot be read: unexpected end of data. {ways}"
+    assert refused("") == f"eval.csv is no table of scores: no column {', '.join(NEEDED)} in its first line. {ways}"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match="eval.csv cannot be read: Is a directory. Mend it or move it away"):
+        read_rows(path)
+
+
+def test_two_commands_that_write_one_table_keep_each_others_rows_and_no_row_twice(tmp_path):
+    one, two = Table(tmp_path / "out" / "eval.csv"), Table(tmp_path / "out" / "eval.csv")  # each has read it before
+    known = {key: ROW[key] for key in ("model", "snapshot", "guidance")}
+    rest = {key: value for key, value in ROW.items() if key not in known}
+    for table, guidance in ((one, 1.0), (two, 2.0), (one, 3.0), (two, 3.0)):
+        table.get({**known, "guidance": guidance}, lambda: rest)
+    assert [row["guidance"] for row in read_rows(one.path)] == [1.0, 2.0, 3.0]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: add_row(one.path, {**ROW, "guidance": float(n)}, ["guidance"]), range(2, 12)))
+    assert sorted(row["guidance"] for row in read_rows(one.path)) == [float(n) for n in range(1, 12)]
 
 
 def test_a_writer_that_fails_leaves_the_table_before_it(tmp_path):
@@ -60,3 +111,30 @@ def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(
     draw_over_images([{**row, "clip": None} for row in rows], tmp_path / "fid.png")
     widths = [Image.open(tmp_path / name).size[0] for name in ("guidance.png", "eval.png", "fid.png")]
     assert widths[1] == 2 * widths[0] == 2 * widths[2]
+
+
+def test_a_line_is_one_model_in_one_way():
+    """Two runs of one name are two models; snapshots of one model have a curve over guidance each, and the reverse."""
+    rows = [
+        {**ROW, "model_id": run, "snapshot": f"weights-im{images}", "images": images, "guidance": guidance}
+        for run in ("11aa", "22bb")
+        for images in (8, 16)
+        for guidance in (1.0, 3.0)
+    ]
+    over_guidance, over_images = lines_of(rows, "guidance"), lines_of(rows, "snapshot")
+    assert [label for label, _ in over_guidance] == [
+        f"7, {run}, {n} images" for run in ("11aa", "22bb") for n in (8, 16)
+    ]
+    assert [label for label, _ in over_images] == [
+        f"7, {run}, guidance {g}" for run in ("11aa", "22bb") for g in (1.0, 3.0)
+    ]
+    assert [[row["guidance"] for row in of_line] for _, of_line in over_guidance] == [[1.0, 3.0]] * 4
+    assert [[row["images"] for row in of_line] for _, of_line in over_images] == [[8, 16]] * 4
+    named = [{**row, "model": row["model_id"]} for row in rows if row["guidance"] == 1.0]
+    assert [label for label, _ in lines_of(named, "snapshot")] == ["11aa", "22bb"]
+
+
+def test_more_lines_than_colours_are_all_drawn(tmp_path):
+    rows = [{**ROW, "model": str(n), "images": n + m} for n in range(60) for m in (1, 2)]
+    draw_over_images(rows, tmp_path / "eval.png")
+    assert len(lines_of(rows, "snapshot")) == 60 and (tmp_path / "eval.png").is_file()

@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composer.loggers import InMemoryLogger
 from conftest import ROOT, TINY_RUN, picture, run
+from omegaconf import OmegaConf
 from PIL import Image
 from test_checkpoints import newest, same_training
 from test_ldm import copy_tokenizer, save_folder, tiny_networks, vocabulary, whole_ldm_file, write  # noqa: F401
@@ -278,13 +280,51 @@ def test_a_snapshot_that_is_truncated_or_trained_with_other_encoders_is_refused(
     assert "was trained with" in capsys.readouterr().err
 
 
-def test_a_finished_run_that_meets_an_easier_target_says_so_and_is_not_trained_again(world, watched, tmp_path, capsys):
+def test_a_finished_run_says_and_keeps_whether_another_target_is_met_and_is_not_trained_again(
+    world, watched, tmp_path, capsys
+):
     shutil.copytree(watched, tmp_path / "watched")
     words = words_of(world, tmp_path, "watched", "eval.when=in_training")
-    for target, outcome in (("target.fid=1e-9", None), ("target.fid=1e9", "reached")):
-        assert benchmark.main([*words, target]) == 0
-        assert result_of(capsys.readouterr().out).get("target") == outcome
+    for target, outcome in (("1e-9", "missed"), ("1e9", "reached"), ("1e-9", "missed")):
+        assert benchmark.main([*words, f"target.fid={target}"]) == 0
+        assert result_of(capsys.readouterr().out)["target"] == outcome
+        assert json.loads((tmp_path / "watched" / "summary.json").read_text())["target"] == outcome
+        assert OmegaConf.load(tmp_path / "watched" / "config.yaml").target.fid == float(target)
     assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == (watched / "metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_that_is_to_be_evaluated_now_waits_for_the_command_that_does_it(world, tmp_path, capsys):
+    words = words_of(world, tmp_path, "late", "save.snapshot_every_images=24")
+    assert benchmark.main(words) == 0
+    now = [*words, "eval.when=in_training", "target.fid=1e9"]
+    for _ in range(2):
+        assert benchmark.main(now) == 0
+        captured = capsys.readouterr()
+        assert result_of(captured.out)["target"] == "pending"
+        said = "2 of its 2 points were not evaluated in training: composer eval.py "
+        assert f"{said}{tmp_path / 'late'} scores the snapshots that it has." in captured.err
+    assert eval_command.main([str(tmp_path / "late")]) == 0
+    assert json.loads((tmp_path / "late" / "summary.json").read_text())["target"] == "reached"
+    capsys.readouterr()
+    assert benchmark.main(now) == 0
+    captured = capsys.readouterr()
+    assert result_of(captured.out)["target"] == "reached" and "not evaluated" not in captured.err
+
+
+def test_a_run_is_not_evaluated_in_two_ways(world, watched, tmp_path, capsys):
+    """Nor taken for one that met its target in another way. Where files lie may change."""
+    shutil.copytree(watched, tmp_path / "watched")
+    words = words_of(world, tmp_path, "watched", "eval.when=in_training", "target.fid=1e9")
+    record = (tmp_path / "watched" / "metrics.jsonl").read_bytes()
+    assert benchmark.main([*words, "eval.guidance=4", "eval.weights=training", "max_duration=9ba"]) == 2
+    at = f"but {tmp_path / 'watched'} was evaluated with"
+    first, second = capsys.readouterr().err.splitlines()[-2:]
+    assert first.startswith(f"eval.guidance: guidance 4.0, {at} 3.0 at 48 images. A run's evaluations have to be alike")
+    assert second.startswith(f"eval.weights: eval_weights training, {at} ema at 48 images.")
+    shutil.copy(world["prompts"], tmp_path / "moved.tsv")
+    assert benchmark.main([*words, f"eval.prompts={tmp_path}/moved.tsv"]) == 0
+    assert result_of(capsys.readouterr().out)["target"] == "reached"
+    assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == record
 
 
 def test_pictures_go_to_wandb_offline_without_asking_its_server(world, tmp_path):
@@ -307,3 +347,36 @@ def test_statistics_of_another_resize_and_rows_of_another_precision_are_not_take
     assert [row["precision"] for row in read_rows(tmp_path / "scores" / "eval.csv")] == ["fp32", "bf16"]
     assert eval_command.main([*words, "objective.prediction=v"]) == 2
     assert "objective.prediction: v, but " in capsys.readouterr().err
+
+
+def without_last_evaluation(watched: Path, folder: Path) -> Path:
+    """As it is after a kill in the last evaluation, with all training done."""
+    shutil.copytree(watched, folder / "watched")
+    (folder / "watched" / "summary.json").unlink()
+    lines = (watched / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = next(line for line in reversed(lines) if '"evaluation": true' in line)
+    (folder / "watched" / "metrics.jsonl").write_text("".join(line for line in lines if line != last))
+    return folder / "watched"
+
+
+def test_an_evaluation_that_is_owed_at_the_end_is_made_and_logged(world, watched, tmp_path, monkeypatch):
+    run, logged = without_last_evaluation(watched, tmp_path), InMemoryLogger()
+    monkeypatch.setattr(benchmark, "build_loggers", lambda *_: [logged])
+    assert benchmark.main(words_of(world, tmp_path, "watched", "eval.when=in_training")) == 0
+    assert [figures(line) for line in evaluations(run)] == [figures(line) for line in evaluations(watched)]
+    made, first_made = evaluations(run)[-1], evaluations(watched)[-1]
+    assert made["seconds"] == pytest.approx(first_made["seconds"], abs=0.5)
+    assert [value for _, value in logged.data["eval/fid"]] == [made["fid"]]
+    assert (run / "summary.json").is_file()
+
+
+def test_the_batch_size_is_found_at_the_first_evaluation_and_kept_through_a_start_without_one(world, tmp_path):
+    def batch_size() -> int | None:
+        return OmegaConf.load(tmp_path / "one" / "config.yaml").eval.batch_size
+
+    for duration, when, expected in (("2ba", "off", None), ("4ba", "in_training", 16), ("5ba", "off", 16)):
+        words = words_of(world, tmp_path, "one", f"eval.when={when}", "save.every_images=8")
+        assert benchmark.main([*words, f"max_duration={duration}"]) == 0
+        assert batch_size() == expected
+    [line] = evaluations(tmp_path / "one")
+    assert (line["batch"], line["eval_batch_size"]) == (3, 16)

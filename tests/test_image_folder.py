@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,8 @@ from conftest import picture
 from PIL import Image
 
 from image_folder import image_batches, list_images, read_image
+from prompts import Prompt, PromptSet
+from subjects import match_prompts
 
 
 def test_images_are_listed_by_name_and_nothing_else(tmp_path):
@@ -85,3 +89,38 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, content):
     assert str(caught.value).endswith(
         "). Possible: whole PNG, JPEG and WebP files. Fetch it again, or take it out of the folder."
     )
+
+
+PROMPTS = PromptSet([Prompt(1, 10, "a"), Prompt(2, 20, "b"), Prompt(3, 20, "c")], 3, "digest")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["x1.png", "x3.png"],
+            "eval.prompts: no image for id 2. Give the images that are missing, or a file of prompts ",
+        ),
+        (
+            ["10.png", "20.png"],
+            "eval.prompts: several prompts of image_id 20, after which the images are named. Name them ",
+        ),
+        (["1.png", "2.png", "7.png"], "eval.prompts: no id for 7.png. Give the prompts that the images are of."),
+        (["1.png", "a1.png", "2.png"], "1.png: another image has the same id. Give one image a prompt."),
+        (["a.png"], "a.png: no number in its name. Name images after their prompt's id, e.g. 770337.png."),
+    ],
+)
+def test_images_that_are_not_those_of_the_prompts_are_refused(names, message):
+    with pytest.raises(ValueError) as caught:
+        match_prompts([Path(name) for name in names], PROMPTS)
+    assert str(caught.value).startswith(message)
+
+
+def test_images_are_matched_by_id_or_by_image_id():
+    assert [prompt.number for prompt in match_prompts([Path("a_003.png"), Path("1.png"), Path("2.png")], PROMPTS)] == [
+        3,
+        1,
+        2,
+    ]
+    alone = PromptSet(PROMPTS.prompts[:2], 2, "digest")
+    assert [prompt.number for prompt in match_prompts([Path("20.png"), Path("10.png")], alone)] == [2, 1]

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
+from pathlib import Path
+
 import pytest
 import torch
+from composer import ComposerModel, Trainer
 from conftest import TINY_RUN
 from test_benchmark import refused
+from torch.utils.data import DataLoader, TensorDataset
 
+import eval as eval_command
+import preflight
+from callbacks.evaluation import Evaluation
 from callbacks.quality_target import outcome
 from callbacks.sample_grid import grid_of
-from config import load, parse_command_line
+from checkpoints import Progress
+from config import ConfigError, load, parse_command_line
 from eval import to_target
+from resume import check_evaluations
 from run_config import RunConfig, resolve
 from scoring import EvalConfig, TargetConfig, rounded_up
 
@@ -132,4 +144,145 @@ def test_a_target_without_evaluation_and_files_that_are_not_there_are_refused(ca
     later = [*words, *files, "eval.when=after", "eval.every_images=8", "save.snapshot_every_images=16"]
     assert refused(capsys, *later) == [
         "save.snapshot_every_images: 16, but eval.when=after scores snapshots every 8 images. Leave it out.",
+    ]
+
+
+class Mean(ComposerModel):
+    """As little of a model as can be trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, batch):
+        return batch[0] * self.weight
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+
+def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
+    """So that `seconds` stay right through a stop, a start without evaluation, and one with it again."""
+    lines: list[dict] = []
+    evaluation = Evaluation(
+        lambda: time.sleep(1.0) or {"eval_sec": 1.0},
+        every_images=2,
+        with_average=False,
+        clock=contextlib.nullcontext,
+        earlier=lambda: lines,
+        keep=lambda line, logger: lines.append(line),
+    )
+    data = DataLoader(TensorDataset(torch.zeros(6, 1)), batch_size=2)
+    trainer = Trainer(
+        model=Mean(),
+        train_dataloader=data,
+        max_duration="4ba",
+        optimizers=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
+        callbacks=[evaluation],
+        progress_bar=False,
+        device="cpu",
+    )
+    trainer.fit()
+    assert [line["batch"] for line in lines] == [1, 2, 3, 4]
+    assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < 1.0
+    assert lines[-1]["seconds_with_eval"] == pytest.approx(lines[-1]["seconds"] + 4.0)
+    assert Progress.of(trainer.state).seconds == pytest.approx(lines[-1]["seconds"])
+
+
+@pytest.fixture
+def a_run(tmp_path) -> Path:
+    """What eval.py takes for a run, before it looks for snapshots."""
+    (tmp_path / "prompts.tsv").write_text("image_id\tid\tcaption\n1\t1\ta cat\n")
+    (tmp_path / "run").mkdir()
+    scored = (
+        f"eval: {{prompts: {tmp_path}/prompts.tsv, clip: random, steps: 3}}\nmodel: {{preset: tiny}}\nimage_size: 64\n"
+    )
+    (tmp_path / "run" / "config.yaml").write_text(scored)
+    return tmp_path / "run"
+
+
+def eval_refused(capsys, *words: object) -> list[str]:
+    assert eval_command.main([str(word) for word in words]) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_flag_of_the_predecessor_takes_its_value_and_what_changes_no_score_is_refused(a_run, capsys, tmp_path):
+    first, second = eval_refused(capsys, a_run, "--batch_size", "8", "eval.every_images=20")
+    assert first.startswith(
+        "command line: --batch_size (global_batch_size) changes no score of a run. Possible: eval.batch_size, "
+    )
+    assert second.startswith("command line: eval.every_images changes no score of a run.")
+    folder = tmp_path / "a=b"  # a folder, although it looks like a key
+    folder.mkdir()
+    assert [
+        line.split(" changes ")[0] for line in eval_refused(capsys, folder, "snapshots=last", "eval.guidance=[1,2]")
+    ] == [
+        "command line: snapshots",
+        "command line: eval.guidance",
+    ]
+    assert eval_refused(capsys, tmp_path / "no") == [
+        f"{tmp_path}/no is no folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
+    ]
+
+
+def test_where_to_begin_is_refused_where_it_is_not_looked_at(a_run, capsys):
+    assert eval_refused(capsys, a_run, "snapshots=last", "from_images=512000") == [
+        "from_images: 512,000, but last snapshots are scored. It is where snapshots=to_target begins. Leave it out."
+    ]
+    assert eval_refused(capsys, a_run, "snapshots=to_target") == [
+        "snapshots: to_target needs a target.fid or target.clip, and one guidance. Give them, or all."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"model: [\n", "CONFIG: cannot be read as YAML: while parsing a flow node."),
+        (
+            b"\xff\xfe",
+            "CONFIG: cannot be read as YAML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte.",
+        ),
+        (b"- a\n", "CONFIG: holds a list. A run is a mapping of keys to values."),
+        (b"eval: {guidence: 3}\n", "CONFIG: unknown key 'eval.guidence'. Did you mean 'eval.guidance'?"),
+        (b"eval: {steps: many}\n", "CONFIG: eval.steps is 'many'. Possible: an integer."),
+        (
+            b"global_batch_size: 0\n",
+            "global_batch_size: 0 is not a multiple of 1 ranks x 1 microbatch = 1. Nearest: 1.",
+        ),
+    ],
+)
+def test_a_config_that_is_broken_or_of_another_schema_is_named_with_its_key(a_run, capsys, content, message):
+    (a_run / "config.yaml").write_bytes(content)
+    assert message.replace("CONFIG", f"{a_run}/config.yaml") in eval_refused(capsys, a_run)
+
+
+def test_a_run_that_one_may_not_write_in_wants_another_place_for_the_table(a_run, capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "unwritable", lambda folder: f"{folder} cannot be written. Give another.")
+    assert eval_refused(capsys, a_run) == [f"out: {a_run} cannot be written. Give another."]
+
+
+def test_a_batch_size_that_cannot_be_kept_is_said_and_the_scoring_goes_on(tmp_path, capsys):
+    eval_command._keep(tmp_path, 16)
+    said = f"eval.batch_size: 16 was found, but {tmp_path}/config.yaml cannot be written: No such file or directory."
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_the_last_evaluation_before_the_start_is_what_the_next_one_has_to_be_like(tmp_path):
+    lines = [
+        {"evaluation": True, "batch": n, "images": 8 * n, "guidance": 2.0 + n, "clip_fingerprint": "ab"}
+        for n in (1, 2, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"batch": 1}, *lines]))
+    like = {"guidance": 4.0, "clip_fingerprint": "ab", "eval_weights": "ema", "eval_batch_size": 4}
+    check_evaluations(tmp_path, 2, like)
+    with pytest.raises(ConfigError) as caught:
+        check_evaluations(tmp_path, 2, {**like, "guidance": 3.0, "clip_fingerprint": None})
+    ways = "A run's evaluations have to be alike: use that, or another run_name; its snapshots can be scored anew by composer"
+    assert caught.value.problems == [
+        f"{key}: {setting} {given}, but {tmp_path} was evaluated with {was} at 16 images. {ways} eval.py {tmp_path} "
+        f"{key}=... out=FOLDER."
+        for key, setting, given, was in (
+            ("eval.guidance", "guidance", 3.0, 4.0),
+            ("eval.clip", "clip_fingerprint", None, "ab"),
+        )
     ]

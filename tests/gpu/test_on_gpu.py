@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY_RUN
 
 import benchmark
 from checkpoint_files import FULL, listed, read
+from model import ModelConfig, build_model
+from scoring import EvalConfig, Scorer
+from zoo.objectives import ObjectiveConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +64,28 @@ def test_a_run_on_a_gpu_is_saved_and_goes_on(tmp_path, precision, ema):
         for name, tensor in section(one).items():
             torch.testing.assert_close(tensor, section(two)[name], rtol=1e-3, atol=1e-3)
     assert one["ema"]["steps"] == two["ema"]["steps"] and one["scaler"] == two["scaler"]
+
+
+def test_the_batch_size_of_evaluation_is_tried_with_the_gradients_and_the_networks_that_measure(tmp_path, monkeypatch):
+    (tmp_path / "prompts.tsv").write_text("image_id\tid\tcaption\n1\t1\ta cat\n2\t2\ta dog\n")
+    model = build_model(
+        ModelConfig(preset="tiny", weights="random"), ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=1
+    )
+    model.place(torch.device("cuda"), "bf16")
+    found, tried = [], []
+    scorer = Scorer(
+        EvalConfig(prompts=str(tmp_path / "prompts.tsv"), clip="random"), size=(64, 64), seed=1, found=found.append
+    )
+    generate = model.generate
+
+    def scarce(text, noise, **ways):
+        tried.append((len(noise), next(scorer.meter.pair.network.parameters()).device.type))
+        if len(noise) > 8:
+            raise torch.cuda.OutOfMemoryError("too many")
+        return generate(text, noise, **ways)
+
+    monkeypatch.setattr(model, "generate", scarce)
+    scorer.find_batch_size(model)
+    assert tried == [(64, "cuda"), (32, "cuda"), (16, "cuda"), (8, "cuda")]
+    assert found == [8] == [scorer.batch_size]
+    assert np.isfinite(scorer.score(model, 8.0)["clip"])
