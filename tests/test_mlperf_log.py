@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, run
+from conftest import ROOT, TINY_RUN, run
 from mlperf_fixture import BEGAN, Drive, closed, curves, header, passes, write_run
 from test_evaluation import words_of, world  # noqa: F401
 
@@ -17,9 +17,9 @@ import eval as eval_command
 from callbacks.mlperf_log import TOKEN, MLPerfConfig, conclude, read_events
 from checkpoint_files import WEIGHTS, listed, read, stem, write
 from checks import quick_problems
-from config import ConfigError, load, parse_command_line
+from config import ConfigError, flat, load, parse_command_line
 from scoring import TargetConfig
-from zoo.mlperf import RULESETS
+from zoo.mlperf import RULESETS, not_closed
 
 
 def program(tmp_path: Path, module: str, *words: object) -> tuple[bool, str]:
@@ -438,6 +438,12 @@ def test_the_closed_division_names_every_constant_that_is_another(tmp_path):
     assert f"mlperf.division: closed, but optimizer.eps: 1e-06; the reference: 1e-08. {fix}" in lines
     assert f"mlperf.division: closed, but data.synthetic: true; the reference: false. {fix}" in lines
     assert f"mlperf.division: closed, but target.clip: null; the reference: 0.15. {fix}" in lines
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "yamls").glob("mlperf_*.yaml")), ids=lambda path: path.name)
+def test_each_recipe_of_the_benchmark_may_be_logged_in_the_closed_division(path):
+    config = load(benchmark.RunConfig, parse_command_line([str(path)], {}), not_yet={}, check=lambda run: [])
+    assert not_closed(flat(benchmark.resolve(config))) == []
 
 
 # --- whole runs ---
