@@ -17,7 +17,9 @@ more or the run failed otherwise, 128 + signal after a signal.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ import plan
 import preflight
 import warm_start
 from callbacks.evaluation import Evaluation
+from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord, device_name, found_batch_size, keep_batch_size, result_line
 from callbacks.sample_grid import write_grid
@@ -45,10 +48,11 @@ from fetch import StreamFailure
 from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
+from prompts import read_prompts
 from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, check_evaluations, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import Scorer
-from stage import read_stage
+from stage import Stage, read_stage
 from tensors import fingerprint
 from zoo import mlperf
 
@@ -149,6 +153,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     # Evaluation and target.
     evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
     target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
+    mlperf_log = build_mlperf_log(config, stage, record)
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
@@ -164,6 +169,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         callbacks=[
             *(BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
             *([] if evaluation is None else [evaluation, target]),
+            *([] if mlperf_log is None else [mlperf_log]),
         ],
         loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
         progress_bar=config.loggers.progress_bar,
@@ -177,13 +183,16 @@ def train(config: RunConfig) -> dict[str, Any]:
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     if at.batch < num_batches and not target.reached:
-        trainer.fit()
+        with contextlib.nullcontext() if mlperf_log is None else mlperf_log.aborted_by_divergence(trainer.state):
+            trainer.fit()
     elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
         evaluation.catch_up(trainer.state, trainer.logger)
     trainer.close()
     if loader is not None:
         loader.close()
     record.facts["stopped_early"] = trainer.state.timestamp.batch.value < num_batches
+    if mlperf_log is not None:
+        mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
     result = record.finish(outcome_of(config, target))
     begun.release()
     return result
@@ -242,6 +251,37 @@ def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapp
         found = "A target that is met from here on may have been met before. composer eval.py scores the snapshots there are"
         print(f"eval: {given}. {found}.", file=sys.stderr, flush=True)
     return len(missing)
+
+
+def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) -> MLPerfLog | None:
+    """Return what writes the MLPerf log, with what its header says of the run; None where none is wanted."""
+    if not config.mlperf.enabled:
+        return None
+    given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
+    assert config.eval.prompts is not None and config.eval.every_images is not None
+    header = {
+        "seed": config.seed,
+        "train_samples": 0 if stage is None else stage.num_samples,  # synthetic: drawn, not sampled
+        "eval_samples": len(read_prompts(config.eval.prompts, config.eval.num_prompts).prompts),
+        "gradient_accumulation_steps": math.ceil(batch / ranks / (config.device_train_microbatch_size or batch)),
+        "global_batch_size": batch,
+        "number_of_nodes": ranks // dist.get_local_world_size(),
+        "accelerators_per_node": dist.get_local_world_size() if torch.cuda.is_available() else 0,
+        "opt_name": given.name,
+        **dict(zip(("opt_adamw_beta_1", "opt_adamw_beta_2"), given.betas, strict=True)),
+        "opt_adamw_epsilon": given.eps,
+        "opt_adamw_weight_decay": given.weight_decay,
+        "opt_base_learning_rate": given.learning_rate(batch),
+        "opt_learning_rate_warmup_steps": config.schedule.num_warmup_batches(batch),
+    }
+    return MLPerfLog(
+        record.folder,
+        config.mlperf,
+        header,
+        every_images=config.eval.every_images,
+        in_training=config.eval.when == "in_training",
+        evaluations=lambda: record.evaluations,
+    )
 
 
 def outcome_of(config: RunConfig, target: QualityTarget) -> dict[str, Any]:

@@ -36,6 +36,7 @@ import alarm
 import curves
 import preflight
 import warm_start
+from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
 from callbacks.run_record import keep_batch_size, result_line, rounded, run_id_of, write_outcome
 from checks import precision_problems, seed_problems
@@ -252,6 +253,8 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
                 file=sys.stderr,
             )
         elif config.out is None and not any(row["partial"] for row in rows):
+            if config.mlperf.enabled:
+                mlperf_log.conclude(folder, in_order, reached)
             write_outcome(folder, result, over=None if own.get("eval.when") == "after" else "pending")
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)

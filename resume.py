@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "save.",
     "measure.",
     "loggers.",
+    "mlperf.",  # the log says how it was begun
 )
 
 

@@ -337,8 +337,8 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         ),
         (["precision=fp8"], "command line: precision is 'fp8'. Possible: one of fp32, tf32, bf16, fp16 or null."),
         (
-            ["mlperf.enabled=true"],
-            "command line: 'mlperf.enabled' is not available: the MLPerf log is not part of this version. Leave it out.",
+            ["mlperf.ruleset=6.0.0"],
+            "command line: mlperf.ruleset is '6.0.0'. Possible: one of 4.0.0, 4.1.0, 5.0.0.",
         ),
     ],
 )
