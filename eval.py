@@ -356,13 +356,22 @@ def evaluate(command: CommandLine) -> None:
 
 
 def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:
-    """Draw FID against CLIP where guidance varies, both over images where the images do."""
-    if len({row.get("guidance") for row in rows}) > 1 and all(
-        row["fid"] is not None is not row["clip"] for row in rows
+    """Draw FID against CLIP where guidance varies, both over images where the images do, of the rows that have these."""
+
+    def over_images(rows: Sequence[Row], path: Path) -> None:
+        curves.draw_over_images(rows, path, dataclasses.asdict(config.target))
+
+    for name, along, more, picture in (
+        ("guidance.png", "guidance", ("fid", "clip"), curves.draw_guidance),
+        ("eval.png", "images", (), over_images),
     ):
-        curves.draw_guidance(rows, folder / "guidance.png")
-    if len({row.get("images") for row in rows}) > 1 and all("images" in row for row in rows):
-        curves.draw_over_images(rows, folder / "eval.png", dataclasses.asdict(config.target))
+        drawn = [row for row in rows if all(row.get(key) is not None for key in (along, *more))]
+        if len({row[along] for row in drawn}) < 2:
+            continue
+        picture(drawn, folder / name)
+        if left_out := dict.fromkeys(str(row["model"]) for row in rows if row not in drawn):
+            what = f"without {', '.join(left_out)}, where {' or '.join((along, *more))} is missing"
+            print(f"eval: {folder / name} is drawn {what}. The table has all.", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
