@@ -18,10 +18,18 @@ from filelock import FileLock, Timeout
 
 import alarm
 from callbacks.quality_target import TARGET_KEYS, outcome, said
-from callbacks.run_record import RESULT_KEYS, found_batch_size, keep_keys, read_lines, rounded, write_outcome
+from callbacks.run_record import (
+    RESULT_KEYS,
+    found_batch_size,
+    keep_keys,
+    read_config,
+    read_lines,
+    rounded,
+    write_outcome,
+)
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
-from config import ConfigError, flat, read_yaml
+from config import ConfigError, flat
 from stage import Stage
 
 # What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
@@ -117,7 +125,7 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: A
 
 
 def _begun_with(folder: Path) -> dict[str, Any]:
-    return {at.key: at.value for at in read_yaml(str(folder / "config.yaml"))[0]}
+    return read_config(folder)
 
 
 # What an evaluation's line says that its figures depend on, and the key that it comes from.
