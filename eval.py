@@ -38,13 +38,12 @@ import preflight
 import warm_start
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import keep_batch_size, result_line, rounded, run_id_of, write_outcome
+from callbacks.run_record import keep_batch_size, read_config, result_line, rounded, run_id_of, write_outcome
 from checks import precision_problems, seed_problems
 from config import Assignment, CommandLine, ConfigError, Problem, flat, load, parse_command_line, read_yaml, schema_keys
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
-from resume import own_keys
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import FIGURES, Meter, Scorer
 from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
@@ -244,7 +243,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
     in_order = sorted(rows, key=lambda row: row["images"])
     reached = next((row for row in in_order if config.target.is_met(row)), None)
     if dist.get_global_rank() == 0:
-        result, own = outcome(in_order, reached), own_keys(folder)
+        result, own = outcome(in_order, reached), read_config(folder)
         differing = sorted(key for key in DECIDING if key in own and own[key] != flat(config)[key])
         if differing:
             given = f"a trial, since {', '.join(differing)} differ from {folder}/config.yaml: its summary.json stays"
@@ -372,13 +371,22 @@ def evaluate(command: CommandLine) -> None:
 
 
 def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:
-    """Draw FID against CLIP where guidance varies, both over images where the images do."""
-    if len({row.get("guidance") for row in rows}) > 1 and all(
-        row["fid"] is not None is not row["clip"] for row in rows
+    """Draw FID against CLIP where guidance varies, both over images where the images do, of the rows that have these."""
+
+    def over_images(rows: Sequence[Row], path: Path) -> None:
+        curves.draw_over_images(rows, path, dataclasses.asdict(config.target))
+
+    for name, along, more, picture in (
+        ("guidance.png", "guidance", ("fid", "clip"), curves.draw_guidance),
+        ("eval.png", "images", (), over_images),
     ):
-        curves.draw_guidance(rows, folder / "guidance.png")
-    if len({row.get("images") for row in rows}) > 1 and all("images" in row for row in rows):
-        curves.draw_over_images(rows, folder / "eval.png", dataclasses.asdict(config.target))
+        drawn = [row for row in rows if all(row.get(key) is not None for key in (along, *more))]
+        if len({row[along] for row in drawn}) < 2:
+            continue
+        picture(drawn, folder / name)
+        if left_out := dict.fromkeys(str(row["model"]) for row in rows if row not in drawn):
+            what = f"without {', '.join(left_out)}, where {' or '.join((along, *more))} is missing"
+            print(f"eval: {folder / name} is drawn {what}. The table has all.", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
