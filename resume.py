@@ -196,7 +196,8 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
-    if config.eval.when == "in_training" and evaluations_of(folder) and not _is_evaluated_alike(folder, config):
+    lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
+    if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
         return None  # whether its figures would be others is known when the scorer is built
     return finished(folder, config.max_duration, config)
 
