@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -53,15 +54,15 @@ def listen() -> None:
                     code, text = store.get(KEY).decode().split(" ", 1)
                     print(text, file=sys.stderr, flush=True)
                     time.sleep(POLL_SEC)  # until all have heard
-                    _let_first_leave()
+                    _let_first_leave(STAY_SEC)
                     os._exit(int(code))  # the main thread is in a collective that will never end
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _let_first_leave() -> None:
+def _let_first_leave(limit_sec: float) -> None:
     if dist.get_local_rank() != 0:
-        time.sleep(FIRST_SEC)
+        time.sleep(limit_sec)
 
 
 def on_rank_zero(work: Callable[[], Result]) -> Result:
@@ -98,4 +99,8 @@ def sound(text: str, code: int = 1) -> None:
         if (store := _store()) is not None:
             store.set(KEY, f"{code} rank {dist.get_global_rank()} has stopped: {text}")
             time.sleep(STAY_SEC)
-    _let_first_leave()
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # the launcher's, which ends this rank now: nothing is left to save
+    _let_first_leave(FIRST_SEC)

@@ -17,7 +17,9 @@ more or the run failed otherwise, 128 + signal after a signal.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ import plan
 import preflight
 import warm_start
 from callbacks.evaluation import Evaluation
+from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord, device_name, found_batch_size, keep_batch_size, result_line
 from callbacks.sample_grid import write_grid
@@ -45,10 +48,11 @@ from fetch import StreamFailure
 from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
+from prompts import read_prompts
 from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, check_evaluations, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import Scorer
-from stage import read_stage
+from stage import Stage, read_stage
 from tensors import fingerprint
 from zoo import mlperf
 
@@ -114,7 +118,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     average = EMA(config.ema) if config.ema.enabled else None
     if begun.checkpoint is not None:
         restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
-    if at.batch >= num_batches and (result := finished(folder, None, config)):
+    if result := finished(folder, None if at.batch >= num_batches else config.max_duration, config):
         return result
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
@@ -143,10 +147,13 @@ def train(config: RunConfig) -> dict[str, Any]:
     )
     record.start(at.batch)
     begun.say(record.num_starts)
+    if scorer is not None:
+        record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
 
     # Evaluation and target.
     evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
     target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
+    mlperf_log = build_mlperf_log(config, stage, record)
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
@@ -162,6 +169,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         callbacks=[
             *(BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
             *([] if evaluation is None else [evaluation, target]),
+            *([] if mlperf_log is None else [mlperf_log]),
         ],
         loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
         progress_bar=config.loggers.progress_bar,
@@ -175,12 +183,16 @@ def train(config: RunConfig) -> dict[str, Any]:
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     if at.batch < num_batches and not target.reached:
-        trainer.fit()
+        with contextlib.nullcontext() if mlperf_log is None else mlperf_log.aborted_by_divergence(trainer.state):
+            trainer.fit()
     elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
         evaluation.catch_up(trainer.state, trainer.logger)
     trainer.close()
     if loader is not None:
         loader.close()
+    record.facts["stopped_early"] = trainer.state.timestamp.batch.value < num_batches
+    if mlperf_log is not None:
+        mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
     result = record.finish(outcome_of(config, target))
     begun.release()
     return result
@@ -224,6 +236,51 @@ def build_evaluation(
         clock=throughput.evaluating,
         earlier=lambda: record.evaluations,
         keep=keep,
+    )
+
+
+def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many points before this start were not evaluated in training, and say so: the target may lie there."""
+    assert config.eval.every_images is not None
+    due = range(config.eval.every_images, images, config.eval.every_images)  # what is owed here and now comes first
+    missing = sorted(set(due) - {line["images"] for line in evaluations})
+    if missing and dist.get_global_rank() == 0:
+        given = (
+            f"{len(missing)} of {len(due)} points before {images:,} images were not evaluated (first: {missing[0]:,})"
+        )
+        found = "A target that is met from here on may have been met before. composer eval.py scores the snapshots there are"
+        print(f"eval: {given}. {found}.", file=sys.stderr, flush=True)
+    return len(missing)
+
+
+def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) -> MLPerfLog | None:
+    """Return what writes the MLPerf log, with what its header says of the run; None where none is wanted."""
+    if not config.mlperf.enabled:
+        return None
+    given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
+    assert config.eval.prompts is not None and config.eval.every_images is not None
+    header = {
+        "seed": config.seed,
+        "train_samples": 0 if stage is None else stage.num_samples,  # synthetic: drawn, not sampled
+        "eval_samples": len(read_prompts(config.eval.prompts, config.eval.num_prompts).prompts),
+        "gradient_accumulation_steps": math.ceil(batch / ranks / (config.device_train_microbatch_size or batch)),
+        "global_batch_size": batch,
+        "number_of_nodes": ranks // dist.get_local_world_size(),
+        "accelerators_per_node": dist.get_local_world_size() if torch.cuda.is_available() else 0,
+        "opt_name": given.name,
+        **dict(zip(("opt_adamw_beta_1", "opt_adamw_beta_2"), given.betas, strict=True)),
+        "opt_adamw_epsilon": given.eps,
+        "opt_adamw_weight_decay": given.weight_decay,
+        "opt_base_learning_rate": given.learning_rate(batch),
+        "opt_learning_rate_warmup_steps": config.schedule.num_warmup_batches(batch),
+    }
+    return MLPerfLog(
+        record.folder,
+        config.mlperf,
+        header,
+        every_images=config.eval.every_images,
+        in_training=config.eval.when == "in_training",
+        evaluations=lambda: record.evaluations,
     )
 
 

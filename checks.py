@@ -11,8 +11,9 @@ from composer.utils import dist
 
 import preflight
 import warm_start
+from callbacks import mlperf_log
 from checkpoint_files import FULL, listed
-from config import Problem
+from config import Problem, flat
 from model import model_problems
 from run_config import RunConfig, resolve, wants_own_rate
 from scoring import EVERY_IMAGES, rounded_up
@@ -63,10 +64,18 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     sections = (config.objective, config.optimizer, config.schedule, config.ema, config.save, config.measure)
     of_eval = config.eval.problems(now=config.eval.when == "in_training")
     of_target = config.target.problems(config.eval)
-    in_sections = [of_data, *(s.problems() for s in sections), of_eval, of_target, config.loggers.problems()]
+    in_sections = [
+        of_data,
+        *(s.problems() for s in sections),
+        of_eval,
+        of_target,
+        config.loggers.problems(),
+        config.mlperf.problems(),
+    ]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
     found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
+    found += _mlperf_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
@@ -79,23 +88,27 @@ def _run_problems(config: RunConfig) -> list[Problem]:
         found.append(Problem(text, ("run_name", "run_folder")))
     if config.data.remote and config.data.local and (text := preflight.unwritable(config.data.local)):
         found.append(Problem(f"data.local: {text}", ("data.local",)))
+    found += seed_problems(config)
     if text := preflight.duration_problem(config.max_duration):
         found.append(Problem(f"max_duration: {text}", ("max_duration",)))
     if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
-    return found + common_problems(config) + _batch_problems(config)
+    return found + precision_problems(config) + _batch_problems(config)
 
 
-def common_problems(config: RunConfig) -> list[Problem]:
-    """Return what cannot be about the seed and the precision, in training and in evaluation."""
-    found = []
-    if not 0 <= config.seed < 2**32:
-        found.append(Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",)))
-    if not torch.cuda.is_available() and config.precision in ("fp16", "tf32"):
-        text = f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16."
-        found.append(Problem(text, ("precision",)))
-    return found
+def seed_problems(config: RunConfig) -> list[Problem]:
+    """Return what cannot be about the seed, in training and in evaluation."""
+    if 0 <= config.seed < 2**32:
+        return []
+    return [Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",))]
+
+
+def precision_problems(config: RunConfig) -> list[Problem]:
+    """Return what this machine cannot compute in, in training and in evaluation."""
+    if torch.cuda.is_available() or config.precision not in ("fp16", "tf32"):
+        return []
+    return [Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))]
 
 
 def _batch_problems(config: RunConfig) -> list[Problem]:
@@ -164,6 +177,31 @@ def _evaluation_problems(config: RunConfig) -> list[Problem]:
         text = f"{every:,}, but max_duration={config.max_duration} is {images:,}: nothing would be evaluated. Lower it."
         found.append(("eval.every_images", text))
     return [Problem(f"{key}: {text}", (key, "global_batch_size", "max_duration")) for key, text in found]
+
+
+def _mlperf_problems(config: RunConfig) -> list[Problem]:
+    """A log needs two figures and a target to say anything, and a log of the closed division the benchmark's constants."""
+    if not config.mlperf.enabled:
+        return []
+    found, given, folder = [], config.eval, Path(config.run_folder, config.run_name or "")
+    missing = [f"eval.{key}" for key in ("prompts", "statistics", "inception", "clip") if getattr(given, key) is None]
+    if given.when == "off":
+        found.append(("eval.when", "nothing is evaluated. Say eval.when=after, or in_training."))
+    elif missing:
+        found.append(("eval.prompts", f"{', '.join(missing)}: not given. FID and CLIP score belong into the log."))
+    elif not Path(given.prompts or "").expanduser().is_file():
+        found.append(("eval.prompts", f"no file {given.prompts}, whose prompts the log counts. Check the path."))
+    elif not config.target.is_given:
+        found.append(("target.fid", "no target, so that it would never end well. The benchmark's: 90 and 0.15."))
+    if config.run_name and not (folder / mlperf_log.NAME).is_file() and listed(folder / "checkpoints", FULL):
+        found.append(("run_name", f"{folder} was begun without a log. Leave it out, or take another run_name."))
+    problems = [Problem(f"mlperf.enabled: true, but {text}", ("mlperf.enabled", key)) for key, text in found]
+    if config.mlperf.division == "closed":
+        with contextlib.suppress(ValueError):  # what cannot be resolved is named elsewhere
+            for text in mlperf.not_closed(flat(resolve(config))):
+                fix = "Use the reference's value, or mlperf.division=open."
+                problems.append(Problem(f"mlperf.division: closed, but {text}. {fix}", (text.partition(":")[0],)))
+    return problems
 
 
 def memory_problems(config: RunConfig) -> list[Problem]:

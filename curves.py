@@ -29,6 +29,10 @@ APART = ("model", "model_id", "snapshot", "weights", "guidance", "sampler", "ste
 """What has a line of its own in a picture; model_id tells two models of one name apart."""
 
 NEEDED = (*FIRST, "num_images", "partial")
+
+FIGURES = ("fid", "clip", "clip_x100")
+"""What every row has; None where it was not measured. Of other columns an empty cell is one that its row does not have."""
+
 LOCK_WAIT_SEC = 60.0
 
 TEXTS = {
@@ -49,7 +53,7 @@ COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a table, or none where there is no file.
+    """Return the rows of a table as they were written, or none where there is no file.
 
     Raises:
         ValueError: it is no table of scores, or not a whole one; names the line, and what to do.
@@ -66,9 +70,8 @@ def read_rows(path: Path) -> list[Row]:
         if len(cells) != len(header):
             given = f"{path}: line {number} has {len(cells)} cells, its header {len(header)}"
             raise ValueError(f"{given}. Remove that line: its score is then made again.")
-        rows.append(
-            {key: _from_cell(f"{path}: line {number}", key, cell) for key, cell in zip(header, cells, strict=True)}
-        )
+        there = [(key, cell) for key, cell in zip(header, cells, strict=True) if cell or key in FIGURES]
+        rows.append({key: _from_cell(f"{path}: line {number}", key, cell) for key, cell in there})
     return rows
 
 
@@ -201,12 +204,11 @@ def lines_of(rows: Sequence[Row], along: str) -> list[tuple[str, list[Row]]]:
         differing.discard("model_id")  # the names tell them apart
 
     def label(row: Row) -> str:
-        words = {key: f"{key} {row.get(key)}" for key in keys} | {
-            "model": row["model"],
-            "model_id": row.get("model_id"),
-        }
-        words["snapshot"] = f"{row['images']:,} images" if "images" in row else ""
-        return ", ".join(str(words[key]) for key in keys if key == "model" or key in differing)
+        words = {key: f"{key} {row[key]}" for key in keys if row.get(key) is not None}
+        words |= {key: row[key] for key in ("model", "model_id") if key in words}
+        if "snapshot" in words:
+            words["snapshot"] = f"{row['images']:,} images"
+        return ", ".join(words[key] for key in keys if key in words and (key == "model" or key in differing))
 
     return [(label(of_line[0]), of_line) for of_line in found.values()]
 

@@ -36,10 +36,11 @@ import alarm
 import curves
 import preflight
 import warm_start
+from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import keep_batch_size, result_line, rounded, run_id_of, write_outcome
-from checks import common_problems
-from config import Assignment, CommandLine, ConfigError, Problem, load, parse_command_line, read_yaml, schema_keys
+from callbacks.run_record import keep_batch_size, read_config, result_line, rounded, run_id_of, write_outcome
+from checks import precision_problems, seed_problems
+from config import Assignment, CommandLine, ConfigError, Problem, flat, load, parse_command_line, read_yaml, schema_keys
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
@@ -80,6 +81,11 @@ EFFECTIVE: dict[Kind, tuple[str, ...]] = {
 }
 
 
+DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
+DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "model.weights", "snapshots", "from_images"}
+"""What a target is met with: given in another way than in a run's config.yaml, its scores are a trial."""
+
+
 def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
     """Return the configuration that something is scored with. Raises ConfigError: with every problem at once."""
     given = {at.key for at in command.assignments}
@@ -96,7 +102,7 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
         if kind != "images":
             config = _completed(config, place, kind, given)
             problems += model_problems(config.model, config.image_size, encoders_wanted=False)
-            problems += _size_problems(config) + common_problems(config)
+            problems += _size_problems(config) + seed_problems(config) + precision_problems(config)
             if text := preflight.batch_problem(config.global_batch_size, 1, 1):
                 problems.append(Problem(f"global_batch_size: {text}", ("global_batch_size",)))
         if kind == "diffusers":
@@ -230,16 +236,25 @@ def _images(path: Path) -> int:
 
 
 def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
-    """Say which snapshot met the target first, and write that into the summary of a run that waits for it.
+    """Say which snapshot met the target first, and write that into the summary of a run that is decided afterwards.
 
-    Not of one that was decided in training, nor from a part of the prompts, nor where the table goes elsewhere: a trial.
+    Not from a part of the prompts, nor where the table goes elsewhere, nor with other keys than the run's own: a trial.
     """
     in_order = sorted(rows, key=lambda row: row["images"])
     reached = next((row for row in in_order if config.target.is_met(row)), None)
     if dist.get_global_rank() == 0:
-        result = outcome(in_order, reached)
-        if config.out is None and not any(row["partial"] for row in rows):
-            write_outcome(folder, result, over="pending")
+        result, own = outcome(in_order, reached), read_config(folder)
+        differing = sorted(key for key in DECIDING if key in own and own[key] != flat(config)[key])
+        if differing:
+            given = f"a trial, since {', '.join(differing)} differ from {folder}/config.yaml: its summary.json stays"
+            print(
+                f"target: {given}. To decide the run so, start it with these keys: composer benchmark.py",
+                file=sys.stderr,
+            )
+        elif config.out is None and not any(row["partial"] for row in rows):
+            if config.mlperf.enabled:
+                mlperf_log.conclude(folder, in_order, reached)
+            write_outcome(folder, result, over=None if own.get("eval.when") == "after" else "pending")
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
         print(result_line({key: rounded(value) for key, value in result.items()}), flush=True)
@@ -356,13 +371,22 @@ def evaluate(command: CommandLine) -> None:
 
 
 def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:
-    """Draw FID against CLIP where guidance varies, both over images where the images do."""
-    if len({row.get("guidance") for row in rows}) > 1 and all(
-        row["fid"] is not None is not row["clip"] for row in rows
+    """Draw FID against CLIP where guidance varies, both over images where the images do, of the rows that have these."""
+
+    def over_images(rows: Sequence[Row], path: Path) -> None:
+        curves.draw_over_images(rows, path, dataclasses.asdict(config.target))
+
+    for name, along, more, picture in (
+        ("guidance.png", "guidance", ("fid", "clip"), curves.draw_guidance),
+        ("eval.png", "images", (), over_images),
     ):
-        curves.draw_guidance(rows, folder / "guidance.png")
-    if len({row.get("images") for row in rows}) > 1 and all("images" in row for row in rows):
-        curves.draw_over_images(rows, folder / "eval.png", dataclasses.asdict(config.target))
+        drawn = [row for row in rows if all(row.get(key) is not None for key in (along, *more))]
+        if len({row[along] for row in drawn}) < 2:
+            continue
+        picture(drawn, folder / name)
+        if left_out := dict.fromkeys(str(row["model"]) for row in rows if row not in drawn):
+            what = f"without {', '.join(left_out)}, where {' or '.join((along, *more))} is missing"
+            print(f"eval: {folder / name} is drawn {what}. The table has all.", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:

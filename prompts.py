@@ -9,11 +9,15 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 COLUMNS = ("image_id", "id", "caption")
+QUOTES = (
+    'Its quotation marks do not close, or are not doubled: a caption that has some stands in them, as in """a"" cat"'
+)
 EXAMPLE = f"Its first line has to be {' TAB '.join(COLUMNS)}, as in the MLPerf reference's val2014_30k.tsv"
 
 
@@ -49,7 +53,8 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
         num_prompts: use the first so many; None: all.
 
     Raises:
-        ValueError: it cannot be read, lacks a column, or has a line that is no prompt; says which, and what to do.
+        ValueError: it cannot be read, lacks a column or has it twice, or has a line that is no prompt; says which, and what
+            to do.
     """
     try:
         content = Path(path).expanduser().read_bytes()
@@ -59,15 +64,19 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start:,}). {EXAMPLE}.") from error
     rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    prompts, begin = [], 1  # where a row begins: with a quotation mark that does not close it goes on over many lines
     try:
         header = next(rows, [])
-        missing = [name for name in COLUMNS if name not in header]
-        if missing:
-            found = ", ".join(f"'{name[:30]}'" for name in header[:5]) or "nothing"
-            raise ValueError(f"{path}: no column {', '.join(missing)} in its first line, which has {found}. {EXAMPLE}.")
-        prompts = [_prompt(path, rows.line_num, header, row) for row in rows if row]
+        _check_header(path, header)
+        begin = rows.line_num + 1
+        for row in rows:
+            prompts += [_prompt(path, rows.line_num, header, row)] if row else []
+            begin = rows.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{path}: line {rows.line_num:,} cannot be read: {error}. {EXAMPLE}.") from error
+        said = str(error).replace("\t", "TAB")
+        raise ValueError(
+            f"{path}: line {begin:,} cannot be read: {said}. {EXAMPLE if begin == 1 else QUOTES}."
+        ) from error
     if not prompts:
         raise ValueError(f"{path} has a header and no prompt. Give a file with at least one.")
     first_line: dict[int, int] = {}
@@ -81,17 +90,27 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
     return PromptSet(prompts[:num_prompts], len(prompts), hashlib.sha256(content).hexdigest())
 
 
+def _check_header(path: str, header: Sequence[str]) -> None:
+    if missing := [name for name in COLUMNS if name not in header]:
+        found = ", ".join(f"'{name[:30]}'" for name in header[:5]) or "nothing"
+        raise ValueError(f"{path}: no column {', '.join(missing)} in its first line, which has {found}. {EXAMPLE}.")
+    if twice := [name for name in COLUMNS if header.count(name) > 1]:
+        raise ValueError(f"{path}: more than one column {', '.join(twice)} in its first line. Keep one of each.")
+
+
 def _prompt(path: str, line: int, header: Sequence[str], row: Sequence[str]) -> Prompt:
     if len(row) != len(header):
         raise ValueError(f"{path}: line {line:,} has {len(row)} columns, its header {len(header)}. Mend that line.")
     cells = dict(zip(header, row, strict=True))
     numbers = {}
     for name in ("id", "image_id"):
-        try:
-            numbers[name] = int(cells[name])
-        except ValueError:
-            raise ValueError(f"{path}: line {line:,} has {name} '{cells[name]}', no whole number. Mend it.") from None
+        if not re.fullmatch("-?[0-9]{1,4000}", cells[name]):  # int() takes 1_0 and other scripts' digits, too
+            raise ValueError(f"{path}: line {line:,} has {name} '{cells[name][:40]}', no whole number. Mend it.")
+        numbers[name] = int(cells[name])
     caption = cells["caption"].strip()
     if not caption:
         raise ValueError(f"{path}: line {line:,} (id {numbers['id']}) has an empty caption. Remove that line.")
+    if "\0" in caption:
+        given = f"{path}: line {line:,} (id {numbers['id']}) has a NUL character in its caption"
+        raise ValueError(f"{given}. Take it out: no text encoder knows it.")
     return Prompt(numbers["id"], numbers["image_id"], caption)

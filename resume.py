@@ -6,7 +6,6 @@ config.yaml, before anything is built; then, with the encoders and the stage at 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +17,19 @@ from filelock import FileLock, Timeout
 
 import alarm
 from callbacks.quality_target import TARGET_KEYS, outcome, said
-from callbacks.run_record import RESULT_KEYS, found_batch_size, keep_keys, read_lines, rounded, write_outcome
+from callbacks.run_record import (
+    RESULT_KEYS,
+    found_batch_size,
+    keep_keys,
+    read_config,
+    read_lines,
+    read_summary,
+    rounded,
+    write_outcome,
+)
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
-from config import ConfigError, flat, read_yaml
+from config import ConfigError, flat
 from stage import Stage
 
 # What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
@@ -43,6 +51,7 @@ MAY_CHANGE = (
     "save.",
     "measure.",
     "loggers.",
+    "mlperf.",  # the log says how it was begun
 )
 
 
@@ -70,16 +79,16 @@ def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, A
         max_duration: what it was finished for; None: whatever it was.
         config: of this start: a run that has met another target goes on.
     """
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.is_file() else {}
-    lines = evaluations_of(folder)
-    met = next((line for line in lines if config.eval.when == "in_training" and config.target.is_met(line)), None)
+    summary = read_summary(folder)
     if not summary:
         return None
+    lines = evaluations_of(folder) if config.eval.when == "in_training" or _is_evaluated_alike(folder, config) else []
+    met = next((line for line in lines if config.eval.when != "off" and config.target.is_met(line)), None)
+    stopped_early = summary.get("stopped_early", summary.get("target") == "reached" and bool(lines))
     if met is not None:
         found, text = outcome(lines, met), f"has reached its target ({said(met)})"
-    elif (summary.get("target") == "reached" and lines) or max_duration not in (None, summary.get("max_duration")):
-        return None  # it was stopped in training, by an easier target, or a longer training is asked for
+    elif stopped_early or max_duration not in (None, summary.get("max_duration")):
+        return None  # by an easier target; or a longer training is asked for
     else:
         found, more = _unmet(folder, summary, lines, config)
         text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on{more}"
@@ -104,20 +113,16 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: A
         return {}, ""
     every, images = config.eval.every_images, summary["batches"] * config.global_batch_size
     due = range(every, images + 1, every)
-    missing = set(due) - {line["images"] for line in lines if config.eval.when == "in_training"}
+    missing = set(due) - {line["images"] for line in lines}
     if not missing:
         return outcome(lines, None) if config.target.is_given else {}, ""
-    begun = _begun_with(folder)
+    begun = read_config(folder)
     same = all(begun.get(key) == value for key, value in flat(config).items() if key.startswith("target."))
     if same and summary.get("target") in ("reached", "missed"):
         return {}, ""  # eval.py has decided it
     found = {**dict.fromkeys(TARGET_KEYS), "target": "pending"} if config.target.is_given else {}
     more = f"; {len(missing)} of its {len(due)} points were not evaluated in training"
     return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
-
-
-def _begun_with(folder: Path) -> dict[str, Any]:
-    return {at.key: at.value for at in read_yaml(str(folder / "config.yaml"))[0]}
 
 
 # What an evaluation's line says that its figures depend on, and the key that it comes from.
@@ -160,6 +165,12 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
         raise ConfigError(differing)
 
 
+def _is_evaluated_alike(folder: Path, config: Any) -> bool:
+    """True where the keys that a score depends on are those of the run's config.yaml."""
+    evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
+    return evaluated.items() <= read_config(folder).items()
+
+
 def _as_yaml(value: Any) -> Any:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
@@ -175,7 +186,7 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
     """
     if not (folder / "config.yaml").is_file():
         return None
-    begun = _begun_with(folder)
+    begun = read_config(folder)
     differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
     if differing:
         raise ConfigError(
@@ -185,8 +196,8 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
-    evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
-    if config.eval.when == "in_training" and evaluations_of(folder) and not evaluated.items() <= begun.items():
+    lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
+    if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
         return None  # whether its figures would be others is known when the scorer is built
     return finished(folder, config.max_duration, config)
 

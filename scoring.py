@@ -100,10 +100,10 @@ class EvalConfig:
     def guidances(self) -> list[float]:
         """Return the scales of guidance. Raises ValueError: not a number, nor a list of them."""
         given = self.guidance if isinstance(self.guidance, list | tuple) else [self.guidance]
-        numbers = [value for value in given if isinstance(value, int | float) and not isinstance(value, bool)]
-        if not given or len(numbers) < len(given):
-            raise ValueError(f"{self.guidance!r} is no scale. Possible: a number, e.g. 8 (1: none), or a list of them.")
-        return [float(value) for value in numbers]
+        bad = [value for value in given if type(value) not in (int, float) or math.isnan(value)]
+        if bad or not given:
+            raise ValueError(f"{[*bad, given][0]} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them.")
+        return [float(value) for value in given]
 
     def _file_problems(self, images_alone: bool) -> list[tuple[str, str]]:
         found = []

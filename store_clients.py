@@ -106,7 +106,14 @@ class BriefSFTPDownloader(SFTPDownloader):
 
     def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
         place, partial = urlsplit(remote), f"{local}.tmp"
-        with self._connection(place, timeout).open_sftp() as session:
+        connection = self._connection(place, timeout)
+        too_long = threading.Timer(timeout, connection.close)  # paramiko opens a session without a limit
+        too_long.start()
+        try:
+            session = connection.open_sftp()
+        finally:
+            too_long.cancel()
+        with session:
             channel = session.get_channel()
             assert channel is not None
             channel.settimeout(timeout)

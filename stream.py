@@ -259,6 +259,8 @@ class BatchStream(StreamingDataset):
         they are wanted next.
         """
         with FileLock(self._cache_filelock_path):
+            if self._shard_states[wanted_id] != _ShardState.REMOTE:
+                return  # another thread has begun with it: it would be counted twice
             not_opened = {
                 shard_id: path
                 for shard_id, (shard, state) in enumerate(zip(self.shards, self._shard_states.numpy(), strict=True))

@@ -30,6 +30,8 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from omegaconf import OmegaConf
 
+from config import ConfigError, read_yaml
+
 if TYPE_CHECKING:
     from callbacks.throughput import Throughput
 
@@ -104,13 +106,15 @@ class RunRecord(Callback):
         """Begin or go on with the record, at this batch; rank 0 cuts it back to there and keeps what it cuts.
 
         Raises:
+            ConfigError: what is there cannot be read; nothing is written then.
             OSError: it cannot be written.
         """
         self.environment = environment()
         self._begun_at = batch
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
-            earlier = read_lines(self.folder / "starts.jsonl")
+            names = ("starts.jsonl", "bad_samples.jsonl", "metrics.jsonl")
+            earlier, bad, _ = (read_lines(self.folder / name) for name in names)  # all of it before anything is written
             self.num_starts = len(earlier) + 1
             self.run_id = run_id_of(self.folder) or uuid.uuid4().hex[:8]
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
@@ -127,7 +131,6 @@ class RunRecord(Callback):
             self.throughput.windows = [line for line in kept if line.get("start") in same]
             self.loss = kept[-1]["loss"] if kept else None
             self._written_to = kept[-1]["batch"] if kept else 0
-            bad = read_lines(self.folder / "bad_samples.jsonl")
             if bad:
                 _write(self.folder / "bad_samples.jsonl", _lines(bad))  # without a line that a killed writer left
             for line in bad:
@@ -140,13 +143,13 @@ class RunRecord(Callback):
     def _cut_back(self, batch: int) -> list[dict[str, Any]]:
         """Leave the lines up to a batch in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""
         path = self.folder / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
+        text = path.read_bytes() if path.exists() else b""
         kept = [line for line in read_lines(path) if line["batch"] <= batch]
-        rest = "".join(text.splitlines(keepends=True)[len(kept) :])
+        rest = b"\n".join(text.split(b"\n")[len(kept) :])
         if rest:
-            with open(self.folder / "metrics.cut.jsonl", "a") as file:
-                file.write(rest if rest.endswith("\n") else rest + "\n")
-        if rest or (text and not text.endswith("\n")):
+            with open(self.folder / "metrics.cut.jsonl", "ab") as file:
+                file.write(rest if rest.endswith(b"\n") else rest + b"\n")
+        if rest or (text and not text.endswith(b"\n")):
             _write(path, _lines(kept))
         return kept
 
@@ -234,6 +237,8 @@ class RunRecord(Callback):
         Args:
             outcome: what a run with a target, or with evaluations, has beside them.
         """
+        if self._losses:  # of batches that no window of this start has closed
+            self.loss = sum(self._losses) / len(self._losses)
         figures = {**self.throughput.result(), "loss": self.loss}
         figures["batches"] = max(figures["batches"], self._begun_at)
         result = {key: rounded(figures[key]) for key in RESULT_KEYS}
@@ -259,14 +264,28 @@ def write_outcome(folder: Path, outcome: Mapping[str, Any], *, over: str | None 
     Args:
         over: only where its `target` is this.
     """
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text()) if path.is_file() else {}
+    summary = read_summary(folder)
     if summary and over in (None, summary.get("target")):
-        _write_json(path, {**summary, **outcome})
+        _write_json(folder / "summary.json", {**summary, **outcome})
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return what is in a run's summary.json, or nothing where the run is not finished. Raises ConfigError: it is broken."""
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_bytes()) if path.is_file() else {}
+        said = "" if isinstance(summary, dict) else f"it holds a {type(summary).__name__}"
+    except ValueError as error:
+        said, summary = str(error), {}
+    if said:
+        ways = "Remove it: benchmark.py then goes on from the run's newest checkpoint, and writes it again"
+        raise ConfigError([f"{path} is no whole summary: {said}. {ways}."])
+    return summary
 
 
 def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] = ("",)) -> None:
     """Write keys of some sections into a run's config.yaml, which may be of before there were such."""
+    read_config(folder)  # for what it says of one that is broken
     path = folder / "config.yaml"
     config = OmegaConf.load(path)
     for key, value in keys.items():
@@ -282,8 +301,17 @@ def keep_batch_size(folder: Path, batch_size: int) -> None:
 
 def found_batch_size(folder: Path) -> int | None:
     """Return the batch size of evaluation that a run has, for all its starts, or None."""
+    return read_config(folder).get("eval.batch_size")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return key -> value of a run's config.yaml, or nothing where there is none. Raises ConfigError: it is broken."""
     path = folder / "config.yaml"
-    return OmegaConf.select(OmegaConf.load(path), "eval.batch_size") if path.is_file() else None
+    values, unreadable = read_yaml(str(path)) if path.is_file() else ([], [])
+    if unreadable:
+        ways = "Bring back a copy, or remove it and summary.json: benchmark.py then goes on from the newest checkpoint"
+        raise ConfigError([f"{problem.text} {ways}, with the keys of its command." for problem in unreadable])
+    return {at.key: at.value for at in values}
 
 
 def run_id_of(folder: Path) -> str | None:
@@ -293,13 +321,23 @@ def run_id_of(folder: Path) -> str | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a .jsonl file, up to one that a killed writer left unfinished."""
+    """Return the lines of a .jsonl file, without a last one that a killed writer left unfinished.
+
+    Raises:
+        ConfigError: another line is no object; names it, and what to do.
+    """
     found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            content = json.loads(line.decode())
         except ValueError:
-            break
+            content = None
+        if isinstance(content, dict):
+            found.append(content)
+        elif number < len(lines):
+            given = f"{path}: line {number:,} cannot be read: '{line[:40].decode(errors='replace')}' is no whole JSON object"
+            raise ConfigError([f"{given}. Mend it, or remove that line: what it said is then lost, the others stay."])
     return found
 
 

@@ -15,6 +15,7 @@ Shapes: B batch, D features, e.g. 2048.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from metrics.numerics import Float64Sums, require_finite
 
 BLOCK = 256  # columns that are multiplied at once: fast from 128 to 512 on a CPU
 FLOAT32_ROUNDING = 1e-5  # of the largest value: what a covariance computed in float32 may be off
+LARGEST = {"mu": float(torch.finfo(torch.float32).max), "sigma": float(torch.finfo(torch.float32).max) ** 2}
+"""Features are float32: what is beyond is of none, and would overflow in the distance."""
 
 
 class Statistics(NamedTuple):
@@ -138,6 +141,8 @@ def _problem(mean: np.ndarray, covariance: np.ndarray, num_features: int | None)
     for name, array in (("mu", mean), ("sigma", covariance)):
         if count := array.size - np.count_nonzero(np.isfinite(array)):
             return f"{name} has {count:,} values that are NaN or infinite. Possible: finite ones. Make the file again."
+        if (most := float(np.abs(array).max())) > LARGEST[name]:
+            return f"{name} has {most:.6g}. Features are float32: {LARGEST[name]:.2g} at most. Make the file again."
     if (least := covariance.diagonal().min()) < 0:
         return f"sigma has {least:.6g} on its diagonal. A variance is 0 or more. Make the file again."
     apart, largest = np.abs(covariance - covariance.T).max(), np.abs(covariance).max()
@@ -240,7 +245,7 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
     epsilon on its diagonal: its factor is only narrower.
 
     Raises:
-        ValueError: different numbers of features, or a matrix that is no covariance.
+        ValueError: different numbers of features, a matrix that is no covariance, or numbers too large for the distance.
     """
     if a.mean.shape != b.mean.shape:
         raise ValueError(
@@ -249,8 +254,12 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
         )
     difference = a.mean - b.mean
     product = _factor(a.covariance).T @ _factor(b.covariance)  # (rank of A, rank of B)
-    overlap = torch.linalg.svdvals(product).sum().item()
-    squared = difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * overlap
+    overlap = torch.linalg.svdvals(product).sum().item() if product.isfinite().all() else math.inf
+    with np.errstate(over="ignore", invalid="ignore"):  # what is no number is refused
+        squared = difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * overlap
+    if not math.isfinite(squared):
+        means = " and ".join(f"{np.abs(part.mean).max():.6g}" for part in (a, b))
+        raise ValueError(f"FID: the distance is {squared}; the means go up to {means}. Make these statistics again.")
     return max(float(squared), 0.0)
 
 

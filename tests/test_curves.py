@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from curves import NEEDED, add_row, draw_guidance, draw_over_images, lines_of, read_rows, write_rows
-from eval import Table
+from eval import EvalCommand, Table, draw
 
 ROW = {
     "model": "7",
@@ -30,8 +30,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
     path, other = tmp_path / "eval.csv", {**ROW, "further": 1.5, "model": 'a, "b"'}
     write_rows(path, [ROW, other])
     first, second = read_rows(path)
-    assert {key: first[key] for key in ROW} == ROW and first["further"] is None
-    assert {key: second[key] for key in other} == other
+    assert first == {**ROW, "clip_x100": None} and second == {**other, "clip_x100": None}
     assert path.read_text().startswith("model,snapshot,batch,images,seconds,weights,guidance,fid,clip,clip_x100,")
     assert [p.name for p in tmp_path.iterdir()] == ["eval.csv"]
 
@@ -111,6 +110,29 @@ def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(
     draw_over_images([{**row, "clip": None} for row in rows], tmp_path / "fid.png")
     widths = [Image.open(tmp_path / name).size[0] for name in ("guidance.png", "eval.png", "fid.png")]
     assert widths[1] == 2 * widths[0] == 2 * widths[2]
+
+
+def test_a_folder_of_images_in_the_table_of_a_run_is_left_out_of_the_pictures_and_comes_back_as_it_was(
+    tmp_path, capsys
+):
+    figures = {"fid": 90.0, "clip": 0.1, "clip_x100": 10.0}
+    of_run = [{**ROW, **figures, "images": n, "guidance": g} for n in (8, 16) for g in (1.0, 3.0)]
+    of_images = {"model": "imgs", "images_in_folder": 18, **figures, "partial": False, "num_images": 18}
+    draw([*of_run[::2], of_images], tmp_path / "one", EvalCommand())
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["eval.png"]
+    said = f"eval: {tmp_path}/one/eval.png is drawn without imgs, where images is missing. The table has all.\n"
+    assert capsys.readouterr().err == said
+
+    path, known = tmp_path / "eval.csv", {"model": "imgs", "images_in_folder": 18}
+    write_rows(path, [*of_run, of_images])
+    rows = read_rows(path)
+    assert rows == [*of_run, of_images]
+    draw(rows, tmp_path / "both", EvalCommand())
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["eval.png", "guidance.png"]
+    assert "guidance.png is drawn without imgs, where guidance or fid or clip is missing." in capsys.readouterr().err
+    assert lines_of([of_images, *rows], "guidance")[0][0] == "imgs"
+    Table(path).get(known, dict)
+    assert capsys.readouterr().out == "model=imgs fid=90.0 clip=0.1 clip_x100=10.0 num_images=18 partial=False\n"
 
 
 def test_a_line_is_one_model_in_one_way():

@@ -380,3 +380,88 @@ def test_the_batch_size_is_found_at_the_first_evaluation_and_kept_through_a_star
         assert batch_size() == expected
     [line] = evaluations(tmp_path / "one")
     assert (line["batch"], line["eval_batch_size"]) == (3, 16)
+
+
+def summary_of(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_a_trial_decides_nothing_and_the_runs_own_settings_do(world, tmp_path, capsys):
+    words = words_of(world, tmp_path, "after", "eval.when=after", "target.clip=0.9")
+    assert benchmark.main(words) == 0 and summary_of(tmp_path / "after")["target"] == "pending"
+    for trial in (["target.clip=-1"], ["target.clip=-1", "eval.steps=2"], ["target.clip=-1", "seed=3"]):
+        assert eval_command.main([str(tmp_path / "after"), *trial]) == 0
+        said = capsys.readouterr()
+        assert "target=reached" in said.out and "target: a trial, since " in said.err and trial[-1][:4] in said.err
+        assert summary_of(tmp_path / "after")["target"] == "pending"
+    assert eval_command.main([str(tmp_path / "after")]) == 0
+    assert summary_of(tmp_path / "after")["target"] == "missed"
+    assert benchmark.main([*words, "target.clip=-1"]) == 0  # an easier one: to be decided again
+    assert summary_of(tmp_path / "after")["target"] == "pending"
+    assert eval_command.main([str(tmp_path / "after")]) == 0
+    assert (summary_of(tmp_path / "after")["target"], summary_of(tmp_path / "after")["images_to_target"]) == (
+        "reached",
+        24,
+    )
+
+
+def test_points_that_were_not_evaluated_before_are_said(world, tmp_path, capsys):
+    assert benchmark.main(words_of(world, tmp_path, "late", "max_duration=4ba", "save.every_images=8")) == 0
+    capsys.readouterr()
+    words = words_of(world, tmp_path, "late", "eval.when=in_training", "target.clip=-1", "max_duration=7ba")
+    assert benchmark.main([*words, "save.every_images=8"]) == 0
+    said = capsys.readouterr()
+    assert "eval: 1 of 1 points before 32 images were not evaluated (first: 24). A target that is" in said.err
+    assert "images_to_target=48" in said.out
+    assert summary_of(tmp_path / "late")["points_not_evaluated"] == 1 and summary_of(tmp_path / "late")["stopped_early"]
+
+
+def test_a_finished_run_keeps_its_result_without_evaluation_and_with_a_harder_target(world, watched, tmp_path, capsys):
+    shutil.copytree(watched, tmp_path / "watched")
+    words = [word for word in words_of(world, tmp_path, "watched", "eval.when=in_training") if word]
+    assert benchmark.main([*words, "target.clip=-1"]) == 0
+    reached = summary_of(tmp_path / "watched")
+    assert reached["target"] == "reached" and not reached["stopped_early"]
+    capsys.readouterr()
+    for more in (
+        ["eval.when=off"],
+        ["eval.when=in_training", "target.clip=0.9"],
+        ["eval.when=after", "target.clip=0.9"],
+    ):
+        assert benchmark.main([*words, *more]) == 0
+        said = capsys.readouterr().err
+        assert "is finished" in said and "goes on from" not in said and "not evaluated" not in said
+        expected = "reached" if more == ["eval.when=off"] else "missed"
+        assert summary_of(tmp_path / "watched")["target"] == expected
+
+
+def test_the_same_prompts_elsewhere_are_the_same_and_a_reached_target_is_said(world, tmp_path, capsys):
+    words = words_of(world, tmp_path, "copied", "eval.when=in_training", "target.clip=-1")
+    assert benchmark.main(words) == 0
+    shutil.copy(world["prompts"], tmp_path / "copy.tsv")
+    capsys.readouterr()
+    assert benchmark.main([*words, f"eval.prompts={tmp_path / 'copy.tsv'}"]) == 0
+    said = capsys.readouterr()
+    assert "has reached its target" in said.err and "goes on from" not in said.err and "target=reached" in said.out
+
+
+def test_an_end_in_the_last_evaluation_loses_no_loss(world, tmp_path, monkeypatch, capsys):
+    """Its batches are in no window yet, and no batch comes after them."""
+    words = words_of(world, tmp_path, "ended", "eval.when=in_training", "measure.window_batches=100")
+    score = benchmark.Scorer.score
+
+    def ended(self, *given):
+        if (tmp_path / "ended" / "checkpoints").is_dir() and any("000006" in p.name for p in listed_of(tmp_path)):
+            raise KeyboardInterrupt
+        return score(self, *given)
+
+    monkeypatch.setattr(benchmark.Scorer, "score", ended)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(words)
+    monkeypatch.undo()
+    assert benchmark.main(words) == 0
+    assert float(result_of(capsys.readouterr().out)["loss"]) > 0
+
+
+def listed_of(folder: Path) -> list[Path]:
+    return list((folder / "ended" / "checkpoints").iterdir())

@@ -227,6 +227,17 @@ def test_statistics_have_no_distance_to_themselves():
     assert frechet_distance(same, same) == 0
 
 
+def test_the_largest_statistics_of_float32_have_a_distance_and_beyond_there_is_none(tmp_path):
+    largest = Statistics(np.full(2, 3e38), np.diag([1e77, 1e77]))
+    write_statistics(tmp_path / "a.npz", largest, {})
+    distance = frechet_distance(read_statistics(tmp_path / "a.npz"), Statistics(np.zeros(2), np.eye(2)))
+    assert distance == pytest.approx(2 * 3e38**2 + 2e77, rel=1e-6)
+    for mean, variance in ((1e200, 1.0), (0.0, 1e308)):
+        with pytest.raises(ValueError, match="FID: the distance is .*Make these statistics again"):
+            beyond = Statistics(np.full(2, mean), np.diag([variance, variance]))
+            frechet_distance(beyond, beyond._replace(mean=np.zeros(2)))
+
+
 def test_what_is_no_covariance_has_no_distance():
     fine = Statistics(np.zeros(2), np.eye(2))
     with pytest.raises(ValueError) as caught:
@@ -311,6 +322,14 @@ BROKEN = {
     "NaN": (
         dict(mu=np.array([0.0, np.nan]), sigma=np.eye(2)),
         f"mu has 1 values that are NaN or infinite. Possible: finite ones. {AGAIN}",
+    ),
+    "a mean that no feature has": (
+        dict(mu=np.array([1e200, 0.0]), sigma=np.eye(2)),
+        f"mu has 1e+200. Features are float32: 3.4e+38 at most. {AGAIN}",
+    ),
+    "a covariance that no feature has": (
+        dict(mu=np.zeros(2), sigma=np.diag([1.0, 1e300])),
+        f"sigma has 1e+300. Features are float32: 1.2e+77 at most. {AGAIN}",
     ),
     "infinity": (
         dict(mu=np.zeros(2), sigma=np.full((2, 2), np.inf)),

@@ -128,6 +128,14 @@ def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "wrong"), [([1, "nan"], "nan"), ([float("nan")], "nan"), (True, "True"), ([], "[]"), (["a", 1], "a")]
+)
+def test_a_guidance_that_is_no_scale_is_named_alone(given, wrong):
+    text = f"{wrong} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them."
+    assert EvalConfig(guidance=given).problems(now=False) == [("eval.guidance", text)]
+
+
 def test_a_target_without_evaluation_and_files_that_are_not_there_are_refused(capsys, tmp_path):
     words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}"]
     assert refused(capsys, *words, "target.fid=90") == [

@@ -79,3 +79,18 @@ def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monk
         end(relay)
         client.clean_up()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["0", "3"]
+
+
+def test_a_session_that_never_begins_is_left_after_the_limit(tmp_path, monkeypatch):
+    """By itself paramiko asks for a session, and for the version of its server, without a limit."""
+    try:
+        with sftp_server(tmp_path, serve="sleep 60") as (address, variables):
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            client, began = client_of(address), time.monotonic()
+            with pytest.raises((EOFError, OSError, SSHException)):
+                client.download(f"{address}{tmp_path}/sshd.conf", str(tmp_path / "copy"), 5.0)
+            assert time.monotonic() - began < 30
+            client.clean_up()
+    except Skipped as reason:
+        pytest.skip(str(reason))

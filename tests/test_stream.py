@@ -218,6 +218,16 @@ def test_a_cache_that_fits_its_limit_is_read_again_without_fetching(moments, tmp
     assert fetched == []
 
 
+def test_room_is_made_for_no_shard_that_another_thread_has_had_in_the_meantime(moments, tmp_path):
+    cache, shards = tmp_path / "cache", [path.stat().st_size for path in moments.glob("shard.*.mds")]
+    limit = sum(shards) + (moments / "index.json").stat().st_size + 100
+    assert len(list(stream_of(cache, remote=str(moments), cache_limit=limit))) == 9
+    dataset = stream_of(cache, remote=str(moments), cache_limit=limit)
+    dataset.prepare_shard(0)
+    dataset._make_room(0)  # as the other thread does, which saw it missing before
+    assert len(list(cache.rglob("shard.*.mds"))) == len(shards)
+
+
 def test_a_shard_that_left_the_cache_is_fetched_again(moments, tmp_path):
     dataset = stream_of(tmp_path / "cache", remote=str(moments))
     one = dataset.read_batch([0, 10, 20, 30, 40])

@@ -201,6 +201,19 @@ def fixed_deviations(values: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def not_closed(values: Mapping[str, Any]) -> list[str]:
+    """Return what keeps a run out of the closed division, in the shape of `deviations`.
+
+    Args:
+        values: as of `deviations`, of a whole run.
+    """
+    found = []
+    for key, wanted in {"model.variant": "mlperf", "data.synthetic": False}.items():
+        if values[key] != wanted:
+            found.append(f"{key}: {_shown(values[key])}; the reference: {_shown(wanted)}")
+    return found + fixed_deviations(values)
+
+
 def free_deviations(values: Mapping[str, Any], ruleset: str = NEWEST) -> list[str]:
     """Return those of `deviations` that the closed division leaves free: global batch, learning rate, warm-up."""
     free, global_batch_size = "free in the closed division", values["global_batch_size"]

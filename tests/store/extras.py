@@ -163,8 +163,11 @@ def train(store: Store, home: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def sftp_server(home: Path) -> Iterator[tuple[str, dict[str, str]]]:
+def sftp_server(home: Path, serve: str = "internal-sftp") -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the address of a real OpenSSH server's root, and the variables with which streaming finds its keys.
+
+    Args:
+        serve: what a session runs.
 
     Raises:
         Skipped: there is none.
@@ -180,7 +183,7 @@ def sftp_server(home: Path) -> Iterator[tuple[str, dict[str, str]]]:
     (home / "sshd.conf").write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {home / 'host'}\nPidFile none\nUsePAM no\nStrictModes no\n"
         f"AuthorizedKeysFile {home / 'user.pub'}\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
-        f"PermitRootLogin prohibit-password\nAllowUsers {user}\nSubsystem sftp internal-sftp\nForceCommand internal-sftp\n"
+        f"PermitRootLogin prohibit-password\nAllowUsers {user}\nSubsystem sftp internal-sftp\nForceCommand {serve}\n"
         f"MaxStartups 100\n"
     )
     separated = Path("/run/sshd")  # sshd wants it where root starts it; Debian makes it when the service starts

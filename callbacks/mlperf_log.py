@@ -1,0 +1,343 @@
+"""The MLPerf log of a run: the events that MLPerf's own checkers read, written by rank 0 alone.
+
+RUN_FOLDER/RUN_NAME/mlperf.log, a line an event in mlperf-logging's form. In this order, samples_count (images seen) in the
+metadata of all that follows run_start:
+
+    cache_clear submission_*                                             whose log it is
+    init_start seed train_samples eval_samples ... opt_* init_stop       the run as it is configured, before its clock runs
+    run_start
+    block_start loss lr_abs tracked_stats block_stop                     training, a block to each point of evaluation
+    eval_start eval_accuracy (FID) eval_accuracy (CLIP) eval_stop        an evaluation
+    run_stop                                                             status: success where the target is met, or aborted
+    restart                                                              our own: a start that is not the run's first
+
+Where the run is evaluated in training, run_stop is when it ends. Where it is evaluated afterwards, untimed as the rules
+allow, training leaves the log open, and `conclude` closes it at the time of the snapshot that met the target first.
+
+A log is only added to. What is taken from it is the end of a line that a killed writer left, and the run_stop of a run that
+is started again to go on. A run that was restarted is no result of the closed division: its log says `restart`, and where.
+
+Sources: mlcommons/logging at 7bbf7926 (compliance_checker/training_{4.0.0,4.1.0,5.0.0}: common.yaml and
+{closed,open}_stable_diffusion.yaml); the order is that of the submissions to v5.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from composer import Callback, Logger, State
+from composer.utils import dist
+
+from checkpoint_files import read as read_checkpoint
+
+Line = Mapping[str, Any]
+
+NAME = "mlperf.log"
+TOKEN = ":::MLLOG "
+INIT_LIMIT_MIN = {"closed": 30, "open": 240}  # from init_start to init_stop (compliance_checker, common.yaml)
+STATUS = "research"  # of submission_status, which 4.0.0 asks for: what it is until somebody submits it
+METRICS = {"fid": "FID", "clip": "CLIP"}
+"""Our names -> those of the checkers. The CLIP score is the mean cosine, not times 100."""
+
+
+@dataclass(frozen=True)
+class MLPerfConfig:
+    """The `mlperf` section of a run."""
+
+    enabled: bool = False
+    """Write mlperf.log."""
+    division: Literal["closed", "open"] = "open"
+    """closed: every constant is the benchmark's, or the run is refused."""
+    ruleset: Literal["4.0.0", "4.1.0", "5.0.0"] = "5.0.0"
+    org: str | None = None
+    """Who submits. null: not said; 4.0.0 and 4.1.0 ask for it."""
+    platform: str | None = None
+    """Name of the system, e.g. 8xH200. null: not said; 4.0.0 and 4.1.0 ask for it."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be."""
+        if not self.enabled:
+            return []
+        found = []
+        if importlib.util.find_spec("mlperf_logging") is None:
+            text = "true, but the package mlperf-logging is not installed. Install it (requirements.txt), or say false."
+            found.append(("mlperf.enabled", text))
+        for key, value in (("org", self.org), ("platform", self.platform)):
+            if value is None and self.ruleset != "5.0.0":
+                text = f"not given; ruleset {self.ruleset} asks for it. Give it, or use mlperf.ruleset=5.0.0."
+                found.append((f"mlperf.{key}", text))
+            elif value is not None and not re.fullmatch(r"\w[\w.+ -]*", value):
+                text = f"'{value}' cannot be the name of a folder, which it is in a submission. Use letters, digits, . _ - +"
+                found.append((f"mlperf.{key}", text))
+        return found
+
+
+# --- the file ---
+
+
+class _Lines(logging.Handler):
+    """Hands each line of mlperf-logging to the file at once, so that a killed run has lost none."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+        self.error: OSError | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno > logging.INFO:  # mlperf-logging catches what went wrong, and would log that instead
+            raise self.error or ValueError(record.getMessage())
+        try:
+            with open(self.path, "a") as file:
+                file.write(record.getMessage() + "\n")
+        except OSError as error:
+            given = f"run_folder: {self.path} cannot be written: {error.strerror}"
+            self.error = OSError(f"{given}. The run stops; make room, and start the same command again.")
+            raise
+
+
+class EventLog:
+    """Appends events to a log.
+
+    Args:
+        path: of the log; made by the first event.
+        now: seconds since 1970.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.time):
+        from mlperf_logging.mllog.mllog import MLLogger
+
+        logger = logging.Logger(
+            "easel.mlperf"
+        )  # not in logging's table: two logs of one process have nothing in common
+        logger.addHandler(_Lines(path))
+        self.now = now
+        root = re.escape(str(Path(__file__).resolve().parent.parent))
+        # Each line names the place that asks for the event: the checker of seeds compares them there.
+        self._events = MLLogger(logger=logger, default_stack_offset=2, root_dir=root)
+
+    def event(self, key: str, value: Any = None, *, at: float | None = None, **metadata: Any) -> None:
+        """Append one; an interval's first or last where its name ends so.
+
+        Args:
+            at: seconds since 1970; None: now.
+        """
+        kind = {"start": self._events.start, "stop": self._events.end}.get(key.rpartition("_")[2], self._events.event)
+        kind(key, value, metadata=metadata, time_ms=round(1000 * (self.now() if at is None else at)))
+
+    def evaluation(self, line: Line, began: float) -> None:
+        """Append an evaluation: its line in the record, or its row in the table of eval.py."""
+        where = {"samples_count": line["images"]}
+        self.event("eval_start", line["images"], at=began, **where)
+        for key, metric in METRICS.items():
+            if line.get(key) is not None:
+                self.event("eval_accuracy", line[key], metric=metric, **where)
+        self.event("eval_stop", line["images"], eval_sec=line["eval_sec"], **where)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a log, up to a line that a killed writer left unfinished; none where there is no file."""
+    found = []
+    for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
+        if not (line.startswith(TOKEN) and line.endswith("\n")):
+            break
+        found.append(json.loads(line[len(TOKEN) :]))
+    return found
+
+
+def _reopen(path: Path) -> list[dict[str, Any]]:
+    """Leave the whole lines of a log without its run_stop, and return their events."""
+    events = read_events(path)
+    lines = path.read_text().splitlines(keepends=True)[: len(events)]
+    kept = [line for line, event in zip(lines, events, strict=True) if event["key"] != "run_stop"]
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+    return [event for event in events if event["key"] != "run_stop"]
+
+
+def _evaluated(events: Sequence[Mapping[str, Any]]) -> set[int]:
+    return {event["metadata"]["samples_count"] for event in events if event["key"] == "eval_stop"}
+
+
+# --- while the run trains ---
+
+
+class MLPerfLog(Callback):
+    """Writes the log of a run while it trains. It has to stand behind the callback that evaluates.
+
+    Args:
+        folder: of the run.
+        config: the section `mlperf`.
+        header: key -> value of the events between init_start and init_stop, seed first.
+        every_images: between two points of evaluation.
+        in_training: the run is evaluated while it trains, so that its end is known when training ends.
+        evaluations: those of this run so far, in order.
+        began: seconds since 1970; None: when this process did.
+        now: the clock.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: MLPerfConfig,
+        header: Mapping[str, Any],
+        *,
+        every_images: int,
+        in_training: bool,
+        evaluations: Callable[[], Sequence[Line]],
+        began: float | None = None,
+        now: Callable[[], float] = time.time,
+    ):
+        self.path, self.config, self.header = folder / NAME, config, dict(header)
+        self.every_images, self.in_training, self.evaluations = every_images, in_training, evaluations
+        self.began = psutil.Process().create_time() if began is None else began
+        self.log = EventLog(self.path, now)
+        self.is_writer = dist.get_global_rank() == 0
+        self._is_open = False
+        self._block: tuple[float, int] | None = None  # when it began, at how many images
+        self._lr = 0.0
+        self._written: set[int] = set()  # images of the evaluations that the log has
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.is_writer:
+            self._open(state.timestamp.sample.value)
+            self._write_evaluations()  # one that was owed, or that the log had not when it was killed
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if self.is_writer and self._block is None:
+            images = state.timestamp.sample.value
+            self._block = self.log.now(), images
+            self.log.event("block_start", "training_step", at=self._block[0], samples_count=images)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        self._lr = state.optimizers[0].param_groups[0]["lr"]  # of this batch: at its end the next one's is set already
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.sample.value % self.every_images == 0:
+            self._close_block(state)  # before the snapshot and the evaluation of this point
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        if self.is_writer:
+            self._write_evaluations()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._close_block(state)
+
+    def stop(self, reached: Line | None, images: int) -> None:
+        """Close the log of a run that is evaluated in training, now; leave that of another one open.
+
+        Args:
+            reached: the evaluation that met the target.
+            images: seen by now.
+        """
+        if not (self.is_writer and self.in_training):
+            return
+        if not self._is_open:  # the process before this one trained and evaluated all, and was killed then
+            if any(event["key"] == "run_stop" for event in read_events(self.path)):
+                return
+            self._open(images)
+            self._write_evaluations()
+        status = "aborted" if reached is None else "success"
+        self.log.event("run_stop", status=status, samples_count=images if reached is None else reached["images"])
+
+    @contextlib.contextmanager
+    def aborted_by_divergence(self, state: State) -> Iterator[None]:
+        """Close the log of a run whose loss does not stay finite: it has failed, and counts as that among its ten."""
+        try:
+            yield
+        except ValueError:
+            loss = (state.total_loss_dict or {}).get("loss/train/total", 0.0)
+            if self.is_writer and self._is_open and not math.isfinite(loss):
+                self.log.event("run_stop", status="aborted", samples_count=state.timestamp.sample.value)
+            raise
+
+    def _open(self, images: int) -> None:
+        self._is_open = True
+        if not any(event["key"] == "run_start" for event in read_events(self.path)):
+            self.path.unlink(missing_ok=True)  # killed within its first lines
+            self._begin()
+            return
+        events = _reopen(self.path)
+        # What lies behind the checkpoint that the run goes on from comes again.
+        self._written = {count for count in _evaluated(events) if count <= images}
+        self.log.event("restart", 1 + sum(event["key"] == "restart" for event in events), samples_count=images)
+        self._say(f"restarted at {images:,} images: no result of the closed division")
+
+    def _begin(self) -> None:
+        """Write everything up to run_start; init_start is when the process began."""
+        given = {"org": self.config.org, "platform": self.config.platform, "status": STATUS}
+        submission = {"benchmark": "stable_diffusion", "division": self.config.division, **given}
+        self.log.event("cache_clear", False, at=self.began)  # Easel clears none: who owns the machine does
+        for key, value in submission.items():
+            if value is not None:
+                self.log.event(f"submission_{key}", value, at=self.began)
+        self.log.event("init_start", at=self.began)
+        for key, value in self.header.items():
+            self.log.event(key, value)
+        took_sec, limit = self.log.now() - self.began, INIT_LIMIT_MIN[self.config.division]
+        self.log.event("init_stop")
+        self.log.event("run_start", samples_count=0)
+        over = "" if took_sec < 60 * limit else ": TOO LONG, the checker will refuse this log"
+        self._say(f"initialised in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
+
+    def _say(self, text: str) -> None:
+        print(f"mlperf: {text}.", file=sys.stderr, flush=True)
+
+    def _close_block(self, state: State) -> None:
+        if not self.is_writer or self._block is None:
+            return
+        (began, before), now, images = self._block, self.log.now(), state.timestamp.sample.value
+        self._block = None
+        where = {"samples_count": images}
+        self.log.event("loss", state.total_loss_dict["loss/train/total"], **where)
+        self.log.event("lr_abs", self._lr, **where)
+        self.log.event("tracked_stats", {"throughput": (images - before) / max(now - began, 1e-3)}, **where)
+        self.log.event("block_stop", "training_step", at=now, **where)
+
+    def _write_evaluations(self) -> None:
+        for line in self.evaluations():
+            if line["images"] not in self._written:
+                self.log.evaluation(line, began=self.log.now() - line["eval_sec"])
+                self._written.add(line["images"])
+
+
+# --- afterwards ---
+
+
+def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None) -> None:
+    """Bring evaluations that were made afterwards into the log of a run, and close it at the time of a snapshot.
+
+    Nothing is done where the run has no log, its log is closed, or its training has not come to its end.
+
+    Args:
+        folder: of the run.
+        evaluations: rows of eval.py in the order of their images, `snapshot` among them; those behind the first that met the
+            target stay out.
+        reached: the first that met the target: its snapshot says when. None: the last one's does, and the run is aborted.
+    """
+    path, summary = folder / NAME, folder / "summary.json"
+    events = read_events(path)
+    is_waiting = summary.is_file() and json.loads(summary.read_text()).get("target") == "pending"
+    if not events or not is_waiting or not evaluations or any(event["key"] == "run_stop" for event in events):
+        return
+    last = reached or evaluations[-1]
+    ended = read_checkpoint(folder / "checkpoints" / last["snapshot"])["unix_time"]
+    _reopen(path)
+    log = EventLog(path)
+    for line in evaluations:
+        if line["images"] <= last["images"] and line["images"] not in _evaluated(events):
+            log.evaluation(line, began=log.now())  # untimed: eval_sec of eval_stop says how long it took
+    status = "aborted" if reached is None else "success"
+    log.event("run_stop", at=ended, status=status, samples_count=last["images"])

@@ -1,0 +1,253 @@
+"""Collect runs into an MLPerf result: their logs, the olympic mean, the reference points, a picture, a submission's folders.
+
+    python -m reports.mlperf runs/mlperf-256-*                     # -> mlperf_report/
+    python -m reports.mlperf runs/mlperf-256-* out=submission
+
+A result is ten runs of one configuration and ten seeds, in the closed division none of them restarted; one of them may fail,
+and counts as the worst. What a run cannot count for is said; runs without a log are drawn and no more. Written are
+
+    band.png                                               FID and CLIP score over images, over the reference's 40 runs
+    ORG/results/SYSTEM/stable_diffusion/result_0.txt ...   the logs, by seed
+    ORG/systems/SYSTEM.json                                the system, as far as the record knows it
+    ORG/benchmarks/stable_diffusion/implementations/easel/README.md
+
+and every field that is missing is named. What MLCommons says of the whole:
+
+    python -m mlperf_logging.package_checker OUT/ORG training 5.0.0
+
+Exit code: 0, or 2 where the runs cannot be taken together (each problem on a line of stderr).
+Source: mlcommons/training_policies at d73e20f1, training_rules.adoc; mlcommons/logging at 7bbf7926, system_desc_checker.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from reports.mlperf_band import draw, read_bands, standing
+from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
+
+NUM_RUNS = 10  # of a result (mlperf_logging.benchmark_meta)
+MAX_FAILED = 1
+STATUS = "Research, Development, or Internal (RDI)"  # until somebody submits it
+SYSTEM_FIELDS = [
+    "submitter",
+    "division",
+    "status",
+    "system_name",
+    "number_of_nodes",
+    "host_processors_per_node",
+    "host_processor_model_name",
+    "host_processor_core_count",
+    "host_processor_vcpu_count",
+    "host_processor_frequency",
+    "host_processor_caches",
+    "host_processor_interconnect",
+    "host_memory_capacity",
+    "host_storage_type",
+    "host_storage_capacity",
+    "host_networking",
+    "host_networking_topology",
+    "host_memory_configuration",
+    "accelerators_per_node",
+    "accelerator_model_name",
+    "accelerator_host_interconnect",
+    "accelerator_frequency",
+    "accelerator_on-chip_memories",
+    "accelerator_memory_configuration",
+    "accelerator_memory_capacity",
+    "accelerator_interconnect",
+    "accelerator_interconnect_topology",
+    "cooling",
+    "hw_notes",
+    "framework",
+    "other_software_stack",
+    "operating_system",
+    "sw_notes",
+]
+VERSIONS = {
+    "mosaicml": "Composer",
+    "mosaicml-streaming": "Streaming",
+    "diffusers": "diffusers",
+    "cuda": "CUDA",
+    "cudnn": "cuDNN",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the runs, report, write; returns the exit code."""
+    if {"-h", "--help"} & set(argv) or not argv:
+        print(__doc__)
+        return 0 if argv else 2
+    keys = dict(word.split("=", 1) for word in argv if "=" in word and not Path(word).exists())
+    places = [word for word in argv if "=" not in word or Path(word).exists()]
+    problems = [f"{key}: unknown key. Possible: out=FOLDER." for key in keys if key != "out"]
+    problems += [f"{place} is no folder. Give runs: runs/NAME ..." for place in places if not Path(place).is_dir()]
+    runs = [] if problems else read_runs(places)
+    with_log = [run for run in runs if run.values("seed")]
+    if not problems and not runs:
+        problems.append(f"{', '.join(places) or 'nothing'}: no run (config.yaml). Give runs: runs/NAME ...")
+    if with_log:
+        fix = "A result is of one configuration and ten seeds: leave one of them out."
+        problems += [f"{text}. {fix}" for text in [*differences(with_log), *same_seeds(with_log)]]
+    if problems:
+        print(*problems, sep="\n", file=sys.stderr)
+        return 2
+    report(runs, Path(keys.get("out", "mlperf_report")))
+    return 0
+
+
+def read_runs(places: Sequence[str]) -> list[Run]:
+    """Return the runs among folders, each once, by name; the others are named."""
+    found = {}
+    for place in places:
+        folder = Path(place).resolve()
+        try:
+            run = read_run(folder)
+        except ValueError as error:
+            print(f"{error}. Left out.", file=sys.stderr)
+            continue
+        if run is None:
+            print(f"{place}: no config.yaml: no run, left out.", file=sys.stderr)
+        else:
+            found[folder] = run
+    return sorted(found.values(), key=lambda run: run.name)
+
+
+def report(runs: Sequence[Run], out: Path) -> None:
+    """Print what there is to say of runs, and write what there is to be written."""
+    counted = []
+    for run in runs:
+        problem = run.problem()
+        if problem is None:
+            counted.append(run)
+            status = "success" if run.has_passed else "aborted"
+            images = run.stops[-1]["metadata"]["samples_count"]
+            print(f"run={run.name} seed={run.seed} status={status} images={images} minutes={run.minutes:.3f}")
+        else:
+            print(f"run={run.name} left out: {problem}.")
+    counted.sort(key=lambda run: run.seed)
+    if counted:
+        folder = write_submission(counted, out)
+        print_result(counted, folder)
+    write_picture(runs, out)
+
+
+def print_result(runs: Sequence[Run], folder: Path) -> None:
+    """Print the means of runs that count, and why they are a result or none.
+
+    Args:
+        folder: of their result_*.txt.
+    """
+    passed = [run for run in runs if run.has_passed]
+    num_failed = len(runs) - len(passed)
+    reasons = []
+    if len(runs) != NUM_RUNS:
+        reasons.append(f"{len(runs)} runs of {NUM_RUNS}")
+    if num_failed > MAX_FAILED:
+        names = ", ".join(run.name for run in runs if not run.has_passed)
+        reasons.append(f"{num_failed} runs failed ({names}), the rules allow {MAX_FAILED}")
+    minutes = olympic_mean([run.minutes for run in passed], num_failed)
+    images = olympic_mean([run.stops[-1]["metadata"]["samples_count"] for run in passed], num_failed)
+    figures = f"runs={len(runs)} failed={num_failed}"
+    if minutes is not None and images is not None:
+        figures += f" olympic_mean_minutes={minutes:.4f} olympic_mean_images={images:.0f}"
+    print(figures)
+    division, ruleset = (runs[0].config[f"mlperf.{key}"] for key in ("division", "ruleset"))
+    if not reasons and division == "closed" and minutes is not None:
+        is_slow_enough, said, factor = reference_points(folder, ruleset)
+        print(
+            f"reference points of {ruleset}: {said}: {'passed' if is_slow_enough else 'FAILED'}; score x {factor:.4f}"
+        )
+        if not is_slow_enough:
+            reasons.append("it converges in fewer images than the reference points allow")
+        minutes *= factor
+    elif division == "open":
+        print("reference points: the open division has none")
+    commits = sorted({str(run.environment.get("commit")) for run in runs})
+    if len(commits) > 1:
+        print(f"commits: the runs are of {len(commits)}: {', '.join(commits)}")
+    if reasons:
+        print(f"no result: {'; '.join(reasons)}.")
+    else:
+        print(f"result: {minutes:.4f} minutes, {division} division, ruleset {ruleset}.")
+
+
+def write_picture(runs: Sequence[Run], out: Path) -> None:
+    """Draw the runs that have evaluations, and say where the last one of each stands."""
+    bands = read_bands()
+    drawn = [run for run in runs if run.evaluations]
+    for run in drawn:
+        print(f"{run.label} {standing(run.evaluations[-1], run.config['global_batch_size'], bands)}.")
+    draw([(run.label, run.evaluations) for run in drawn], out / "band.png", bands)
+    print(f"written: {out / 'band.png'}")
+
+
+# --- a submission's folders ---
+
+
+def write_submission(runs: Sequence[Run], out: Path) -> Path:
+    """Write the logs, the system and a README in a submission's layout; name what is missing.
+
+    Returns:
+        the folder of the result_*.txt.
+    """
+    system = system_of(runs[0])
+    org, name = system["submitter"] or "ORG", system["system_name"] or "SYSTEM"
+    results = out / org / "results" / name / BENCHMARK
+    results.mkdir(parents=True, exist_ok=True)
+    for old in results.glob("result_*.txt"):
+        old.unlink()
+    for number, run in enumerate(runs):
+        shutil.copyfile(run.log, results / f"result_{number}.txt")
+    systems = out / org / "systems"
+    systems.mkdir(exist_ok=True)
+    (systems / f"{name}.json").write_text(json.dumps(system, indent=2) + "\n")
+    code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
+    code.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(runs[0].folder / "config.yaml", code / "config.yaml")
+    commit = runs[0].environment.get("commit")
+    command = "composer benchmark.py config.yaml seed=SEED run_name=NAME"
+    text = f"Easel at commit {commit}. A run, with the seed of its log: {command}\n"
+    (code / "README.md").write_text(text)
+    missing = [field for field in SYSTEM_FIELDS if not system[field]]
+    print(f"written: {results}/result_*.txt ({len(runs)}), {systems / name}.json, {code}/README.md")
+    print(f"missing in {name}.json: {', '.join(missing)}.")
+    others = ["the source code (implementations/easel)"]
+    if runs[0].values("cache_clear") == [False]:
+        others.append("that caches were cleared before each run (its log says false)")
+    print(f"missing beside it: {'; '.join(others)}.")
+    return results
+
+
+def system_of(run: Run) -> dict[str, str]:
+    """Return the system description of a run's machine; empty where the record does not know."""
+    known, facts = run.environment, dict.fromkeys(SYSTEM_FIELDS, "")
+    device = str(known.get("device") or "")
+    if device.startswith("CPU "):
+        facts["host_processor_model_name"] = device.removeprefix("CPU ").split(",")[0]
+        facts["accelerator_model_name"] = "none"
+    else:
+        facts["accelerator_model_name"] = device
+    for field in ("number_of_nodes", "accelerators_per_node"):
+        facts[field] = "".join(map(str, run.values(field)[:1]))
+    versions = [f"{text} {found}" for key, text in VERSIONS.items() if (found := known.get(f"{key}_version"))]
+    stated: dict[str, Any] = {
+        "submitter": run.config["mlperf.org"],
+        "division": run.config["mlperf.division"],
+        "status": STATUS,
+        "system_name": run.config["mlperf.platform"],
+        "framework": f"PyTorch {known.get('torch_version')}",
+        "other_software_stack": ", ".join(versions),
+        "operating_system": known.get("platform"),
+        "sw_notes": f"Easel, commit {known.get('commit')}",
+    }
+    return facts | {key: value or "" for key, value in stated.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""Logs that the callback writes from the published curves of MLPerf's reference: FIXTURES, not results of any run.
+
+No network is trained. The callback is driven as the trainer would drive it, with a clock of its own and the reference's own
+FID and CLIP score at each point, up to the first that passes. An event `fixture` says so in every log.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from conftest import ROOT
+from omegaconf import OmegaConf
+
+from callbacks.mlperf_log import MLPerfConfig, MLPerfLog
+from zoo import mlperf
+
+FIXTURE = "written from the published curves of MLPerf's reference: not a result"
+BEGAN = 1_700_000_000.0
+LR_PER_IMAGE = 1.25e-7
+
+Point = Mapping[str, Any]
+
+
+def curves(global_batch_size: int) -> list[list[Point]]:
+    """The reference's runs at a global batch, each a list of images, fid and clip."""
+    found: dict[str, list[Point]] = {}
+    with open(ROOT / "reports/mlperf_reference_runs.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            if int(row["global_batch_size"]) == global_batch_size:
+                point = {"images": int(row["images"]), "fid": float(row["fid"]), "clip": float(row["clip"])}
+                found.setdefault(row["run"], []).append({**point, "eval_sec": 100.0})
+    return list(found.values())
+
+
+def passes(point: Point) -> bool:
+    return point["fid"] <= mlperf.TARGET_FID and point["clip"] >= mlperf.TARGET_CLIP
+
+
+def header(global_batch_size: int, seed: int, **changes: Any) -> dict[str, Any]:
+    """What the benchmark's closed division has between init_start and init_stop."""
+    return {
+        "seed": seed,
+        "fixture": FIXTURE,
+        "train_samples": 6_513_144,
+        "eval_samples": 30_000,
+        "gradient_accumulation_steps": 1,
+        "global_batch_size": global_batch_size,
+        "opt_name": "adamw",
+        "opt_adamw_beta_1": 0.9,
+        "opt_adamw_beta_2": 0.999,
+        "opt_adamw_epsilon": 1e-8,
+        "opt_adamw_weight_decay": 0.01,
+        "opt_base_learning_rate": LR_PER_IMAGE * global_batch_size,
+        "opt_learning_rate_warmup_steps": 1000,
+        **changes,
+    }
+
+
+class Drive:
+    """A run without a network: the callback, its clock, and what the trainer would tell it."""
+
+    def __init__(
+        self, folder: Path, config: MLPerfConfig, header: Mapping[str, Any], *, images_per_sec: float = 1000.0
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.time, self.images_per_sec, self.evaluations = BEGAN + 60.0, images_per_sec, []
+        every = mlperf.CHECKPOINT_EVERY_IMAGES
+        self.log = MLPerfLog(
+            folder,
+            config,
+            header,
+            every_images=every,
+            in_training=True,
+            evaluations=lambda: self.evaluations,
+            began=BEGAN,
+            now=lambda: self.time,
+        )
+        self.state = SimpleNamespace(
+            timestamp=SimpleNamespace(sample=SimpleNamespace(value=0)),
+            optimizers=[SimpleNamespace(param_groups=[{"lr": 1e-4}])],
+            total_loss_dict={"loss/train/total": 0.5},
+        )
+
+    def start(self, images: int = 0) -> None:
+        self.state.timestamp.sample.value = images
+        self.log.fit_start(self.state, None)
+
+    def train(self, images: int) -> None:
+        """To so many images, in one batch."""
+        self.log.batch_start(self.state, None)
+        self.time += (images - self.state.timestamp.sample.value) / self.images_per_sec
+        self.state.timestamp.sample.value = images
+        self.log.after_train_batch(self.state, None)
+        self.log.batch_end(self.state, None)
+
+    def evaluate(self, point: Point) -> None:
+        self.time += point["eval_sec"]
+        self.evaluations.append(point)
+        self.log.batch_checkpoint(self.state, None)
+
+    def end(self) -> None:
+        self.log.fit_end(self.state, None)
+        reached = next(filter(passes, self.evaluations), None)
+        self.log.stop(reached, self.state.timestamp.sample.value)
+
+    def whole(self, points: Sequence[Point]) -> None:
+        """A run to the first point that passes."""
+        self.start()
+        for point in points:
+            self.train(point["images"])
+            self.evaluate(point)
+            if passes(point):
+                break
+        self.end()
+
+
+def closed(ruleset: str = "5.0.0", **changes: Any) -> MLPerfConfig:
+    given = {"division": "closed", "org": "Fixture", "platform": "no_machine", **changes}
+    return MLPerfConfig(enabled=True, ruleset=ruleset, **given)
+
+
+def write_run(
+    folder: Path, points: Sequence[Point], *, seed: int, global_batch_size: int = 512, **changes: Any
+) -> Path:
+    """A whole run record of a fixture: its log, and the files that a report reads."""
+    config = changes.pop("config", closed())
+    drive = Drive(folder, config, header(global_batch_size, seed, **changes))
+    drive.whole(points)
+    record(folder, drive.evaluations, seed=seed, global_batch_size=global_batch_size, config=config)
+    return folder
+
+
+def record(
+    folder: Path, points: Sequence[Point], *, seed: int, global_batch_size: int, config: MLPerfConfig, **more: Any
+) -> None:
+    """config.yaml, metrics.jsonl, starts.jsonl, environment.json and summary.json, as far as a report looks at them."""
+    section = {"enabled": True, "division": config.division, "ruleset": config.ruleset, "org": config.org}
+    given = {
+        "run_name": folder.name,
+        "seed": seed,
+        "global_batch_size": global_batch_size,
+        "mlperf": {**section, "platform": config.platform},
+        "target": {"fid": mlperf.TARGET_FID, "clip": mlperf.TARGET_CLIP},
+        **more,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
+    lines = [{"evaluation": True, "partial": False, "num_images": 30_000, **point} for point in points]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "starts.jsonl").write_text(json.dumps({"start": 1, "batch": 0}) + "\n")
+    machine = {
+        "device": "no machine",
+        "num_devices": 8,
+        "torch_version": "2.7.0",
+        "platform": "Linux x86_64",
+        "commit": "0",
+    }
+    (folder / "environment.json").write_text(json.dumps({"schema": 1, **machine}))
+    outcome = "reached" if any(map(passes, points)) else "missed"
+    (folder / "summary.json").write_text(
+        json.dumps({"schema": 1, "target": outcome, "images_per_sec": 1000.0, **machine})
+    )
