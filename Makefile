@@ -12,11 +12,11 @@ SHELL := bash
 LOCK_SUM := $(shell sha256sum requirements.lock | cut -c1-12)
 STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
-SHAPES := cache/shapes
+SHAPES := cache/miniature
 ROUNDS ?= 10
 NAME ?= shapes-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help env lock lint test test-slow test-store test-gpu demo gpu-ladder clean
+.PHONY: help env lock lint test test-slow test-store test-gpu miniature demo gpu-ladder clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -53,9 +53,27 @@ test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROU
 test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 	$(PYTHON) -m pytest -q tests/gpu
 
-demo: $(STAMP)  ## render pictures, write shards, stream them, train a tiny network on a CPU
-	test -d $(SHAPES)/tars || $(PY) -m prepare.shapes $(SHAPES)/tars image_size=64
-	test -f $(SHAPES)/images/dataset.json || $(PY) -m prepare.shards $(SHAPES)/tars $(SHAPES)/images
+$(SHAPES)/tars:
+	$(PY) -m prepare.shapes $@ num_images=8192
+
+$(SHAPES)/images/dataset.json: | $(SHAPES)/tars
+	$(PY) -m prepare.shards $(SHAPES)/tars $(@D)
+
+$(SHAPES)/moments/dataset.json: | $(SHAPES)/images/dataset.json
+	$(PY) -m prepare.latents $(SHAPES)/images $(@D) model.family=shapes image_size=32
+
+$(SHAPES)/reference:
+	$(PY) -m prepare.shapes $@ num_images=8192 part=reference layout=files
+
+$(SHAPES)/reference.npz: | $(SHAPES)/reference
+	$(PY) -m prepare.fid_statistics $(SHAPES)/reference $@ inception=zoo/shapes_weights/reader/model.safetensors
+
+$(SHAPES)/prompts.tsv:
+	$(PY) -m prepare.shapes $@ num_images=512 part=prompts
+
+miniature: $(STAMP) $(addprefix $(SHAPES)/,moments/dataset.json reference.npz prompts.tsv)
+
+demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it.
 	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) | sed -u '/^Waiting up to 30 seconds/d'
 

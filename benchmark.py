@@ -30,6 +30,7 @@ from composer import Logger, Trainer
 from composer.utils import dist
 
 import alarm
+import curves
 import plan
 import preflight
 import warm_start
@@ -194,6 +195,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     if mlperf_log is not None:
         mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
     result = record.finish(outcome_of(config, target))
+    draw_evaluations(config, record)
     begun.release()
     return result
 
@@ -282,6 +284,13 @@ def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) 
         in_training=config.eval.when == "in_training",
         evaluations=lambda: record.evaluations,
     )
+
+
+def draw_evaluations(config: RunConfig, record: RunRecord) -> None:
+    """Leave a picture of FID and CLIP score over the images seen in the run's folder, where there are two points at least."""
+    if len(record.evaluations) > 1 and dist.get_global_rank() == 0:
+        rows = [{"model": config.run_name, **line} for line in record.evaluations]
+        curves.draw_over_images(rows, record.folder / "eval.png", dataclasses.asdict(config.target))
 
 
 def outcome_of(config: RunConfig, target: QualityTarget) -> dict[str, Any]:

@@ -4,10 +4,10 @@
     python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=/tmp/ladder   # the same code on a CPU
 
 A rung is a YAML of yamls/ with some keys. Its record, RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's
-name, command and status: ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the end of what
-the run printed. A rung that has an `ok` record of this commit is not run again, so that the command can be called until all
-are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says which commit this is. results=
-defaults to reports/results.
+name, command, evaluations and status: ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the
+end of what the run printed. A rung that has an `ok` record of this commit is not run again, so that the command can be called
+until all are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says which commit this is.
+results= defaults to reports/results.
 Exit code: 0 when each rung of this call ran or was refused, 1 when one failed, 2 when the ladder cannot be read.
 """
 
@@ -28,7 +28,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from callbacks.run_record import commit, device_name
+from callbacks.quality_target import TARGET_KEYS
+from callbacks.run_record import commit, device_name, read_lines
 from config import ConfigError
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "DefaultCPUAllocator: can't allocate")
@@ -41,6 +42,8 @@ COLUMNS = (
     "mfu",
     "peak_mem_gib",
 )
+OF_EVALUATION = ("batch", "images", "seconds", "seconds_with_eval", "weights", "guidance", "num_images", "fid", "clip")
+"""What a record keeps of each evaluation."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,10 @@ def run_rung(rung: Rung, limit_sec: int) -> dict[str, Any]:
         record["process_seconds"] = round(time.monotonic() - started, 1)
         summary = Path(folder, rung.name, "summary.json")
         if code == 0 and summary.is_file():
-            return {**record, "status": "ok", **json.loads(summary.read_text())}
+            evaluations = [line for line in read_lines(summary.with_name("metrics.jsonl")) if line.get("evaluation")]
+            short = [{key: line[key] for key in OF_EVALUATION} for line in evaluations]
+            of_evaluations = {"evaluations": short} if short else {}
+            return {**record, "status": "ok", **json.loads(summary.read_text()), **of_evaluations}
     if code is None:
         status = "timeout"
     elif code == 2:
@@ -152,10 +158,11 @@ def _done(path: Path, here: str | None) -> bool:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Format records as a table for the terminal, one row a rung."""
-    rows = [("rung", *COLUMNS)]
+    """Format records as a table for the terminal, one row a rung; with what became of its target, where one has a target."""
+    columns = COLUMNS if all(record.get("target") is None for record in records) else (*COLUMNS, *TARGET_KEYS)
+    rows = [("rung", *columns)]
     rows += [
-        (record["rung"], *("-" if record.get(c) is None else str(record[c]) for c in COLUMNS)) for record in records
+        (record["rung"], *("-" if record.get(c) is None else str(record[c]) for c in columns)) for record in records
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(

@@ -2,6 +2,7 @@
 
     python -m prepare.shapes OUT
     python -m prepare.shapes OUT num_images=2048 image_size=64 seed=1 objects=one part=reference
+    python -m prepare.shapes reference part=reference layout=files    # pictures alone, for prepare.fid_statistics
     python -m prepare.shapes prompts.tsv part=prompts num_images=1000
     python -m prepare.shapes --train_encoders OUT max_minutes=60      # see prepare/shapes_training.py
 
@@ -9,7 +10,8 @@ zoo/shapes_world.py says which scenes there are: one object or two (objects=one|
 four shapes. Every picture is drawn from (seed, its number), so the same command gives the same bytes; two pictures of one
 scene differ by about a pixel in place and size. The scenes of the three parts (training, prompts, reference) are never the
 same. OUT becomes a folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards`
-reads like any other; a name that ends in .tsv becomes a file of prompts (prompts.py), each caption once.
+reads like any other; a name that ends in .tsv becomes a file of prompts (prompts.py), each caption once. A control:
+captions=shuffled gives each picture another one's caption.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,19 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from preflight import unwritable
-from zoo.shapes_world import ARRANGEMENTS, COLOURS, PARTS, PLACES, SHAPES, SIZES, Scene, all_scenes, draw_scene
+from zoo.shapes_world import (
+    ARRANGEMENTS,
+    COLOURS,
+    PARTS,
+    PLACES,
+    SHAPES,
+    SIZES,
+    Objects,
+    Part,
+    Scene,
+    all_scenes,
+    draw_scene,
+)
 
 __all__ = ["COLOURS", "PLACES", "SHAPES", "SIZES", "Jitter", "Scene", "draw_scene", "render"]
 
@@ -89,23 +105,62 @@ def outline(shape: str, x: float, y: float, radius: float) -> list[tuple[float, 
     return [(x + reach * radius * math.sin(angle), y - reach * radius * math.cos(angle)) for angle in angles]
 
 
-def write_tars(out: Path, num_images: int, image_size: int, seed: int, part: str, objects: str) -> None:
-    """Write the tars to `out`; the folder appears when it is whole."""
+@dataclass(frozen=True)
+class Pictures:
+    """What is rendered."""
+
+    num_images: int
+    image_size: int
+    seed: int
+    part: Part
+    objects: Objects
+    captions: str
+    """own; or shuffled: each picture has another one's, so that nothing can be learned from them."""
+
+    def scene(self, number: int) -> Scene:
+        return draw_scene(number, self.seed, self.part, self.objects)
+
+    def png(self, number: int) -> bytes:
+        content = io.BytesIO()
+        render(self.scene(number), self.image_size, draw_jitter(number, self.seed)).save(content, "PNG")
+        return content.getvalue()
+
+    @cached_property
+    def captioned_by(self) -> Sequence[int]:
+        """Number of a picture -> number of the one whose caption it has."""
+        numbers = list(range(self.num_images))
+        if self.captions == "shuffled":
+            random.Random(f"captions {self.seed}").shuffle(numbers)
+        return numbers
+
+
+def write_tars(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
+    """Write pictures, captions and scenes as tars."""
+    for tar_number, of_tar in groupby(numbers, lambda number: number // IMAGES_PER_TAR):
+        with tarfile.open(out / f"{tar_number:05d}.tar", "w") as tar:
+            for number in of_tar:
+                name, caption = f"{number:09d}", pictures.scene(pictures.captioned_by[number]).caption
+                facts = {key: value for key, value in asdict(pictures.scene(number)).items() if value is not None}
+                _add(tar, f"{name}.png", pictures.png(number))
+                _add(tar, f"{name}.txt", caption.encode())
+                _add(tar, f"{name}.json", json.dumps(facts).encode())
+
+
+def write_files(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
+    """Write pictures alone, a file each."""
+    for number in numbers:
+        (out / f"{number:09d}.png").write_bytes(pictures.png(number))
+
+
+LAYOUTS = {"tars": write_tars, "files": write_files}
+
+
+def write(out: Path, pictures: Pictures, layout: str) -> None:
+    """Write pictures to `out`; the folder appears when it is whole."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with tqdm(total=num_images, unit=" images", desc="shapes") as progress:
-        for first in range(0, num_images, IMAGES_PER_TAR):
-            with tarfile.open(partial / f"{first // IMAGES_PER_TAR:05d}.tar", "w") as tar:
-                for number in range(first, min(first + IMAGES_PER_TAR, num_images)):
-                    scene = draw_scene(number, seed, part, objects)
-                    png = io.BytesIO()
-                    render(scene, image_size, draw_jitter(number, seed)).save(png, "PNG")
-                    _add(tar, f"{number:09d}.png", png.getvalue())
-                    _add(tar, f"{number:09d}.txt", scene.caption.encode())
-                    facts = {name: value for name, value in asdict(scene).items() if value is not None}
-                    _add(tar, f"{number:09d}.json", json.dumps(facts).encode())
-                    progress.update()
+    LAYOUTS[layout](partial, pictures, tqdm(range(pictures.num_images), unit=" images", desc="shapes"))
     partial.rename(out)
 
 
@@ -147,7 +202,12 @@ def write_prompts(out: Path, num_images: int, seed: int, part: str, objects: str
 NUMBERS = {"num_images": (2048, 1, 10**9), "image_size": (32, 8, 4096), "seed": (17, 0, 2**32 - 1)}
 """Key -> default, least and greatest."""
 TRAIN = "--train_encoders"
-CHOICES = {"part": tuple(PARTS), "objects": ("both", "one", "two")}
+CHOICES = {
+    "part": tuple(PARTS),
+    "objects": ("both", "one", "two"),
+    "captions": ("own", "shuffled"),
+    "layout": tuple(LAYOUTS),
+}
 """Key -> what is possible, the default first."""
 
 
@@ -204,10 +264,11 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(problems), file=sys.stderr)
         return 2
     if _is_prompts(paths[0]):
-        del values["image_size"]
-        print(f"wrote {write_prompts(Path(paths[0]), **values):,} prompts to {paths[0]}")
+        wanted = {key: values[key] for key in ("num_images", "seed", "part", "objects")}
+        print(f"wrote {write_prompts(Path(paths[0]), **wanted):,} prompts to {paths[0]}")
         return 0
-    write_tars(Path(paths[0]), **values)
+    layout = values.pop("layout")
+    write(Path(paths[0]), Pictures(**values), layout)
     print(f"rendered {values['num_images']:,} pictures of {values['image_size']} px in {paths[0]}")
     return 0
 

@@ -75,6 +75,15 @@ def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, outpu
     assert status in ladder.table([record]).splitlines()[1]
 
 
+def test_a_rung_with_a_target_shows_what_became_of_it():
+    plain = {"rung": "a", "status": "ok", "device": "x"}
+    with_target = {**plain, "rung": "b", "target": "reached", "images_to_target": 4096, "fid": 1.5, "clip": 0.5}
+    assert "target" not in ladder.table([plain])
+    head, _, row = ladder.table([plain, with_target]).splitlines()
+    assert head.split()[-6:] == list(ladder.TARGET_KEYS)
+    assert row.split()[-6:] == ["reached", "4096", "-", "-", "1.5", "0.5"]
+
+
 def test_a_process_that_outlives_its_limit_is_ended_with_its_children():
     code, output = ladder._run(["bash", "-c", "echo started; sleep 60 & wait"], 2)
     assert code is None and output == "started\n"

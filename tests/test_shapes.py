@@ -265,3 +265,26 @@ def test_a_pair_without_its_text_encoder_says_what_is_missing(tmp_path):
     file.write_bytes((WEIGHTS / "clip/model.safetensors").read_bytes())
     with pytest.raises(ValueError, match=f"^{tmp_path}/text_encoder/model.safetensors: there is no such file."):
         load_clip(file)
+
+
+def test_shuffled_captions_are_the_same_captions_on_other_pictures(tmp_path):
+    for captions in ("own", "shuffled"):
+        assert shapes.main([str(tmp_path / captions), "num_images=40", f"captions={captions}"]) == 0
+    content = {}
+    for captions in ("own", "shuffled"):
+        with tarfile.open(tmp_path / captions / "00000.tar") as tar:
+            content[captions] = {member.name: tar.extractfile(member).read() for member in tar}
+    texts = {name: sorted(k for k in of) for name, of in content.items()}
+    assert texts["own"] == texts["shuffled"]
+    changed = {name for name in content["own"] if content["own"][name] != content["shuffled"][name]}
+    assert {name[-4:] for name in changed} == {".txt"} and len(changed) > 35
+    own, other = (sorted(value for name, value in of.items() if name.endswith(".txt")) for of in content.values())
+    assert own == other
+
+
+def test_pictures_alone_are_those_of_the_tars(tmp_path):
+    assert shapes.main([str(tmp_path / "tars"), "num_images=3", "part=reference"]) == 0
+    assert shapes.main([str(tmp_path / "files"), "num_images=3", "part=reference", "layout=files"]) == 0
+    with tarfile.open(tmp_path / "tars" / "00000.tar") as tar:
+        pictures = {m.name: tar.extractfile(m).read() for m in tar if m.name.endswith(".png")}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "files").iterdir()} == pictures

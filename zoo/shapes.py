@@ -23,7 +23,7 @@ from zoo.objectives import DiscreteDiffusion, ObjectiveConfig
 from zoo.shapes_networks import NUM_TOKENS, PIXELS_PER_LATENT, TEXT_WIDTH, VOCABULARY
 from zoo.spec import Column, ImageSize
 
-LATENT_SCALE = 0.989  # 1 / standard deviation of the shipped VAE's latents (vae/quality.json)
+LATENT_SCALE = 1.0242  # 1 / standard deviation of the shipped VAE's latents (vae/quality.json)
 
 UNETS: dict[str, dict[str, Any]] = {
     "full": dict(block_out_channels=(64, 96), attention_head_dim=(4, 6), layers_per_block=1),
