@@ -69,7 +69,7 @@ $(SHAPES)/reference.npz: | $(SHAPES)/reference
 	$(PY) -m prepare.fid_statistics $(SHAPES)/reference $@ inception=zoo/shapes_weights/reader/model.safetensors
 
 $(SHAPES)/prompts.tsv:
-	$(PY) -m prepare.shapes $@ num_images=512 part=prompts
+	$(PY) -m prepare.shapes $@ num_images=256 part=prompts
 
 miniature: $(STAMP) $(addprefix $(SHAPES)/,moments/dataset.json reference.npz prompts.tsv)
 

@@ -107,6 +107,23 @@ def test_the_result_line_is_that_of_the_committed_record():
     assert record["commit"] and record["device"] and record["preset"] == "tiny"
 
 
+def test_the_quality_of_the_miniatures_encoders_is_that_of_their_records():
+    folder = ROOT / "zoo/shapes_weights"
+    reader, clip, vae = (json.loads((folder / n / "quality.json").read_text()) for n in ("reader", "clip", "vae"))
+    assert set(reader["read_right"].values()) == {1.0}
+    least = min(clip["told_right"], key=clip["told_right"].get)
+    assert (
+        f"in {100 * clip['score']:.1f} % of the cases ({least}, the least: {100 * clip['told_right'][least]:.1f} %)"
+        in README
+    )
+    cosine, attribute = 100 * vae["kept"]["cosine"], 100 * min(vae["kept"]["read_right"].values())
+    kept = f"keeps {cosine:.2f} % of the CLIP score and at least {attribute:.1f} %"
+    assert kept in README.replace("\n", " ")
+    log = (ROOT / "reports/results/shapes_encoders.jsonl").read_text().splitlines()
+    of_vae = [line for line in map(json.loads, log) if line["stage"] == "vae" and line.get("best")]
+    assert of_vae[-1]["kept"] == vae["kept"]
+
+
 def spread(record: dict, key: str, digits: str) -> str:
     value, least, greatest = (format(record[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
     return f"{value} ({least} to {greatest})"
