@@ -246,7 +246,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
         result, own = outcome(in_order, reached), read_config(folder)
         differing = sorted(key for key in DECIDING if key in own and own[key] != flat(config)[key])
         if differing:
-            given = f"a trial, since {', '.join(differing)} differ from {folder}/config.yaml: its summary.json stays"
+            given = f"a trial: not as in {folder}/config.yaml: {', '.join(differing)}. Its summary.json stays as it is"
             print(
                 f"target: {given}. To decide the run so, start it with these keys: composer benchmark.py",
                 file=sys.stderr,
