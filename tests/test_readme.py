@@ -13,6 +13,7 @@ from conftest import ROOT
 
 import benchmark
 from bench.micro import table
+from callbacks.run_record import rounded
 from config import load, parse_command_line, schema_keys
 from eval import EvalCommand
 from prepare import latents
@@ -103,8 +104,10 @@ def test_the_result_line_is_that_of_the_committed_record():
     record = json.loads((ROOT / "reports/results/shapes_cpu.json").read_text())
     [line] = [block.strip() for block in BLOCKS if block.startswith("images_per_sec=")]
     shown = dict(pair.split("=") for pair in line.split())
-    assert shown == {key: "none" if record[key] is None else str(record[key]) for key in shown}
-    assert record["commit"] and record["device"] and record["preset"] == "tiny"
+    assert shown == {key: "none" if record[key] is None else str(rounded(record[key])) for key in shown}
+    assert record["commit"] and record["device"] and (record["family"], record["target"]) == ("shapes", "reached")
+    text = f"({record['fid']:.1f} and {record['clip']:.3f} after {record['images_to_target']:,} images)"
+    assert text in " ".join(README.split())
 
 
 def test_the_quality_of_the_miniatures_encoders_is_that_of_their_records():
