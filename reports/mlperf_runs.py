@@ -17,6 +17,8 @@ from yaml import YAMLError
 TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
 NUM_IMAGES = 30_000  # of each score of the benchmark
+NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
+"""What the benchmark's scores are made with, as an evaluation's line names it."""
 
 EVENT = {"time_ms", "key", "value", "metadata"}
 
@@ -73,10 +75,12 @@ class Run:
         """Its name and global batch, and what keeps its scores from being compared with the reference's."""
         num = next(iter([*self.values("eval_samples"), *(line.get("num_images") for line in self.recorded)]), None)
         networks = [key for key in ("inception", "clip") if self.config.get(f"eval.{key}") == "random"]
+        others = {line[key] for line in self.recorded for key, name in NETWORKS.items() if line.get(key, name) != name}
         said = [f"batch {self.config['global_batch_size']}"]
         said += [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
         said += ["a fixture"] if self.values("fixture") else []
         said += [f"random {' and '.join(networks)}"] if networks else []
+        said += [f"scored by {' and '.join(sorted(others - {None}))}"] if others - {None} else []
         return f"{self.name} ({', '.join(said)})"
 
     @property

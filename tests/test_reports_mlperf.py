@@ -6,6 +6,7 @@ to collect.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -337,6 +338,16 @@ def test_a_score_that_compares_with_no_other_says_so(tmp_path):
         (folder / "config.yaml").read_text() + "eval:\n  inception: random\n  clip: a.bin\n"
     )
     assert mlperf_runs.read_run(folder).label == "mini (batch 512, 5 images a score, random inception)"
+
+
+def test_a_score_by_other_networks_names_them(tmp_path):
+    folder = make(tmp_path / "mini", seed=0)
+    run = mlperf_runs.read_run(folder)
+    networks = {"inception": "shapes-reader", "clip_model": "ViT-H-14", "num_images": 30_000}
+    other = dataclasses.replace(run, recorded=[{"images": 512, **networks}])
+    assert other.label == "mini (batch 512, scored by shapes-reader)"
+    same = dataclasses.replace(run, recorded=[{"images": 512, **networks, "inception": "inception-2015-12-05"}])
+    assert same.label == run.label == "mini (batch 512)"
 
 
 @pytest.mark.parametrize("num", [1, 10])
