@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import io
 import json
 import os
@@ -86,6 +89,18 @@ def same_number_of_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_shared_memory_is_left_open() -> Iterator[None]:
+    """Close what streaming keeps open to the end of a process: six files for each dataset, and there are thousands here."""
+    yield
+    memory = sys.modules.get("streaming.base.shared.memory")
+    for each in gc.get_objects() if memory else ():
+        if type(each) is memory.SharedMemory:
+            with contextlib.suppress(BufferError, FileNotFoundError):  # still in use; or another process's, and gone
+                each.cleanup()
+                atexit.unregister(each.cleanup)
 
 
 @pytest.fixture(scope="session")
