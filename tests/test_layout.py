@@ -23,7 +23,7 @@ FLOORS = [
         "tensors",
         "store_errors",
     },
-    {"zoo.weight_files", "store_clients", "zoo.shapes_networks"},
+    {"zoo.weight_files", "zoo.latent_family", "zoo.shapes_networks", "store_clients"},
     {"zoo.ldm", "fetch"},
     {"stage", "shard_file"},
     {

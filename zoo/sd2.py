@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo.ldm_names as ldm_names
-from zoo.objectives import DiscreteDiffusion, ObjectiveConfig
-from zoo.spec import Column, ImageSize
+from zoo.latent_family import LatentFamily
 
 LATENT_SCALE = 0.18215  # 1 / standard deviation of SD's latents; Rombach et al. 2022, appendix G, and the SD2 config
 PIXELS_PER_LATENT = 8
@@ -120,37 +119,19 @@ def build(preset: str, variant: str) -> SD2:
     return SD2(presets[preset], variant, OBJECTIVES[variant])
 
 
-class SD2:
+class SD2(LatentFamily):
     """Implements `zoo.spec.Family`."""
 
     name = "sd2"
-    predictions = ("epsilon", "v")
+    pixels_per_latent = PIXELS_PER_LATENT
+    latent_scale = LATENT_SCALE
+    num_tokens, vocabulary = NUM_TOKENS, VOCABULARY
     shipped = None
 
     def __init__(self, architecture: Architecture, variant: str, objective: Mapping[str, Any]):
         self.architecture = architecture
         self.variant = variant
         self.objective = objective
-
-    def size_problem(self, size: ImageSize) -> str | None:
-        if all(side > 0 and side % PIXELS_PER_LATENT == 0 for side in size):
-            return None
-        width, height = size
-        return f"{width} x {height} px does not fit sd2. Both sides have to be multiples of {PIXELS_PER_LATENT}."
-
-    def columns(self, stage: str, size: ImageSize) -> dict[str, Column]:
-        channels, height, width = self.latent_shape(size)
-        pictures = {
-            "images": {"images": Column((3, size[1], size[0]), torch.uint8, below=256)},
-            "moments": {"moments": Column((2 * channels, height, width), torch.float16)},
-        }
-        if stage not in pictures:
-            raise ValueError(f"data.stage: sd2 has no stage '{stage}'. Known: {', '.join(pictures)}.")
-        return {**pictures[stage], "tokens": Column((NUM_TOKENS,), torch.int64, below=VOCABULARY)}
-
-    def latent_shape(self, size: ImageSize) -> tuple[int, ...]:
-        width, height = size
-        return (4, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT)
 
     def build_denoiser(self) -> nn.Module:
         from diffusers import UNet2DConditionModel
@@ -193,32 +174,10 @@ class SD2:
         # No UNet but the benchmark's own has its norms, which no tensor's shape shows.
         return {"vae": ldm_names.vae, "text": text} | ({} if self.variant == "mlperf" else {"denoiser": ldm_names.unet})
 
-    def build_objective(self, config: ObjectiveConfig) -> DiscreteDiffusion:
-        prediction = config.filled(self.objective).prediction
-        if prediction not in self.predictions:
-            raise ValueError(
-                f"objective.prediction: sd2 cannot be trained on '{prediction}'. Possible: {', '.join(self.predictions)}."
-            )
-        return DiscreteDiffusion(config, prediction)
-
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         import open_clip
 
         return {"tokens": open_clip.tokenize(list(captions), context_length=NUM_TOKENS)}
-
-    def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
-        # (B, 3, H, W) -> (B, 8, H/8, W/8) mean | logvar
-        return encoders["vae"].encode(images).latent_dist.parameters
-
-    def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:
-        # (B, 8, h, w) -> (B, 4, h, w). The clamp is that of the VAE's own posterior.
-        mean, logvar = moments.chunk(2, dim=1)
-        return (mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise) * LATENT_SCALE
-
-    def decode_latents(self, encoders: Mapping[str, nn.Module], latents: Tensor) -> Tensor:
-        # (B, 4, h, w) -> (B, 3, 8h, 8w)
-        vae = encoders["vae"]
-        return vae.decode((latents / LATENT_SCALE).to(vae.dtype), return_dict=False)[0]
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 77) -> (B, 77, D)
@@ -226,6 +185,3 @@ class SD2:
         if self.architecture.pads_with_end:  # batches are always padded with 0, as open_clip does it
             tokens = torch.where((tokens == END_TOKEN).cumsum(dim=1) > 0, END_TOKEN, tokens)
         return {"text": encoders["text"](input_ids=tokens).last_hidden_state}
-
-    def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
-        return denoiser(noisy, times, encoder_hidden_states=condition["text"], return_dict=False)[0]

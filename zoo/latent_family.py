@@ -1,0 +1,82 @@
+"""What families share that train a UNet on the latents of a KL autoencoder, conditioned on the states of one text encoder.
+
+Shapes: B batch, H W image height and width in px, p pixels a latent's side, L text tokens, D text width.
+    images (B, 3, H, W) -> moments (B, 8, H/p, W/p) -> latents (B, 4, H/p, W/p)
+    tokens (B, L) -> text (B, L, D)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.objectives import DiscreteDiffusion, ObjectiveConfig
+from zoo.spec import Column, ImageSize
+
+LATENT_CHANNELS = 4
+
+
+class LatentFamily:
+    """The part of `zoo.spec.Family` that does not depend on the networks' sizes.
+
+    Attributes:
+        name, objective: see `zoo.spec.Family`.
+        pixels_per_latent: p.
+        latent_scale: 1 / standard deviation of the latents.
+        num_tokens, vocabulary: of the tokenizer: L, and one more than its greatest token.
+    """
+
+    name: str
+    objective: Mapping[str, Any]
+    predictions = ("epsilon", "v")
+    pixels_per_latent: int
+    latent_scale: float
+    num_tokens: int
+    vocabulary: int
+
+    def size_problem(self, size: ImageSize) -> str | None:
+        step, (width, height) = self.pixels_per_latent, size
+        if all(side > 0 and side % step == 0 for side in size):
+            return None
+        return f"{width} x {height} px does not fit {self.name}. Both sides have to be multiples of {step}."
+
+    def columns(self, stage: str, size: ImageSize) -> dict[str, Column]:
+        channels, height, width = self.latent_shape(size)
+        pictures = {
+            "images": {"images": Column((3, size[1], size[0]), torch.uint8, below=256)},
+            "moments": {"moments": Column((2 * channels, height, width), torch.float16)},
+        }
+        if stage not in pictures:
+            raise ValueError(f"data.stage: {self.name} has no stage '{stage}'. Known: {', '.join(pictures)}.")
+        return {**pictures[stage], "tokens": Column((self.num_tokens,), torch.int64, below=self.vocabulary)}
+
+    def latent_shape(self, size: ImageSize) -> tuple[int, ...]:
+        width, height = size
+        return (LATENT_CHANNELS, height // self.pixels_per_latent, width // self.pixels_per_latent)
+
+    def build_objective(self, config: ObjectiveConfig) -> DiscreteDiffusion:
+        prediction = config.filled(self.objective).prediction
+        if prediction not in self.predictions:
+            given = f"objective.prediction: {self.name} cannot be trained on '{prediction}'"
+            raise ValueError(f"{given}. Possible: {', '.join(self.predictions)}.")
+        return DiscreteDiffusion(config, prediction)
+
+    def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
+        # (B, 3, H, W) -> (B, 8, H/p, W/p) mean | logvar
+        return encoders["vae"].encode(images).latent_dist.parameters
+
+    def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:
+        # (B, 8, h, w) -> (B, 4, h, w). The clamp is that of the VAE's own posterior.
+        mean, logvar = moments.chunk(2, dim=1)
+        return (mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise) * self.latent_scale
+
+    def decode_latents(self, encoders: Mapping[str, nn.Module], latents: Tensor) -> Tensor:
+        # (B, 4, h, w) -> (B, 3, p h, p w)
+        vae = encoders["vae"]
+        return vae.decode((latents / self.latent_scale).to(vae.dtype), return_dict=False)[0]
+
+    def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+        return denoiser(noisy, times, encoder_hidden_states=condition["text"], return_dict=False)[0]
