@@ -73,6 +73,12 @@ $(SHAPES)/prompts.tsv:
 
 miniature: $(STAMP) $(addprefix $(SHAPES)/,moments/dataset.json reference.npz prompts.tsv)
 
+# Control: captions that belong to other pictures.
+$(SHAPES)/shuffled/dataset.json: $(STAMP)
+	$(PY) -m prepare.shapes $(SHAPES)/shuffled-tars num_images=8192 captions=shuffled
+	$(PY) -m prepare.shards $(SHAPES)/shuffled-tars $(SHAPES)/shuffled-images
+	$(PY) -m prepare.latents $(SHAPES)/shuffled-images $(@D) model.family=shapes image_size=32
+
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it.
 	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) | sed -u '/^Waiting up to 30 seconds/d'

@@ -7,12 +7,13 @@ A rung is a YAML of yamls/ with some keys. Its record, RESULTS/LADDER/RUNG.json,
 name, command, evaluations and status: ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the
 end of what the run printed. A rung that has an `ok` record of this commit is not run again, so that the command can be called
 until all are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says which commit this is.
-results= defaults to reports/results.
+results= defaults to reports/results; runs=FOLDER keeps the rungs' runs there (checkpoints, samples), else they are removed.
 Exit code: 0 when each rung of this call ran or was refused, 1 when one failed, 2 when the ladder cannot be read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -88,9 +89,9 @@ def read_ladder(path: str) -> Ladder:
     return ladder
 
 
-def run_rung(rung: Rung, limit_sec: int) -> dict[str, Any]:
-    """Run one rung to its end or its limit and return its record."""
-    with tempfile.TemporaryDirectory() as folder:
+def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None) -> dict[str, Any]:
+    """Run one rung to its end or its limit and return its record; its run stays in `runs`, or is removed."""
+    with contextlib.nullcontext(runs) if runs else tempfile.TemporaryDirectory() as folder:
         arguments = [
             rung.yaml,
             *rung.keys,
@@ -175,14 +176,15 @@ def main(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0 if argv else 2
-    results = Path("reports/results")
+    folders: dict[str, Path | None] = {"results": Path("reports/results"), "runs": None}
     try:
         ladder = read_ladder(argv[0])
         for word in argv[1:]:
             key, _, value = word.partition("=")
-            if key != "results" or not value:
-                raise ConfigError([f"command line: '{word}' is not known. Known: results=FOLDER."])
-            results = Path(value)
+            if key not in folders or not value:
+                known = ", ".join(f"{name}=FOLDER" for name in folders)
+                raise ConfigError([f"command line: '{word}' is not known. Known: {known}."])
+            folders[key] = Path(value).resolve()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -192,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
     if here is None or here.endswith("+changes"):
         given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
         print(f"{ladder.name}: {given}, so every rung runs again; those without a record first", file=sys.stderr)
-    paths = {rung: results / ladder.name / f"{rung.name}.json" for rung in ladder.rungs}
+    paths = {rung: folders["results"] / ladder.name / f"{rung.name}.json" for rung in ladder.rungs}
     for rung, path in sorted(paths.items(), key=lambda pair: pair[1].is_file()):
         if _done(path, here):
             print(f"{rung.name}: has a record of this commit", flush=True)
@@ -200,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{rung.name}: not started, {ladder.budget_sec} s are spent; call again to go on", flush=True)
             continue
         else:
-            record = run_rung(rung, ladder.limit_sec)
+            record = run_rung(rung, ladder.limit_sec, folders["runs"])
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=2) + "\n")
             print(f"{rung.name}: {record['status']} after {record['process_seconds']} s", flush=True)
