@@ -14,9 +14,11 @@ STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
 SHAPES := cache/miniature
 ROUNDS ?= 10
-NAME ?= shapes-$(shell date +%Y%m%d-%H%M%S)
+ifndef NAME
+NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
+endif
 
-.PHONY: help env lock lint test test-slow test-store test-gpu miniature demo gpu-ladder clean
+.PHONY: help env lock lint test test-slow test-store test-gpu miniature miniature-files demo gpu-ladder clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -26,10 +28,10 @@ env: $(STAMP)  ## make the environment from requirements.lock (about 7 GB, some 
 
 $(STAMP): requirements.lock
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else "PYTHON: $(PYTHON) is Python %d.%d. Possible: 3.10, 3.11, 3.12. Run: PYTHON=python3.11 make ..." % v)'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -q --no-deps -r requirements.lock
-	rm -f $(VENV)/.easel-*
-	touch $@
+	@mkdir -p $(VENV)
+	@# Of two at once the second waits, then finds it done.
+	@flock $(VENV) bash -euc 'test -e $@ || { set -x; test -x $(PY) || $(PYTHON) -m venv $(VENV); \
+	  $(PY) -m pip install --disable-pip-version-check -q --no-deps -r requirements.lock; rm -f $(VENV)/.easel-*; }; touch $@'
 
 lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.10 to 3.12
 	for name in requirements requirements-prepare; do \
@@ -71,7 +73,12 @@ $(SHAPES)/reference.npz: | $(SHAPES)/reference
 $(SHAPES)/prompts.tsv:
 	$(PY) -m prepare.shapes $@ num_images=256 part=prompts
 
-miniature: $(STAMP) $(addprefix $(SHAPES)/,moments/dataset.json reference.npz prompts.tsv)
+miniature-files: $(addprefix $(SHAPES)/,moments/dataset.json reference.npz prompts.tsv)
+
+miniature: $(STAMP)  ## the data of demo
+	@mkdir -p $(SHAPES)
+	@# Of two at once the second waits, then finds it done.
+	@flock $(SHAPES) $(MAKE) --no-print-directory miniature-files
 
 # Control: captions that belong to other pictures.
 $(SHAPES)/shuffled/dataset.json: $(STAMP)

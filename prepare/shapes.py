@@ -12,13 +12,17 @@ scene differ by about a pixel in place and size. The scenes of the three parts (
 same. OUT becomes a folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards`
 reads like any other; a name that ends in .tsv becomes a file of prompts (prompts.py), each caption once. A control:
 captions=shuffled gives each picture another one's caption.
+Exit code: 0 when OUT was written, 1 when it could not be written, 2 when the command could not start.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -31,6 +35,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
@@ -156,12 +161,31 @@ LAYOUTS = {"tars": write_tars, "files": write_files}
 
 
 def write(out: Path, pictures: Pictures, layout: str) -> None:
-    """Write pictures to `out`; the folder appears when it is whole."""
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    LAYOUTS[layout](partial, pictures, tqdm(range(pictures.num_images), unit=" images", desc="shapes"))
-    partial.rename(out)
+    """Write pictures to `out`; the folder appears when it is whole. Raises OSError, Timeout: another process writes it."""
+    with unfinished(out) as partial:
+        if partial.exists():  # of a command that was killed
+            shutil.rmtree(partial)
+        partial.mkdir()
+        with tqdm(range(pictures.num_images), unit=" images", desc="shapes") as numbers:
+            LAYOUTS[layout](partial, pictures, numbers)
+
+
+@contextlib.contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """Give the name under which `out` is written; it gets its own at the end.
+
+    Raises:
+        Timeout: another process is writing it.
+        FileExistsError: another process has written it since this one looked.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial, lock = out.with_name(out.name + ".partial"), FileLock(out.with_name(out.name + ".lock"))
+    with lock.acquire(timeout=0):
+        if out.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
+        yield partial
+        partial.rename(out)
+        Path(lock.lock_file).unlink()
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -190,10 +214,8 @@ def write_prompts(out: Path, num_images: int, seed: int, part: str, objects: str
     lines = ["image_id\tid\tcaption"]
     for number, scene in zip(range(num_images), prompt_scenes(seed, part, objects), strict=False):
         lines.append(f"{number}\t{number}\t{scene.caption}")
-    partial = out.with_name(out.name + ".partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text("\n".join(lines) + "\n")
-    partial.rename(out)
+    with unfinished(out) as partial:
+        partial.write_text("\n".join(lines) + "\n")
     return len(lines) - 1
 
 
@@ -263,14 +285,29 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2
-    if _is_prompts(paths[0]):
-        wanted = {key: values[key] for key in ("num_images", "seed", "part", "objects")}
-        print(f"wrote {write_prompts(Path(paths[0]), **wanted):,} prompts to {paths[0]}")
-        return 0
-    layout = values.pop("layout")
-    write(Path(paths[0]), Pictures(**values), layout)
-    print(f"rendered {values['num_images']:,} pictures of {values['image_size']} px in {paths[0]}")
+    try:
+        print(_make(Path(paths[0]), values))
+    except Timeout:
+        print(
+            f"OUT: {paths[0]} is being written by another process. Wait for it, or give another name.", file=sys.stderr
+        )
+        return 2
+    except OSError as error:
+        print(
+            f"OUT: {paths[0]} cannot be written: {error}. Make room or give another place, then again.", file=sys.stderr
+        )
+        return 1
     return 0
+
+
+def _make(out: Path, values: dict[str, Any]) -> str:
+    """Write what is wanted and return what to say of it."""
+    if _is_prompts(str(out)):
+        wanted = {key: values[key] for key in ("num_images", "seed", "part", "objects")}
+        return f"wrote {write_prompts(out, **wanted):,} prompts to {out}"
+    layout = values.pop("layout")
+    write(out, Pictures(**values), layout)
+    return f"rendered {values['num_images']:,} pictures of {values['image_size']} px in {out}"
 
 
 def train_main(words: Sequence[str]) -> int:

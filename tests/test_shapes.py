@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import resource
 import tarfile
 from collections import Counter
 
@@ -185,6 +186,40 @@ def test_the_command_says_what_it_cannot_do(tmp_path, capsys, words, message):
     (tmp_path / "file.tsv").touch()
     assert shapes.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert capsys.readouterr().err == message.format(tmp=tmp_path) + "\n"
+
+
+@pytest.mark.parametrize("name", ["world", "world.tsv"])
+def test_of_two_commands_for_one_place_the_second_says_so(tmp_path, capsys, name):
+    out = tmp_path / name
+    with shapes.unfinished(out) as partial:
+        assert shapes.main([str(out), "num_images=2"]) == 2
+        partial.touch()
+    said = f"OUT: {out} is being written by another process. Wait for it, or give another name.\n"
+    assert capsys.readouterr().err == said
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_a_killed_command_left_is_replaced(tmp_path):
+    (tmp_path / "world.partial").mkdir()
+    (tmp_path / "world.partial/old.tar").touch()
+    (tmp_path / "world.lock").touch()
+    assert shapes.main([str(tmp_path / "world"), "num_images=2"]) == 0
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["world", "world/00000.tar"]
+
+
+@pytest.mark.parametrize("name", ["world", "world.tsv"])
+def test_a_disk_that_takes_no_more_is_a_message(tmp_path, capsys, name):
+    """By a limit on the size of files, which fails as a full disk does: in the middle of a write."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        assert shapes.main([str(tmp_path / name), "num_images=100", "part=prompts"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = f"OUT: {tmp_path / name} cannot be written: [Errno 27] File too large. Make room or give another place, "
+    assert capsys.readouterr().err.splitlines()[-1] == said + "then again."
+    assert not (tmp_path / name).exists()
+    assert shapes.main([str(tmp_path / name), "num_images=100", "part=prompts"]) == 0
 
 
 # --- tokens and family ---
