@@ -55,6 +55,9 @@ test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROU
 test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 	$(PYTHON) -m pytest -q tests/gpu
 
+# Each command gives its output its name when it is whole: an interrupted make has nothing to delete.
+.PRECIOUS: $(addprefix $(SHAPES)/,tars images/dataset.json moments/dataset.json reference reference.npz prompts.tsv)
+
 $(SHAPES)/tars:
 	$(PY) -m prepare.shapes $@ num_images=8192
 
@@ -87,8 +90,8 @@ $(SHAPES)/shuffled/dataset.json: $(STAMP)
 	$(PY) -m prepare.latents $(SHAPES)/shuffled-images $(@D) model.family=shapes image_size=32
 
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good
-	@# The launcher's own parting line goes to stdout after the result; it is no part of it.
-	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) | sed -u '/^Waiting up to 30 seconds/d'
+	@# The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
+	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
 
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, some microbatch sizes -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
