@@ -89,9 +89,9 @@ $(SHAPES)/shuffled/dataset.json: $(STAMP)
 	$(PY) -m prepare.shards $(SHAPES)/shuffled-tars $(SHAPES)/shuffled-images
 	$(PY) -m prepare.latents $(SHAPES)/shuffled-images $(@D) model.family=shapes image_size=32
 
-demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good
+demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
-	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
+	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
 
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, some microbatch sizes -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
