@@ -18,7 +18,7 @@ ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-.PHONY: help env lock lint test test-slow test-store test-gpu miniature miniature-files demo gpu-ladder clean
+.PHONY: help env lock lint test test-slow test-store test-gpu miniature miniature-files demo controls gpu-ladder clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -92,6 +92,25 @@ $(SHAPES)/shuffled/dataset.json: $(STAMP)
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
 	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
+
+$(SHAPES)/one_object:
+	$(PY) -m prepare.shapes $@ num_images=8192 part=reference objects=one layout=files
+
+$(SHAPES)/one_object.npz: | $(SHAPES)/one_object
+	$(PY) -m prepare.fid_statistics $(SHAPES)/one_object $@ inception=zoo/shapes_weights/reader/model.safetensors
+
+$(SHAPES)/drawn:
+	$(PY) -m prepare.shapes $@ num_images=256 part=prompts layout=files
+
+CONTROLS := reports/results/shapes
+SCORE := $(COMPOSER) -n 1 eval.py
+
+controls: miniature $(addprefix $(SHAPES)/,shuffled/dataset.json one_object.npz drawn)  ## what the target of demo was chosen from: other seeds, what has to miss it (an hour)
+	$(PY) -m bench.ladder yamls/ladders/shapes.yaml runs=runs/controls
+	$(SCORE) runs/controls/seed17 eval.guidance=[1,1.5,2,3,4,6,8] out=$(CONTROLS)/guidance
+	$(SCORE) runs/controls/seed17 snapshots=last eval.statistics=$(SHAPES)/one_object.npz out=$(CONTROLS)/other_world
+	$(SCORE) $(SHAPES)/drawn eval.statistics=$(SHAPES)/reference.npz eval.inception=zoo/shapes_weights/reader/model.safetensors \
+	  out=$(CONTROLS)/drawn
 
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, some microbatch sizes -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
