@@ -1,4 +1,4 @@
-"""benchmark.py through its main(): whole runs of the tiny SD2 on a CPU, and what it refuses, in full."""
+"""benchmark.py through its main(): whole runs of the miniature and of the tiny SD2 on a CPU, and what it refuses, in full."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import benchmark
 import preflight
 from callbacks.run_record import RESULT_KEYS
 from config import load, parse_command_line
+
+pytestmark = pytest.mark.budget(60)
 
 
 def main(*words: str) -> int:
@@ -58,28 +60,25 @@ def test_the_variant_of_the_benchmark_alone_is_trained_as_the_benchmark_says():
     assert stock.save.snapshot_every_images == 512_000
 
 
-def test_the_posterior_of_a_run_is_the_keys(tmp_path, stage):
-    def first_loss(*words: str) -> float:
-        words = [*TINY_RUN, f"data.local={stage}", "data.workers=0", "model.weights=random", "max_duration=1ba", *words]
-        assert (
-            main(*words, "measure.warmup_batches=0", f"run_folder={tmp_path}", f"run_name={len(words)}{words[-1]}") == 0
-        )
-        return metrics(tmp_path / f"{len(words)}{words[-1]}")[0]["loss"]
+def test_the_posterior_of_a_run_is_the_keys(tmp_path, miniature):
+    def first_loss(posterior: str) -> float:
+        words = [f"data.posterior={posterior}", "max_duration=1ba", "measure.warmup_batches=0"]
+        assert main(*miniature.small(tmp_path, posterior, *words)) == 0
+        return metrics(tmp_path / posterior)[0]["loss"]
 
-    sampled, mean = first_loss("data.posterior=sample"), first_loss("data.posterior=mean")
-    assert sampled != mean
+    assert first_loss("sample") != first_loss("mean")
 
 
 @pytest.fixture(scope="module")
-def streamed(stage, tmp_path_factory) -> tuple[Path, str]:
+def streamed(miniature, tmp_path_factory) -> tuple[Path, str]:
     """One run on streamed images: its folder and what it printed."""
     import contextlib
     import io
 
     runs, printed = tmp_path_factory.mktemp("runs"), io.StringIO()
-    words = [*TINY_RUN, f"data.local={stage}", "data.workers=1", "model.weights=random", "max_duration=5ba"]
+    words = ["data.stage=images", f"data.remote={miniature.images}", "data.workers=1", "max_duration=5ba"]
     with contextlib.redirect_stdout(printed):
-        assert main(*words, f"run_folder={runs}", "run_name=streamed") == 0
+        assert main(*miniature.small(runs, "streamed", *words)) == 0
     return runs / "streamed", printed.getvalue()
 
 
@@ -103,7 +102,7 @@ def test_summary_result_line_and_metrics_agree(streamed):
 def test_summary_says_what_ran_and_on_what(streamed):
     summary = json.loads((streamed[0] / "summary.json").read_text())
     environment = json.loads((streamed[0] / "environment.json").read_text())
-    assert (summary["stage"], summary["preset"], summary["image_size"]) == ("images", "tiny", [64, 64])
+    assert (summary["stage"], summary["preset"], summary["image_size"]) == ("images", "tiny", [32, 32])
     assert summary["device"].startswith("CPU ") and summary["torch_version"].startswith(torch.__version__.split("+")[0])
     assert all(summary[key] == value for key, value in environment.items())
     assert summary["commit"] is None or len(summary["commit"].removesuffix("+changes")) == 40

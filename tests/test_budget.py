@@ -79,6 +79,11 @@ def without_budget(path: Path) -> list[str]:
     """The tests of a file that start a run, or are marked slow, and have no budget."""
     tree = ast.parse(path.read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    fixtures = {
+        name
+        for name, node in functions.items()
+        if any("pytest.fixture" in ast.unparse(each) for each in node.decorator_list)
+    }
     of_file = " ".join(
         ast.unparse(node.value)
         for node in tree.body
@@ -87,7 +92,7 @@ def without_budget(path: Path) -> list[str]:
 
     def starts(name: str, seen: frozenset[str] = frozenset()) -> bool:
         nodes = list(ast.walk(functions[name]))
-        called = {node.id for node in nodes if isinstance(node, ast.Name)} & functions.keys()
+        called = {node.id for node in nodes if isinstance(node, ast.Name)} & functions.keys() - fixtures
         return any(map(is_start, nodes)) or any(starts(other, seen | {name}) for other in called - seen - {name})
 
     found = []

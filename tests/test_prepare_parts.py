@@ -138,6 +138,7 @@ def test_killed_in_the_middle_of_a_shard_what_was_begun_is_cleared_away(source, 
 
 
 @pytest.mark.slow
+@pytest.mark.budget(120)
 def test_a_killed_command_takes_its_workers_with_it_and_can_be_started_again_at_once(tmp_path):
     source = tmp_path / "in"
     for tar in range(6):
