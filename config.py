@@ -245,11 +245,8 @@ def _nest(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _set(tree: Any, at: Assignment, hint: Any) -> tuple[Any, str | None]:
-    """Lay one value over the structured config; OmegaConf does the typing, the message is ours."""
-    name = at.key if at.typed == at.key else f"{at.typed} ({at.key})"
-    given = "null" if at.value is None else repr(at.value)
-    problem = f"{at.where}: {name} is {given}. Possible: {_possible(hint)}."
+def _read(at: Assignment, hint: Any) -> tuple[Any, str | None]:
+    """Return the value as its key means it, or the problem that YAML's own typing would let through."""
     kinds = (hint, *typing.get_args(hint))
     value = at.value
     if str in kinds and at.raw is not None and not isinstance(value, str | types.NoneType):
@@ -262,14 +259,43 @@ def _set(tree: Any, at: Assignment, hint: Any) -> tuple[Any, str | None]:
         or (bool in kinds and not isinstance(value, bool | types.NoneType))
         or (str in kinds and not isinstance(value, str | types.NoneType))
     )
-    if refused:
-        return tree, problem
-    try:
-        merged = OmegaConf.merge(tree, _nest(at.key, value))
-        OmegaConf.to_object(merged)
-    except Exception:  # omegaconf raises a dozen classes for a value that does not fit; the key's type says it better
-        return tree, problem
-    return merged, None
+    return value, _misfit(at, hint) if refused else None
+
+
+def _misfit(at: Assignment, hint: Any) -> str:
+    name = at.key if at.typed == at.key else f"{at.typed} ({at.key})"
+    given = "null" if at.value is None else repr(at.value)
+    return f"{at.where}: {name} is {given}. Possible: {_possible(hint)}."
+
+
+def _merged(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> Any:
+    merged = OmegaConf.merge(tree, *(_nest(at.key, value) for at, value in values))
+    OmegaConf.to_object(merged)
+    return merged
+
+
+def _lay(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> tuple[Any, list[Assignment]]:
+    """Lay values over the structured config, whose typing is OmegaConf's; return it and the values that do not fit.
+
+    As many at once as name different keys, since each merge copies the whole config; one by one only where one does not fit.
+    """
+    misfits, begin = [], 0
+    while begin < len(values):
+        seen: set[str] = set()
+        end = begin
+        while end < len(values) and values[end][0].key not in seen:
+            seen.add(values[end][0].key)
+            end += 1
+        try:
+            tree = _merged(tree, values[begin:end])
+        except Exception:  # of a dozen classes; the key's type says better what is wrong
+            for one in values[begin:end]:
+                try:
+                    tree = _merged(tree, [one])
+                except Exception:
+                    misfits.append(one[0])
+        begin = end
+    return tree, misfits
 
 
 def load(
@@ -290,26 +316,31 @@ def load(
     Raises:
         ConfigError: with every problem of names, types and cross-checks at once.
     """
-    problems, refused = [problem.text for problem in command_line.problems], set()
+    problems = [problem.text for problem in command_line.problems]
     assignments = list(command_line.assignments)
     if command_line.yaml is not None:
         from_yaml, unreadable = read_yaml(command_line.yaml)
         problems += [problem.text for problem in unreadable]
         assignments = from_yaml + assignments
 
-    keys, tree = schema_keys(schema), OmegaConf.structured(schema)
+    keys, values, found = schema_keys(schema), [], {}
     for at in assignments:
         room = next((text for key, text in not_yet.items() if at.key == key or at.key.startswith(f"{key}.")), None)
         if room is not None:
             name = f"'{at.key}'" if at.typed == at.key else f"'{at.typed}' ({at.key})"
-            problem = f"{at.where}: {name} is not available: {room} is not part of this version. Leave it out."
+            found[id(at)] = f"{at.where}: {name} is not available: {room} is not part of this version. Leave it out."
         elif at.key not in keys:
-            problem = _unknown_key(at, keys)
+            found[id(at)] = _unknown_key(at, keys)
         else:
-            tree, problem = _set(tree, at, keys[at.key])
-        if problem is not None:
-            problems.append(problem)
-            refused.add(at.key)
+            value, problem = _read(at, keys[at.key])
+            if problem is None:
+                values.append((at, value))
+            else:
+                found[id(at)] = problem
+    tree, misfits = _lay(OmegaConf.structured(schema), values)
+    found |= {id(at): _misfit(at, keys[at.key]) for at in misfits}
+    problems += [found[id(at)] for at in assignments if id(at) in found]
+    refused = {at.key for at in assignments if id(at) in found}
 
     config, is_readable = OmegaConf.to_object(tree), not problems
     problems += [problem.text for problem in check(config) if not refused.intersection(problem.keys)]

@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -22,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 from PIL import Image
+
+pytest_plugins = ("budget", "miniature")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,11 +77,28 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def run(*command: str, timeout: int = 240, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the project's root with this interpreter's programs first on the PATH."""
+@contextlib.contextmanager
+def started(*command: str, output: int = subprocess.DEVNULL, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in the project's root with this interpreter's programs first on the PATH, in a session of its own.
+
+    Whatever becomes of the test, nothing is left of it: neither a launcher's ranks nor their loader workers.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **streams) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(*command: str, timeout: int | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, see `started`; the test's own budget is its limit, where no timeout is given."""
+    with started(*command, output=subprocess.PIPE, **variables) as process:
+        printed, said = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""benchmark.py through its main(): whole runs of the tiny SD2 on a CPU, and what it refuses, in full."""
+"""benchmark.py through its main(): whole runs of the miniature and of the tiny SD2 on a CPU, and what it refuses, in full."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import benchmark
 import preflight
 from callbacks.run_record import RESULT_KEYS
 from config import load, parse_command_line
+
+pytestmark = pytest.mark.budget(60)
 
 
 def main(*words: str) -> int:
@@ -58,28 +60,25 @@ def test_the_variant_of_the_benchmark_alone_is_trained_as_the_benchmark_says():
     assert stock.save.snapshot_every_images == 512_000
 
 
-def test_the_posterior_of_a_run_is_the_keys(tmp_path, stage):
-    def first_loss(*words: str) -> float:
-        words = [*TINY_RUN, f"data.local={stage}", "data.workers=0", "model.weights=random", "max_duration=1ba", *words]
-        assert (
-            main(*words, "measure.warmup_batches=0", f"run_folder={tmp_path}", f"run_name={len(words)}{words[-1]}") == 0
-        )
-        return metrics(tmp_path / f"{len(words)}{words[-1]}")[0]["loss"]
+def test_the_posterior_of_a_run_is_the_keys(tmp_path, miniature):
+    def first_loss(posterior: str) -> float:
+        words = [f"data.posterior={posterior}", "max_duration=1ba", "measure.warmup_batches=0"]
+        assert main(*miniature.small(tmp_path, posterior, *words)) == 0
+        return metrics(tmp_path / posterior)[0]["loss"]
 
-    sampled, mean = first_loss("data.posterior=sample"), first_loss("data.posterior=mean")
-    assert sampled != mean
+    assert first_loss("sample") != first_loss("mean")
 
 
 @pytest.fixture(scope="module")
-def streamed(stage, tmp_path_factory) -> tuple[Path, str]:
+def streamed(miniature, tmp_path_factory) -> tuple[Path, str]:
     """One run on streamed images: its folder and what it printed."""
     import contextlib
     import io
 
     runs, printed = tmp_path_factory.mktemp("runs"), io.StringIO()
-    words = [*TINY_RUN, f"data.local={stage}", "data.workers=1", "model.weights=random", "max_duration=5ba"]
+    words = ["data.stage=images", f"data.remote={miniature.images}", "data.workers=1", "max_duration=5ba"]
     with contextlib.redirect_stdout(printed):
-        assert main(*words, f"run_folder={runs}", "run_name=streamed") == 0
+        assert main(*miniature.small(runs, "streamed", *words)) == 0
     return runs / "streamed", printed.getvalue()
 
 
@@ -103,7 +102,7 @@ def test_summary_result_line_and_metrics_agree(streamed):
 def test_summary_says_what_ran_and_on_what(streamed):
     summary = json.loads((streamed[0] / "summary.json").read_text())
     environment = json.loads((streamed[0] / "environment.json").read_text())
-    assert (summary["stage"], summary["preset"], summary["image_size"]) == ("images", "tiny", [64, 64])
+    assert (summary["stage"], summary["preset"], summary["image_size"]) == ("images", "tiny", [32, 32])
     assert summary["device"].startswith("CPU ") and summary["torch_version"].startswith(torch.__version__.split("+")[0])
     assert all(summary[key] == value for key, value in environment.items())
     assert summary["commit"] is None or len(summary["commit"].removesuffix("+changes")) == 40
@@ -116,18 +115,18 @@ def test_the_written_config_repeats_the_run_bit_for_bit(streamed, tmp_path, caps
     assert [line["loss"] for line in metrics(tmp_path / "again")] == [line["loss"] for line in metrics(folder)]
 
 
-def test_another_seed_gives_another_run_and_microbatches_the_same(tmp_path, capsys):
+def test_another_seed_gives_another_run_and_microbatches_the_same(miniature, tmp_path):
     losses = {}
     for name, words in {"a": [], "b": ["seed=3"], "c": ["device_train_microbatch_size=2"]}.items():
-        assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", f"run_name={name}", *words) == 0
+        assert main(*miniature.small(tmp_path, name, *words)) == 0
         losses[name] = [line["loss"] for line in metrics(tmp_path / name)]
     assert losses["a"] != losses["b"]
     assert losses["c"] == pytest.approx(losses["a"], rel=1e-4)
 
 
-def test_the_rate_of_each_window_is_the_schedules(tmp_path, capsys):
-    words = ["data.synthetic=true", "schedule.warmup_batches=4", "optimizer.lr=1e-3", "measure.window_batches=1"]
-    assert main(*TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=a") == 0
+def test_the_rate_of_each_window_is_the_schedules(miniature, tmp_path):
+    words = ["schedule.warmup_batches=4", "optimizer.lr=1e-3", "measure.window_batches=1"]
+    assert main(*miniature.small(tmp_path, "a", *words)) == 0
     rates = [line["lr"] for line in metrics(tmp_path / "a")]
     assert rates == pytest.approx([1e-9, 0.25e-3, 0.5e-3, 0.75e-3], rel=1e-4)
 
@@ -361,10 +360,10 @@ def test_a_cache_folder_that_cannot_be_written_is_refused(capsys, tmp_path, stag
     ]
 
 
-def test_an_infinite_gradient_norm_is_written_as_null(tmp_path, capsys, monkeypatch):
+def test_an_infinite_gradient_norm_is_written_as_null(miniature, tmp_path, monkeypatch):
     """fp16's GradScaler skips its first steps with infinite gradients; JSON has no infinity."""
     monkeypatch.setattr(benchmark.GradientNorm, "mean", lambda self: math.inf)
-    assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", "run_name=a") == 0
+    assert main(*miniature.small(tmp_path, "a")) == 0
     assert [line["gradient_norm"] for line in metrics(tmp_path / "a")] == [None, None]
 
 

@@ -196,3 +196,18 @@ def test_all_problems_are_reported_at_once_and_none_twice():
         "command line: unknown key 'lr'. Did you mean 'optimizer.lr'?",
         "text: not given.",  # the check of batch would have been about its default, which nobody asked for
     ]
+
+
+def test_values_that_do_not_fit_are_named_in_their_order_though_a_later_one_of_the_key_would_fit():
+    said = problems("optimizer.lr=fast", "zzz=1", "batch=many", "text=a", "flag=7", "batch=3", "optimizer.lr=1e-3")
+    assert [text.split(". ")[0] for text in said] == [
+        "command line: optimizer.lr is 'fast'",
+        "command line: unknown key 'zzz'",
+        "command line: batch is 'many'",
+        "command line: flag is 7",
+    ]
+
+
+def test_a_section_that_is_removed_and_given_again_is_what_came_last():
+    assert read("logger.project=a", "batch=2", "logger=null", "logger.project=b").logger == Optional("b")
+    assert read("logger.project=a", "logger=null", "batch=2").logger is None

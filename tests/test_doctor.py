@@ -27,7 +27,7 @@ from prepare.doctor import main
 from stage import write_facts
 from store_errors import explain_store_error
 
-pytestmark = pytest.mark.slow  # each of some sixty faults is a whole examination
+pytestmark = [pytest.mark.slow, pytest.mark.budget(60)]  # each of some sixty faults is a whole examination
 
 CHECKS = {
     *("versions", "variables", "devices", "open files", "segments", "port"),

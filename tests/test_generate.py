@@ -76,6 +76,7 @@ def test_images_are_those_of_a_diffusers_pipeline(sampler):
 
 
 @pytest.mark.slow
+@pytest.mark.budget(180)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -230,6 +231,7 @@ def test_progress_is_told():
 
 
 @pytest.mark.slow
+@pytest.mark.budget(180)
 def test_the_speed_record_has_both_contests(tmp_path, capsys, same_number_of_threads):
     results = tmp_path / "speed.json"
     keys = ["num_prompts=3", "batch_size=2", "steps=2", "rounds=1", f"results={results}"]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import shutil
-import signal
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, run, sample_files, tree, write_tar
+from conftest import TINY_RUN, run, sample_files, started, tree, write_tar
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from test_prepare import IMAGES, skipped
@@ -35,7 +32,6 @@ from zoo.sd2 import SD2
 
 KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=5"]
 SIZE = (64, 64)
-LIMIT_SEC = 100
 
 pytestmark = pytest.mark.usefixtures("same_number_of_threads")
 
@@ -263,6 +259,7 @@ def test_from_a_store_to_a_store_are_the_bytes_from_a_folder_to_a_folder(stage, 
 
 
 @pytest.mark.slow
+@pytest.mark.budget(400)
 def test_two_ranks_killed_and_started_again_on_one_make_the_bytes_of_one(stage, unbroken, tmp_path):
     words = ["-m", "prepare.latents", str(stage), str(tmp_path / "out"), *KEYS]
     done = run("composer", "-n", "2", *words[:3], str(tmp_path / "two"), *KEYS)
@@ -273,22 +270,9 @@ def test_two_ranks_killed_and_started_again_on_one_make_the_bytes_of_one(stage, 
     slow = "import time, prepare.latents as l; m = l.make_part\n"
     slow += "l.make_part = lambda *a: (m(*a), time.sleep(1))\nimport sys; sys.exit(l.main(sys.argv[1:]))\n"
     (tmp_path / "slow.py").write_text(slow)  # a second between parts, in which to be killed
-    path = f"{Path(os.sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    process = subprocess.Popen(
-        ["composer", "-n", "2", str(tmp_path / "slow.py"), *words[2:]],
-        cwd=ROOT,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + LIMIT_SEC
-        while not list((tmp_path / "out").glob("*/part.json")) and time.monotonic() < deadline:
+    with started("composer", "-n", "2", str(tmp_path / "slow.py"), *words[2:]):
+        while not list((tmp_path / "out").glob("*/part.json")):
             time.sleep(0.05)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(LIMIT_SEC)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/part.json")}
     assert made and not (tmp_path / "out" / "dataset.json").exists()
     done = run("python", *words)
@@ -298,6 +282,7 @@ def test_two_ranks_killed_and_started_again_on_one_make_the_bytes_of_one(stage, 
 
 
 @pytest.mark.slow
+@pytest.mark.budget(90)
 def test_two_ranks_that_cannot_start_say_it_once(stage, tmp_path):
     words = [str(stage), str(tmp_path / "out"), *KEYS, "image_size=65", "precision=fp64"]
     done = run("composer", "-n", "2", "-m", "prepare.latents", *words)
@@ -468,24 +453,22 @@ def test_the_account_of_the_parts_adds_up_to_the_account_of_the_stage(unbroken):
     assert parts.part_name(12) == "part-00012"
 
 
-def test_training_from_moments_is_training_from_images_to_the_rounding_of_the_moments(stage, unbroken, tmp_path):
-    """The same posterior draws, noise and times. Mean and logvar are rounded to 11 bits, 4.9e-4 relative: so is the loss."""
+@pytest.mark.budget(60)
+def test_training_from_moments_is_training_from_images_to_the_rounding_of_the_moments(miniature, tmp_path):
+    """The same posterior draws, noise and times. Mean and logvar are rounded to 11 bits, 4.9e-4 relative: so is the loss.
+
+    The prediction is v, whose target has x_0.
+    """
     losses = {}
-    for kind, place in (("images", stage), ("moments", unbroken)):
-        words = [f"data.stage={kind}", f"data.local={place}", "data.shuffle=false", "data.workers=0"]
-        words += [
-            *TINY_RUN,
-            "model.weights=random",
-            "objective.prediction=v",
-            "max_duration=1ba",
-        ]  # v: the target has x_0
-        words += ["measure.window_batches=1", f"run_folder={tmp_path}", f"run_name={kind}"]
-        assert benchmark.main(words) == 0
+    for kind, place in (("images", miniature.images), ("moments", miniature.moments)):
+        words = [f"data.stage={kind}", f"data.remote={place}", "data.shuffle=false", "max_duration=1ba"]
+        assert benchmark.main(miniature.small(tmp_path, kind, *words, "measure.window_batches=1")) == 0
         [line] = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
         losses[kind] = json.loads(line)["loss"]
     assert losses["moments"] == pytest.approx(losses["images"], rel=4.9e-4) and losses["moments"] != losses["images"]
 
 
+@pytest.mark.budget(60)
 def test_moments_of_other_encoders_size_or_range_are_refused(unbroken, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(unbroken, other)

@@ -26,7 +26,11 @@ from prepare.shards import COLUMNS
 from stage import write_facts
 from zoo import load_family
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_number_of_threads")]  # slow: most draw a picture
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.budget(60),
+    pytest.mark.usefixtures("same_number_of_threads"),
+]  # slow: most draw a picture
 
 TINY = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=8"]
 CAPTIONS = [

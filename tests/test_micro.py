@@ -183,6 +183,7 @@ def test_a_full_disk_is_known_before_anything_is_measured(capsys, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.budget(120)
 def test_the_command_measures_a_real_start(tmp_path):
     from conftest import run
 

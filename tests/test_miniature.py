@@ -1,54 +1,31 @@
 """The benchmark in miniature, shortened: its own data, encoders, networks that measure and YAML, end to end.
 
-`make demo` is the whole of it; README.md has its record. Budget: 90 s.
+`make demo` is the whole of it; README.md has its record.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from miniature import READER
 from PIL import Image
 
 import benchmark
 from curves import read_rows
 from eval import main as eval_main
-from prepare import fid_statistics, latents, shapes, shards
+from prepare import shapes
 
-pytestmark = pytest.mark.slow
-WEIGHTS = ROOT / "zoo/shapes_weights"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    """What `make miniature` makes, of fewer pictures."""
-    folder = tmp_path_factory.mktemp("miniature")
-    images, moments = str(folder / "images"), str(folder / "moments")
-    reader = f"inception={WEIGHTS}/reader/model.safetensors"
-    assert shapes.main([str(folder / "tars"), "num_images=256"]) == 0
-    assert shards.main([str(folder / "tars"), images]) == 0
-    assert latents.main([images, moments, "model.family=shapes", "image_size=32"]) == 0
-    assert shapes.main([str(folder / "reference"), "num_images=256", "part=reference", "layout=files"]) == 0
-    assert fid_statistics.main([str(folder / "reference"), str(folder / "reference.npz"), reader]) == 0
-    assert shapes.main([str(folder / "prompts.tsv"), "num_images=32", "part=prompts"]) == 0
-    return folder
-
-
-def words_of(world: Path, folder: Path, name: str) -> list[str]:
-    own = [f"data.remote={world}/moments", f"data.local={folder}/{name}-cache", "data.workers=0"]
-    own += [f"eval.prompts={world}/prompts.tsv", f"eval.statistics={world}/reference.npz", "eval.samples=4"]
-    own += [f"eval.inception={WEIGHTS}/reader/model.safetensors", f"eval.clip={WEIGHTS}/clip/model.safetensors"]
-    own += ["max_duration=8ba", "eval.every_images=128", "eval.steps=6", "loggers.progress_bar=false"]
-    return [str(ROOT / "yamls/shapes.yaml"), *own, f"run_folder={folder}", f"run_name={name}"]
+pytestmark = [pytest.mark.slow, pytest.mark.budget(90)]
 
 
 def test_a_network_that_has_hardly_begun_misses_the_target_and_the_pictures_of_the_world_meet_it(
-    world, tmp_path, monkeypatch
+    miniature, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
-    assert benchmark.main(words_of(world, tmp_path, "short")) == 0
+    shortened = ["max_duration=8ba", "eval.every_images=128", "eval.steps=6"]
+    assert benchmark.main(miniature.words(tmp_path, "short", *shortened)) == 0
     summary = json.loads((tmp_path / "short/summary.json").read_text())
     assert (summary["family"], summary["target"], summary["batches"]) == ("shapes", "missed", 8)
     lines = map(json.loads, (tmp_path / "short/metrics.jsonl").read_text().splitlines())
@@ -59,7 +36,7 @@ def test_a_network_that_has_hardly_begun_misses_the_target_and_the_pictures_of_t
     assert len(list((tmp_path / "short/samples").glob("*.png"))) == 2
     # Pictures of the prompts' own scenes, drawn: what a perfect model would make.
     assert shapes.main([str(tmp_path / "drawn"), "num_images=600", "part=prompts", "layout=files"]) == 0
-    scored = [f"eval.statistics={world}/reference.npz", f"eval.inception={WEIGHTS}/reader/model.safetensors"]
+    scored = [f"eval.statistics={miniature.statistics}", f"eval.{READER}"]
     assert eval_main([str(tmp_path / "drawn"), *scored, f"out={tmp_path / 'scores'}"]) == 0
     [row] = read_rows(tmp_path / "scores/eval.csv")
     assert row["fid"] < 60 < evaluations[-1]["fid"]

@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, sample_files, tree, write_tar
+from conftest import sample_files, started, tree, write_tar
 from streaming import MDSWriter, StreamingDataset
 
 from prepare import parts, places, shards
@@ -138,21 +137,19 @@ def test_killed_in_the_middle_of_a_shard_what_was_begun_is_cleared_away(source, 
 
 
 @pytest.mark.slow
+@pytest.mark.budget(120)
 def test_a_killed_command_takes_its_workers_with_it_and_can_be_started_again_at_once(tmp_path):
     source = tmp_path / "in"
     for tar in range(6):
         write_tar(source / f"{tar}.tar", {f"{tar}-{n}": sample_files(n, (700, 700)) for n in range(60)})
     words = [str(source), str(tmp_path / "out"), "workers=2"]
-    process = subprocess.Popen([sys.executable, "-m", "prepare.shards", *words], cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + LIMIT_SEC
-        while not list((tmp_path / "out").glob("*/part.json")) and time.monotonic() < deadline:
+    with started(sys.executable, "-m", "prepare.shards", *words) as process:
+        while not list((tmp_path / "out").glob("*/part.json")):
             time.sleep(0.01)
-    finally:
         process.kill()
-        process.wait(LIMIT_SEC)
-    assert not (tmp_path / "out" / "dataset.json").exists()
-    assert shards.main(words) == 0
+        process.wait()
+        assert not (tmp_path / "out" / "dataset.json").exists()
+        assert shards.main(words) == 0
     assert shards.main([str(source), str(tmp_path / "again")]) == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "again")
 

@@ -44,6 +44,8 @@ def unbroken(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
+@pytest.mark.budget(120)
 def test_a_training_stopped_after_every_step_gives_the_same_bytes(unbroken, tmp_path, capsys):
     """max_minutes=0 stops each command after one step; ten steps and three stages need eleven commands at most."""
     command = ["--train_encoders", str(tmp_path), *MINIATURE, "max_minutes=0"]

@@ -17,6 +17,7 @@ from checkpoint_files import FULL, WEIGHTS, listed, read
 from model import ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig
 
+pytestmark = pytest.mark.budget(60)
 TINY = ModelConfig(preset="tiny")
 
 
