@@ -53,6 +53,8 @@ LOCK_TIMEOUT_SEC = 60.0
 STATUS = "research"  # of submission_status, which 4.0.0 asks for: what it is until somebody submits it
 METRICS = {"fid": "FID", "clip": "CLIP"}
 """Our names -> those of the checkers. The CLIP score is the mean cosine, not times 100."""
+MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model")
+"""What an eval_stop says of its scores: how long they took, of how many images and by which networks they are."""
 
 
 @dataclass(frozen=True)
@@ -146,15 +148,20 @@ class EventLog:
         for key, metric in METRICS.items():
             if line.get(key) is not None:
                 self.event("eval_accuracy", line[key], metric=metric, **where)
-        self.event("eval_stop", line["images"], eval_sec=line["eval_sec"], **where)
+        made_with = {key: line[key] for key in MADE_WITH if line.get(key) is not None}
+        self.event("eval_stop", line["images"], **made_with, **where)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of a log, without a last line that a killed writer left unfinished; none where there is no file.
 
     Raises:
-        ConfigError: another line is no event; names it, and what to do.
+        ConfigError: another line is no event, or it is a folder; names it, and what to do.
     """
+    if path.is_dir():
+        raise ConfigError(
+            [f"{path}: a folder, where the log of the run belongs. Take it away, or take another run_name."]
+        )
     found = []
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, 1):

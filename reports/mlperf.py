@@ -101,6 +101,8 @@ def main(argv: Sequence[str]) -> int:
     out = Path(keys.get("out", "mlperf_report"))
     try:
         report(runs, out)
+    except BrokenPipeError:  # whoever reads this has seen enough
+        raise
     except OSError as error:
         given = f"out: {error.filename or out} cannot be written: {error.strerror}"
         print(f"{given}. Give a folder that this user may write in: out=FOLDER.", file=sys.stderr)

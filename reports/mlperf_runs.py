@@ -108,10 +108,12 @@ class Run:
         """What keeps its scores from being compared with the reference's."""
         num = next(iter([*self.values("eval_samples"), *(line.get("num_images") for line in self.recorded)]), None)
         networks = [key for key in ("inception", "clip") if self.config.get(f"eval.{key}") == "random"]
-        others = {line[key] for line in self.recorded for key, name in NETWORKS.items() if line.get(key, name) != name}
+        lines = [*self.recorded, *(event["metadata"] for event in self.events or () if event["key"] == "eval_stop")]
+        others = {line[key] for line in lines for key, name in NETWORKS.items() if line.get(key, name) != name}
         said = [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
         said += [f"random {' and '.join(networks)}"] if networks else []
-        return said + ([f"scored by {' and '.join(sorted(others - {None}))}"] if others - {None} else [])
+        others -= {None, "random"}  # random ones are named by their key
+        return said + ([f"scored by {' and '.join(sorted(others))}"] if others else [])
 
     @property
     def label(self) -> str:
@@ -185,7 +187,7 @@ class Run:
         if not self.logged and (self.has_passed or not self.stops):  # a loss of NaN ends before the first
             return "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)"
         if not self.stops:
-            return "its log is open: the run goes on, or composer eval.py RUN has not come to its end"
+            return "its log is open: the run goes on or was killed, or composer eval.py RUN has not come to its end"
         if len(self.stops) > 1 or max(counts.values()) > 1:
             return "its log has more than one run in it"
         return self._of_submission() or self._of_its_end() or (self.checked if self.has_passed else None)

@@ -16,7 +16,7 @@ from test_evaluation import words_of, world  # noqa: F401
 
 import benchmark
 import eval as eval_command
-from callbacks.mlperf_log import TOKEN, MLPerfConfig, conclude, read_events
+from callbacks.mlperf_log import MADE_WITH, TOKEN, MLPerfConfig, conclude, read_events
 from checkpoint_files import WEIGHTS, listed, read, stem, write
 from checks import quick_problems
 from config import ConfigError, flat, load, parse_command_line
@@ -189,6 +189,12 @@ def test_a_line_that_is_no_event_is_named_and_nothing_behind_it_is_lost(tmp_path
     ):
         again.start(512_000)
     assert log.read_text() == text
+
+
+def test_a_folder_in_the_place_of_the_log_is_named(tmp_path):
+    (tmp_path / "mlperf.log").mkdir()
+    with pytest.raises(ConfigError, match=r"mlperf.log: a folder, where the log of the run belongs. Take it away, or"):
+        Drive(tmp_path, closed(), header(512, 1)).start()
 
 
 def test_an_evaluation_that_only_the_record_has_comes_at_the_next_start(tmp_path):
@@ -551,6 +557,8 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logge
     record = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
     fids = [line["fid"] for line in record if line.get("evaluation")]
     assert [e["value"] for e in events if e["metadata"].get("metric") == "FID"] == fids
+    made_with = [{key: e["metadata"][key] for key in MADE_WITH[1:]} for e in events if e["key"] == "eval_stop"]
+    assert made_with == 2 * [{"num_images": 5, "inception": "random", "clip_model": "random"}]
 
 
 @pytest.mark.slow
@@ -579,6 +587,7 @@ def test_a_run_that_is_scored_afterwards_is_closed_by_eval(world, tmp_path, caps
     assert stop["metadata"]["samples_count"] == 24 and stop["metadata"]["status"] == "success"
     assert stop["time_ms"] == round(1000 * read(snapshot)["unix_time"])
     assert json.loads((folder / "summary.json").read_text())["target"] == "reached"
+    assert only(events[-5:-1], "eval_stop")["metadata"]["num_images"] == 5
 
 
 @pytest.mark.slow

@@ -418,7 +418,7 @@ WHY = {
     "another year": "mlperf.ruleset: '3.1.0' is not known here. Possible: 4.0.0, 4.1.0, 5.0.0",
     "a late init_stop": "MLPerf's checker (5.0.0) refuses its log: CHECK for 'init_stop' failed in line 19 (failed test: ",
     "no evaluation": "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)",
-    "open": "its log is open: the run goes on, or composer eval.py RUN has not come to its end",
+    "open": "its log is open: the run goes on or was killed, or composer eval.py RUN has not come to its end",
     "two passes": "its run_stop is at 3,072,000 images, but it passed first at 2,560,000",
     "two ends": "its log has more than one run in it",
     "restarted": "was restarted at 512,000 images: no result of the closed division",
@@ -535,6 +535,16 @@ def test_a_score_by_other_networks_names_them(tmp_path):
     assert other.label == "mini (batch 512, scored by shapes-reader)"
     same = dataclasses.replace(run, recorded=[{"images": 512, **networks, "inception": "inception-2015-12-05"}])
     assert same.label == run.label == "mini (batch 512)"
+
+
+def test_the_log_itself_says_by_which_networks_it_was_scored(tmp_path):
+    """eval.py leaves no line in the record."""
+    points = [{**point, "inception": "shapes-reader", "clip_model": "ViT-H-14"} for point in curves(512)[0]]
+    folder = make(tmp_path / "mini", points, seed=0)
+    (folder / "metrics.jsonl").unlink()
+    run = mlperf_runs.read_run(folder)
+    assert run.label == "mini (batch 512, scored by shapes-reader)"
+    assert run.problem().startswith("scored by shapes-reader: no result of the closed division, which asks for 30,000")
 
 
 @pytest.mark.parametrize("num", [1, 10])
