@@ -23,6 +23,9 @@ NUM_IMAGES = 30_000  # of each score of the benchmark
 NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
 """What the benchmark's scores are made with, as an evaluation's line names it."""
 
+RANDOM = ("inception", "CLIP")
+"""random-inception and random-CLIP are networks of random weights, for trials."""
+
 METADATA = {
     "run_start": ["samples_count"],
     "block_stop": ["samples_count"],
@@ -112,7 +115,7 @@ class Run:
         others = {line[key] for line in lines for key, name in NETWORKS.items() if line.get(key, name) != name}
         said = [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
         said += [f"random {' and '.join(networks)}"] if networks else []
-        others -= {None, "random"}  # random ones are named by their key
+        others -= {None, *(f"random-{name}" for name in RANDOM if name.lower() in networks)}  # named by their key
         return said + ([f"scored by {' and '.join(sorted(others))}"] if others else [])
 
     @property

@@ -20,6 +20,7 @@ from callbacks.mlperf_log import MADE_WITH, TOKEN, MLPerfConfig, conclude, read_
 from checkpoint_files import WEIGHTS, listed, read, stem, write
 from checks import quick_problems
 from config import ConfigError, flat, load, parse_command_line
+from reports.mlperf_runs import read_run
 from scoring import TargetConfig
 from zoo.mlperf import RULESETS, not_closed
 
@@ -558,7 +559,9 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logge
     fids = [line["fid"] for line in record if line.get("evaluation")]
     assert [e["value"] for e in events if e["metadata"].get("metric") == "FID"] == fids
     made_with = [{key: e["metadata"][key] for key in MADE_WITH[1:]} for e in events if e["key"] == "eval_stop"]
-    assert made_with == 2 * [{"num_images": 5, "inception": "random", "clip_model": "random"}]
+    assert made_with == 2 * [{"num_images": 5, "inception": "random-inception", "clip_model": "random-CLIP"}]
+    label = "mini (batch 8, 5 images a score, random inception and clip)"
+    assert read_run(logged).label == label  # each is named once
 
 
 @pytest.mark.slow
