@@ -188,12 +188,12 @@ def train(config: RunConfig) -> dict[str, Any]:
             trainer.fit()
     elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
         evaluation.catch_up(trainer.state, trainer.logger)
+    if mlperf_log is not None:  # before what is no longer the run: loggers that finish, workers that end
+        mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
     trainer.close()
     if loader is not None:
         loader.close()
     record.facts["stopped_early"] = trainer.state.timestamp.batch.value < num_batches
-    if mlperf_log is not None:
-        mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
     result = record.finish(outcome_of(config, target))
     draw_evaluations(config, record)
     begun.release()

@@ -13,10 +13,11 @@ import preflight
 import warm_start
 from callbacks import mlperf_log
 from checkpoint_files import FULL, listed
-from config import Problem, flat
+from config import ConfigError, Problem, flat
 from model import model_problems
+from prompts import read_prompts
 from run_config import RunConfig, resolve, wants_own_rate
-from scoring import EVERY_IMAGES, rounded_up
+from scoring import EVERY_IMAGES, EvalConfig, rounded_up
 from stage import array_encoding
 from zoo import load_family, mlperf
 from zoo.spec import as_size
@@ -193,15 +194,31 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
         found.append(("eval.prompts", f"no file {given.prompts}, whose prompts the log counts. Check the path."))
     elif not config.target.is_given:
         found.append(("target.fid", "no target, so that it would never end well. The benchmark's: 90 and 0.15."))
-    if config.run_name and not (folder / mlperf_log.NAME).is_file() and listed(folder / "checkpoints", FULL):
-        found.append(("run_name", f"{folder} was begun without a log. Leave it out, or take another run_name."))
+    of_log: list[str] = []
+    try:
+        if config.run_name and not mlperf_log.is_begun(folder) and listed(folder / "checkpoints", FULL):
+            text = f"{folder} was trained before its log was begun. Leave it out, or take another run_name."
+            found.append(("run_name", text))
+    except ConfigError as error:
+        of_log = error.problems
     problems = [Problem(f"mlperf.enabled: true, but {text}", ("mlperf.enabled", key)) for key, text in found]
+    problems += [Problem(text, ("mlperf.enabled", "run_name")) for text in of_log]
     if config.mlperf.division == "closed":
         with contextlib.suppress(ValueError):  # what cannot be resolved is named elsewhere
-            for text in mlperf.not_closed(flat(resolve(config))):
+            for text in [*mlperf.not_closed(flat(resolve(config))), *_prompts_deviation(given)]:
                 fix = "Use the reference's value, or mlperf.division=open."
                 problems.append(Problem(f"mlperf.division: closed, but {text}. {fix}", (text.partition(":")[0],)))
     return problems
+
+
+def _prompts_deviation(given: EvalConfig) -> list[str]:
+    """The closed division asks for all of the benchmark's prompts, in the shape of `mlperf.deviations`."""
+    if given.prompts is None or not Path(given.prompts).expanduser().is_file():
+        return []  # named by the section
+    with contextlib.suppress(ValueError):  # named by the section too
+        if (num := len(read_prompts(given.prompts).prompts)) != mlperf.NUM_PROMPTS:
+            return [f"eval.prompts: {num:,} prompts; the reference: {mlperf.NUM_PROMPTS:,}"]
+    return []
 
 
 def memory_problems(config: RunConfig) -> list[Problem]:

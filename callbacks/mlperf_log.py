@@ -39,17 +39,22 @@ from typing import Any, Literal
 import psutil
 from composer import Callback, Logger, State
 from composer.utils import dist
+from filelock import FileLock, Timeout
 
 from checkpoint_files import read as read_checkpoint
+from config import ConfigError
 
 Line = Mapping[str, Any]
 
 NAME = "mlperf.log"
 TOKEN = ":::MLLOG "
 INIT_LIMIT_MIN = {"closed": 30, "open": 240}  # from init_start to init_stop (compliance_checker, common.yaml)
+LOCK_TIMEOUT_SEC = 60.0
 STATUS = "research"  # of submission_status, which 4.0.0 asks for: what it is until somebody submits it
 METRICS = {"fid": "FID", "clip": "CLIP"}
 """Our names -> those of the checkers. The CLIP score is the mean cosine, not times 100."""
+MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model")
+"""What an eval_stop says of its scores: how long they took, of how many images and by which networks they are."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +148,39 @@ class EventLog:
         for key, metric in METRICS.items():
             if line.get(key) is not None:
                 self.event("eval_accuracy", line[key], metric=metric, **where)
-        self.event("eval_stop", line["images"], eval_sec=line["eval_sec"], **where)
+        made_with = {key: line[key] for key in MADE_WITH if line.get(key) is not None}
+        self.event("eval_stop", line["images"], **made_with, **where)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a log, up to a line that a killed writer left unfinished; none where there is no file."""
+    """Return the events of a log, without a last line that a killed writer left unfinished; none where there is no file.
+
+    Raises:
+        ConfigError: another line is no event, or it is a folder; names it, and what to do.
+    """
+    if path.is_dir():
+        raise ConfigError(
+            [f"{path}: a folder, where the log of the run belongs. Take it away, or take another run_name."]
+        )
     found = []
-    for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
-        if not (line.startswith(TOKEN) and line.endswith("\n")):
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
             break
-        found.append(json.loads(line[len(TOKEN) :]))
+        try:
+            event = json.loads(line[len(TOKEN) :]) if line.startswith(TOKEN) else None
+        except ValueError:
+            event = None
+        if not (isinstance(event, dict) and event.keys() >= {"key", "value", "metadata"}):
+            given = f"{path}: line {number:,} is no event of MLPerf's: '{line[:40].rstrip()}'"
+            raise ConfigError([f"{given}. Mend it or take it out, or go on without a log (mlperf.enabled=false)."])
+        found.append(event)
     return found
+
+
+def is_begun(folder: Path) -> bool:
+    """True where a run's log has come to run_start. Raises ConfigError as `read_events` does."""
+    return any(event["key"] == "run_start" for event in read_events(folder / NAME))
 
 
 def _reopen(path: Path) -> list[dict[str, Any]]:
@@ -169,6 +196,23 @@ def _reopen(path: Path) -> list[dict[str, Any]]:
 
 def _evaluated(events: Sequence[Mapping[str, Any]]) -> set[int]:
     return {event["metadata"]["samples_count"] for event in events if event["key"] == "eval_stop"}
+
+
+def _close(log: EventLog, reached: Line | None, images: int, at: float | None = None) -> None:
+    """Append run_stop, and say so.
+
+    Args:
+        reached: the evaluation that met the target, None: the run is aborted.
+        images: seen by now, of a run that is aborted.
+        at: seconds since 1970; None: now.
+    """
+    status, images = ("aborted", images) if reached is None else ("success", reached["images"])
+    log.event("run_stop", at=at, status=status, samples_count=images)
+    _say(f"the log is closed: {status} at {images:,} images")
+
+
+def _say(text: str) -> None:
+    print(f"mlperf: {text}.", file=sys.stderr, flush=True)
 
 
 # --- while the run trains ---
@@ -249,8 +293,7 @@ class MLPerfLog(Callback):
                 return
             self._open(images)
             self._write_evaluations()
-        status = "aborted" if reached is None else "success"
-        self.log.event("run_stop", status=status, samples_count=images if reached is None else reached["images"])
+        _close(self.log, reached, images)
 
     @contextlib.contextmanager
     def aborted_by_divergence(self, state: State) -> Iterator[None]:
@@ -260,20 +303,21 @@ class MLPerfLog(Callback):
         except ValueError:
             loss = (state.total_loss_dict or {}).get("loss/train/total", 0.0)
             if self.is_writer and self._is_open and not math.isfinite(loss):
-                self.log.event("run_stop", status="aborted", samples_count=state.timestamp.sample.value)
+                _close(self.log, None, state.timestamp.sample.value)
             raise
 
     def _open(self, images: int) -> None:
         self._is_open = True
-        if not any(event["key"] == "run_start" for event in read_events(self.path)):
+        if not is_begun(self.path.parent):
             self.path.unlink(missing_ok=True)  # killed within its first lines
             self._begin()
-            return
+            if not images:
+                return  # else its log was taken away, and it must not look as if it began here
         events = _reopen(self.path)
         # What lies behind the checkpoint that the run goes on from comes again.
         self._written = {count for count in _evaluated(events) if count <= images}
         self.log.event("restart", 1 + sum(event["key"] == "restart" for event in events), samples_count=images)
-        self._say(f"restarted at {images:,} images: no result of the closed division")
+        _say(f"restarted at {images:,} images: no result of the closed division; for one, take another run_name")
 
     def _begin(self) -> None:
         """Write everything up to run_start; init_start is when the process began."""
@@ -290,10 +334,7 @@ class MLPerfLog(Callback):
         self.log.event("init_stop")
         self.log.event("run_start", samples_count=0)
         over = "" if took_sec < 60 * limit else ": TOO LONG, the checker will refuse this log"
-        self._say(f"initialised in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
-
-    def _say(self, text: str) -> None:
-        print(f"mlperf: {text}.", file=sys.stderr, flush=True)
+        _say(f"initialised in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
 
     def _close_block(self, state: State) -> None:
         if not self.is_writer or self._block is None:
@@ -316,6 +357,19 @@ class MLPerfLog(Callback):
 # --- afterwards ---
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep others from a run: another eval.py that comes to its end at the same time, or a start that trains it on."""
+    try:
+        with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT_SEC):
+            yield
+    except Timeout as error:
+        given = f"{folder / NAME}: another process has the run, and may be training it on; the log is left as it is"
+        raise ConfigError(
+            [f"{given}. Start the same command again when that has ended: no score is made twice."]
+        ) from error
+
+
 def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None) -> None:
     """Bring evaluations that were made afterwards into the log of a run, and close it at the time of a snapshot.
 
@@ -326,18 +380,23 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None) ->
         evaluations: rows of eval.py in the order of their images, `snapshot` among them; those behind the first that met the
             target stay out.
         reached: the first that met the target: its snapshot says when. None: the last one's does, and the run is aborted.
+
+    Raises:
+        ConfigError: the log cannot be read, or another process has the run.
     """
     path, summary = folder / NAME, folder / "summary.json"
-    events = read_events(path)
-    is_waiting = summary.is_file() and json.loads(summary.read_text()).get("target") == "pending"
-    if not events or not is_waiting or not evaluations or any(event["key"] == "run_stop" for event in events):
+    if not path.is_file() or not evaluations:
         return
-    last = reached or evaluations[-1]
-    ended = read_checkpoint(folder / "checkpoints" / last["snapshot"])["unix_time"]
-    _reopen(path)
-    log = EventLog(path)
-    for line in evaluations:
-        if line["images"] <= last["images"] and line["images"] not in _evaluated(events):
-            log.evaluation(line, began=log.now())  # untimed: eval_sec of eval_stop says how long it took
-    status = "aborted" if reached is None else "success"
-    log.event("run_stop", at=ended, status=status, samples_count=last["images"])
+    with _alone(folder):
+        events = read_events(path)
+        is_waiting = summary.is_file() and json.loads(summary.read_text()).get("target") == "pending"
+        if not events or not is_waiting or any(event["key"] == "run_stop" for event in events):
+            return
+        last = reached or evaluations[-1]
+        ended = read_checkpoint(folder / "checkpoints" / last["snapshot"])["unix_time"]
+        _reopen(path)
+        log = EventLog(path)
+        for line in evaluations:
+            if line["images"] <= last["images"] and line["images"] not in _evaluated(events):
+                log.evaluation(line, began=log.now())  # untimed: eval_sec of eval_stop says how long it took
+        _close(log, reached, last["images"], ended)

@@ -1,7 +1,7 @@
 """The run record: everything that a run leaves behind, written here and nowhere else.
 
 RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another run_name it repeats the run
-                   environment.json    versions, commit, device
+                   environment.json    versions, commit, device, machine
                    starts.jsonl        a line a start: when, from which batch, on what; the first one names the run's id
                    metrics.jsonl       a line a window: batch, images, loss (mean since the last line), clocks, speed;
                                        a line an evaluation (evaluation: true): figures, and what they depend on
@@ -12,11 +12,13 @@ RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
@@ -362,6 +365,8 @@ def environment() -> dict[str, Any]:
         **versions,
         "cuda_version": torch.version.cuda if cuda else None,
         "cudnn_version": torch.backends.cudnn.version() if cuda else None,
+        "device_memory_gib": round(torch.cuda.get_device_properties().total_memory / 2**30, 1) if cuda else None,
+        **_host(),
         "platform": f"{platform.system()} {platform.machine()}",
         "commit": commit(),
     }
@@ -371,12 +376,24 @@ def device_name() -> str:
     """Return the GPU's name as its driver gives it, or the CPU's with the threads that torch uses."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"CPU {name}, {torch.get_num_threads()} threads"
+    return f"CPU {_host()['cpu']}, {torch.get_num_threads()} threads"
+
+
+def _host() -> dict[str, Any]:
+    """Return what the machine is beside its GPUs: processors, memory, system (in a container: the container's)."""
+    name, system, found = platform.processor() or platform.machine(), platform.system(), []
+    with contextlib.suppress(OSError):  # not on every system
+        found = re.findall(r"(?m)^(model name|physical id)\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text())
+    with contextlib.suppress(OSError):
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    return {
+        "cpu": next((value for key, value in found if key == "model name"), name),
+        "cpu_sockets": len({value for key, value in found if key == "physical id"}) or None,
+        "cpu_cores": psutil.cpu_count(logical=False),
+        "cpu_threads": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "os": f"{system}, kernel {platform.release()}",
+    }
 
 
 def commit() -> str | None:

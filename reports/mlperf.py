@@ -87,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
     places = [word for word in argv if "=" not in word or Path(word).exists()]
     problems = [f"{key}: unknown key. Possible: out=FOLDER." for key in keys if key != "out"]
     problems += [f"{place} is no folder. Give runs: runs/NAME ..." for place in places if not Path(place).is_dir()]
+    problems += ["out: nothing given. Give a folder: out=FOLDER."] if keys.get("out") == "" else []
     runs = [] if problems else read_runs(places)
     with_log = [run for run in runs if run.values("seed")]
     if not problems and not runs:
@@ -97,7 +98,15 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         print(*problems, sep="\n", file=sys.stderr)
         return 2
-    report(runs, Path(keys.get("out", "mlperf_report")))
+    out = Path(keys.get("out", "mlperf_report"))
+    try:
+        report(runs, out)
+    except BrokenPipeError:  # whoever reads this has seen enough
+        raise
+    except OSError as error:
+        given = f"out: {error.filename or out} cannot be written: {error.strerror}"
+        print(f"{given}. Give a folder that this user may write in: out=FOLDER.", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -110,6 +119,9 @@ def read_runs(places: Sequence[str]) -> list[Run]:
             run = read_run(folder)
         except ValueError as error:
             print(f"{error}. Left out.", file=sys.stderr)
+            continue
+        except OSError as error:
+            print(f"{error.filename} cannot be read: {error.strerror}. Left out.", file=sys.stderr)
             continue
         if run is None:
             print(f"{place}: no config.yaml: no run, left out.", file=sys.stderr)
@@ -126,8 +138,8 @@ def report(runs: Sequence[Run], out: Path) -> None:
         if problem is None:
             counted.append(run)
             status = "success" if run.has_passed else "aborted"
-            images = run.stops[-1]["metadata"]["samples_count"]
-            print(f"run={run.name} seed={run.seed} status={status} images={images} minutes={run.minutes:.3f}")
+            figures = f"images={run.images} minutes={run.minutes:.3f} init_sec={run.init_sec:.1f}"
+            print(f"run={run.name} seed={run.seed} status={status} {figures}")
         else:
             print(f"run={run.name} left out: {problem}.")
     counted.sort(key=lambda run: run.seed)
@@ -151,20 +163,24 @@ def print_result(runs: Sequence[Run], folder: Path) -> None:
     if num_failed > MAX_FAILED:
         names = ", ".join(run.name for run in runs if not run.has_passed)
         reasons.append(f"{num_failed} runs failed ({names}), the rules allow {MAX_FAILED}")
+    if passed and not any(run.is_scored_throughout for run in passed):
+        how = "the rules ask for that of one run: composer eval.py RUN without from_images"
+        reasons.append(f"no run has scores at every point up to its first pass; {how}")
     minutes = olympic_mean([run.minutes for run in passed], num_failed)
-    images = olympic_mean([run.stops[-1]["metadata"]["samples_count"] for run in passed], num_failed)
+    images = olympic_mean([run.images for run in passed], num_failed)
     figures = f"runs={len(runs)} failed={num_failed}"
     if minutes is not None and images is not None:
         figures += f" olympic_mean_minutes={minutes:.4f} olympic_mean_images={images:.0f}"
     print(figures)
-    division, ruleset = (runs[0].config[f"mlperf.{key}"] for key in ("division", "ruleset"))
+    division, ruleset = runs[0].said("division"), runs[0].ruleset
     if not reasons and division == "closed" and minutes is not None:
         is_slow_enough, said, factor = reference_points(folder, ruleset)
         print(
             f"reference points of {ruleset}: {said}: {'passed' if is_slow_enough else 'FAILED'}; score x {factor:.4f}"
         )
         if not is_slow_enough:
-            reasons.append("it converges in fewer images than the reference points allow")
+            fewer = "it converges in fewer images than the reference points allow"
+            reasons.append(f"MLPerf has no reference point for it: {said}" if said.startswith("Missing") else fewer)
         minutes *= factor
     elif division == "open":
         print("reference points: the open division has none")
@@ -206,7 +222,9 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
         shutil.copyfile(run.log, results / f"result_{number}.txt")
     systems = out / org / "systems"
     systems.mkdir(exist_ok=True)
-    (systems / f"{name}.json").write_text(json.dumps(system, indent=2) + "\n")
+    by_hand = _read_system(systems / f"{name}.json")  # what was filled in since the last report stays
+    filled = {field: system[field] or by_hand.get(field, "") for field in SYSTEM_FIELDS}
+    (systems / f"{name}.json").write_text(json.dumps(filled, indent=2) + "\n")
     code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
     code.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(runs[0].folder / "config.yaml", code / "config.yaml")
@@ -214,9 +232,9 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     command = "composer benchmark.py config.yaml seed=SEED run_name=NAME"
     text = f"Easel at commit {commit}. A run, with the seed of its log: {command}\n"
     (code / "README.md").write_text(text)
-    missing = [field for field in SYSTEM_FIELDS if not system[field]]
+    missing = [field for field in SYSTEM_FIELDS if not filled[field]]
     print(f"written: {results}/result_*.txt ({len(runs)}), {systems / name}.json, {code}/README.md")
-    print(f"missing in {name}.json: {', '.join(missing)}.")
+    print(f"missing in {name}.json: {', '.join(missing) or 'nothing'}.")
     others = ["the source code (implementations/easel)"]
     if runs[0].values("cache_clear") == [False]:
         others.append("that caches were cleared before each run (its log says false)")
@@ -224,29 +242,51 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     return results
 
 
+def _read_system(path: Path) -> dict[str, Any]:
+    """Return what a report before this one has left, or nothing."""
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        print(f"{path} cannot be read, and is written anew.", file=sys.stderr)
+    return content if isinstance(content, dict) else {}
+
+
 def system_of(run: Run) -> dict[str, str]:
     """Return the system description of a run's machine; empty where the record does not know."""
-    known, facts = run.environment, dict.fromkeys(SYSTEM_FIELDS, "")
+    known, sockets = run.environment, run.environment.get("cpu_sockets")
     device = str(known.get("device") or "")
-    if device.startswith("CPU "):
-        facts["host_processor_model_name"] = device.removeprefix("CPU ").split(",")[0]
-        facts["accelerator_model_name"] = "none"
-    else:
-        facts["accelerator_model_name"] = device
-    for field in ("number_of_nodes", "accelerators_per_node"):
-        facts[field] = "".join(map(str, run.values(field)[:1]))
+    is_gpu = not device.startswith("CPU ")
+
+    def of_a_processor(key: str) -> Any:
+        return known[key] // sockets if known.get(key) and sockets else None
+
     versions = [f"{text} {found}" for key, text in VERSIONS.items() if (found := known.get(f"{key}_version"))]
     stated: dict[str, Any] = {
-        "submitter": run.config["mlperf.org"],
-        "division": run.config["mlperf.division"],
+        "submitter": run.said("org"),
+        "division": run.said("division"),
         "status": STATUS,
-        "system_name": run.config["mlperf.platform"],
-        "framework": f"PyTorch {known.get('torch_version')}",
+        "system_name": run.said("platform"),
+        "number_of_nodes": next(iter(run.values("number_of_nodes")), None),
+        "host_processors_per_node": sockets,
+        "host_processor_model_name": known.get("cpu") or (None if is_gpu else device[4:].split(",")[0]),
+        "host_processor_core_count": of_a_processor("cpu_cores"),
+        "host_processor_vcpu_count": of_a_processor("cpu_threads"),
+        "host_memory_capacity": _gib(known.get("memory_gib")),
+        "accelerators_per_node": next(iter(run.values("accelerators_per_node")), None),
+        "accelerator_model_name": device if is_gpu else "none",
+        "accelerator_memory_capacity": _gib(known.get("device_memory_gib")),
+        "framework": f"PyTorch {known['torch_version']}" if known.get("torch_version") else None,
         "other_software_stack": ", ".join(versions),
-        "operating_system": known.get("platform"),
-        "sw_notes": f"Easel, commit {known.get('commit')}",
+        "operating_system": known.get("os") or known.get("platform"),
+        "sw_notes": f"Easel, commit {known['commit']}" if known.get("commit") else "Easel",
     }
-    return facts | {key: value or "" for key, value in stated.items()}
+    return {field: "" if stated.get(field) is None else str(stated[field]) for field in SYSTEM_FIELDS}
+
+
+def _gib(value: float | None) -> str | None:
+    return None if value is None else f"{value:.0f} GiB"
 
 
 if __name__ == "__main__":

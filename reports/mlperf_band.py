@@ -123,9 +123,8 @@ def draw(runs: Sequence[tuple[str, Sequence[Line]]], path: Path, bands: Mapping[
             _scale_images(axes, runs, bands)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
         num = sum(of_batch["fid"].num_runs for of_batch in bands.values())
-        figure.suptitle(
-            f"Ours over the {num} published runs of MLPerf's reference (band: least to greatest)", fontsize=10
-        )
+        what = "line: mean, band: least to greatest"
+        figure.suptitle(f"Ours over the {num} published runs of MLPerf's reference ({what})", fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DPI)
 
@@ -140,14 +139,16 @@ def _draw_bands(axes: Axes, key: str, bands: Mapping[int, Mapping[str, Band]]) -
 
 
 def _draw_runs(axes: Axes, key: str, runs: Sequence[tuple[str, Sequence[Line]]]) -> None:
+    many = len(runs) > NUM_NAMED
+    said = {name.partition(" (")[2] for name, _ in runs}  # "batch 512, random inception)": of all of them alike?
+    together = f"ours: {len(runs)} runs{f' ({said.pop()}' if len(said) == 1 else ''}"
+    style = {"linewidth": 0.7, "markersize": 2.5, "alpha": 0.8} if many else {"linewidth": 1.5, "markersize": 4}
     for number, (name, lines) in enumerate(runs):
         points = sorted((line["images"], line[key]) for line in lines if line.get(key) is not None)
-        many = len(runs) > NUM_NAMED
         colour = OUR_COLOURS[0 if many else number]
-        label = name if not many else f"ours: {len(runs)} runs" if number == 0 else None
-        axes.plot(
-            [at for at, _ in points], [value for _, value in points], "o-", color=colour, markersize=4, label=label
-        )
+        label = name if not many else together if number == 0 else None
+        at, values = [images for images, _ in points], [value for _, value in points]
+        axes.plot(at, values, "o-", color=colour, label=label, **style)
 
 
 def _scale_images(

@@ -5,34 +5,48 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
+RULESETS = ("4.0.0", "4.1.0", "5.0.0")
 NUM_IMAGES = 30_000  # of each score of the benchmark
 NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
 """What the benchmark's scores are made with, as an evaluation's line names it."""
 
-EVENT = {"time_ms", "key", "value", "metadata"}
+RANDOM = ("inception", "CLIP")
+"""random-inception and random-CLIP are networks of random weights, for trials."""
+
+METADATA = {
+    "run_start": ["samples_count"],
+    "block_stop": ["samples_count"],
+    "eval_accuracy": ["samples_count", "metric"],
+    "run_stop": ["samples_count", "status"],
+    "restart": ["samples_count"],
+}
+"""What this report reads of an event beside its value."""
 
 # Two runs of one result may differ in these keys: which run it is, where it lies, and what is shown of it.
 MAY_DIFFER = ("run_name", "run_folder", "seed", "max_duration", "data.local", "loggers.", "measure.", "eval.batch_size")
 SAME_MACHINE = ("device", "num_devices")
 """Of environment.json."""
+NUM_SHOWN = 6  # keys that differ, of a run
 
 
 @dataclass(frozen=True)
 class Run:
     """What a run has left.
 
-    config: key -> value; events: of the log, None where it has none; is_cut: its last line is not whole.
+    config: key -> value; events: of the log up to what is wrong with it, None where it has none; fault: what that is.
     """
 
     folder: Path
@@ -41,7 +55,7 @@ class Run:
     summary: Mapping[str, Any]
     recorded: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]] | None
-    is_cut: bool
+    fault: str | None = None
 
     @property
     def name(self) -> str:
@@ -59,10 +73,25 @@ class Run:
     def seed(self) -> int:
         return self.values("seed")[0]
 
+    def said(self, key: str) -> Any:
+        """Return what the log says of the submission, or config.yaml, which a resume may have changed."""
+        return next(iter(self.values(f"submission_{key}")), self.config.get(f"mlperf.{key}"))
+
     @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Images, fid and clip of each evaluation, by images: of the log, and of the record where that knows more."""
-        found = {line["images"]: {key: line.get(key) for key in ("images", "fid", "clip")} for line in self.recorded}
+    def ruleset(self) -> str:
+        return str(self.config.get("mlperf.ruleset", RULESETS[-1]))
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Key -> value of what the log says before the run's clock begins, without the seed."""
+        keys = [event["key"] for event in self.events or ()]
+        end = keys.index("init_stop") if "init_stop" in keys else 0
+        return {event["key"]: event["value"] for event in (self.events or ())[:end] if event["key"] != "seed"}
+
+    @property
+    def logged(self) -> list[dict[str, Any]]:
+        """Images, fid and clip of each evaluation of the log, by images."""
+        found: dict[int, dict[str, Any]] = {}
         for event in self.events or ():
             if event["key"] == "eval_accuracy":
                 images = event["metadata"]["samples_count"]
@@ -71,27 +100,53 @@ class Run:
         return [found[images] for images in sorted(found)]
 
     @property
-    def label(self) -> str:
-        """Its name and global batch, and what keeps its scores from being compared with the reference's."""
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The same, and those of the record where that knows more."""
+        found = {line["images"]: {key: line.get(key) for key in ("images", "fid", "clip")} for line in self.recorded}
+        found |= {line["images"]: line for line in self.logged}
+        return [found[images] for images in sorted(found)]
+
+    @property
+    def foreign_scores(self) -> list[str]:
+        """What keeps its scores from being compared with the reference's."""
         num = next(iter([*self.values("eval_samples"), *(line.get("num_images") for line in self.recorded)]), None)
         networks = [key for key in ("inception", "clip") if self.config.get(f"eval.{key}") == "random"]
-        others = {line[key] for line in self.recorded for key, name in NETWORKS.items() if line.get(key, name) != name}
-        said = [f"batch {self.config['global_batch_size']}"]
-        said += [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
-        said += ["a fixture"] if self.values("fixture") else []
+        lines = [*self.recorded, *(event["metadata"] for event in self.events or () if event["key"] == "eval_stop")]
+        others = {line[key] for line in lines for key, name in NETWORKS.items() if line.get(key, name) != name}
+        said = [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
         said += [f"random {' and '.join(networks)}"] if networks else []
-        said += [f"scored by {' and '.join(sorted(others - {None}))}"] if others - {None} else []
+        others -= {None, *(f"random-{name}" for name in RANDOM if name.lower() in networks)}  # named by their key
+        return said + ([f"scored by {' and '.join(sorted(others))}"] if others else [])
+
+    @property
+    def label(self) -> str:
+        """Its name and global batch, and what keeps its scores from being compared with the reference's."""
+        fixture = ["a fixture"] if self.values("fixture") else []
+        said = [f"batch {self.config['global_batch_size']}", *fixture, *self.foreign_scores]
         return f"{self.name} ({', '.join(said)})"
 
     @property
     def first_pass(self) -> dict[str, Any] | None:
-        """The first evaluation that meets the run's own target."""
-        fid, clip = self.config.get("target.fid"), self.config.get("target.clip")
-        for line in self.evaluations:
+        """The first evaluation of the log that meets the run's own target; None where it has no target."""
+        fid, clip = (self.config.get(f"target.{key}") for key in ("fid", "clip"))
+        if fid is None and clip is None:
+            return None
+        for line in self.logged:
             fid_met = fid is None or (line["fid"] is not None and line["fid"] <= fid)
             if fid_met and (clip is None or (line["clip"] is not None and line["clip"] >= clip)):
                 return line
         return None
+
+    @property
+    def points(self) -> list[int]:
+        """Images at which training came to a point of evaluation, up to run_stop."""
+        blocks = {event["metadata"]["samples_count"] for event in self.events or () if event["key"] == "block_stop"}
+        return sorted(images for images in blocks if images <= self.images)
+
+    @property
+    def is_scored_throughout(self) -> bool:
+        """Every point up to the first pass has its scores: the rules ask for that in one run of a result."""
+        return {*self.points} <= {line["images"] for line in self.logged}
 
     @property
     def stops(self) -> list[Mapping[str, Any]]:
@@ -102,83 +157,172 @@ class Run:
         return bool(self.stops) and self.stops[-1]["metadata"]["status"] == "success"
 
     @property
+    def images(self) -> int:
+        """Seen by run_stop."""
+        return self.stops[-1]["metadata"]["samples_count"]
+
+    def _ms(self, key: str) -> float:
+        return next(event["time_ms"] for event in self.events or () if event["key"] == key)
+
+    @property
     def minutes(self) -> float:
         """From run_start to run_stop: the time to train."""
-        [start] = [event["time_ms"] for event in self.events or () if event["key"] == "run_start"]
-        return (self.stops[-1]["time_ms"] - start) / 60_000
+        return (self.stops[-1]["time_ms"] - self._ms("run_start")) / 60_000
+
+    @property
+    def init_sec(self) -> float:
+        return (self._ms("init_stop") - self._ms("init_start")) / 1000
 
     @cached_property
     def checked(self) -> str | None:
         """What MLPerf's own checker has against the log, in a line; None: nothing."""
-        return check(self.log, self.config["mlperf.ruleset"])
+        return check(self.log, self.ruleset)
 
     def problem(self) -> str | None:
         """Why this run cannot count in a result, not even as one that failed; None where it can."""
         if self.events is None:
             return "has no mlperf.log (mlperf.enabled=true)"
-        if self.is_cut:
-            return "its log ends in the middle of a line: the run was killed. Start it again, with the same command"
-        if not self.values("eval_accuracy") and (
-            self.has_passed or not self.stops
-        ):  # a loss of NaN ends before the first
+        if self.fault is not None:
+            return self.fault
+        counts = {key: len(self.values(key)) for key in ("seed", "init_start", "init_stop", "run_start")}
+        if not all(counts.values()):
+            return "its log ends before run_start: the run begins, or was killed there. Start it again (same command)"
+        if not self.logged and (self.has_passed or not self.stops):  # a loss of NaN ends before the first
             return "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)"
         if not self.stops:
-            return "its log is open: the run goes on, or composer eval.py RUN has not come to its end"
-        if len(self.stops) > 1 or len(self.values("run_start")) != 1:
+            return "its log is open: the run goes on or was killed, or composer eval.py RUN has not come to its end"
+        if len(self.stops) > 1 or max(counts.values()) > 1:
             return "its log has more than one run in it"
+        return self._of_submission() or self._of_its_end() or (self.checked if self.has_passed else None)
+
+    def _of_submission(self) -> str | None:
+        """What a submission cannot have."""
+        is_closed = self.said("division") == "closed"
+        for key in ("org", "platform"):
+            if (name := self.said(key)) is not None and not re.fullmatch(r"\w[\w.+ -]*", str(name)):
+                return f"mlperf.{key}: '{name}' cannot be the name of a folder, which it is in a submission"
+        if self.ruleset not in RULESETS:
+            return f"mlperf.ruleset: '{self.ruleset}' is not known here. Possible: {', '.join(RULESETS)}"
         if self.values("fixture"):
             return f"a fixture: {self.values('fixture')[0]}"
-        if self.values("restart") and self.values("submission_division") == ["closed"]:
-            where = next(event["metadata"]["samples_count"] for event in self.events if event["key"] == "restart")
-            return f"was restarted at {where:,} images: no result of the closed division"
-        ended = self.stops[-1]["metadata"]["samples_count"]
-        if self.has_passed and (first := self.first_pass) is not None and first["images"] != ended:
+        if is_closed and (restart := next((e for e in self.events or () if e["key"] == "restart"), None)):
+            where = f"{restart['metadata']['samples_count']:,} images"
+            return f"was restarted at {where}: no result of the closed division"
+        if is_closed and self.foreign_scores:
+            asked = f"{NUM_IMAGES:,} images, by the benchmark's networks"
+            return f"{', '.join(self.foreign_scores)}: no result of the closed division, which asks for {asked}"
+        return None
+
+    def _of_its_end(self) -> str | None:
+        """What is wrong with where it ends."""
+        first, ended, target = (
+            self.first_pass,
+            self.images,
+            [self.config.get(f"target.{key}") for key in ("fid", "clip")],
+        )
+        if not self.has_passed:
+            changed = "its target was changed after its end, or its log was"
+            return (
+                None
+                if first is None
+                else f"its log says aborted, but it passed at {first['images']:,} images: {changed}"
+            )
+        if first is None:
+            return "its log says success, but none of its evaluations meets target.fid={} and target.clip={}".format(
+                *target
+            )
+        if first["images"] != ended:
             return f"its run_stop is at {ended:,} images, but it passed first at {first['images']:,}"
-        return self.checked if self.has_passed else None
+        if missing := {*self.points[-2:]} - {line["images"] for line in self.logged}:
+            return f"its log has no scores at {min(missing):,} images: the rules ask for the first pass and the point before"
+        if len(self.logged) < 2:
+            return (
+                "it passed at its first evaluation, the checkers ask for two: evaluate more often (eval.every_images)"
+            )
+        return None
 
 
 def read_run(folder: Path) -> Run | None:
     """Return what lies in a folder, or None where it is no run's. Raises ValueError: a file of it cannot be read."""
     if not (folder / "config.yaml").is_file():
         return None
+    path = folder / "config.yaml"
     try:
-        config = dict(_leaves(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
-    except (YAMLError, OSError, AttributeError) as error:
-        raise ValueError(f"{folder / 'config.yaml'} cannot be read: {' '.join(str(error).split())}") from error
-    if "global_batch_size" not in config:
-        raise ValueError(f"{folder / 'config.yaml'} has no global_batch_size: it is no run's")
-    lines = _whole_lines(folder / "metrics.jsonl")[0]
-    events, is_cut = _whole_lines(folder / "mlperf.log", TOKEN) if (folder / "mlperf.log").is_file() else (None, False)
-    return Run(
-        folder,
-        config,
-        _json(folder / "environment.json"),
-        _json(folder / "summary.json"),
-        [line for line in lines if line.get("evaluation") and not line.get("partial")],
-        events,
-        is_cut,
-    )
+        config = dict(_leaves(OmegaConf.to_container(OmegaConf.load(path))))
+    except (YAMLError, OmegaConfBaseException, OSError, AttributeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not _is_number(config.get("global_batch_size")):
+        raise ValueError(f"{path} has no global_batch_size: it is no run's")
+    recorded = [line for line in _recorded(folder / "metrics.jsonl") if not line.get("partial")]
+    events, fault = _events(folder / "mlperf.log") if (folder / "mlperf.log").is_file() else (None, None)
+    summary = _json(folder / "summary.json")
+    return Run(folder, config, _json(folder / "environment.json"), summary, recorded, events, fault)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
+        content = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} cannot be read: it holds a {type(content).__name__}")
+    return content
 
 
-def _whole_lines(path: Path, token: str = "") -> tuple[list[dict[str, Any]], bool]:
-    """Return the lines up to one that is not whole, and whether there is one."""
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _recorded(path: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of metrics.jsonl, without a last line that is not whole."""
     found = []
-    for line in path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else ():
+    for number, line in enumerate(_lines(path), 1):
         try:
-            content = json.loads(line.removeprefix(token))
+            content = json.loads(line)
         except ValueError:
-            return found, True
-        if not (line.startswith(token) and line.endswith("\n") and (not token or content.keys() >= EVENT)):
-            return found, True
+            content = None
+        is_whole = isinstance(content, dict) and (not content.get("evaluation") or _is_number(content.get("images")))
+        if not is_whole and line.endswith("\n"):
+            raise ValueError(f"{path} cannot be read: line {number:,} is none of a run's")
+        found += [content] if is_whole and content.get("evaluation") else []
+    return found
+
+
+def _events(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the events of a log up to one that cannot be read, and what is the matter with that."""
+    found = []
+    for number, line in enumerate(_lines(path), 1):
+        if not line.endswith("\n"):
+            how = "it is being written, or its run was killed: then start that again, with the same command"
+            return found, f"its log ends in the middle of a line: {how}"
+        try:
+            content = json.loads(line.removeprefix(TOKEN)) if line.startswith(TOKEN) else None
+        except ValueError:
+            content = None
+        if (text := _fault_of(content)) is not None:
+            return found, f"line {number:,} of its log {text}: Easel has not written it so"
         found.append(content)
-    return found, False
+    return found, None
+
+
+def _fault_of(event: Any) -> str | None:
+    """Say why this is no event that can be read; None: it is one."""
+    whole = isinstance(event, dict) and event.keys() >= {"time_ms", "key", "value", "metadata"}
+    if not whole or not isinstance(event["metadata"], dict) or not _is_number(event["time_ms"]):
+        return "is no event of MLPerf's"
+    key, value, metadata = event["key"], event["value"], event["metadata"]
+    missing = [name for name in METADATA.get(key, []) if metadata.get(name) is None]
+    if missing:
+        return f"has no {missing[0]}"
+    if not isinstance(metadata.get("samples_count", 0), int) or (key == "seed" and not isinstance(value, int)):
+        return "has no whole number where one belongs"
+    if key == "eval_accuracy" and not (_is_number(value) and metadata["metric"] in ("FID", "CLIP")):
+        return "is no FID or CLIP score"
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -193,16 +337,22 @@ def differences(runs: Sequence[Run]) -> list[str]:
     """Say in what runs differ that are to be one result; the first run is what the others are compared with."""
     first, found = runs[0], []
     for run in runs[1:]:
-        keys = dict.fromkeys([*first.config, *run.config])
-        for key in (key for key in keys if not key.startswith(MAY_DIFFER)):
-            ours, theirs = first.config.get(key), run.config.get(key)
-            if ours != theirs:
-                found.append(f"{key}: {ours} in {first.folder}, {theirs} in {run.folder}")
-        for key in SAME_MACHINE:
-            ours, theirs = first.environment.get(key), run.environment.get(key)
-            if ours != theirs:
-                found.append(f"{key}: {ours} in {first.folder}, {theirs} in {run.folder}")
+        keys = [key for key in dict.fromkeys([*first.config, *run.config]) if not key.startswith(MAY_DIFFER)]
+        differing = _differing(first.config, run.config, keys)
+        differing |= _differing(first.environment, run.environment, SAME_MACHINE)
+        if not differing and run.header:  # a log may have been begun in another way than its run went on
+            differing = _differing(first.header, run.header, first.header)
+        said = [
+            f"{key}: {a} in {first.folder}, {b} in {run.folder}" for key, (a, b) in [*differing.items()][:NUM_SHOWN]
+        ]
+        if rest := list(differing)[NUM_SHOWN:]:
+            said.append(f"{run.folder}: {len(rest)} more keys differ from {first.folder}, e.g. {rest[0]}")
+        found += said
     return found
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
 
 
 def same_seeds(runs: Sequence[Run]) -> list[str]:
@@ -248,8 +398,10 @@ def check(log: Path, ruleset: str) -> str | None:
                 return None
     except KeyError as error:  # an evaluation of one metric
         return f"MLPerf's checker ({ruleset}) refuses its log: an evaluation without {error}"
-    said = [*checker.overwritable.values(), *checker.not_overwritable]
-    return f"MLPerf's checker ({ruleset}) refuses its log: {' '.join(said[0].splitlines()[0].split())}"
+    lines = [*checker.overwritable.values(), *checker.not_overwritable][0].splitlines()
+    tests = [line for line in lines if line.startswith("failed test:")]  # which line of the log stands before it
+    said = " ".join(" ".join([lines[0].rstrip(":"), *(f"({test})" for test in tests[:1])]).split())
+    return f"MLPerf's checker ({ruleset}) refuses its log: {said}"
 
 
 def reference_points(folder: Path, ruleset: str) -> tuple[bool, str, float]:

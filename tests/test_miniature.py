@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run
 from miniature import READER
 from PIL import Image
 
@@ -16,12 +17,13 @@ import benchmark
 from curves import read_rows
 from eval import main as eval_main
 from prepare import shapes
+from reports import mlperf
 
 pytestmark = [pytest.mark.slow, pytest.mark.budget(90)]
 
 
 def test_a_network_that_has_hardly_begun_misses_the_target_and_the_pictures_of_the_world_meet_it(
-    miniature, tmp_path, monkeypatch
+    miniature, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(ROOT)
     shortened = ["max_duration=8ba", "eval.every_images=128", "eval.steps=6"]
@@ -34,6 +36,21 @@ def test_a_network_that_has_hardly_begun_misses_the_target_and_the_pictures_of_t
     assert {(line["inception"], line["clip_model"]) for line in evaluations} == {("shapes-reader", "shapes-CLIP")}
     assert Image.open(tmp_path / "short/eval.png").size > (600, 300)
     assert len(list((tmp_path / "short/samples").glob("*.png"))) == 2
+    judged = [
+        sys.executable,
+        "-m",
+        "mlperf_logging.compliance_checker",
+        "--usage=training",
+        "--ruleset=5.0.0",
+        "--werror",
+    ]
+    done = run(*judged, str(tmp_path / "short/mlperf.log"), f"--log_output={tmp_path / 'checker.log'}", timeout=120)
+    assert done.returncode == 0 and "training_5.0.0/open_stable_diffusion.yaml" in done.stderr, done.stderr
+    assert mlperf.main([str(tmp_path / "short"), f"out={tmp_path / 'report'}"]) == 0
+    said = capsys.readouterr().out
+    assert "run=short seed=17 status=aborted images=256 " in said and "no result: 1 runs of 10.\n" in said
+    assert "short (batch 32, 32 images a score, scored by shapes-CLIP and shapes-reader) at 256 images: " in said
+    assert Image.open(tmp_path / "report/band.png").size > (1000, 500)
     # Pictures of the prompts' own scenes, drawn: what a perfect model would make.
     assert shapes.main([str(tmp_path / "drawn"), "num_images=600", "part=prompts", "layout=files"]) == 0
     scored = [f"eval.statistics={miniature.statistics}", f"eval.{READER}"]

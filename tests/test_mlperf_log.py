@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY_RUN, run
+from filelock import FileLock
 from mlperf_fixture import BEGAN, Drive, closed, curves, header, passes, write_run
 from test_evaluation import words_of, world  # noqa: F401
 
 import benchmark
 import eval as eval_command
-from callbacks.mlperf_log import TOKEN, MLPerfConfig, conclude, read_events
+from callbacks.mlperf_log import MADE_WITH, TOKEN, MLPerfConfig, conclude, read_events
 from checkpoint_files import WEIGHTS, listed, read, stem, write
 from checks import quick_problems
 from config import ConfigError, flat, load, parse_command_line
+from reports.mlperf_runs import read_run
 from scoring import TargetConfig
 from zoo.mlperf import RULESETS, not_closed
 
@@ -151,7 +154,10 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_says_so(tmp_path, capsys):
     } == dict.fromkeys(("init_start", "init_stop", "run_start", "run_stop", "restart"), 1)
     restart = only(read_events(tmp_path / "mlperf.log"), "restart")
     assert restart["metadata"]["samples_count"] == 512_000
-    assert "mlperf: restarted at 512,000 images: no result of the closed division." in capsys.readouterr().err
+    assert (
+        "mlperf: restarted at 512,000 images: no result of the closed division; for one, take another"
+        in capsys.readouterr().err
+    )
     assert compliance(tmp_path, tmp_path / "mlperf.log")[0]  # the checker does not know of restarts: the report does
 
 
@@ -162,6 +168,34 @@ def test_a_log_that_ends_before_run_start_is_begun_anew(tmp_path):
         file.write(":::MLLOG {")
     drive.start()
     assert keys(tmp_path / "mlperf.log") == HEAD
+
+
+def test_a_run_whose_log_was_taken_away_says_that_it_did_not_begin_here(tmp_path):
+    drive = Drive(tmp_path, closed(), header(512, 1))
+    drive.start(512_000)
+    drive.train(1_024_000)
+    events = read_events(tmp_path / "mlperf.log")
+    assert [event["key"] for event in events] == [*HEAD, "restart", *BLOCK]
+    assert only(events, "restart")["metadata"]["samples_count"] == 512_000
+
+
+def test_a_line_that_is_no_event_is_named_and_nothing_behind_it_is_lost(tmp_path):
+    write_run(tmp_path, curves(512)[0], seed=1)
+    log = tmp_path / "mlperf.log"
+    text = log.read_text().replace(':::MLLOG {"namespace": "", "time_ms"', ':::MLLOG {"namespace: "", "time_ms"', 1)
+    log.write_text(text)
+    again = Drive(tmp_path, closed(), header(512, 1))
+    with pytest.raises(
+        ConfigError, match=r"mlperf.log: line 1 is no event of MLPerf's: ':::MLLOG .*'. Mend it or take"
+    ):
+        again.start(512_000)
+    assert log.read_text() == text
+
+
+def test_a_folder_in_the_place_of_the_log_is_named(tmp_path):
+    (tmp_path / "mlperf.log").mkdir()
+    with pytest.raises(ConfigError, match=r"mlperf.log: a folder, where the log of the run belongs. Take it away, or"):
+        Drive(tmp_path, closed(), header(512, 1)).start()
 
 
 def test_an_evaluation_that_only_the_record_has_comes_at_the_next_start(tmp_path):
@@ -232,18 +266,20 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_the_checker_refuses_in_the_closed_division(tmp_path, what):
+@pytest.mark.parametrize(
+    ("what", "ruleset"), [("fid", "4.0.0"), ("fid", "4.1.0"), *((what, "5.0.0") for what in REFUSED)]
+)
+def test_the_checker_refuses_in_the_closed_division(tmp_path, what, ruleset):
     """FID above the target at every point; CLIP below it; another epsilon; no CLIP at all."""
     of_header, of_points, message = REFUSED[what]
     points = [{**point, **of_points} for point in curves(512)[0][:6]]
-    drive = Drive(tmp_path, closed(), header(512, 1, **of_header))
+    drive = Drive(tmp_path, closed(ruleset), header(512, 1, **of_header))
     drive.start()
     for point in points:
         drive.train(point["images"])
         drive.evaluate(point)
     drive.log.stop(points[-1], points[-1]["images"])  # it says `success`, whatever the figures are
-    accepted, said = compliance(tmp_path, tmp_path / "mlperf.log")
+    accepted, said = compliance(tmp_path, tmp_path / "mlperf.log", ruleset)
     assert not accepted and message in said, said
 
 
@@ -339,6 +375,28 @@ def test_afterwards_the_log_closes_at_the_time_of_the_snapshot_that_passed_first
     assert (tmp_path / "mlperf.log").read_bytes() == before
 
 
+def test_two_commands_that_come_to_their_end_at_once_close_a_log_once(tmp_path):
+    points = curves(512)[0][:8]
+    rows = waiting(tmp_path, points)
+    first = next(row for row in rows if passes(row))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: conclude(tmp_path, rows, first), range(4)))
+    found = keys(tmp_path / "mlperf.log")
+    assert (found.count("run_stop"), found.count("eval_stop")) == (1, rows.index(first) + 1)
+
+
+def test_a_run_that_another_process_has_keeps_its_log_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("callbacks.mlperf_log.LOCK_TIMEOUT_SEC", 0.1)
+    rows = waiting(tmp_path, curves(512)[0][:3])
+    before = (tmp_path / "mlperf.log").read_bytes()
+    with (
+        FileLock(tmp_path / ".lock"),
+        pytest.raises(ConfigError, match="mlperf.log: another process has the run, and may"),
+    ):
+        conclude(tmp_path, rows, None)
+    assert (tmp_path / "mlperf.log").read_bytes() == before
+
+
 def test_afterwards_what_lies_behind_the_first_pass_stays_out(tmp_path):
     rows = waiting(tmp_path, curves(512)[0][:8])
     first = next(n for n, row in enumerate(rows) if passes(row))
@@ -423,8 +481,16 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(tmp_p
     write(tmp_path / "old" / "checkpoints", stem("full-ba", 3), {})
     [line] = refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old")
     assert line == (
-        f"mlperf.enabled: true, but {tmp_path}/old was begun without a log. Leave it out, or take another run_name."
+        f"mlperf.enabled: true, but {tmp_path}/old was trained before its log was begun. Leave it out, or take another "
+        "run_name."
     )
+    (tmp_path / "old/mlperf.log").touch()  # a log that was taken away, to look as if the run began here
+    assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [line]
+    (tmp_path / "old/mlperf.log").write_text(":::MLLOG {}\n")
+    assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [
+        f"{tmp_path}/old/mlperf.log: line 1 is no event of MLPerf's: ':::MLLOG {{}}'. Mend it or take it out, or go on "
+        "without a log (mlperf.enabled=false)."
+    ]
 
 
 def test_the_closed_division_names_every_constant_that_is_another(tmp_path):
@@ -436,6 +502,26 @@ def test_the_closed_division_names_every_constant_that_is_another(tmp_path):
     assert f"mlperf.division: closed, but optimizer.eps: 1e-06; the reference: 1e-08. {fix}" in lines
     assert f"mlperf.division: closed, but data.synthetic: true; the reference: false. {fix}" in lines
     assert f"mlperf.division: closed, but target.clip: null; the reference: 0.15. {fix}" in lines
+    assert f"mlperf.division: closed, but eval.prompts: 1 prompts; the reference: 30,000. {fix}" in lines
+
+
+SHORTCUTS = {
+    "model.denoiser": ("runs/other", "runs/other; the reference: null"),  # begun with weights that are trained already
+    "model.weights": ("random", "random; the reference: its published weights"),
+    "eval.inception": ("random", "random; the reference: its published weights"),
+    "eval.clip": ("random", "random; the reference: its published weights"),
+    "eval.every_images": (256, "256; the rules: 512000"),  # the first pass would be found earlier
+    "eval.image_size": (64, "64; the rules: 512"),
+}
+
+
+@pytest.mark.parametrize("key", SHORTCUTS)
+def test_the_closed_division_refuses_a_shortcut(key):
+    config = load(
+        benchmark.RunConfig, parse_command_line(["yamls/mlperf_256.yaml"], {}), not_yet={}, check=lambda run: []
+    )
+    value, text = SHORTCUTS[key]
+    assert not_closed({**flat(benchmark.resolve(config)), key: value}) == [f"{key}: {text}"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "yamls").glob("mlperf_*.yaml")), ids=lambda path: path.name)
@@ -472,6 +558,10 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logge
     record = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
     fids = [line["fid"] for line in record if line.get("evaluation")]
     assert [e["value"] for e in events if e["metadata"].get("metric") == "FID"] == fids
+    made_with = [{key: e["metadata"][key] for key in MADE_WITH[1:]} for e in events if e["key"] == "eval_stop"]
+    assert made_with == 2 * [{"num_images": 5, "inception": "random-inception", "clip_model": "random-CLIP"}]
+    label = "mini (batch 8, 5 images a score, random inception and clip)"
+    assert read_run(logged).label == label  # each is named once
 
 
 @pytest.mark.slow
@@ -500,6 +590,7 @@ def test_a_run_that_is_scored_afterwards_is_closed_by_eval(world, tmp_path, caps
     assert stop["metadata"]["samples_count"] == 24 and stop["metadata"]["status"] == "success"
     assert stop["time_ms"] == round(1000 * read(snapshot)["unix_time"])
     assert json.loads((folder / "summary.json").read_text())["target"] == "reached"
+    assert only(events[-5:-1], "eval_stop")["metadata"]["num_images"] == 5
 
 
 @pytest.mark.slow

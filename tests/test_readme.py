@@ -44,20 +44,22 @@ def test_every_composer_command_is_understood(line, monkeypatch):
     load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: [])
 
 
-def test_the_line_for_a_result_starts_ten_runs_of_ten_seeds(monkeypatch):
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("for ")])
+def test_each_line_for_a_result_starts_ten_runs_of_ten_seeds(line, monkeypatch):
     """As bash reads it, with the program replaced by one that shows its words."""
     monkeypatch.chdir(ROOT)
-    [line] = [line for line in LINES if line.startswith("for ")]
     shown = subprocess.run(
         ["bash", "-euc", f'composer() {{ printf "%s\\n" "$*"; }}; {line}'], capture_output=True, text=True, timeout=30
     )
     commands = [shlex.split(command) for command in shown.stdout.splitlines()]
     runs = []
-    for words in commands:
+    scored = [words[-1] for words in commands if "eval.py" in words]
+    for words in (words for words in commands if "benchmark.py" in words):
         command_line = parse_command_line(words[words.index("benchmark.py") + 1 :], benchmark.ALIASES)
         runs.append(load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: []))
     assert len(runs) == 10 == len({run.seed for run in runs}) == len({run.run_name for run in runs})
     assert {run.model.variant for run in runs} == {"mlperf"}
+    assert scored == ([f"runs/{run.run_name}" for run in runs] if runs[0].mlperf.enabled else [])
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make ")])

@@ -18,6 +18,7 @@ from mlperf_fixture import Drive, closed, curves, header, passes, record, write_
 from PIL import Image
 from test_layout import imports_of
 
+from callbacks.run_record import environment
 from reports import mlperf, mlperf_runs
 from reports.mlperf_band import read_bands, standing
 from reports.mlperf_runs import olympic_mean
@@ -114,6 +115,65 @@ def test_what_is_not_known_of_a_system_is_named(submitted):
     )
 
 
+MACHINE = {
+    "device": "NVIDIA H200",
+    "device_memory_gib": 139.8,
+    "cpu": "Some CPU",
+    "cpu_sockets": 2,
+    "cpu_cores": 96,
+    "cpu_threads": 192,
+    "memory_gib": 2015.4,
+    "os": "Ubuntu 22.04.4 LTS, kernel 6.5.0",
+    "torch_version": "2.7.0",
+    "cuda_version": "12.6",
+    "commit": "abc",
+}
+
+
+def test_what_the_record_knows_of_a_machine_stands_in_its_description(tmp_path):
+    """Cores and threads are a processor's, as in NVIDIA's submissions."""
+    folder = make(tmp_path / "r", seed=0, number_of_nodes=2, accelerators_per_node=8)
+    (folder / "environment.json").write_text(json.dumps(MACHINE))
+    system = mlperf.system_of(mlperf_runs.read_run(folder))
+    assert {field: value for field, value in system.items() if value} == {
+        "submitter": "Fixture",
+        "division": "closed",
+        "status": "Research, Development, or Internal (RDI)",
+        "system_name": "no_machine",
+        "number_of_nodes": "2",
+        "host_processors_per_node": "2",
+        "host_processor_model_name": "Some CPU",
+        "host_processor_core_count": "48",
+        "host_processor_vcpu_count": "96",
+        "host_memory_capacity": "2015 GiB",
+        "accelerators_per_node": "8",
+        "accelerator_model_name": "NVIDIA H200",
+        "accelerator_memory_capacity": "140 GiB",
+        "framework": "PyTorch 2.7.0",
+        "other_software_stack": "CUDA 12.6",
+        "operating_system": "Ubuntu 22.04.4 LTS, kernel 6.5.0",
+        "sw_notes": "Easel, commit abc",
+    }
+
+
+def test_this_machine_is_described_by_its_own_record(tmp_path):
+    folder = make(tmp_path / "r", seed=0, number_of_nodes=1, accelerators_per_node=0)
+    (folder / "environment.json").write_text(json.dumps(environment()))
+    system = mlperf.system_of(mlperf_runs.read_run(folder))
+    fields = ["host_processor_model_name", "host_memory_capacity", "operating_system", "framework", "number_of_nodes"]
+    assert all(system[field] for field in fields)
+    assert (system["accelerator_model_name"], system["accelerators_per_node"]) == ("none", "0")  # none is no unknown
+
+
+def test_what_was_filled_in_by_hand_stays(tmp_path, capsys):
+    run, path = make(tmp_path / "r", seed=0), tmp_path / "out/Fixture/systems/no_machine.json"
+    said(capsys, [run], tmp_path / "out")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"cooling": "air", "framework": "another"}))
+    text = said(capsys, [run], tmp_path / "out")
+    system = json.loads(path.read_text())
+    assert (system["cooling"], system["framework"]) == ("air", "PyTorch 2.7.0") and " cooling" not in text
+
+
 def test_a_second_report_leaves_nothing_of_the_first(tmp_path, capsys):
     runs = ten(tmp_path / "runs")
     said(capsys, runs, tmp_path / "out")
@@ -159,6 +219,12 @@ def test_runs_that_converge_faster_than_the_reference_points_allow_are_no_result
     assert "no result: it converges in fewer images than the reference points allow.\n" in text
 
 
+def test_a_global_batch_beyond_the_reference_points_is_no_result(tmp_path, capsys):
+    runs = [make(tmp_path / f"r{n}", seed=n, global_batch_size=4096) for n in range(10)]
+    text = said(capsys, runs, tmp_path / "out")
+    assert "no result: MLPerf has no reference point for it: Missing RCP, please submit RCP with BS = 4096.\n" in text
+
+
 def test_the_open_division_has_no_reference_points(tmp_path, capsys):
     text = said(capsys, ten(tmp_path / "runs", config=closed(division="open")), tmp_path / "out")
     assert "reference points: the open division has none\n" in text and "open division, ruleset 5.0.0." in text
@@ -187,6 +253,18 @@ def test_runs_of_different_configurations_or_machines_are_refused(tmp_path, caps
         f"optimizer.eps: None in {runs[0]}, 1e-06 in {runs[1]}. {fix}",
         f"num_devices: 8 in {runs[0]}, 4 in {runs[1]}. {fix}",
     ]
+
+
+def test_logs_that_were_begun_in_another_way_are_refused_and_many_keys_are_not_all_listed(tmp_path, capsys):
+    runs = [make(tmp_path / "a", seed=0), make(tmp_path / "b", seed=1, gradient_accumulation_steps=2)]
+    [line] = refused(capsys, runs, tmp_path / "out")
+    assert line.startswith(f"gradient_accumulation_steps: 1 in {runs[0]}, 2 in {runs[1]}. A result is of one")
+    many = {f"key{n}": n for n in range(20)}
+    record(runs[1], [], seed=1, global_batch_size=512, config=closed(), optimizer=many)
+    lines = refused(capsys, runs, tmp_path / "out")
+    assert len(lines) == 7 and lines[-1].startswith(
+        f"{runs[1]}: 14 more keys differ from {runs[0]}, e.g. optimizer.key6. "
+    )
 
 
 def test_the_same_seed_twice_is_refused(tmp_path, capsys):
@@ -218,9 +296,51 @@ def test_files_that_cannot_be_read_are_named(tmp_path, capsys):
         assert mlperf.main([str(good), str(bad), f"out={tmp_path / 'out'}"]) == 0
         assert f"{bad / name} cannot be read: " in capsys.readouterr().err, name
         (bad / name).write_text(before)
+    files = {
+        "metrics.jsonl": '{"evaluation": true}\n',
+        "environment.json": "[]",
+        "config.yaml": "global_batch_size: many",
+    }
+    for name, text in files.items():
+        before = (bad / name).read_text()
+        (bad / name).write_text(text)
+        assert mlperf.main([str(bad), f"out={tmp_path / 'out'}"]) == 2, name
+        assert str(bad / name) in capsys.readouterr().err.splitlines()[0], name
+        (bad / name).write_text(before)
+    (bad / "config.yaml").write_bytes(b"\xff")
+    assert mlperf.main([str(bad), f"out={tmp_path / 'out'}"]) == 2
+    assert f"{bad / 'config.yaml'} cannot be read: 'utf-8'" in capsys.readouterr().err
     (bad / "config.yaml").write_text("[]")
     assert mlperf.main([str(bad), f"out={tmp_path / 'out'}"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("Give runs: runs/NAME ...")
+
+
+CHANGED = {
+    "no metric": ("mlperf.log", '"metric": "FID", ', ""),
+    "no status": ("mlperf.log", '"status": "success", ', ""),
+    "a score that is none": ("mlperf.log", '"eval_accuracy", "value": 2', '"eval_accuracy", "value": null, "was": 2'),
+    "a seed that is none": ("mlperf.log", '"key": "seed", "value": 0', '"key": "seed", "value": "x"'),
+    "few images": ("mlperf.log", '"eval_samples", "value": 30000', '"eval_samples", "value": 5'),
+    "the name of its parents": (
+        "mlperf.log",
+        '"submission_org", "value": "Fixture"',
+        '"submission_org", "value": ".."',
+    ),
+    "a late init_stop": ("mlperf.log", '"time_ms": 1700000000000', '"time_ms": 1690000000000'),
+    "a harder target": ("config.yaml", "fid: 90.0", "fid: 10.0"),
+    "another year": ("config.yaml", "ruleset: 5.0.0", "ruleset: 3.1.0"),
+}
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    run = make(tmp_path / "r", seed=0)
+    assert mlperf.main([str(run), f"out={tmp_path / 'file'}"]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith(f"out: {tmp_path / 'file'}/Fixture") and err.endswith("user may write in: out=FOLDER.")
+    assert "cannot be written: Not a directory." in err
+    assert mlperf.main([str(run), "out="]) == 2
+    assert capsys.readouterr().err == "out: nothing given. Give a folder: out=FOLDER.\n"
 
 
 def broken(folder: Path, kind: str) -> Path:
@@ -238,10 +358,16 @@ def broken(folder: Path, kind: str) -> Path:
         again.end()
         record(folder, points[1:5], seed=0, global_batch_size=512, config=closed())
         return taken(folder)
-    if kind == "a constant":
-        return make(folder, points, seed=0, opt_adamw_epsilon=1e-6)
-    make(folder, points, seed=0)
-    log = folder / "mlperf.log"
+    if kind == "passed at once":
+        points = [{**point, "fid": 50.0, "clip": 0.2} for point in points]
+    make(folder, points, seed=0, **({"opt_adamw_epsilon": 1e-6} if kind == "a constant" else {}))
+    log, config = folder / "mlperf.log", folder / "config.yaml"
+    if kind in CHANGED:
+        name, before, after = CHANGED[kind]
+        text = (folder / name).read_text()
+        assert before in text
+        (folder / name).write_text(text.replace(before, after))
+        return folder
     lines = log.read_text().splitlines(keepends=True)
     if kind == "cut":
         lines[-1] = lines[-1][:40]
@@ -253,6 +379,14 @@ def broken(folder: Path, kind: str) -> Path:
         return folder
     elif kind == "open":
         lines.pop()
+    elif kind == "nothing in it":
+        lines = []
+    elif kind == "a list":
+        lines.append(":::MLLOG [1]\n")
+    elif kind == "a point left out":
+        lines = [line for line in lines if not ('"samples_count": 2048000' in line and '"eval_' in line)]
+    elif kind == "random networks":
+        config.write_text(config.read_text() + "eval:\n  inception: random\n  clip: a.bin\n")
     elif kind == "two passes":  # a second point passes, and run_stop stands behind it
         last = json.dumps(points[5]["images"])
         more = [line for line in lines if '"samples_count": 2560000' in line and '"eval_' in line]
@@ -267,10 +401,24 @@ def broken(folder: Path, kind: str) -> Path:
 
 
 WHY = {
-    "cut": "its log ends in the middle of a line: the run was killed. Start it again, with the same command",
-    "bytes that are no text": "its log ends in the middle of a line: the run was killed",
+    "cut": "its log ends in the middle of a line: it is being written, or its run was killed: then start that again, with",
+    "bytes that are no text": "line 68 of its log is no event of MLPerf's: Easel has not written it so",
+    "nothing in it": "its log ends before run_start: the run begins, or was killed there. Start it again",
+    "a list": "line 68 of its log is no event of MLPerf's",
+    "no metric": "line 28 of its log has no metric: Easel has not written it so",
+    "no status": "line 67 of its log has no status: Easel has not written it so",
+    "a score that is none": "line 28 of its log is no FID or CLIP score",
+    "a seed that is none": "line 8 of its log has no whole number where one belongs",
+    "a harder target": "its log says success, but none of its evaluations meets target.fid=10.0 and target.clip=0.15",
+    "a point left out": "its log has no scores at 2,048,000 images: the rules ask for the first pass and the point before",
+    "passed at once": "it passed at its first evaluation, the checkers ask for two: evaluate more often (eval.every_images)",
+    "few images": "5 images a score: no result of the closed division, which asks for 30,000 images, by the benchmark's",
+    "random networks": "random inception: no result of the closed division",
+    "the name of its parents": "mlperf.org: '..' cannot be the name of a folder, which it is in a submission",
+    "another year": "mlperf.ruleset: '3.1.0' is not known here. Possible: 4.0.0, 4.1.0, 5.0.0",
+    "a late init_stop": "MLPerf's checker (5.0.0) refuses its log: CHECK for 'init_stop' failed in line 19 (failed test: ",
     "no evaluation": "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)",
-    "open": "its log is open: the run goes on, or composer eval.py RUN has not come to its end",
+    "open": "its log is open: the run goes on or was killed, or composer eval.py RUN has not come to its end",
     "two passes": "its run_stop is at 3,072,000 images, but it passed first at 2,560,000",
     "two ends": "its log has more than one run in it",
     "restarted": "was restarted at 512,000 images: no result of the closed division",
@@ -280,12 +428,51 @@ WHY = {
 
 
 @pytest.mark.parametrize("kind", WHY)
-def test_a_run_that_cannot_count_is_left_out_and_says_why(tmp_path, capsys, kind):
-    runs = [broken(tmp_path / "bad", kind), make(tmp_path / "good", seed=1)]
+def test_a_run_that_cannot_count_says_why(tmp_path, kind):
+    assert mlperf_runs.read_run(broken(tmp_path / "bad", kind)).problem().startswith(WHY[kind])
+
+
+def test_a_run_that_cannot_count_is_left_out_and_the_others_are_reported(tmp_path, capsys):
+    runs = [broken(tmp_path / "bad", "cut"), broken(tmp_path / "none", "no log"), make(tmp_path / "good", seed=1)]
     text = said(capsys, runs, tmp_path / "out")
-    assert f"run=bad left out: {WHY[kind]}" in text
+    assert f"run=bad left out: {WHY['cut']}" in text and f"run=none left out: {WHY['no log']}.\n" in text
     assert "run=good seed=1 status=success" in text and "no result: 1 runs of 10.\n" in text
     assert len(list((tmp_path / "out").rglob("result_*.txt"))) == 1 and (tmp_path / "out/band.png").is_file()
+
+
+def test_an_easier_target_after_the_end_makes_no_pass_of_a_run_that_failed(tmp_path):
+    folder = make(tmp_path / "late", NEVER, seed=0)
+    assert mlperf_runs.read_run(folder).problem() is None  # one that failed, as it is
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("fid: 90.0", "fid: 200.0").replace("clip: 0.15", "clip: 0.0"))
+    assert mlperf_runs.read_run(folder).problem() == (
+        "its log says aborted, but it passed at 512,000 images: its target was changed after its end, or its log was"
+    )
+
+
+def test_one_run_of_ten_needs_scores_at_every_point(tmp_path, capsys):
+    """The others need those of the first pass and of the point before it."""
+    runs = ten(tmp_path / "runs")
+    for folder in runs:
+        lines = (folder / "mlperf.log").read_text().splitlines(keepends=True)
+        early = [line for line in lines if not ('"samples_count": 512000' in line and '"eval_' in line)]
+        (folder / "mlperf.log").write_text("".join(early))
+    text = said(capsys, runs, tmp_path / "out")
+    assert (
+        "no result: no run has scores at every point up to its first pass; the rules ask for that of one run: " in text
+    )
+    shutil.rmtree(runs[3])
+    make(runs[3], seed=3)
+    assert "\nresult: " in said(capsys, runs, tmp_path / "out")
+
+
+def test_the_division_is_the_logs_own(tmp_path, capsys):
+    """A resume may have changed it in config.yaml."""
+    folder = make(tmp_path / "r", seed=0)
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("closed", "open"))
+    text = said(capsys, [folder], tmp_path / "out")
+    assert json.loads((tmp_path / "out/Fixture/systems/no_machine.json").read_text())["division"] == "closed"
+    assert "the open division" not in text
 
 
 def test_an_open_run_that_was_restarted_counts(tmp_path, capsys):
@@ -348,6 +535,16 @@ def test_a_score_by_other_networks_names_them(tmp_path):
     assert other.label == "mini (batch 512, scored by shapes-reader)"
     same = dataclasses.replace(run, recorded=[{"images": 512, **networks, "inception": "inception-2015-12-05"}])
     assert same.label == run.label == "mini (batch 512)"
+
+
+def test_the_log_itself_says_by_which_networks_it_was_scored(tmp_path):
+    """eval.py leaves no line in the record."""
+    points = [{**point, "inception": "shapes-reader", "clip_model": "ViT-H-14"} for point in curves(512)[0]]
+    folder = make(tmp_path / "mini", points, seed=0)
+    (folder / "metrics.jsonl").unlink()
+    run = mlperf_runs.read_run(folder)
+    assert run.label == "mini (batch 512, scored by shapes-reader)"
+    assert run.problem().startswith("scored by shapes-reader: no result of the closed division, which asks for 30,000")
 
 
 @pytest.mark.parametrize("num", [1, 10])

@@ -52,10 +52,14 @@ def test_what_has_learned_nothing_of_the_captions_never_meets_it(rung):
     assert max(scores["clip"] for scores in evaluations) < 0.5
 
 
-def test_without_an_average_of_the_weights_the_scores_are_worse():
-    averaged, plain = (record_of(rung)["evaluations"][-1] for rung in ("seed17", "no_ema"))
-    assert plain["weights"] == "training" and averaged["weights"] == "ema"
-    assert plain["fid"] > averaged["fid"] and plain["clip"] < averaged["clip"]
+def test_without_an_average_of_the_weights_the_target_is_met_as_well():
+    """A learning rate that goes to 0 averages by itself: the difference at the end is within that of the seeds."""
+    plain = record_of("no_ema")["evaluations"]
+    ends = [record_of(f"seed{seed}")["evaluations"][-1] for seed in (17, 18, 19)]
+    assert {scores["weights"] for scores in plain} == {"training"} and {scores["weights"] for scores in ends} == {"ema"}
+    for key in ("fid", "clip"):
+        assert min(scores[key] for scores in ends) <= plain[-1][key] <= max(scores[key] for scores in ends)
+    assert meets(plain[-1])
 
 
 def test_guidance_has_its_bend_and_without_it_the_target_is_missed():

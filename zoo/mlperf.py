@@ -19,6 +19,7 @@ from typing import Any
 
 TARGET_FID = 90.0  # at most, and
 TARGET_CLIP = 0.15  # at least, on the same checkpoint (rules)
+NUM_PROMPTS = 30_000  # of val2014_30k.tsv, an image each (reference)
 CHECKPOINT_EVERY_IMAGES = 512_000  # rules; see `checkpoint_batches`
 WARMUP_BATCHES = 1000  # whatever the global batch (configs/ of the reference, and every reference point)
 
@@ -208,9 +209,16 @@ def not_closed(values: Mapping[str, Any]) -> list[str]:
         values: as of `deviations`, of a whole run.
     """
     found = []
-    for key, wanted in {"model.variant": "mlperf", "data.synthetic": False}.items():
+    for key, wanted in {"model.variant": "mlperf", "model.denoiser": None, "data.synthetic": False}.items():
         if values[key] != wanted:
             found.append(f"{key}: {_shown(values[key])}; the reference: {_shown(wanted)}")
+    for key in ("model.weights", "eval.inception", "eval.clip"):
+        if values.get(key) == "random":
+            found.append(f"{key}: random; the reference: its published weights")
+    every = checkpoint_batches(values["global_batch_size"]) * values["global_batch_size"]
+    for key, wanted in {"eval.every_images": every, "eval.image_size": FIXED["image_size"]}.items():
+        if values.get(key) not in (None, wanted, [wanted, wanted], (wanted, wanted)):
+            found.append(f"{key}: {_shown(values[key])}; the rules: {wanted}")
     return found + fixed_deviations(values)
 
 
