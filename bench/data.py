@@ -17,8 +17,11 @@ have no tokenising to do, and their order is that of the files. All lie in the p
 
 `paced`: the part of its time that a training process waits for batches from one loader process when it takes as long for each
 as a GPU at 200 images/s: it sleeps, so that nothing but the handing over of a batch is left to wait for. On a GPU a thread of
-torch's DataLoader does that ahead of time (pin_memory), here nobody does. `node` is arithmetic: how many of 16 cores the
-loader processes of 8 such GPUs keep busy at the rate of `worker`. `float16`: bench/data_float16.py.
+torch's DataLoader does that ahead of time (pin_memory), here nobody does.
+
+`cpu`: processor time of the loader process a sample, an epoch's beginning included: beside busy neighbours a rate says how
+much of a core there was, this changes less. `node` is arithmetic from it: how many of 16 cores the loader processes of 8
+such GPUs keep busy. `float16`: bench/data_float16.py.
 Exit code: 0 when the record was written, 2 when the command cannot be read.
 """
 
@@ -40,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -63,6 +67,7 @@ from config import Problem
 
 SCHEMA = 1
 LAYOUTS = ("ours", "webdataset", "webdataset16", "files", "images")
+BATCHES = {name: IMAGES_BATCH if name == "images" else MOMENTS_BATCH for name in LAYOUTS}
 PLACES = {"in_process": 0, "worker": 1}  # -> loader processes
 GPU_IMAGES_PER_SEC, GPUS, CORES = 200.0, 8, 16  # of a node
 
@@ -73,9 +78,9 @@ class DataBenchConfig:
 
     num_samples: int = 4096
     """Moments: 64 KiB each in the stage, twice that in float32."""
-    num_images: int = 256
+    num_images: int = 128
     """Of them, those that are read as JPEGs too."""
-    rounds: int = 7
+    rounds: int = 5
     paced_batches: int = 10
     """Batches of 64 that the sleeping training process takes in a turn; 0.32 s each."""
     results: str = "reports/results/data_speed.json"
@@ -211,13 +216,21 @@ def measure(config: DataBenchConfig, folder: Path) -> dict[str, Any]:
     figures.flat = {f"{name}_bytes_a_sample": rounded(size) for name, size in sizes.items()}
     figures.flat["bytes_over_webdataset"] = rounded(sizes["ours"] / sizes["webdataset"])
     contestants = {place: loaders(folder, workers) for place, workers in PLACES.items()}
+    cpu_us: dict[str, list[float]] = {f"{name}_{place}": [] for place in PLACES for name in LAYOUTS}
+
+    def turn(name: str, place: str) -> float:
+        of_workers, began_sec = place == "worker", cpu_sec(of_workers=place == "worker")
+        rate = samples_per_sec(contestants[place][name], "images" if name == "images" else "moments")
+        num = (config.num_images if name == "images" else config.num_samples) // BATCHES[name] * BATCHES[name]
+        cpu_us[f"{name}_{place}"].append(1e6 * (cpu_sec(of_workers=of_workers) - began_sec) / num)
+        return rate
+
     turns: dict[str, Callable[[], float]] = {
-        f"{name}_{place}": functools.partial(samples_per_sec, loader, "images" if name == "images" else "moments")
-        for place, of_place in contestants.items()
-        for name, loader in of_place.items()
+        f"{name}_{place}": functools.partial(turn, name, place) for place in PLACES for name in LAYOUTS
     }
     for name, values in take_turns(turns, config.rounds).items():
         figures.add(f"{name}_samples_per_sec", values)
+        figures.add(f"{name}_cpu_us_a_sample", cpu_us[name][1:])  # the first was for warming up
     for place in PLACES:
         for name in LAYOUTS[1:]:
             over, under = f"ours_{place}_samples_per_sec", f"{name}_{place}_samples_per_sec"
@@ -229,15 +242,24 @@ def measure(config: DataBenchConfig, folder: Path) -> dict[str, Any]:
     for name, values in take_turns(paced, config.rounds, warm_up=False).items():
         figures.add(f"paced_data_wait_frac_{name}", values)
     for name in ("ours", "images"):
-        figures.flat[f"node_cores_{name}"] = rounded(cores_of_a_node(figures.flat[f"{name}_worker_samples_per_sec"]))
-        slow = figures.flat[f"{name}_worker_samples_per_sec_min"]
-        figures.flat[f"node_cores_{name}_slowest_round"] = rounded(cores_of_a_node(slow))
+        for end in ("", "_min", "_max"):
+            cores = cores_of_a_node(figures.flat[f"{name}_worker_cpu_us_a_sample{end}"])
+            figures.flat[f"node_cores_{name}{end}"] = rounded(cores)
     return {**figures.flat, **measure_float16(folder / "pictures"), "by_round": figures.by_round}
 
 
-def cores_of_a_node(samples_per_sec: float) -> float:
-    """Return how many cores loader processes of this rate keep busy for 8 GPUs at 200 images/s each."""
-    return GPUS * GPU_IMAGES_PER_SEC / samples_per_sec
+def cores_of_a_node(cpu_us_a_sample: float) -> float:
+    """Return how many cores loader processes keep busy for 8 GPUs at 200 images/s each."""
+    return GPUS * GPU_IMAGES_PER_SEC * cpu_us_a_sample / 1e6
+
+
+def cpu_sec(*, of_workers: bool) -> float:
+    """Return the processor time of this process, or of its loader processes: those that live."""
+    if not of_workers:
+        return time.process_time()
+    # By whole processes: streaming's threads end with their epoch, and their time with them.
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return sum(each.user + each.system for each in times)
 
 
 def rows(record: Mapping[str, Any]) -> Iterable[str]:
@@ -259,8 +281,13 @@ def rows(record: Mapping[str, Any]) -> Iterable[str]:
     for name in ("ours", "webdataset"):
         share, least, most = (record[f"paced_data_wait_frac_{name}{end}"] for end in ("", "_min", "_max"))
         yield f"waiting at 200 images/s, one worker, {name}: {share:.3g} of the time ({least:.3g} to {most:.3g})"
-    of_node = ", ".join(f"{name} {record[f'node_cores_{name}']:.3g}" for name in ("ours", "images"))
-    yield f"cores of {CORES} for {GPUS} GPUs at 200 images/s, by arithmetic: {of_node}"
+    for name in ("ours", "images"):
+        cores, least, most = (record[f"node_cores_{name}{end}"] for end in ("", "_min", "_max"))
+        micros = record[f"{name}_worker_cpu_us_a_sample"]
+        busy = (
+            f"{cores:.3g} of {CORES} cores ({least:.3g} to {most:.3g}) for {GPUS} GPUs at 200 images/s, by arithmetic"
+        )
+        yield f"{name}: {micros:.3g} us of processor time a sample, {busy}"
     for key, value in record.items():
         if key.startswith("float16_"):
             yield f"{key}: {value:.3g}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import statistics
 import tarfile
+import time
 from collections import Counter
 
 import numpy as np
@@ -47,8 +49,27 @@ def test_tars_are_laid_out_as_the_mlperf_reference_has_them(layouts):
     assert 2 * 65536 < sizes["files"] < sizes["webdataset"] and sizes["ours"] < 0.51 * sizes["webdataset"]
 
 
-def test_cores_of_a_node_are_its_images_over_the_rate_of_a_loader_process():
-    assert bench_data.cores_of_a_node(1600.0) == 1.0 and bench_data.cores_of_a_node(400.0) == 4.0
+def test_cores_of_a_node_are_its_images_times_the_processor_time_of_each():
+    assert bench_data.cores_of_a_node(625.0) == 1.0 and bench_data.cores_of_a_node(2500.0) == 4.0
+
+
+def test_processor_time_is_that_of_who_works():
+    def burn(seconds: float) -> None:
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+
+    own, workers = bench_data.cpu_sec(of_workers=False), bench_data.cpu_sec(of_workers=True)
+    child = multiprocessing.get_context("fork").Process(target=lambda: (burn(0.2), time.sleep(60)), daemon=True)
+    child.start()
+    burn(0.1)
+    until = time.monotonic() + 30
+    while bench_data.cpu_sec(of_workers=True) - workers < 0.2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert 0.2 <= bench_data.cpu_sec(of_workers=True) - workers < 0.3
+    child.kill()
+    child.join()
+    assert 0.1 <= bench_data.cpu_sec(of_workers=False) - own < 0.2
 
 
 def test_waiting_is_the_time_that_a_batch_is_late(monkeypatch):
@@ -114,7 +135,10 @@ def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_
             assert record[f"speedup_vs_{name}_{place}"] == pytest.approx(statistics.median(ratios), rel=1e-4)
     for key, values in record["by_round"].items():
         assert record[key] == pytest.approx(statistics.median(values), rel=1e-5) and len(values) == 2
-    assert record["node_cores_ours"] == pytest.approx(1600 / record["ours_worker_samples_per_sec"], rel=1e-4)
+    assert record["node_cores_ours"] == pytest.approx(1600e-6 * record["ours_worker_cpu_us_a_sample"], rel=1e-4)
+    assert all(
+        record[f"{name}_{place}_cpu_us_a_sample_min"] > 0 for name in bench_data.LAYOUTS for place in bench_data.PLACES
+    )
 
 
 @pytest.mark.parametrize(
