@@ -33,6 +33,7 @@ import importlib.metadata
 import io
 import json
 import os
+import signal
 import sys
 import tarfile
 import tempfile
@@ -299,6 +300,7 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(config, int):
         return config
     begin = {**head(SCHEMA), "measured": "data_speed", "webdataset_version": importlib.metadata.version("webdataset")}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the temporary folder is removed first
     usual_threads, started = torch.get_num_threads(), time.monotonic()
     try:
         torch.set_num_threads(1)
