@@ -36,6 +36,7 @@ import preflight
 import warm_start
 from callbacks.evaluation import Evaluation
 from callbacks.mlperf_log import MLPerfLog
+from callbacks.profile import Profile
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord, device_name, found_batch_size, keep_batch_size, result_line
 from callbacks.sample_grid import write_grid
@@ -151,6 +152,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     if scorer is not None:
         record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
 
+    profile = Profile(config.profile, folder, warmup_batches=config.measure.warmup_batches, disturb=throughput.disturb)
+
     # Evaluation and target.
     evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
     target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
@@ -168,6 +171,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         spin_dataloaders=False,  # the loader has been told where to begin
         algorithms=[] if average is None else [average],
         callbacks=[
+            *([profile] if config.profile.batches else []),
             *(BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
             *([] if evaluation is None else [evaluation, target]),
             *([] if mlperf_log is None else [mlperf_log]),

@@ -14,7 +14,9 @@ import warm_start
 from callbacks import mlperf_log
 from checkpoint_files import FULL, listed
 from config import ConfigError, Problem, flat
+from data import SYNTHETIC_EPOCH_BATCHES
 from model import model_problems
+from optim import total_batches
 from prompts import read_prompts
 from run_config import RunConfig, resolve, wants_own_rate
 from scoring import EVERY_IMAGES, EvalConfig, rounded_up
@@ -72,6 +74,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         of_target,
         config.loggers.problems(),
         config.mlperf.problems(),
+        config.profile.problems(_num_batches(config), config.measure.warmup_batches),
     ]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
@@ -96,6 +99,17 @@ def _run_problems(config: RunConfig) -> list[Problem]:
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
     return found + precision_problems(config) + _batch_problems(config)
+
+
+def _num_batches(config: RunConfig) -> int | None:
+    """Return the batches of a run as far as its configuration says them: how long an epoch is, the stage knows."""
+    if preflight.duration_problem(config.max_duration) or config.global_batch_size < 1:
+        return None
+    if config.max_duration.endswith("ep") and not config.data.synthetic:
+        return None
+    return total_batches(
+        config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=SYNTHETIC_EPOCH_BATCHES
+    )
 
 
 def seed_problems(config: RunConfig) -> list[Problem]:

@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "target.",
     "save.",
     "measure.",
+    "profile.",
     "loggers.",
     "mlperf.",  # the log says how it was begun
 )

@@ -12,6 +12,7 @@ import torch
 from composer.utils import dist
 
 from callbacks.mlperf_log import MLPerfConfig
+from callbacks.profile import ProfileConfig
 from callbacks.throughput import MeasureConfig
 from checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
 from config import Alias
@@ -55,6 +56,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
 

@@ -68,7 +68,7 @@ def write_moments(folder: Path, num_samples: int) -> None:
         for number in range(num_samples):
             moments = random.standard_normal(shape, np.float32).astype(np.float16)
             row = {"moments": moments, "tokens": _random_tokens(random, columns["tokens"])}
-            yield {**row, **_words(number)}, {"npy": _npy(moments[None].astype(np.float32)), **_txt(number)}
+            yield {**row, **words(number)}, {"npy": npy(moments[None].astype(np.float32)), **_txt(number)}
 
     _write(folder, "moments", {**encodings, "caption": "str", "key": "str"}, samples())
 
@@ -81,7 +81,7 @@ def write_images(folder: Path, num_images: int) -> None:
         for number in range(num_images):
             size = PICTURE_SIZES[number % len(PICTURE_SIZES)]
             row = {"jpg": picture(number, size), "width": size[0], "height": size[1]}
-            yield {**row, **_words(number)}, {"jpg": row["jpg"], **_txt(number)}
+            yield {**row, **words(number)}, {"jpg": row["jpg"], **_txt(number)}
 
     _write(folder, "images", columns, samples())
 
@@ -90,15 +90,17 @@ def _random_tokens(random: np.random.Generator, column: Column) -> np.ndarray:
     return random.integers(0, column.below, column.shape, dtype=column.stored)
 
 
-def _words(number: int) -> dict[str, str]:
+def words(number: int) -> dict[str, str]:
+    """Return the caption and the key of a sample."""
     return {"caption": f"picture number {number} of a gradient with a block of one colour", "key": f"{number:09d}"}
 
 
 def _txt(number: int) -> dict[str, bytes]:
-    return {"txt": _words(number)["caption"].encode()}
+    return {"txt": words(number)["caption"].encode()}
 
 
-def _npy(values: np.ndarray) -> bytes:
+def npy(values: np.ndarray) -> bytes:
+    """Return an array as a .npy file has it."""
     file = io.BytesIO()
     np.save(file, values)
     return file.getvalue()
@@ -143,9 +145,9 @@ def _write(
 # --- who reads ---
 
 
-def our_loader(folder: Path, stage: str, batch_size: int) -> Iterable[dict[str, Tensor]]:
+def our_loader(folder: Path, stage: str, batch_size: int, workers: int = 1) -> Iterable[dict[str, Tensor]]:
     """This library's batches."""
-    config = DataConfig(stage=stage, local=str(folder / "stage"), workers=1)
+    config = DataConfig(stage=stage, local=str(folder / "stage"), workers=workers)
     family, cpu = build_family(), torch.device("cpu")
     return build_data(config, family, size=SIZE, device_batch_size=batch_size, device=cpu, seed=SEED).dataloader
 
@@ -186,21 +188,25 @@ def plain_loader(folder: Path, stage: str, batch_size: int) -> Iterable[dict[str
     return DataLoader(dataset, batch_size, num_workers=1, persistent_workers=True, drop_last=True, collate_fn=collate)
 
 
-def webdataset_loader(folder: Path, stage: str, batch_size: int) -> Iterable[dict[str, Any]]:
+def webdataset_loader(folder: Path, stage: str, batch_size: int, workers: int = 1) -> Iterable[dict[str, Any]]:
     """WebDataset: the pipeline of its documentation."""
     import webdataset
 
     tars = webdataset.WebDataset(sorted(map(str, (folder / "tars").glob("*.tar"))), shardshuffle=False)
     if stage == "moments":
-        samples = tars.decode().to_tuple("npy", "txt").batched(batch_size, partial=False, collation_fn=_stack_npy)
+        samples = (
+            tars.decode(only=["npy", "txt"])
+            .to_tuple("npy", "txt")
+            .batched(batch_size, partial=False, collation_fn=stack_npy)
+        )
     else:
         decode = functools.partial(_decode_jpg, transform=_usual_transform(), tokenize=build_family().tokenize)
         samples = tars.decode("pil").map(decode).batched(batch_size, partial=False, collation_fn=stack_images)
-    return webdataset.WebLoader(samples, batch_size=None, num_workers=1, persistent_workers=True)
+    return webdataset.WebLoader(samples, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
 
 
-def _stack_npy(samples: Sequence[tuple[np.ndarray, str]]) -> dict[str, Any]:
-    # (1, 8, 64, 64) each -> (B, 8, 64, 64)
+def stack_npy(samples: Sequence[tuple[np.ndarray, str]]) -> dict[str, Any]:  # (1, 8, 64, 64) -> (B, 8, 64, 64)
+    """Collate arrays of .npy files and their captions."""
     moments = np.concatenate([moments for moments, _ in samples])
     return {"moments": torch.from_numpy(moments), "captions": [caption for _, caption in samples]}
 

@@ -6,8 +6,9 @@
     other        checkpoints, logging and what stands between batches
 
 At any moment one clock runs; Composer's events switch it. The device is synchronised at window edges only, so that
-measuring does not slow what is measured. The first `measure.warmup_batches` batches belong to no measured window. The
-figure of a run is the median over its measured windows, with the least and the greatest.
+measuring does not slow what is measured. The first `measure.warmup_batches` batches belong to no measured window, nor do
+batches that a profiler recorded. The figure of a run is the median over its measured windows, with the least and the
+greatest.
 
 On several ranks each clock is the slowest rank's, so images_per_sec errs to the low side. images_per_sec_wall divides by all
 four clocks: what the run delivered, waiting and evaluation included.
@@ -97,6 +98,7 @@ class Throughput(Callback):
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
         self._running, self._since = "other", time.perf_counter()
         self._window_batches = 0
+        self._is_disturbed = False
         self._images_before = 0
 
     # --- which clock runs ---
@@ -134,6 +136,10 @@ class Throughput(Callback):
         finally:
             self._switch(before)
 
+    def disturb(self) -> None:
+        """Have the window of now count as none that was measured: something slows its batches."""
+        self._is_disturbed = True
+
     def epoch_end(self, state: State, logger: Logger) -> None:
         self._switch("other")
 
@@ -170,6 +176,7 @@ class Throughput(Callback):
             "batch": state.timestamp.batch.value,
             "images": state.timestamp.sample.value,
             "warmup": warmup,
+            "profiled": self._is_disturbed,
             "window_batches": self._window_batches,
             "images_per_sec": images / clocks["train"],
             "images_per_sec_wall": images / sum(seconds),
@@ -180,12 +187,13 @@ class Throughput(Callback):
         self.windows.append(self.closed_window)
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
         self._window_batches = 0
+        self._is_disturbed = False
         self._images_before = state.timestamp.sample.value
         self._since = time.perf_counter()  # the reading itself belongs to no window
 
     def result(self) -> dict[str, Any]:
         """Return the run's figures; those of speed are None where no batch was measured."""
-        measured = [window for window in self.windows if not window["warmup"]]
+        measured = [window for window in self.windows if not (window["warmup"] or window.get("profiled"))]
         # A last, partial window counts only where there is no whole one.
         whole = [window for window in measured if window["window_batches"] == self.config.window_batches] or measured
         speeds = [window["images_per_sec"] for window in whole]

@@ -9,6 +9,7 @@ import torch
 from test_sampling import CLASSES, PUBLISHED
 from torch import Tensor, nn
 
+import model as model_module
 from bench import generate as bench_generate
 from bench.generate import pipeline_of
 from model import LatentDiffusion, ModelConfig, build_model
@@ -157,6 +158,19 @@ def test_text_is_encoded_once_a_batch_and_the_empty_caption_once():
     model.place(torch.device("cpu"), "bf16")  # other weights, other states
     images_of(model, [0, 1])
     assert encoder.rows == [2, 1, 2, 1, 2, 1]
+
+
+def test_decoding_in_slices_gives_the_same_images(monkeypatch):
+    """To rounding, as a batch of another size does; a slice is a number of latents' places, so a larger image has fewer."""
+    model = tiny()
+    decoder = Calls(model.encoders.modules["vae"].decoder)
+    whole = images_of(model, [0, 1, 2, 3, 4])
+    assert decoder.rows == [5]
+    monkeypatch.setattr(model_module, "DECODE_PLACES", 2 * 8 * 8)
+    assert greatest(images_of(model, [0, 1, 2, 3, 4]) - whole) < 1e-5
+    assert decoder.rows == [5, 2, 2, 1]
+    monkeypatch.setattr(model_module, "DECODE_PLACES", 8 * 8 - 1)
+    assert greatest(images_of(model, [4]) - whole[4:]) < 1e-5 and decoder.rows[4:] == [1]
 
 
 def test_decoding_takes_the_scale_off_once_in_the_decoders_own_type():

@@ -22,6 +22,7 @@ FLOORS = [
         "config",
         "tensors",
         "store_errors",
+        "time_by_kind",
     },
     {"zoo.weight_files", "zoo.latent_family", "zoo.shapes_networks", "store_clients"},
     {"zoo.ldm", "fetch"},

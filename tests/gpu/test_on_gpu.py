@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_RUN
+from host_waits import GpuWaits, watched
 
 import benchmark
 from checkpoint_files import FULL, listed, read
@@ -90,3 +91,23 @@ def test_the_batch_size_of_evaluation_is_tried_with_the_gradients_and_the_networ
     assert tried == [(64, "cuda"), (32, "cuda"), (16, "cuda"), (8, "cuda")]
     assert found == [8] == [scorer.batch_size]
     assert np.isfinite(scorer.score(model, 8.0)["clip"])
+
+
+def test_no_step_waits_for_the_gpu_on_our_account(tmp_path, monkeypatch):
+    waits = GpuWaits()
+    monkeypatch.setattr(benchmark, "Trainer", watched(benchmark.Trainer, waits, range(3, 6)))
+    words = [*TINY_RUN, "--use_synth_data", "--use_ema", "optimizer.clip_norm=1", "max_duration=8ba"]
+    words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
+    assert benchmark.main(words) == 0
+    assert waits.of("composer"), "its six reads a step are not seen: the driver's warnings are not caught"
+    assert waits.of("ours") == {}
+
+
+def test_a_profile_of_a_gpu_is_of_kernels_and_knows_nearly_all_of_them(tmp_path):
+    words = [*TINY_RUN, "--use_synth_data", "max_duration=8ba", "profile.batches=3", f"run_folder={tmp_path}"]
+    assert benchmark.main([*words, "run_name=a"]) == 0
+    table = json.loads((tmp_path / "a" / "profile" / "table.json").read_text())
+    shares = {kind: row["frac"] for kind, row in table["kinds"].items()}
+    assert table["of"] == "kernels" and sum(shares.values()) == pytest.approx(1.0)
+    assert all(shares[kind] > 0.0 for kind in ("convolution", "matrix_product", "attention", "norm", "optimizer"))
+    assert shares["other"] < 0.02, [row for row in table["top"] if row["kind"] == "other"]

@@ -1,0 +1,137 @@
+"""A few steps recorded by torch.profiler, so that the next change for speed is chosen from evidence.
+
+    composer benchmark.py ... profile.batches=3
+
+RUN_FOLDER/RUN_NAME/profile/trace.json.gz    for chrome://tracing or ui.perfetto.dev
+                            table.txt        time by kind and the kernels that take most (time_by_kind.py)
+                            table.json       the same
+
+torch.profiler itself, not composer.profiler around it: that one counts its cycles by the batch of the epoch, so that it would
+begin anew in each; it instruments every event of the run for a trace of its own, and has no table. Rank 0 records.
+
+The profiler slows what it records. One batch before the recorded ones is its own warm-up; windows of callbacks/throughput.py
+that hold any of these batches, or the writing of the trace, are no measured windows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Callback, Logger, State
+from composer.utils import dist
+
+import time_by_kind
+
+FOLDER = "profile"
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """The `profile` section of a run."""
+
+    batches: int = 0
+    """Recorded steps; 0: none."""
+    start_batch: int | None = None
+    """Batches of this start before the first recorded one; null: those of the warm-up, see measure.warmup_batches."""
+
+    def first(self, warmup_batches: int) -> int:
+        """Return how many batches of a start come before the first recorded one."""
+        return max(1, warmup_batches) if self.start_batch is None else self.start_batch
+
+    def problems(self, num_batches: int | None, warmup_batches: int) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be.
+
+        Args:
+            num_batches: of the run; None: not known yet.
+            warmup_batches: of the measuring.
+        """
+        if self.batches < 0:
+            return [("profile.batches", f"{self.batches} is below 0. Possible: 0 (none) and up. Usual: 3.")]
+        if self.start_batch is not None and self.start_batch < 1:
+            given = f"{self.start_batch} is below 1: the batch before the recorded ones is the profiler's own warm-up"
+            return [("profile.start_batch", f"{given}. Possible: 1 and up.")]
+        last = self.first(warmup_batches) + self.batches
+        if self.batches and num_batches is not None and last > num_batches:
+            given = (
+                f"{self.batches} after {last - self.batches} would be recorded, but the run has {num_batches} batches"
+            )
+            return [
+                ("profile.batches", f"{given}. Lower profile.batches or profile.start_batch, or raise max_duration.")
+            ]
+        return []
+
+
+class Profile(Callback):
+    """Records steps; it has to stand before Throughput, whose windows it marks.
+
+    Args:
+        config: which steps.
+        folder: of the run.
+        warmup_batches: of the measuring.
+        disturb: tells what measures that the window of now is no measured one.
+    """
+
+    def __init__(self, config: ProfileConfig, folder: Path, *, warmup_batches: int, disturb: Callable[[], None]):
+        self.first, self.num = config.first(warmup_batches), config.batches
+        self.folder = folder / FOLDER
+        self.disturb = disturb
+        self.num_batches = 0  # of this start
+        self._profiler: torch.profiler.profile | None = None
+
+    @property
+    def _is_recording(self) -> bool:
+        """True in the batches that the profiler slows, its warm-up included, on every rank."""
+        return self.first - 1 <= self.num_batches < self.first + self.num
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        if not self._is_recording:
+            return
+        self.disturb()
+        if self.num_batches == self.first - 1 and dist.get_global_rank() == 0:
+            self._profiler = self._begin()
+
+    def _begin(self) -> torch.profiler.profile:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=self.num, repeat=1)
+        profiler = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=self._keep)
+        profiler.start()
+        return profiler
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        was_recording = self._is_recording
+        self.num_batches += 1
+        if self._profiler is None or not was_recording:
+            return
+        if state.device.name == "gpu" and self.num_batches in (self.first, self.first + self.num):
+            torch.cuda.synchronize()  # what is before the first and in the last is where it belongs
+        self._profiler.step()
+        if self.num_batches == self.first + self.num:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _keep(self, profiler: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "trace.json.gz"
+        profiler.export_chrome_trace(str(path))
+        with gzip.open(path, "rt") as file:
+            table = time_by_kind.tabulate(json.load(file)["traceEvents"])
+        (self.folder / "table.json").write_text(json.dumps(table, indent=2) + "\n")
+        (self.folder / "table.txt").write_text(time_by_kind.text(table))
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self._profiler is not None:
+            self._profiler.on_trace_ready = None  # half a recording says nothing
+            self._profiler.stop()
+            self._profiler = None
+        if self.num_batches < self.first + self.num and dist.get_global_rank() == 0:
+            given = f"{self.num_batches} batches were trained here, {self.first + self.num} would have been needed"
+            print(f"profile: nothing was recorded: {given}. Lower profile.start_batch.", file=sys.stderr, flush=True)

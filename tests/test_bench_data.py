@@ -1,0 +1,161 @@
+"""bench/data.py: layouts of the same samples, the arithmetic of a node, float16's error by closed forms; no speed."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import multiprocessing
+import statistics
+import tarfile
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from bench import data as bench_data
+from bench import data_float16
+from bench.micro_data import MOMENTS_BATCH
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    return folder, bench_data.write_layouts(folder, 128, 32)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_layout_delivers_the_same_moments(layouts, workers):
+    folder, _ = layouts
+    found = {}
+    for name, loader in bench_data.loaders(folder, workers).items():
+        if name != "images":
+            batches = list(loader)
+            assert [tuple(batch["moments"].shape) for batch in batches] == [(MOMENTS_BATCH, 8, 64, 64)] * 2
+            found[name] = Counter(float(each.double().sum()) for batch in batches for each in batch["moments"])
+    assert len(found["ours"]) == 128
+    assert all(values == found["ours"] for values in found.values())
+
+
+def test_tars_are_laid_out_as_the_mlperf_reference_has_them(layouts):
+    folder, sizes = layouts
+    with tarfile.open(folder / "webdataset" / "tars" / "00003.tar") as tar:
+        names = tar.getnames()
+        array = np.load(io.BytesIO(tar.extractfile(names[0]).read()))
+        assert json.load(tar.extractfile(names[2]))["key"] == "000000003"
+    assert names[:3] == ["000000003.npy", "000000003.txt", "000000003.json"]
+    assert array.shape == (1, 8, 64, 64) and array.dtype == np.float32
+    assert 2 * 65536 < sizes["files"] < sizes["webdataset"] and sizes["ours"] < 0.51 * sizes["webdataset"]
+
+
+def test_cores_of_a_node_are_its_images_times_the_processor_time_of_each():
+    assert bench_data.cores_of_a_node(625.0) == 1.0 and bench_data.cores_of_a_node(2500.0) == 4.0
+
+
+def test_processor_time_is_that_of_who_works():
+    def burn(seconds: float) -> None:
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+
+    own = bench_data.cpu_sec(of_workers=False)
+    burn(0.1)
+    assert bench_data.cpu_sec(of_workers=False) - own == pytest.approx(0.1, abs=0.05)
+
+    gc.collect()  # loader processes of other tests would end in the meantime
+    workers = bench_data.cpu_sec(of_workers=True)
+    child = multiprocessing.get_context("fork").Process(target=lambda: (burn(0.2), time.sleep(60)), daemon=True)
+    child.start()
+    until = time.monotonic() + 30
+    while bench_data.cpu_sec(of_workers=True) - workers < 0.2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert bench_data.cpu_sec(of_workers=True) - workers == pytest.approx(0.2, abs=0.1)  # in ticks of 0.01 s
+    child.kill()
+    child.join()
+
+
+def test_waiting_is_the_time_that_a_batch_is_late(monkeypatch):
+    now = [0.0]
+
+    def batches():
+        while True:
+            now[0] += 0.08
+            yield None
+
+    monkeypatch.setattr(bench_data.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(bench_data.time, "perf_counter", lambda: now[0])
+    assert bench_data.paced_wait(batches(), 5) == pytest.approx(0.08 / (0.08 + 0.32))
+
+
+# --- float16 ---
+
+
+def test_errors_of_known_moments_are_those_of_their_rounding():
+    """1 + 2**-12 becomes 1 in float16, 11 bits long; a logvar of -2 and one of 0 are kept."""
+    mean = torch.full((1, 4, 2, 2), 1.0 + 2.0**-12)
+    mean[0, 0, 0, 0] = -1.0
+    found = data_float16.errors(torch.cat([mean, torch.full_like(mean, -2.0)], dim=1), 1.0)
+    std = float(torch.exp(torch.tensor(-1.0, dtype=torch.float64)))
+    assert found["posterior_std"] == pytest.approx(std)
+    assert found["mean_error_of_std_max"] == pytest.approx(2.0**-12 / std)
+    assert found["mean_error_of_std"] == pytest.approx(15 / 16 * 2.0**-12 / std)
+    assert found["std_error_max"] == 0.0
+    unit = float(mean.double().std())
+    assert found["latent_error_max"] == pytest.approx(2.0**-12 / unit) == found["reference_latent_error_max"]
+
+
+def test_an_error_of_the_log_variance_is_half_of_it_in_the_standard_deviation():
+    """-8 - 2**-9 lies in the middle between two float16 numbers, 2**-7 apart, and is rounded to the even one, -8."""
+    logvar = torch.full((1, 4, 1, 1), -8.0 - 2.0**-9)
+    found = data_float16.errors(torch.cat([torch.zeros_like(logvar), logvar], dim=1), 1.0)
+    assert found["std_error_max"] == pytest.approx(np.expm1(2.0**-10), rel=1e-9)
+
+
+def test_float16_keeps_a_latent_as_well_as_the_reference_does_that_rounds_it(tmp_path):
+    found = data_float16.measure_float16(tmp_path / "pictures", num_pictures=8)
+    assert found["float16_sd2_latent_error"] == pytest.approx(found["float16_sd2_reference_latent_error"], rel=0.05)
+    assert 0.0 < found["float16_sd2_latent_error_max"] < 5 * 2.0**-11  # means up to five standard deviations
+    assert 0.0 < found["float16_vae_mean_error_of_std"] < found["float16_vae_mean_error_of_std_max"]
+
+
+# --- the command ---
+
+
+def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_data, "measure_float16", lambda folder: {"float16_sd2_latent_error": 0.1})  # tested above
+    results, work = tmp_path / "data.json", tmp_path / "work"
+    work.mkdir()
+    words = ["num_samples=128", "num_images=32", "rounds=2", "paced_batches=1", f"results={results}", f"work={work}"]
+    assert bench_data.main(words) == 0
+    record, printed = json.loads(results.read_text()), capsys.readouterr().out.splitlines()
+    assert list(work.iterdir()) == [] and record["measured"] == "data_speed"
+    assert [line.split()[0] for line in printed[1:6]] == list(bench_data.LAYOUTS)
+    for place in bench_data.PLACES:
+        for name in bench_data.LAYOUTS[1:]:
+            ours, other = (record["by_round"][f"{each}_{place}_samples_per_sec"] for each in ("ours", name))
+            ratios = [a / b for a, b in zip(ours, other, strict=True)]
+            assert record[f"speedup_vs_{name}_{place}"] == pytest.approx(statistics.median(ratios), rel=1e-4)
+    for key, values in record["by_round"].items():
+        assert record[key] == pytest.approx(statistics.median(values), rel=1e-5) and len(values) == 2
+    assert record["node_cores_ours"] == pytest.approx(1600e-6 * record["ours_worker_cpu_us_a_sample"], rel=1e-4)
+    assert all(
+        record[f"{name}_{place}_cpu_us_a_sample_min"] > 0 for name in bench_data.LAYOUTS for place in bench_data.PLACES
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("num_samples=127", "num_samples: 127 is below 128. Possible: 128 and up."),
+        ("rounds=0", "rounds: 0 is below 1. Possible: 1 and up."),
+        (
+            "num_samples=640",
+            "paced_batches: 10, but 640 samples are too few for them and the first batch. Lower it, or give num_samples=704.",
+        ),
+    ],
+)
+def test_impossible_keys_are_named(word, text, capsys):
+    assert bench_data.main([word]) == 2
+    assert text in capsys.readouterr().err
