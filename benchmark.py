@@ -33,6 +33,7 @@ import alarm
 import curves
 import plan
 import preflight
+import speed
 import warm_start
 from callbacks.evaluation import Evaluation
 from callbacks.mlperf_log import MLPerfLog
@@ -86,6 +87,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
     check_checkpoint(begun, identity)
     model.place(device._device, config.precision)
+    speed.apply(model, config)
+    graphs = speed.GraphCounter(config.compile != "off")
     batch_size = config.eval.batch_size or found_batch_size(folder)
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
     scorer = build_scorer(config, folder)
@@ -152,7 +155,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
 
     # Evaluation and target.
-    evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
+    evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record, graphs)
     target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
     mlperf_log = build_mlperf_log(config, stage, record)
 
@@ -168,7 +171,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         spin_dataloaders=False,  # the loader has been told where to begin
         algorithms=[] if average is None else [average],
         callbacks=[
-            *(BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
+            *(graphs, BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
             *([] if evaluation is None else [evaluation, target]),
             *([] if mlperf_log is None else [mlperf_log]),
         ],
@@ -191,6 +194,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.close()
     if loader is not None:
         loader.close()
+    record.facts |= graphs.facts()
     record.facts["stopped_early"] = trainer.state.timestamp.batch.value < num_batches
     if mlperf_log is not None:
         mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
@@ -221,7 +225,12 @@ def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
 
 
 def build_evaluation(
-    config: RunConfig, scorer: Scorer, model: LatentDiffusion, throughput: Throughput, record: RunRecord
+    config: RunConfig,
+    scorer: Scorer,
+    model: LatentDiffusion,
+    throughput: Throughput,
+    record: RunRecord,
+    graphs: speed.GraphCounter,
 ) -> Evaluation:
     """Connect scorer, clock, record and the grid of samples."""
 
@@ -230,9 +239,13 @@ def build_evaluation(
         if dist.get_global_rank() == 0:
             write_grid(record.folder, line["images"], scorer.samples, logger)
 
+    def score() -> dict[str, Any]:
+        with graphs.step("evaluation"):
+            return scorer.score(model, config.eval.guidances()[0])
+
     assert config.eval.every_images is not None
     return Evaluation(
-        lambda: scorer.score(model, config.eval.guidances()[0]),
+        score,
         every_images=config.eval.every_images,
         with_average=config.eval.weights == "ema",
         clock=throughput.evaluating,
@@ -338,6 +351,7 @@ def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str,
         "seed": config.seed,
         "max_duration": config.max_duration,
         "ema": config.ema.enabled,
+        **{key.name: getattr(config, key.name) for key in dataclasses.fields(speed.SpeedKeys)},
         **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from config import ConfigError
-from tensors import canonical_name, difference, forms
+from tensors import canonical_name, difference, forms, lay_out_like
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation cadence of the MLPerf benchmark
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -201,6 +201,8 @@ def restore(
             tensor.copy_(content["model"][canonical_name(name)])
     kept = _cloned(saved["state"]) if next(model.parameters()).device.type == "cpu" else saved["state"]
     optimizer.load_state_dict({"state": kept, "param_groups": saved["param_groups"]})
+    for parameter, of_parameter in optimizer.state.items():
+        optimizer.state[parameter] = lay_out_like(of_parameter, parameter.detach())
     schedule.load_state_dict(content["schedule"])
 
 

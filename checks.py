@@ -32,6 +32,8 @@ MEMORY_KEYS = {
     "model.variant",
     "objective.prediction",
     "ema.enabled",
+    "compile",
+    "gradient_checkpointing",
 }
 
 
@@ -73,6 +75,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         config.mlperf.problems(),
     ]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
+    found += speed_problems(config)
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
     found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += _mlperf_problems(config)
@@ -109,6 +112,11 @@ def precision_problems(config: RunConfig) -> list[Problem]:
     if torch.cuda.is_available() or config.precision not in ("fp16", "tf32"):
         return []
     return [Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))]
+
+
+def speed_problems(config: RunConfig) -> list[Problem]:
+    """Return what this machine cannot do of the keys of speed, in training and in evaluation."""
+    return [Problem(f"{key}: {text}", (key, "precision")) for key, text in config.problems_of_speed(config.precision)]
 
 
 def _batch_problems(config: RunConfig) -> list[Problem]:
@@ -228,5 +236,11 @@ def cost_of(config: RunConfig) -> preflight.Cost:
     """Trace one training step of the run's model."""
     assert config.precision is not None
     return preflight.measure_cost(
-        config.model, config.objective, stage=config.data.stage, size=config.size, precision=config.precision
+        config.model,
+        config.objective,
+        stage=config.data.stage,
+        size=config.size,
+        precision=config.precision,
+        is_compiled=config.compile != "off",
+        gradient_checkpointing=config.gradient_checkpointing,
     )

@@ -22,13 +22,14 @@ from loggers import LoggersConfig
 from model import LatentDiffusion, ModelConfig, build_model
 from optim import OptimizerConfig, ScheduleConfig
 from scoring import EVERY_IMAGES, EvalConfig, TargetConfig, rounded_up
+from speed import SpeedKeys
 from zoo import load_family, mlperf
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import ImageSize, as_size
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(SpeedKeys):
     """Everything that a run is made of. Sections are declared beside the code that owns them."""
 
     run_name: str | None = None
@@ -86,10 +87,6 @@ ALIASES = {
 
 # Keys of the design whose room does not stand yet: refused by name, so that nobody believes in them.
 NOT_YET = {
-    "compile": "compilation of the denoiser",
-    "channels_last": "the channels-last layout",
-    "attention": "the choice of an attention back-end",
-    "gradient_checkpointing": "gradient checkpointing",
     "num_frames": "training on video",
     "objective.shift": "flow matching",
 }

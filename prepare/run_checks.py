@@ -102,7 +102,13 @@ class Case:
         assert run is not None and run.precision is not None
         network = dataclasses.replace(run.model, weights=None, denoiser=None)  # with others it is the same
         return preflight.measure_cost(
-            network, run.objective, stage=run.data.stage, size=run.size, precision=run.precision
+            network,
+            run.objective,
+            stage=run.data.stage,
+            size=run.size,
+            precision=run.precision,
+            is_compiled=run.compile != "off",
+            gradient_checkpointing=run.gradient_checkpointing,
         )
 
     @property
