@@ -12,7 +12,7 @@ A run with a name goes on where its newest checkpoint was taken when the same co
 says so. Where it writes checkpoints, SIGTERM and SIGUSR1 end it at the next batch edge, after one more if there is time.
 
 Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 1 when the data cannot be had any
-more or the run failed otherwise, 128 + signal after a signal.
+more, the memory was not enough or the run failed otherwise, 128 + signal after a signal.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from composer.utils import dist
 
 import alarm
 import curves
+import microbatch
 import plan
 import preflight
 import speed
@@ -42,7 +43,7 @@ from callbacks.run_record import RunRecord, device_name, found_batch_size, keep_
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, restore
-from checks import check, cost_of, has_average_on_device
+from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device
 from config import ConfigError, flat, load, parse_command_line, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
@@ -89,6 +90,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     model.place(device._device, config.precision)
     speed.apply(model, config)
     graphs = speed.GraphCounter(config.compile != "off")
+    config = dataclasses.replace(config, device_train_microbatch_size=microbatch_of(config, model, cost))
     batch_size = config.eval.batch_size or found_batch_size(folder)
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
     scorer = build_scorer(config, folder)
@@ -187,7 +189,14 @@ def train(config: RunConfig) -> dict[str, Any]:
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     if at.batch < num_batches and not target.reached:
-        with contextlib.nullcontext() if mlperf_log is None else mlperf_log.aborted_by_divergence(trainer.state):
+        if_out_of_memory = microbatch.explained(
+            config.device_train_microbatch_size,
+            device_batch,
+            gradient_checkpointing=config.gradient_checkpointing,
+            last_checkpoint=lambda: checkpointer.last_full,
+        )
+        if_aborted = mlperf_log.aborted_by_divergence(trainer.state) if mlperf_log else contextlib.nullcontext()
+        with if_out_of_memory, if_aborted:
             trainer.fit()
     elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
         evaluation.catch_up(trainer.state, trainer.logger)
@@ -202,6 +211,19 @@ def train(config: RunConfig) -> dict[str, Any]:
     draw_evaluations(config, record)
     begun.release()
     return result
+
+
+def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: preflight.Cost) -> int:
+    """Return how many images a pass take, found where that is asked for. Raises ConfigError: not one fits."""
+    if config.device_train_microbatch_size != microbatch.AUTO:
+        return planned_microbatch(config, cost)
+    columns = model.family.columns(config.data.stage, config.size)
+    device_batch = config.global_batch_size // dist.get_world_size()
+    try:
+        ema = has_average_on_device(config)
+        return microbatch.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
@@ -363,9 +385,9 @@ def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str,
 def show(config: RunConfig) -> int:
     """Print a run and its plan, also of one that is refused; rank 0 does. Returns the exit code of one that is not."""
     if dist.get_global_rank() == 0:
-        ranks, ema = 1 if torch.cuda.is_available() else dist.get_local_world_size(), has_average_on_device(config)
-        room = preflight.room_of_a_rank(ranks)
-        print(plan.shown(config, resolve, cost_of, room=room, ema_on_device=ema), end="", flush=True)
+        ema, room = has_average_on_device(config), preflight.room_of_a_rank(ranks_on_device())
+        shown = plan.shown(config, resolve, cost_of, planned_microbatch, room=room, ema_on_device=ema)
+        print(shown, end="", flush=True)
     return 0
 
 
@@ -389,8 +411,9 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr, flush=True)
         return 2
     except Exception as error:
-        alarm.sound(str(error) if isinstance(error, StreamFailure) else f"{type(error).__name__}: {error}")
-        if not isinstance(error, StreamFailure):
+        is_explained = isinstance(error, StreamFailure | microbatch.OutOfMemory)
+        alarm.sound(str(error) if is_explained else f"{type(error).__name__}: {error}")
+        if not is_explained:
             raise
         print(error, file=sys.stderr, flush=True)
         return 1

@@ -237,6 +237,10 @@ class LatentDiffusion(ComposerModel):
     def get_metrics(self, is_train: bool) -> dict[str, Any]:
         return {}  # Composer would compute and reduce training metrics in every batch
 
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The precision that Composer opens around a step on a GPU, for a step without it; nothing on a CPU."""
+        return self._autocast("cuda")
+
     def _autocast(self, device_type: str) -> contextlib.AbstractContextManager:
         """The run's autocast where the model is on such a device, nothing where it is on another."""
         if self._autocast_dtype is None or self.device.type != device_type:

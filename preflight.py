@@ -165,10 +165,15 @@ def available_gib() -> tuple[float, str]:
 def room_of_a_rank(ranks_on_device: int) -> str:
     """Say what there is, GiB, and how much of it can be planned with, for each of the processes that share it."""
     available, place = available_gib()
-    usable = f"{USABLE_FRACTION * available / ranks_on_device:.1f} can be planned with"
+    usable = f"{usable_gib(ranks_on_device):.1f} can be planned with"
     each = f" for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
     more = f"; a GPU keeps {CUDA_AUTOCAST_FACTOR} times a CPU's activations in bf16 and fp16"
     return f"{place} has {available:.1f}, of which {usable}{each}{'' if torch.cuda.is_available() else more}"
+
+
+def usable_gib(ranks_on_device: int) -> float:
+    """Return what can be planned with, GiB, for each of the processes that share a device."""
+    return USABLE_FRACTION * available_gib()[0] / ranks_on_device
 
 
 def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bool) -> str | None:
@@ -180,7 +185,7 @@ def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bo
         ema: an average of the weights lies on the device.
     """
     available, place = available_gib()
-    usable = USABLE_FRACTION * available / ranks_on_device
+    usable = usable_gib(ranks_on_device)
     need = cost.memory_gib(microbatch, ema=ema)
     if need <= usable:
         return None

@@ -40,8 +40,8 @@ class RunConfig(SpeedKeys):
     max_duration: str = "30ba"
     """Composer's time string: 30ba (batches), 5120sp (samples), 2ep (epochs)."""
     global_batch_size: int = 2048
-    device_train_microbatch_size: int | None = None
-    """Images a device and pass; null: the whole device batch."""
+    device_train_microbatch_size: int | Literal["auto"] | None = None
+    """Images a device and pass; null: the whole device batch. auto: the most that fit, found once before training."""
     image_size: Any = 512
     """Pixels: one number for a square, or [width, height]."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
@@ -88,6 +88,7 @@ ALIASES = {
 # Keys of the design whose room does not stand yet: refused by name, so that nobody believes in them.
 NOT_YET = {
     "num_frames": "training on video",
+    "parallelism_config": "sharding a model over ranks (FSDP)",
     "objective.shift": "flow matching",
 }
 

@@ -43,6 +43,7 @@ FLOORS = [
     {"scoring"},
     {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks", "loggers"},
     {"machine", "plan", "preflight", "resume", "run_config", "warm_start"},
+    {"microbatch"},
     {"checks", "subjects"},
     {"benchmark", "eval", "sweep", "export", "prepare", "bench", "reports"},
 ]
