@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,7 @@ from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from prompts import read_prompts
+from quiet_trainer import LateLosses, QuietTrainer
 from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, check_evaluations, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import Scorer
@@ -150,7 +152,9 @@ def train(config: RunConfig) -> dict[str, Any]:
         bad_samples=loader.bad_samples if loader else None,
         check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
         last_checkpoint=lambda: checkpointer.last_full,
+        late_losses=LateLosses() if config.late_loss else None,
     )
+    checkpointer.before_saving = record.settle
     record.start(at.batch)
     begun.say(record.num_starts)
     if scorer is not None:
@@ -163,7 +167,10 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
-    trainer = Trainer(
+    make_trainer = Trainer
+    if record.late_losses is not None:
+        make_trainer = functools.partial(QuietTrainer, losses=record.late_losses)
+    trainer = make_trainer(
         model=model,
         train_dataloader=data,
         max_duration=config.max_duration,
@@ -262,6 +269,7 @@ def build_evaluation(
             write_grid(record.folder, line["images"], scorer.samples, logger)
 
     def score() -> dict[str, Any]:
+        record.settle()
         with graphs.step("evaluation"):
             return scorer.score(model, config.eval.guidances()[0])
 

@@ -54,6 +54,8 @@ class SpeedKeys:
     """Which kernel attends; auto: torch's choice."""
     gradient_checkpointing: float = 0.0
     """Fraction of the denoiser's blocks that are computed again in the backward pass instead of kept."""
+    late_loss: bool = False
+    """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
     cudnn_benchmark: bool = False
     """cuDNN times its algorithms for each convolution at the first step; another run may choose another one."""
 
