@@ -94,9 +94,8 @@ def test_a_rung_with_a_target_shows_what_became_of_it():
     assert row.split()[-6:] == ["reached", "4096", "-", "-", "1.5", "0.5"]
 
 
-LADDER = ladder.Ladder(
-    "x", 1, 1, tuple(ladder.Rung(name, "y", ()) for name in "abcd") + (ladder.Rung("e", "y", (), over="b"),)
-)
+RUNGS = [ladder.Rung(name, "y", ()) for name in "abcd"]
+LADDER = ladder.Ladder("x", 1, 1, (*RUNGS, ladder.Rung("e", "y", (), over="b")))
 
 
 def rung_record(name: str, speed: float | None, commit: str = "1") -> dict:
@@ -135,13 +134,14 @@ def test_an_interrupted_ladder_leaves_no_run_behind(tmp_path, sent):
     pid_file = tmp_path / "pid"
     code = (
         "import sys; from bench import ladder; "
-        f"ladder.run_rung = lambda rung, limit, runs: ladder._run(['bash', '-c', 'sleep 60 & echo $! > {pid_file}; wait'], 50); "
+        "ladder.run_rung = lambda rung, limit, runs: "
+        f"ladder._run(['bash', '-c', 'sleep 60 & echo $! > {pid_file}; wait'], 50); "
         "sys.exit(ladder.main(sys.argv[1:]))"
     )
     path = tmp_path / "x.yaml"
     path.write_text("rungs: [{name: a, yaml: y, keys: []}]\nlimit_sec: 50\nbudget_sec: 50\n")
     process = subprocess.Popen([sys.executable, "-c", code, str(path), f"results={tmp_path}"], cwd=ROOT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (pid_file.is_file() and pid_file.read_text().strip()) and time.monotonic() < deadline:
         time.sleep(0.1)
     child = int(pid_file.read_text())
