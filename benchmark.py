@@ -12,13 +12,14 @@ A run with a name goes on where its newest checkpoint was taken when the same co
 says so. Where it writes checkpoints, SIGTERM and SIGUSR1 end it at the next batch edge, after one more if there is time.
 
 Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 1 when the data cannot be had any
-more or the run failed otherwise, 128 + signal after a signal.
+more, the memory was not enough or the run failed otherwise, 128 + signal after a signal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,8 +32,10 @@ from composer.utils import dist
 
 import alarm
 import curves
+import microbatch
 import plan
 import preflight
+import speed
 import warm_start
 from callbacks.evaluation import Evaluation
 from callbacks.mlperf_log import MLPerfLog
@@ -42,7 +45,7 @@ from callbacks.run_record import RunRecord, device_name, found_batch_size, keep_
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, restore
-from checks import check, cost_of, has_average_on_device
+from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device
 from config import ConfigError, flat, load, parse_command_line, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
@@ -51,6 +54,7 @@ from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from prompts import read_prompts
+from quiet_trainer import LateLosses, QuietTrainer
 from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, check_evaluations, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import Scorer
@@ -87,6 +91,9 @@ def train(config: RunConfig) -> dict[str, Any]:
     identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
     check_checkpoint(begun, identity)
     model.place(device._device, config.precision)
+    speed.apply(model, config)
+    graphs = speed.GraphCounter(config.compile != "off")
+    config = dataclasses.replace(config, device_train_microbatch_size=microbatch_of(config, model, cost))
     batch_size = config.eval.batch_size or found_batch_size(folder)
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
     scorer = build_scorer(config, folder)
@@ -146,7 +153,9 @@ def train(config: RunConfig) -> dict[str, Any]:
         bad_samples=loader.bad_samples if loader else None,
         check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
         last_checkpoint=lambda: checkpointer.last_full,
+        late_losses=LateLosses() if config.late_loss else None,
     )
+    checkpointer.before_saving = record.settle
     record.start(at.batch)
     begun.say(record.num_starts)
     if scorer is not None:
@@ -155,13 +164,16 @@ def train(config: RunConfig) -> dict[str, Any]:
     profile = Profile(config.profile, folder, warmup_batches=config.measure.warmup_batches, disturb=throughput.disturb)
 
     # Evaluation and target.
-    evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record)
+    evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record, graphs)
     target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
     mlperf_log = build_mlperf_log(config, stage, record)
 
     # Trainer.
     of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
-    trainer = Trainer(
+    make_trainer = Trainer
+    if record.late_losses is not None:
+        make_trainer = functools.partial(QuietTrainer, losses=record.late_losses)
+    trainer = make_trainer(
         model=model,
         train_dataloader=data,
         max_duration=config.max_duration,
@@ -172,7 +184,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         algorithms=[] if average is None else [average],
         callbacks=[
             *([profile] if config.profile.batches else []),
-            *(BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
+            *(graphs, BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
             *([] if evaluation is None else [evaluation, target]),
             *([] if mlperf_log is None else [mlperf_log]),
         ],
@@ -188,7 +200,14 @@ def train(config: RunConfig) -> dict[str, Any]:
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     if at.batch < num_batches and not target.reached:
-        with contextlib.nullcontext() if mlperf_log is None else mlperf_log.aborted_by_divergence(trainer.state):
+        if_out_of_memory = microbatch.explained(
+            config.device_train_microbatch_size,
+            device_batch,
+            gradient_checkpointing=config.gradient_checkpointing,
+            last_checkpoint=lambda: checkpointer.last_full,
+        )
+        if_aborted = mlperf_log.aborted_by_divergence(trainer.state) if mlperf_log else contextlib.nullcontext()
+        with if_out_of_memory, if_aborted:
             trainer.fit()
     elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
         evaluation.catch_up(trainer.state, trainer.logger)
@@ -197,11 +216,25 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.close()
     if loader is not None:
         loader.close()
+    record.facts |= graphs.facts()
     record.facts["stopped_early"] = trainer.state.timestamp.batch.value < num_batches
     result = record.finish(outcome_of(config, target))
     draw_evaluations(config, record)
     begun.release()
     return result
+
+
+def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: preflight.Cost) -> int:
+    """Return how many images a pass take, found where that is asked for. Raises ConfigError: not one fits."""
+    if config.device_train_microbatch_size != microbatch.AUTO:
+        return planned_microbatch(config, cost)
+    columns = model.family.columns(config.data.stage, config.size)
+    device_batch = config.global_batch_size // dist.get_world_size()
+    try:
+        ema = has_average_on_device(config)
+        return microbatch.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
@@ -225,7 +258,12 @@ def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
 
 
 def build_evaluation(
-    config: RunConfig, scorer: Scorer, model: LatentDiffusion, throughput: Throughput, record: RunRecord
+    config: RunConfig,
+    scorer: Scorer,
+    model: LatentDiffusion,
+    throughput: Throughput,
+    record: RunRecord,
+    graphs: speed.GraphCounter,
 ) -> Evaluation:
     """Connect scorer, clock, record and the grid of samples."""
 
@@ -234,9 +272,14 @@ def build_evaluation(
         if dist.get_global_rank() == 0:
             write_grid(record.folder, line["images"], scorer.samples, logger)
 
+    def score() -> dict[str, Any]:
+        record.settle()
+        with graphs.step("evaluation"):
+            return scorer.score(model, config.eval.guidances()[0])
+
     assert config.eval.every_images is not None
     return Evaluation(
-        lambda: scorer.score(model, config.eval.guidances()[0]),
+        score,
         every_images=config.eval.every_images,
         with_average=config.eval.weights == "ema",
         clock=throughput.evaluating,
@@ -342,6 +385,7 @@ def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str,
         "seed": config.seed,
         "max_duration": config.max_duration,
         "ema": config.ema.enabled,
+        **{key.name: getattr(config, key.name) for key in dataclasses.fields(speed.SpeedKeys)},
         **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(
@@ -353,9 +397,9 @@ def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str,
 def show(config: RunConfig) -> int:
     """Print a run and its plan, also of one that is refused; rank 0 does. Returns the exit code of one that is not."""
     if dist.get_global_rank() == 0:
-        ranks, ema = 1 if torch.cuda.is_available() else dist.get_local_world_size(), has_average_on_device(config)
-        room = preflight.room_of_a_rank(ranks)
-        print(plan.shown(config, resolve, cost_of, room=room, ema_on_device=ema), end="", flush=True)
+        ema, room = has_average_on_device(config), preflight.room_of_a_rank(ranks_on_device())
+        shown = plan.shown(config, resolve, cost_of, planned_microbatch, room=room, ema_on_device=ema)
+        print(shown, end="", flush=True)
     return 0
 
 
@@ -379,8 +423,9 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr, flush=True)
         return 2
     except Exception as error:
-        alarm.sound(str(error) if isinstance(error, StreamFailure) else f"{type(error).__name__}: {error}")
-        if not isinstance(error, StreamFailure):
+        is_explained = isinstance(error, StreamFailure | microbatch.OutOfMemory)
+        alarm.sound(str(error) if is_explained else f"{type(error).__name__}: {error}")
+        if not is_explained:
             raise
         print(error, file=sys.stderr, flush=True)
         return 1

@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from config import ConfigError
-from tensors import canonical_name, difference, forms
+from tensors import canonical_name, difference, forms, lay_out_like
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation cadence of the MLPerf benchmark
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -201,6 +201,8 @@ def restore(
             tensor.copy_(content["model"][canonical_name(name)])
     kept = _cloned(saved["state"]) if next(model.parameters()).device.type == "cpu" else saved["state"]
     optimizer.load_state_dict({"state": kept, "param_groups": saved["param_groups"]})
+    for parameter, of_parameter in optimizer.state.items():
+        optimizer.state[parameter] = lay_out_like(of_parameter, parameter.detach())
     schedule.load_state_dict(content["schedule"])
 
 
@@ -266,6 +268,7 @@ class Checkpointer(Callback):
         assert config.every_images is not None and config.snapshot_every_images is not None
         self.folder, self.config, self.model, self.identity = folder, config, model, dict(identity)
         self.resume_from = resume_from
+        self.before_saving: Callable[[], None] = lambda: None  # stops the run where nothing may be kept; on all ranks
         self.last_full: Path | None = resume_from[0] if resume_from else None
         self._last_batch = -1
         self._last_write_sec: float | None = None
@@ -384,6 +387,7 @@ class Checkpointer(Callback):
 
     def _save(self, state: State, *, full: bool) -> None:
         """Write on rank 0; all ranks learn how it went, and stop together where it went wrong."""
+        self.before_saving()
         outcome: list[str | None] = [None]
         if dist.get_global_rank() == 0:
             begun = time.monotonic()

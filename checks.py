@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
+import microbatch as microbatch_search
 import preflight
 import warm_start
 from callbacks import mlperf_log
@@ -35,6 +36,8 @@ MEMORY_KEYS = {
     "model.variant",
     "objective.prediction",
     "ema.enabled",
+    "compile",
+    "gradient_checkpointing",
 }
 
 
@@ -77,6 +80,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         config.profile.problems(_num_batches(config), config.measure.warmup_batches),
     ]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
+    found += speed_problems(config)
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
     found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += _mlperf_problems(config)
@@ -126,10 +130,16 @@ def precision_problems(config: RunConfig) -> list[Problem]:
     return [Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))]
 
 
+def speed_problems(config: RunConfig) -> list[Problem]:
+    """Return what this machine cannot do of the keys of speed, in training and in evaluation."""
+    return [Problem(f"{key}: {text}", (key, "precision")) for key, text in config.problems_of_speed(config.precision)]
+
+
 def _batch_problems(config: RunConfig) -> list[Problem]:
     """Check the arithmetic of the batch: ranks x microbatch divides it, and the stage fills at least one."""
     keys = ("global_batch_size", "device_train_microbatch_size")
     microbatch, ranks = config.device_train_microbatch_size, dist.get_world_size()
+    microbatch = 1 if microbatch == microbatch_search.AUTO else microbatch
     if microbatch is not None and microbatch < 1:
         return [Problem(f"device_train_microbatch_size: {microbatch} is below 1. Possible: 1 and up, or null.", keys)]
     if text := preflight.batch_problem(config.global_batch_size, ranks, microbatch or 1):
@@ -238,9 +248,9 @@ def _prompts_deviation(given: EvalConfig) -> list[str]:
 def memory_problems(config: RunConfig) -> list[Problem]:
     """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds)."""
     config = resolve(config)
-    assert config.device_train_microbatch_size is not None
-    ranks, cost = 1 if torch.cuda.is_available() else dist.get_local_world_size(), cost_of(config)
-    text = preflight.memory_problem(cost, config.device_train_microbatch_size, ranks, ema=has_average_on_device(config))
+    cost = cost_of(config)
+    microbatch = planned_microbatch(config, cost)
+    text = preflight.memory_problem(cost, microbatch, ranks_on_device(), ema=has_average_on_device(config))
     found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
     if config.save.every_images:
         checkpoint_gib = cost.checkpoint_gib(ema=config.ema.enabled)
@@ -248,6 +258,20 @@ def memory_problems(config: RunConfig) -> list[Problem]:
         if text := preflight.room_problem(folder, checkpoint_gib, config.save.keep + 1):
             found.append(Problem(f"save: {text}", ("save.every_images", "save.keep", "run_folder", *MEMORY_KEYS)))
     return found
+
+
+def ranks_on_device() -> int:
+    """Return how many of this machine's ranks share the memory that one computes in."""
+    return 1 if torch.cuda.is_available() else dist.get_local_world_size()
+
+
+def planned_microbatch(config: RunConfig, cost: preflight.Cost) -> int:
+    """Return the microbatch of a resolved run; where it is to be found, the largest that fits by estimate."""
+    if config.device_train_microbatch_size != microbatch_search.AUTO:
+        assert isinstance(config.device_train_microbatch_size, int)
+        return config.device_train_microbatch_size
+    device_batch = config.global_batch_size // dist.get_world_size()
+    return microbatch_search.estimated(cost, device_batch, ranks_on_device(), ema=has_average_on_device(config))
 
 
 def has_average_on_device(config: RunConfig) -> bool:
@@ -259,5 +283,11 @@ def cost_of(config: RunConfig) -> preflight.Cost:
     """Trace one training step of the run's model."""
     assert config.precision is not None
     return preflight.measure_cost(
-        config.model, config.objective, stage=config.data.stage, size=config.size, precision=config.precision
+        config.model,
+        config.objective,
+        stage=config.data.stage,
+        size=config.size,
+        precision=config.precision,
+        is_compiled=config.compile != "off",
+        gradient_checkpointing=config.gradient_checkpointing,
     )

@@ -35,11 +35,12 @@ from composer.utils import dist
 import alarm
 import curves
 import preflight
+import speed
 import warm_start
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
 from callbacks.run_record import keep_batch_size, read_config, result_line, rounded, run_id_of, write_outcome
-from checks import precision_problems, seed_problems
+from checks import precision_problems, seed_problems, speed_problems
 from config import Assignment, CommandLine, ConfigError, Problem, flat, load, parse_command_line, read_yaml, schema_keys
 from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
@@ -68,16 +69,17 @@ class EvalCommand(RunConfig):
     """Folder of eval.csv and the pictures; null: the run's own."""
 
 
-# What changes a score, or which are made: any other key would be given in vain.
+# What changes a score, which are made, or how fast: any other key would be given in vain.
 OF_METERS = ("eval.statistics", "eval.inception", "eval.resize", "eval.clip", "eval.batch_size")
 OF_IMAGES = ("out", "eval.prompts", "eval.num_prompts", *OF_METERS)
 OF_MODELS = ("model.family", "model.preset", "model.variant", "objective.prediction", "image_size", "precision", "seed")
 OF_GENERATING = ("eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "loggers.progress_bar")
+OF_SPEED = tuple(key.name for key in dataclasses.fields(speed.SpeedKeys) if key.name != "gradient_checkpointing")
 OF_RUNS = ("model.weights", "eval.weights", "target.fid", "target.clip", "snapshots", "from_images")
 EFFECTIVE: dict[Kind, tuple[str, ...]] = {
     "images": OF_IMAGES,
-    "diffusers": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING),
-    "run": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS),
+    "diffusers": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_SPEED),
+    "run": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_SPEED, *OF_RUNS),
 }
 
 
@@ -103,6 +105,7 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
             config = _completed(config, place, kind, given)
             problems += model_problems(config.model, config.image_size, encoders_wanted=False)
             problems += _size_problems(config) + seed_problems(config) + precision_problems(config)
+            problems += speed_problems(config)
             if text := preflight.batch_problem(config.global_batch_size, 1, 1):
                 problems.append(Problem(f"global_batch_size: {text}", ("global_batch_size",)))
         if kind == "diffusers":
@@ -321,6 +324,7 @@ def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple
     if run is None:
         warm_start.load(model, str(config.model.denoiser))
     model.place(device, config.precision or "fp32")
+    speed.apply(model, config)
     of_model = {"precision": config.precision, "prediction": config.objective.prediction}
     is_own = run is not None and config.eval.image_size is None and config.out is None
     scorer = Scorer(

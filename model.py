@@ -144,8 +144,14 @@ class LatentDiffusion(ComposerModel):
         self.caption_dropout = caption_dropout
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.device = torch.device("cpu")
+        self.memory_format = torch.contiguous_format  # of images and latents on their way into a network: see speed.py
         self._autocast_dtype: torch.dtype | None = None
         self._empty_condition: dict[str, Tensor] | None = None
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        """The frozen networks by name."""
+        return self.encoders.modules
 
     def place(self, device: torch.device, precision: str) -> LatentDiffusion:
         """Move all parts to the device; encoders are cast to the compute precision, the denoiser stays float32.
@@ -196,6 +202,7 @@ class LatentDiffusion(ComposerModel):
             moments = batch["moments"]
         else:
             images = normalize_images(batch["images"], self.normalize).to(self.encoders.dtype)
+            images = images.contiguous(memory_format=self.memory_format)
             moments = self.family.encode_images(self.encoders.modules, images)
         noise = batch["posterior_noise"]
         if self.posterior == "mean":
@@ -213,9 +220,17 @@ class LatentDiffusion(ComposerModel):
         noise, times = batch["noise"], batch["times"]
         noisy = self.objective.corrupt(latents, noise, times)
         with self._autocast("cpu"):
-            prediction = self.family.denoise(self.denoiser, noisy, times, condition)
+            prediction = self._denoise(noisy, times, condition)
         target = self.objective.target(latents, noise, times)
         return {"prediction": prediction, "target": target, "weight": self.objective.weight(times)}
+
+    def _denoise(self, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+        """One call of the network, (B, C, h, w), (B,) -> (B, C, h, w), in training and in sampling alike.
+
+        The tensors' types and layouts are the same in both: a compiled network has a graph for each it has seen.
+        """
+        noisy = noisy.contiguous(memory_format=self.memory_format)
+        return self.family.denoise(self.denoiser, noisy, times.contiguous(), condition)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted mean squared error, a float32 scalar."""
@@ -224,6 +239,10 @@ class LatentDiffusion(ComposerModel):
 
     def get_metrics(self, is_train: bool) -> dict[str, Any]:
         return {}  # Composer would compute and reduce training metrics in every batch
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The precision that Composer opens around a step on a GPU, for a step without it; nothing on a CPU."""
+        return self._autocast("cuda")
 
     def _autocast(self, device_type: str) -> contextlib.AbstractContextManager:
         """The run's autocast where the model is on such a device, nothing where it is on another."""
@@ -271,7 +290,7 @@ class LatentDiffusion(ComposerModel):
                 condition = {name: torch.cat([empty[name], states]) for name, states in condition.items()}
             with self._autocast("cpu"):
                 latents = sample(
-                    lambda noisy, times: self.family.denoise(self.denoiser, noisy, times, condition),
+                    lambda noisy, times: self._denoise(noisy, times, condition),
                     noise.to(self.device),
                     sampler=sampler,
                     prediction=self.objective.prediction,

@@ -31,6 +31,7 @@ def shown(
     config: Any,
     resolve: Callable[[Any], Any],
     cost_of: Callable[[Any], Cost],
+    microbatch_of: Callable[[Any, Cost], int],
     *,
     room: str,
     ema_on_device: bool,
@@ -41,6 +42,7 @@ def shown(
         config: right by name and type, not resolved.
         resolve: fills in what null stands for. Raises ValueError: no such family, variant or size; then nothing is shown.
         cost_of: traces a step of the resolved run; called where the network exists.
+        microbatch_of: gives a resolved run's images a pass, estimated where they are to be found.
         room: what the device has, see `preflight.room_of_a_rank`.
         ema_on_device: an average of the weights lies there too.
     """
@@ -50,11 +52,13 @@ def shown(
         return ""
     if not _can_be_traced(config):
         return to_yaml(config)
-    values = {**flat(config), "optimizer.lr": config.optimizer.learning_rate(config.global_batch_size)}
-    num_ranks = dist.get_world_size()
-    return to_yaml(config) + describe(
-        cost_of(config), values, num_ranks=num_ranks, room=room, ema_on_device=ema_on_device
-    )
+    num_ranks, cost = dist.get_world_size(), cost_of(config)
+    values = {
+        **flat(config),
+        "optimizer.lr": config.optimizer.learning_rate(config.global_batch_size),
+        "device_train_microbatch_size": microbatch_of(config, cost),
+    }
+    return to_yaml(config) + describe(cost, values, num_ranks=num_ranks, room=room, ema_on_device=ema_on_device)
 
 
 def _can_be_traced(config: Any) -> bool:
@@ -63,7 +67,8 @@ def _can_be_traced(config: Any) -> bool:
     if model_problems(unloaded, config.image_size, encoders_wanted=False):
         return False
     family = load_family(config.model.family, config.model.preset, config.model.variant)
-    is_batch = min(config.global_batch_size, config.device_train_microbatch_size) >= 1
+    sizes = (config.global_batch_size, config.device_train_microbatch_size)
+    is_batch = min(size for size in sizes if isinstance(size, int)) >= 1
     return is_batch and config.objective.prediction in family.predictions
 
 

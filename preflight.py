@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import speed
 from encoders import RANDOM
 from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
 from tensors import on_meta
@@ -30,7 +31,7 @@ from zoo.spec import Column, ImageSize
 # All float32; AdamW has two moments.
 BYTES_PER_TRAINED_PARAMETER = {"weights": 4, "gradients": 4, "optimizer moments": 8}
 # CUDA's autocast keeps the outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB an image were
-# seen for the SD2 UNet at 512 px.
+# seen for the SD2 UNet at 512 px. Compiled, they are computed again in the backward pass: 0.83.
 CUDA_AUTOCAST_FACTOR = 1.3
 BYTES_PER_PARAMETER_OF_EMA = 4
 BYTES_PER_PARAMETER_OF_DDP = 4  # its gradient buckets; Composer 0.32.1 does not let gradients live in them
@@ -79,9 +80,19 @@ class Cost:
 
 @functools.cache
 def measure_cost(
-    config: ModelConfig, objective: ObjectiveConfig, *, stage: str, size: ImageSize, precision: str
+    config: ModelConfig,
+    objective: ObjectiveConfig,
+    *,
+    stage: str,
+    size: ImageSize,
+    precision: str,
+    is_compiled: bool = False,
+    gradient_checkpointing: float = 0.0,
 ) -> Cost:
-    """Trace a training step at one and at two images; about 5 s for SD2 at 512 px."""
+    """Trace a training step at one and at two images; about 5 s for SD2 at 512 px.
+
+    The FLOPs are the model's own: those that checkpointed blocks take a second time belong to no image.
+    """
     config = replace(config, weights=RANDOM)
     model = on_meta(lambda: build_model(config, objective, size=size, normalize="symmetric", seed=0))
     columns = model.family.columns(stage, size)
@@ -91,9 +102,11 @@ def measure_cost(
         for module in (model.denoiser, *model.encoders.modules.values()):
             module.to_empty(device="cpu")
         model.compute_on(torch.device("cpu"), precision)
-        one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
         flops = _flops(model, columns)
-    factor = CUDA_AUTOCAST_FACTOR if torch.cuda.is_available() and precision in AUTOCAST_DTYPES else 1.0
+        speed.checkpoint_blocks(model.denoiser, gradient_checkpointing)
+        one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
+    is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
+    factor = CUDA_AUTOCAST_FACTOR if is_cuda_autocast and not is_compiled else 1.0
     frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
     return Cost(
         trained_parameters=_num_parameters(model.denoiser),
@@ -152,10 +165,15 @@ def available_gib() -> tuple[float, str]:
 def room_of_a_rank(ranks_on_device: int) -> str:
     """Say what there is, GiB, and how much of it can be planned with, for each of the processes that share it."""
     available, place = available_gib()
-    usable = f"{USABLE_FRACTION * available / ranks_on_device:.1f} can be planned with"
+    usable = f"{usable_gib(ranks_on_device):.1f} can be planned with"
     each = f" for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
     more = f"; a GPU keeps {CUDA_AUTOCAST_FACTOR} times a CPU's activations in bf16 and fp16"
     return f"{place} has {available:.1f}, of which {usable}{each}{'' if torch.cuda.is_available() else more}"
+
+
+def usable_gib(ranks_on_device: int) -> float:
+    """Return what can be planned with, GiB, for each of the processes that share a device."""
+    return USABLE_FRACTION * available_gib()[0] / ranks_on_device
 
 
 def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bool) -> str | None:
@@ -167,7 +185,7 @@ def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bo
         ema: an average of the weights lies on the device.
     """
     available, place = available_gib()
-    usable = USABLE_FRACTION * available / ranks_on_device
+    usable = usable_gib(ranks_on_device)
     need = cost.memory_gib(microbatch, ema=ema)
     if need <= usable:
         return None

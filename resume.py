@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from callbacks.run_record import (
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat
+from speed import SpeedKeys
 from stage import Stage
 
 # What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
@@ -38,6 +39,7 @@ MAY_CHANGE = (
     "run_folder",
     "max_duration",  # unless the learning rate follows it
     "device_train_microbatch_size",
+    *(key.name for key in fields(SpeedKeys)),  # rounding alone
     "model.weights",  # the encoders' fingerprints have to agree
     "data.remote",  # the stage's digest has to agree
     "data.local",

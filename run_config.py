@@ -23,13 +23,14 @@ from loggers import LoggersConfig
 from model import LatentDiffusion, ModelConfig, build_model
 from optim import OptimizerConfig, ScheduleConfig
 from scoring import EVERY_IMAGES, EvalConfig, TargetConfig, rounded_up
+from speed import SpeedKeys
 from zoo import load_family, mlperf
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import ImageSize, as_size
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(SpeedKeys):
     """Everything that a run is made of. Sections are declared beside the code that owns them."""
 
     run_name: str | None = None
@@ -40,8 +41,8 @@ class RunConfig:
     max_duration: str = "30ba"
     """Composer's time string: 30ba (batches), 5120sp (samples), 2ep (epochs)."""
     global_batch_size: int = 2048
-    device_train_microbatch_size: int | None = None
-    """Images a device and pass; null: the whole device batch."""
+    device_train_microbatch_size: int | Literal["auto"] | None = None
+    """Images a device and pass; null: the whole device batch. auto: the most that fit, found once before training."""
     image_size: Any = 512
     """Pixels: one number for a square, or [width, height]."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
@@ -88,11 +89,8 @@ ALIASES = {
 
 # Keys of the design whose room does not stand yet: refused by name, so that nobody believes in them.
 NOT_YET = {
-    "compile": "compilation of the denoiser",
-    "channels_last": "the channels-last layout",
-    "attention": "the choice of an attention back-end",
-    "gradient_checkpointing": "gradient checkpointing",
     "num_frames": "training on video",
+    "parallelism_config": "sharding a model over ranks (FSDP)",
     "objective.shift": "flow matching",
 }
 

@@ -33,6 +33,19 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if p.requires_grad and p.is_floating_point()}
 
 
+def lay_out_like(state: dict[Any, Any], parameter: Tensor) -> dict[Any, Any]:
+    """Return an optimizer's state of a parameter with that one's strides: fused kernels go through both in one order.
+
+    A checkpoint of a run in another memory format has others.
+    """
+    return {
+        key: torch.empty_like(parameter, dtype=kept.dtype).copy_(kept)
+        if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept.stride() != parameter.stride()
+        else kept
+        for key, kept in state.items()
+    }
+
+
 def forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Name -> type and shape in words, e.g. "float32 (320, 4, 3, 3)"."""
     return {

@@ -3,7 +3,9 @@
     make gpu-ladder                                                              # on a GPU machine
     python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=/tmp/ladder   # the same code on a CPU
 
-A rung is a YAML of yamls/ with some keys. Its record, RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's
+A rung is a YAML of yamls/ with some keys; the first one is the baseline. The table sets each against the last one before it
+that ran, or against the one that it names as `over`, and against the baseline, where device and commit are the same;
+RESULTS/LADDER/ladder.png shows it. A rung's record, RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's
 name, command, evaluations and status: ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the
 end of what the run printed. A rung that has an `ok` record of this commit is not run again, so that the command can be called
 until all are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says which commit this is.
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +36,20 @@ from callbacks.run_record import commit, device_name, read_lines
 from config import ConfigError
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "DefaultCPUAllocator: can't allocate")
+SPEED = "images_per_sec_per_device"
 COLUMNS = (
     "status",
-    "device",
-    "images_per_sec_per_device",
+    SPEED,
+    "over_before",
+    "over_first",
     "images_per_sec_min",
     "images_per_sec_max",
     "mfu",
     "peak_mem_gib",
+    "first_step_seconds",
 )
+PROGRAMS = {"benchmark": ["benchmark.py"], "predecessor": ["-m", "bench.predecessor"]}
+"""What runs a rung, as composer's launcher takes it."""
 OF_EVALUATION = ("batch", "images", "seconds", "seconds_with_eval", "weights", "guidance", "num_images", "fid", "clip")
 """What a record keeps of each evaluation."""
 
@@ -54,6 +61,9 @@ class Rung:
     name: str
     yaml: str
     keys: tuple[str, ...]
+    program: str = "benchmark"
+    over: str | None = None
+    """The rung that it is set against; None: the last one before it that ran."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +83,17 @@ def read_ladder(path: str) -> Ladder:
         raise ConfigError([f"{path}: no such file. Known: {known}."])
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
-        rungs = tuple(Rung(rung["name"], rung["yaml"], tuple(rung["keys"])) for rung in content["rungs"])
+        rungs = tuple(Rung(**{**rung, "keys": tuple(rung["keys"])}) for rung in content["rungs"])
         ladder = Ladder(Path(path).stem, int(content["limit_sec"]), int(content["budget_sec"]), rungs)
         for rung, given in zip(rungs, content["rungs"], strict=True):
             if not re.fullmatch(r"[\w-]+", rung.name) or not isinstance(given["keys"], list):
                 raise ValueError(f"rung {rung.name!r} has no plain name, or its keys are no list")
+            if rung.program not in PROGRAMS or rung.over not in (None, *(other.name for other in rungs)):
+                raise ValueError(f"rung {rung.name!r} names a program or a rung that there is not")
         if ladder.limit_sec < 1:
             raise ValueError(f"limit_sec is {ladder.limit_sec}")
     except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
-        wanted = "limit_sec, budget_sec and rungs, each with name, yaml and keys"
+        wanted = "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program or over"
         first_line = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             [f"{path}: is no ladder ({type(error).__name__}: {first_line}). Wanted: {wanted}."]
@@ -99,8 +111,9 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None) -> dict[str, 
             f"run_name={rung.name}",
             "loggers.progress_bar=false",
         ]
-        command = [sys.executable, "-m", "composer.cli", "-n", "1", "benchmark.py", *arguments]
-        record = {"rung": rung.name, "command": f"composer -n 1 benchmark.py {' '.join([rung.yaml, *rung.keys])}"}
+        program = PROGRAMS[rung.program]
+        command = [sys.executable, "-m", "composer.cli", "-n", "1", *program, *arguments]
+        record = {"rung": rung.name, "command": f"composer -n 1 {' '.join([*program, rung.yaml, *rung.keys])}"}
         started = time.monotonic()
         code, output = _run(command, limit_sec)
         record["process_seconds"] = round(time.monotonic() - started, 1)
@@ -158,6 +171,52 @@ def _done(path: Path, here: str | None) -> bool:
     return is_commit and record.get("status") == "ok" and record.get("commit") == here
 
 
+def with_ratios(ladder: Ladder, records: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records there are in the ladder's order, each with its speed over the step before and over the first.
+
+    None where one of the two has no speed, or was measured on another device or commit.
+    """
+    rows: list[dict[str, Any]] = []
+    last: dict[str, Any] | None = None
+    for rung in ladder.rungs:
+        if (record := records.get(rung.name)) is None:
+            continue
+        first = records.get(ladder.rungs[0].name)
+        before = records.get(rung.over) if rung.over else last
+        rows.append({**record, "over_before": _ratio(record, before), "over_first": _ratio(record, first)})
+        if record.get(SPEED) and rung.over is None:
+            last = record
+    return rows
+
+
+def _ratio(record: Mapping[str, Any], other: Mapping[str, Any] | None) -> float | None:
+    if other is None or not (record.get(SPEED) and other.get(SPEED)):
+        return None
+    is_same = all(record.get(key) == other.get(key) for key in ("device", "commit"))
+    return float(f"{record[SPEED] / other[SPEED]:.3g}") if is_same else None
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw images/s of each rung that ran, the first at the top, with both ratios beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ran = [row for row in rows if row.get(SPEED)]
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.42 * len(ran)), layout="constrained")
+    bars = axes.barh([row["rung"] for row in ran], [row[SPEED] for row in ran], color="#31688e")
+    ratios = [("-" if r["over_before"] is None else f"x{r['over_before']:g}", r["over_first"]) for r in ran]
+    texts = [f"{before}, {'-' if first is None else f'x{first:g}'} over the first" for before, first in ratios]
+    axes.bar_label(bars, texts, padding=4)
+    axes.invert_yaxis()
+    axes.set_xlim(right=1.45 * max(row[SPEED] for row in ran))
+    axes.set_xlabel("images/s a device (ratio to the step before, and to the first)")
+    axes.set_title(title)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Format records as a table for the terminal, one row a rung; with what became of its target, where one has a target."""
     columns = COLUMNS if all(record.get("target") is None for record in records) else (*COLUMNS, *TARGET_KEYS)
@@ -189,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
 
-    started, records, here = time.monotonic(), [], commit()
+    started, records, here = time.monotonic(), {}, commit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the rung is ended first
     if here is None or here.endswith("+changes"):
         given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
@@ -206,9 +265,13 @@ def main(argv: Sequence[str]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=2) + "\n")
             print(f"{rung.name}: {record['status']} after {record['process_seconds']} s", flush=True)
-        records.append(json.loads(path.read_text()))
-    print(table(records))
-    return 1 if any(record["status"] in ("failed", "timeout") for record in records) else 0
+        records[rung.name] = json.loads(path.read_text())
+    rows = with_ratios(ladder, records)
+    print(*dict.fromkeys(str(row.get("device")) for row in rows), sep="\n")
+    print(table(rows))
+    if sum(bool(row.get(SPEED)) for row in rows) > 1:
+        draw(rows, folders["results"] / ladder.name / "ladder.png", f"{ladder.name}, {rows[0].get('device')}")
+    return 1 if any(record["status"] in ("failed", "timeout") for record in rows) else 0
 
 
 if __name__ == "__main__":

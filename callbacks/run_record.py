@@ -37,8 +37,10 @@ from config import ConfigError, read_yaml
 
 if TYPE_CHECKING:
     from callbacks.throughput import Throughput
+    from quiet_trainer import LateLosses
 
 SCHEMA = 1
+TOTAL = "loss/train/total"
 RESULT_KEYS = (
     "images_per_sec",
     "images_per_sec_min",
@@ -69,6 +71,7 @@ class RunRecord(Callback):
         bad_samples: this rank's unusable samples so far, sample id -> (key, reason); or None.
         check_bad_samples: raises when there are too many, given those of all ranks.
         last_checkpoint: the newest whole checkpoint, for messages.
+        late_losses: losses that are known one batch late; `settle` has to be called before anything of a batch is kept.
 
     `evaluations`: those of this run so far, in order, the same on all ranks.
     """
@@ -84,6 +87,7 @@ class RunRecord(Callback):
         bad_samples: Mapping[int, tuple[str, str]] | None,
         check_bad_samples: Callable[[Mapping[int, tuple[str, str]]], None],
         last_checkpoint: Callable[[], Path | None],
+        late_losses: LateLosses | None = None,
     ):
         self.folder = folder
         self.config_yaml = config_yaml
@@ -93,6 +97,7 @@ class RunRecord(Callback):
         self.own_bad_samples = bad_samples
         self.check_bad_samples = check_bad_samples
         self.last_checkpoint = last_checkpoint
+        self.late_losses = late_losses
         self.run_id = ""
         self.num_starts = 0
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
@@ -103,6 +108,7 @@ class RunRecord(Callback):
         self._written_to = 0
         self._begun_at = 0
         self._lr: float | None = None
+        self._state: State | None = None
         self._is_writer = dist.get_global_rank() == 0
 
     def start(self, batch: int) -> None:
@@ -169,19 +175,33 @@ class RunRecord(Callback):
         self._lr = state.optimizers[0].param_groups[0]["lr"]  # of this batch: at its end the next one's is set already
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        loss = state.total_loss_dict["loss/train/total"]  # mean over all ranks; Composer has read it already
-        if not math.isfinite(loss):
-            self._stop_on_non_finite_loss(state, loss)
-        self._losses.append(loss)
-        self._batch = state.timestamp.batch.value
+        self._batch, self._state = state.timestamp.batch.value, state
+        if self.late_losses is None:
+            loss = state.total_loss_dict[TOTAL]  # mean over all ranks; Composer has read it already
+            if not math.isfinite(loss):
+                last = state.loss if isinstance(state.loss, torch.Tensor) else torch.tensor(float("nan"))
+                self._stop_on_non_finite_loss(self._batch - 1, loss, bool(torch.isfinite(last).all()))
+            self._losses.append(loss)
+        else:
+            self.settle(leave=1)
+            logger.log_metrics(state.total_loss_dict)
         if self.throughput.closed_window is not None:
             self._write_window(state, logger, self.throughput.closed_window)
+
+    def settle(self, leave: int = 0) -> None:
+        """Know every loss up to the batch that has ended, and stop where one is not finite; all ranks call it."""
+        for loss in [] if self.late_losses is None else self.late_losses.take(leave):
+            self._state.total_loss_dict = {TOTAL: loss.mean}  # where Composer has it, for whoever asks
+            if not math.isfinite(loss.mean):
+                self._stop_on_non_finite_loss(loss.batch, loss.mean, math.isfinite(loss.own))
+            self._losses.append(loss.mean)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.throughput.closed_window is not None:
             self._write_window(state, logger, self.throughput.closed_window)
 
     def _write_window(self, state: State, logger: Logger, window: Mapping[str, Any]) -> None:
+        self.settle()
         self._gather_bad_samples()
         self.loss = sum(self._losses) / len(self._losses)
         self._losses = []
@@ -222,16 +242,15 @@ class RunRecord(Callback):
             print(f"data: {len(new)} samples could not be used, e.g. {key}: {reason}", file=sys.stderr)
         self.check_bad_samples(self.all_bad_samples)
 
-    def _stop_on_non_finite_loss(self, state: State, loss: float) -> None:
+    def _stop_on_non_finite_loss(self, batch: int, loss: float, is_finite_here: bool) -> None:
         # Every rank sees the same mean and comes here, so that this gathering cannot hang.
-        last = state.loss if isinstance(state.loss, torch.Tensor) else torch.tensor(float("nan"))
-        finite = dist.all_gather_object(bool(torch.isfinite(last).all()))
-        ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
-        where = f"rank {', '.join(map(str, ranks))}" if ranks else "an earlier microbatch of some rank"
+        finite = dist.all_gather_object(is_finite_here)
+        ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
+        where = f"rank {ranks}" if ranks else "an earlier microbatch of some rank"
         raise ValueError(
-            f"loss: {loss} in batch {state.timestamp.batch.value - 1} (counted from 0), first seen on {where}. The run "
-            f"stops before anything of this batch is kept; the last good checkpoint is {self.last_checkpoint()}. Lower "
-            f"optimizer.lr, set optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
+            f"loss: {loss} in batch {batch} (counted from 0), first seen on {where}. The run stops before anything of this "
+            f"batch is kept; the last good checkpoint is {self.last_checkpoint()}. Lower optimizer.lr, set "
+            f"optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
         )
 
     def finish(self, outcome: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class Throughput(Callback):
         self.closed_window: dict[str, Any] | None = None
         self.windows: list[dict[str, Any]] = []
         self.num_batches = 0  # in this process; `windows` has those before a resume too
+        self.first_step_seconds: float | None = None  # of this process: what is compiled or tuned is in it
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
         self._running, self._since = "other", time.perf_counter()
         self._window_batches = 0
@@ -123,6 +124,7 @@ class Throughput(Callback):
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self._switch("train")
+        self._step_began = self._since
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -145,6 +147,10 @@ class Throughput(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self.num_batches += 1
+        if self.num_batches == 1:
+            if state.device.name == "gpu":
+                torch.cuda.synchronize()
+            self.first_step_seconds = time.perf_counter() - self._step_began
         self._window_batches += 1
         warming_up = self.num_batches <= self.config.warmup_batches
         full = self._window_batches == self.config.window_batches
@@ -215,6 +221,7 @@ class Throughput(Callback):
             "warmup_batches": sum(window["window_batches"] for window in self.windows if window["warmup"]),
             "windows": len(whole),
             "seconds": train,
+            "first_step_seconds": self.first_step_seconds,
         }
 
 

@@ -19,9 +19,10 @@ import torch
 from composer.utils import dist
 
 import machine
+import microbatch as microbatch_search
 import preflight
 from checkpoint_files import FULL, is_whole, listed
-from checks import quick_problems
+from checks import planned_microbatch, quick_problems
 from config import ConfigError, Problem, count
 from data import SYNTHETIC_EPOCH_BATCHES
 from encoders import RANDOM, own_weights
@@ -102,7 +103,13 @@ class Case:
         assert run is not None and run.precision is not None
         network = dataclasses.replace(run.model, weights=None, denoiser=None)  # with others it is the same
         return preflight.measure_cost(
-            network, run.objective, stage=run.data.stage, size=run.size, precision=run.precision
+            network,
+            run.objective,
+            stage=run.data.stage,
+            size=run.size,
+            precision=run.precision,
+            is_compiled=run.compile != "off",
+            gradient_checkpointing=run.gradient_checkpointing,
         )
 
     @property
@@ -160,6 +167,8 @@ def batch(case: Case) -> list[Finding]:
         return found
     ranks, size = dist.get_world_size(), case.config.global_batch_size
     microbatch = case.config.device_train_microbatch_size or size // ranks
+    if microbatch == microbatch_search.AUTO:
+        return [Finding(OK, "batch", f"{count(size, 'image')}; how many a pass is found when the run starts")]
     parts = (count(ranks, "rank"), count(size // ranks // microbatch, "pass", "passes"), count(microbatch, "image"))
     text = f"{count(size, 'image')} = {' x '.join(parts)}"
     return [Finding(OK, "batch", text)]
@@ -181,10 +190,9 @@ def memory(case: Case) -> list[Finding]:
     run = case.resolved
     if run is None:
         return not_looked_at("memory")
-    assert run.device_train_microbatch_size is not None
     on_device = run.ema.enabled and (run.ema.device == "model" or not torch.cuda.is_available())
     ranks_on_device = 1 if torch.cuda.is_available() else dist.get_local_world_size()
-    microbatch = run.device_train_microbatch_size
+    microbatch = planned_microbatch(run, case.cost)
     if text := preflight.memory_problem(case.cost, microbatch, ranks_on_device, ema=on_device):
         return [Finding(ERROR, "memory", text)]
     need = case.cost.memory_gib(microbatch, ema=on_device)

@@ -262,7 +262,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "precision=fp16",
         "data.remote=/nowhere",
         "loggers.wandb.name=x",
-        "compile=true",
+        "num_frames=16",
         "--use_ema",
         "ema.every=0",
         "save.keep=0",
@@ -270,7 +270,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "run_name=old",
     ]
     assert refused(capsys, *words) == [
-        "command line: 'compile' is not available: compilation of the denoiser is not part of this version. Leave it out.",
+        "command line: 'num_frames' is not available: training on video is not part of this version. Leave it out.",
         f"run_name: {tmp_path}/old is there, and is no run (it has no config.yaml). Take another run_name, or remove it.",
         "seed: -1 is not possible. Possible: 0 to 2**32 - 1.",
         "max_duration: 'soon' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",

@@ -42,8 +42,9 @@ FLOORS = [
         "batch_wait",
     },
     {"scoring"},
-    {"model", "data", "ema", "optim", "speed", "checkpoints", "callbacks", "loggers"},
+    {"model", "data", "ema", "optim", "speed", "quiet_trainer", "checkpoints", "callbacks", "loggers"},
     {"machine", "plan", "preflight", "resume", "run_config", "warm_start"},
+    {"microbatch"},
     {"checks", "subjects"},
     {"benchmark", "eval", "sweep", "export", "prepare", "bench", "reports"},
 ]

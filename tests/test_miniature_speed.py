@@ -1,0 +1,80 @@
+"""Proof on the miniature's own data: 200 steps with each key of speed have the loss curve of the plain path.
+
+float32 within 1e-4 of each loss; bf16 within the spread of two seeds. Budget: 5 minutes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch._dynamo
+from conftest import ROOT
+
+import benchmark
+from prepare import latents, shapes, shards
+
+pytestmark = pytest.mark.slow
+KEYS = {
+    "channels_last": ["channels_last=true"],
+    "attention": ["attention=math"],
+    "checkpointing": ["gradient_checkpointing=0.5"],
+    "late_loss": ["late_loss=true"],
+    "microbatch": ["device_train_microbatch_size=8"],
+    "compile": ["compile=whole"],
+    "all": ["compile=whole", "channels_last=true", "attention=flash", "gradient_checkpointing=0.5", "late_loss=true"],
+}
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("miniature")
+    assert shapes.main([str(folder / "tars"), "num_images=512"]) == 0
+    assert shards.main([str(folder / "tars"), str(folder / "images")]) == 0
+    assert latents.main([str(folder / "images"), str(folder / "moments"), "model.family=shapes", "image_size=32"]) == 0
+    return folder / "moments"
+
+
+@pytest.fixture(scope="module")
+def curve(moments, tmp_path_factory):
+    """Run 200 steps of the tiny preset by the miniature's own recipe and return the loss of each of 20 windows."""
+    runs, known = tmp_path_factory.mktemp("runs"), {}
+
+    def of(name: str, *keys: str) -> list[float]:
+        if name not in known:
+            torch._dynamo.reset()
+            words = [f"data.remote={moments}", f"data.local={runs}/{name}-cache", "data.workers=0", "model.preset=tiny"]
+            words += [
+                "max_duration=200ba",
+                "eval.when=off",
+                "mlperf.enabled=false",
+                "target.fid=null",
+                "target.clip=null",
+            ]
+            words += ["save.every_images=0", "save.snapshot_every_images=0", "loggers.progress_bar=false"]
+            words += [f"run_folder={runs}", f"run_name={name}", *keys]
+            assert benchmark.main([str(ROOT / "yamls/shapes.yaml"), *words]) == 0
+            lines = (runs / name / "metrics.jsonl").read_text().splitlines()
+            known[name] = [json.loads(line)["loss"] for line in lines]
+            summary = json.loads((runs / name / "summary.json").read_text())
+            assert len(known[name]) == 20 and not summary["recompiled_graphs"]
+        return known[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_curve_of_200_steps_in_float32_is_the_plain_ones(curve, name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert curve(name, *KEYS[name]) == pytest.approx(curve("plain"), rel=1e-4)
+
+
+def test_bf16_differs_from_float32_by_less_than_a_seed_from_another(curve, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plain, other, bf16 = curve("plain"), curve("seed", "seed=18"), curve("bf16", "precision=bf16")
+
+    def furthest(one: list[float]) -> float:
+        return max(abs(a - b) for a, b in zip(one, plain, strict=True))
+
+    assert 0.0 < furthest(bf16) < furthest(other)
