@@ -41,7 +41,7 @@ from callbacks.evaluation import Evaluation
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.profile import Profile
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
-from callbacks.run_record import RunRecord, device_name, found_batch_size, keep_batch_size, result_line
+from callbacks.run_record import RunRecord, found_batch_size, keep_batch_size, result_line
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, restore
@@ -49,6 +49,7 @@ from checks import check, cost_of, has_average_on_device, planned_microbatch, ra
 from config import ConfigError, flat, load, parse_command_line, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
+from environment import device_name
 from fetch import StreamFailure
 from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from callbacks.run_record import environment
 from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from environment import environment
 
 Config = TypeVar("Config")
 

@@ -32,8 +32,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from callbacks.quality_target import TARGET_KEYS
-from callbacks.run_record import commit, device_name, read_lines
+from callbacks.run_record import read_lines
 from config import ConfigError
+from environment import commit, device_name
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "DefaultCPUAllocator: can't allocate")
 SPEED = "images_per_sec_per_device"

@@ -24,10 +24,11 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from callbacks.run_record import device_name, environment, result_line, rounded
+from callbacks.run_record import result_line, rounded
 from callbacks.throughput import Throughput, peak_tflops
 from checks import check, cost_of, planned_microbatch
 from config import ConfigError, Problem, load, parse_command_line
+from environment import device_name, environment
 from model import BatchRandomness, build_device
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from zoo.spec import Column

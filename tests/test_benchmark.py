@@ -387,15 +387,15 @@ def test_more_ranks_than_gpus_are_refused(capsys, tmp_path, monkeypatch):
 
 
 def test_the_commit_outside_git_is_what_the_environment_says(monkeypatch):
-    from callbacks import run_record
+    import environment
 
     def no_git(*_, **__):
         raise FileNotFoundError
 
-    monkeypatch.setattr(run_record.subprocess, "run", no_git)
-    assert run_record.commit() is None
+    monkeypatch.setattr(environment.subprocess, "run", no_git)
+    assert environment.commit() is None
     monkeypatch.setenv("EASEL_COMMIT", "abc")
-    assert run_record.commit() == "abc"
+    assert environment.commit() == "abc"
 
 
 def test_a_stage_that_does_not_fit_the_config_names_both(capsys, tmp_path, stage):

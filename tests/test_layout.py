@@ -40,6 +40,7 @@ FLOORS = [
         "shared_memory",
         "workers",
         "batch_wait",
+        "environment",
     },
     {"scoring"},
     {"model", "data", "ema", "optim", "speed", "quiet_trainer", "checkpoints", "callbacks", "loggers"},

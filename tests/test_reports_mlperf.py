@@ -18,7 +18,7 @@ from mlperf_fixture import Drive, closed, curves, header, passes, record, write_
 from PIL import Image
 from test_layout import imports_of
 
-from callbacks.run_record import environment
+from environment import environment
 from reports import mlperf, mlperf_runs
 from reports.mlperf_band import read_bands, standing
 from reports.mlperf_runs import olympic_mean

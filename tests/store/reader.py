@@ -32,8 +32,8 @@ from composer.utils import dist
 from streaming import StreamingDataLoader, StreamingDataset
 
 import fetch
-from callbacks.run_record import environment
 from data import DataConfig, build_data
+from environment import environment
 from shared_memory import one_at_a_time
 from tests.store import processes, stage
 from zoo import load_family
