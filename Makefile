@@ -83,7 +83,7 @@ demo: miniature  ## render pictures, write shards, encode and stream them, train
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it.
 	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) | sed -u '/^Waiting up to 30 seconds/d'
 
-gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, some microbatch sizes -> reports/results/ (interpreter at hand)
+gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
 
 clean:  ## remove what demo made
