@@ -112,7 +112,7 @@ controls: miniature $(addprefix $(SHAPES)/,shuffled/dataset.json one_object.npz 
 	$(SCORE) $(SHAPES)/drawn eval.statistics=$(SHAPES)/reference.npz eval.inception=zoo/shapes_weights/reader/model.safetensors \
 	  out=$(CONTROLS)/drawn
 
-gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, some microbatch sizes -> reports/results/ (interpreter at hand)
+gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
 
 clean:  ## remove what demo made
