@@ -30,8 +30,8 @@ from zoo.spec import ImageSize, as_size
 
 
 @dataclass(frozen=True)
-class RunConfig(SpeedKeys):
-    """Everything that a run is made of. Sections are declared beside the code that owns them."""
+class RunKeys:
+    """The keys without a section that say what is run; those that say how are `SpeedKeys`."""
 
     run_name: str | None = None
     """null: family, size and the time of the start."""
@@ -47,6 +47,12 @@ class RunConfig(SpeedKeys):
     """Pixels: one number for a square, or [width, height]."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
     """null: bf16 on a GPU, fp32 on a CPU."""
+
+
+@dataclass(frozen=True)
+class RunConfig(SpeedKeys, RunKeys):  # the last one's fields come first
+    """Everything that a run is made of. Sections are declared beside the code that owns them."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)
