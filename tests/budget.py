@@ -16,9 +16,14 @@ from pytest_timeout import Settings
 
 OF_FILES = {
     "test_ladder.py": 500,
+    "test_microbatch.py": 120,
+    "test_miniature_speed.py": 300,
     "test_mlperf_log.py": 200,
+    "test_profile.py": 120,
+    "test_quiet_trainer.py": 300,
     "test_reports_mlperf.py": 120,
     "test_speed.py": 300,
+    "test_sync.py": 60,
     "test_yamls.py": 120,
 }
 """File -> budget of its tests that name none."""

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY_RUN, run
 from filelock import FileLock
+from miniature import NUM_IMAGES, NUM_PROMPTS
 from mlperf_fixture import BEGAN, Drive, closed, curves, header, passes, write_run
-from test_evaluation import words_of, world  # noqa: F401
+from test_evaluation import words_of  # noqa: F401
 
 import benchmark
 import eval as eval_command
@@ -536,10 +537,10 @@ OURS = ("mlperf.org=Easel", "mlperf.platform=miniature")  # which 4.0.0 and 4.1.
 
 
 @pytest.fixture(scope="module")
-def logged(world, tmp_path_factory) -> Path:  # noqa: F811
+def logged(words_of, tmp_path_factory) -> Path:  # noqa: F811
     """The miniature, evaluated in training with a target that it misses, stopped at its first point, and gone on."""
     folder = tmp_path_factory.mktemp("logged")
-    words = words_of(world, folder, "mini", "eval.when=in_training", "target.fid=1e-9", "mlperf.enabled=true", *OURS)
+    words = words_of(folder, "mini", "eval.when=in_training", "target.fid=1e-9", "mlperf.enabled=true", *OURS)
     assert benchmark.main(words) == 0
     return folder / "mini"
 
@@ -551,21 +552,25 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logge
     assert accepted and f"training_{ruleset}/open_stable_diffusion.yaml" in said, said
     events = read_events(logged / "mlperf.log")
     values = {event["key"]: event["value"] for event in events}
-    assert (values["train_samples"], values["eval_samples"], values["global_batch_size"]) == (0, 5, 8)
-    assert (values["seed"], values["opt_base_learning_rate"], values["gradient_accumulation_steps"]) == (17, 1e-4, 1)
+    assert (values["train_samples"], values["eval_samples"], values["global_batch_size"]) == (
+        NUM_IMAGES,
+        NUM_PROMPTS,
+        8,
+    )
+    assert (values["seed"], values["opt_base_learning_rate"], values["gradient_accumulation_steps"]) == (17, 1.5e-3, 1)
     found = [event["key"] for event in events]
     assert found[found.index("run_start") + 1 :] == [*(2 * (BLOCK + EVALUATION)), "run_stop"]
     record = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
     fids = [line["fid"] for line in record if line.get("evaluation")]
     assert [e["value"] for e in events if e["metadata"].get("metric") == "FID"] == fids
     made_with = [{key: e["metadata"][key] for key in MADE_WITH[1:]} for e in events if e["key"] == "eval_stop"]
-    assert made_with == 2 * [{"num_images": 5, "inception": "random-inception", "clip_model": "random-CLIP"}]
-    label = "mini (batch 8, 5 images a score, random inception and clip)"
-    assert read_run(logged).label == label  # each is named once
+    assert made_with == 2 * [{"num_images": NUM_PROMPTS, "inception": "shapes-reader", "clip_model": "shapes-CLIP"}]
+    label = f"mini (batch 8, {NUM_PROMPTS} images a score, scored by shapes-CLIP and shapes-reader)"
+    assert read_run(logged).label == label
 
 
 @pytest.mark.slow
-def test_killed_between_its_last_evaluation_and_its_end_it_closes_its_log(world, logged, tmp_path):  # noqa: F811
+def test_killed_between_its_last_evaluation_and_its_end_it_closes_its_log(words_of, logged, tmp_path):  # noqa: F811
     shutil.copytree(logged, tmp_path / "mini")
     (tmp_path / "mini/summary.json").unlink()
     log, words = tmp_path / "mini/mlperf.log", ["eval.when=in_training", "target.fid=1e-9", "mlperf.enabled=true"]
@@ -573,13 +578,13 @@ def test_killed_between_its_last_evaluation_and_its_end_it_closes_its_log(world,
     for lines, more in ((whole, []), (whole[:-1], ["restart", "run_stop"])):
         log.write_text("".join(lines))
         (tmp_path / "mini/summary.json").unlink(missing_ok=True)
-        assert benchmark.main(words_of(world, tmp_path, "mini", *words)) == 0
+        assert benchmark.main(words_of(tmp_path, "mini", *words)) == 0
         assert keys(log) == [json.loads(line[len(TOKEN) :])["key"] for line in lines] + more
 
 
 @pytest.mark.slow
-def test_a_run_that_is_scored_afterwards_is_closed_by_eval(world, tmp_path, capsys):  # noqa: F811
-    words = words_of(world, tmp_path, "later", "eval.when=after", "target.fid=1e9", "mlperf.enabled=true")
+def test_a_run_that_is_scored_afterwards_is_closed_by_eval(words_of, tmp_path, capsys):  # noqa: F811
+    words = words_of(tmp_path, "later", "eval.when=after", "target.fid=1e9", "mlperf.enabled=true")
     assert benchmark.main(words) == 0
     log, folder = tmp_path / "later" / "mlperf.log", tmp_path / "later"
     assert not {"run_stop", "eval_start"} & set(keys(log))
@@ -590,12 +595,12 @@ def test_a_run_that_is_scored_afterwards_is_closed_by_eval(world, tmp_path, caps
     assert stop["metadata"]["samples_count"] == 24 and stop["metadata"]["status"] == "success"
     assert stop["time_ms"] == round(1000 * read(snapshot)["unix_time"])
     assert json.loads((folder / "summary.json").read_text())["target"] == "reached"
-    assert only(events[-5:-1], "eval_stop")["metadata"]["num_images"] == 5
+    assert only(events[-5:-1], "eval_stop")["metadata"]["num_images"] == NUM_PROMPTS
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_has_one_log(world, tmp_path):  # noqa: F811
-    words = words_of(world, tmp_path, "two", "eval.when=after", "target.fid=1e-9", "mlperf.enabled=true")
+def test_a_run_on_two_ranks_has_one_log(words_of, tmp_path):  # noqa: F811
+    words = words_of(tmp_path, "two", "eval.when=after", "target.fid=1e-9", "mlperf.enabled=true")
     done = run("composer", "-n", "2", "benchmark.py", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     found = keys(tmp_path / "two" / "mlperf.log")
