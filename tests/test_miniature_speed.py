@@ -15,7 +15,7 @@ from conftest import ROOT
 import benchmark
 from prepare import latents, shapes, shards
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # where other work runs beside: 270 s were seen
 KEYS = {
     "channels_last": ["channels_last=true"],
     "attention": ["attention=math"],

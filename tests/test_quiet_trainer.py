@@ -84,10 +84,11 @@ def test_losses_come_in_the_order_of_the_batches_and_the_newest_is_left():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_ranks_have_the_weights_of_composers_trainer_to_the_bit(tmp_path):
     more = [*CHECKPOINTS, "device_train_microbatch_size=2"]
     for name, key in (("plain", "late_loss=false"), ("quiet", "late_loss=true")):
-        done = run("composer", "-n", "2", "benchmark.py", *words(tmp_path, name, *more, key))
+        done = run("composer", "-n", "2", "benchmark.py", *words(tmp_path, name, *more, key), timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
     assert [line["loss"] for line in lines(tmp_path, "quiet")] == [line["loss"] for line in lines(tmp_path, "plain")]
     plain, quiet = newest(tmp_path, "plain")["model"], newest(tmp_path, "quiet")["model"]
