@@ -217,7 +217,7 @@ def eval_refused(capsys, *words: object) -> list[str]:
 def test_a_flag_of_the_predecessor_takes_its_value_and_what_changes_no_score_is_refused(a_run, capsys, tmp_path):
     first, second = eval_refused(capsys, a_run, "--batch_size", "8", "eval.every_images=20")
     assert first.startswith(
-        "command line: --batch_size (global_batch_size) changes no score of a run. Possible: eval.batch_size, "
+        "command line: --batch_size (global_batch_size) changes no score of a run. Possible: attention, channels_last, "
     )
     assert second.startswith("command line: eval.every_images changes no score of a run.")
     folder = tmp_path / "a=b"  # a folder, although it looks like a key
