@@ -123,6 +123,8 @@ def test_float16_keeps_a_latent_as_well_as_the_reference_does_that_rounds_it(tmp
 # --- the command ---
 
 
+@pytest.mark.slow
+@pytest.mark.budget(120)
 def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_data, "measure_float16", lambda folder: {"float16_sd2_latent_error": 0.1})  # tested above
     results, work = tmp_path / "data.json", tmp_path / "work"

@@ -30,6 +30,7 @@ def newest(folder: Path, name: str) -> dict:
     return read(listed(folder / name / "checkpoints", FULL)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["device_train_microbatch_size=2"], ["precision=bf16", "optimizer.clip_norm=0.5"]])
 def test_weights_losses_and_average_are_those_of_composers_trainer_to_the_bit(tmp_path, capsys, more):
     more = [*more, *CHECKPOINTS, "max_duration=5ba"]
@@ -47,6 +48,7 @@ def test_weights_losses_and_average_are_those_of_composers_trainer_to_the_bit(tm
     assert quiet["callbacks"]["RunRecord"] == plain["callbacks"]["RunRecord"]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_bits_with_either_trainer(tmp_path, capsys):
     assert benchmark.main(words(tmp_path, "unbroken", *CHECKPOINTS)) == 0
     assert benchmark.main(words(tmp_path, "a", *CHECKPOINTS, "late_loss=true", "max_duration=2ba")) == 0

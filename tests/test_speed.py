@@ -159,7 +159,7 @@ def test_no_key_changes_a_name_or_a_value_of_the_state_dict(kernels):
         assert all(torch.equal(fast[name], plain[name]) for name in plain), keys
 
 
-@pytest.mark.parametrize("family", ["sd2", "shapes"])
+@pytest.mark.parametrize("family", [pytest.param("sd2", marks=pytest.mark.slow), "shapes"])
 @pytest.mark.parametrize("keys", EAGER, ids=named)
 def test_the_loss_curve_and_the_images_stay_those_of_the_plain_path(keys, family):
     plain, fast = model_of({}, family), model_of(keys, family)
@@ -178,6 +178,7 @@ def test_compiled_kernels_keep_the_loss_curve_and_the_images(keys, kernels):
 # --- compilation ---
 
 
+@pytest.mark.slow
 def test_one_graph_trains_and_nothing_is_compiled_after_the_first_step(graphs_alone):
     model = little({"compile": "whole"})
     train(model, 1)
@@ -193,6 +194,7 @@ def test_one_graph_trains_and_nothing_is_compiled_after_the_first_step(graphs_al
     assert speed.num_graphs() == at_first
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_by_themselves_and_only_once(graphs_alone):
     model = little({"compile": "blocks", "gradient_checkpointing": 1.0})
     train(model, 1)
@@ -360,6 +362,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_written_with_the_keys_goes_on_without_them_and_the_other_way(tmp_path, capsys):
     fast = ["channels_last=true", "gradient_checkpointing=0.5", "attention=math"]
     save = ["save.every_images=16", "--use_ema", "measure.warmup_batches=0"]

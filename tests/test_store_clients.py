@@ -57,6 +57,8 @@ def test_threads_that_ask_at_once_share_one_connection_when_it_stands(sftp, tmp_
     client.clean_up()
 
 
+@pytest.mark.slow
+@pytest.mark.budget(200)
 def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monkeypatch):
     port = str(urlsplit(sftp).port)
     behind = free_ports(1)
@@ -81,6 +83,8 @@ def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["0", "3"]
 
 
+@pytest.mark.slow
+@pytest.mark.budget(200)
 def test_a_session_that_never_begins_is_left_after_the_limit(tmp_path, monkeypatch):
     """By itself paramiko asks for a session, and for the version of its server, without a limit."""
     try:
