@@ -18,7 +18,13 @@ ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-.PHONY: help env lock lint test test-slow test-store test-gpu miniature miniature-files demo controls gpu-ladder clean
+ifneq ($(words $(VENV)),1)
+$(error VENV: '$(VENV)' has a space in it, or is empty. Possible: a path without one. Run: VENV=/some/path make ...)
+endif
+# Of two at once the second says that it waits, and then finds the work done.
+ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
+
+.PHONY: help env lock lint test test-slow test-store test-gpu miniature miniature-files demo controls controls-files gpu-ladder clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -29,8 +35,8 @@ env: $(STAMP)  ## make the environment from requirements.lock (about 7 GB, some 
 $(STAMP): requirements.lock
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else "PYTHON: $(PYTHON) is Python %d.%d. Possible: 3.10, 3.11, 3.12. Run: PYTHON=python3.11 make ..." % v)'
 	@mkdir -p $(VENV)
-	@# Of two at once the second waits, then finds it done.
-	@flock $(VENV) bash -euc 'test -e $@ || { set -x; test -x $(PY) || $(PYTHON) -m venv $(VENV); \
+	@$(call ALONE,$(VENV)) bash -euc 'test -e $@ || { set -x; \
+	  $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); \
 	  $(PY) -m pip install --disable-pip-version-check -q --no-deps -r requirements.lock; rm -f $(VENV)/.easel-*; }; touch $@'
 
 lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.10 to 3.12
@@ -56,7 +62,8 @@ test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 	$(PYTHON) -m pytest -q tests/gpu
 
 # Each command gives its output its name when it is whole: an interrupted make has nothing to delete.
-.PRECIOUS: $(addprefix $(SHAPES)/,tars images/dataset.json moments/dataset.json reference reference.npz prompts.tsv)
+.PRECIOUS: $(addprefix $(SHAPES)/,tars images/dataset.json moments/dataset.json reference reference.npz prompts.tsv shuffled-tars \
+  shuffled-images/dataset.json shuffled/dataset.json one_object one_object.npz drawn)
 
 $(SHAPES)/tars:
 	$(PY) -m prepare.shapes $@ num_images=8192
@@ -80,18 +87,20 @@ miniature-files: $(addprefix $(SHAPES)/,moments/dataset.json reference.npz promp
 
 miniature: $(STAMP)  ## the data of demo
 	@mkdir -p $(SHAPES)
-	@# Of two at once the second waits, then finds it done.
-	@flock $(SHAPES) $(MAKE) --no-print-directory miniature-files
-
-# Control: captions that belong to other pictures.
-$(SHAPES)/shuffled/dataset.json: $(STAMP)
-	$(PY) -m prepare.shapes $(SHAPES)/shuffled-tars num_images=8192 captions=shuffled
-	$(PY) -m prepare.shards $(SHAPES)/shuffled-tars $(SHAPES)/shuffled-images
-	$(PY) -m prepare.latents $(SHAPES)/shuffled-images $(@D) model.family=shapes image_size=32
+	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory miniature-files
 
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
 	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
+
+$(SHAPES)/shuffled-tars:
+	$(PY) -m prepare.shapes $@ num_images=8192 captions=shuffled
+
+$(SHAPES)/shuffled-images/dataset.json: | $(SHAPES)/shuffled-tars
+	$(PY) -m prepare.shards $(SHAPES)/shuffled-tars $(@D)
+
+$(SHAPES)/shuffled/dataset.json: | $(SHAPES)/shuffled-images/dataset.json
+	$(PY) -m prepare.latents $(SHAPES)/shuffled-images $(@D) model.family=shapes image_size=32
 
 $(SHAPES)/one_object:
 	$(PY) -m prepare.shapes $@ num_images=8192 part=reference objects=one layout=files
@@ -102,10 +111,14 @@ $(SHAPES)/one_object.npz: | $(SHAPES)/one_object
 $(SHAPES)/drawn:
 	$(PY) -m prepare.shapes $@ num_images=256 part=prompts layout=files
 
+controls-files: $(addprefix $(SHAPES)/,shuffled/dataset.json one_object.npz drawn)
+
 CONTROLS := reports/results/shapes
 SCORE := $(COMPOSER) -n 1 eval.py
 
-controls: miniature $(addprefix $(SHAPES)/,shuffled/dataset.json one_object.npz drawn)  ## what the target of demo was chosen from: other seeds, what has to miss it (an hour)
+controls: miniature  ## what the target of demo was chosen from: other seeds, and what has to miss it; replaces their records (an hour and more)
+	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory controls-files
+	rm -rf $(CONTROLS)/guidance $(CONTROLS)/other_world $(CONTROLS)/drawn
 	$(PY) -m bench.ladder yamls/ladders/shapes.yaml runs=runs/controls
 	$(SCORE) runs/controls/seed17 eval.guidance=[1,1.5,2,3,4,6,8] out=$(CONTROLS)/guidance
 	$(SCORE) runs/controls/seed17 snapshots=last eval.statistics=$(SHAPES)/one_object.npz out=$(CONTROLS)/other_world
@@ -115,5 +128,5 @@ controls: miniature $(addprefix $(SHAPES)/,shuffled/dataset.json one_object.npz 
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
 
-clean:  ## remove what demo made
+clean:  ## remove the data of demo and controls; runs stay in runs/
 	rm -rf $(SHAPES)

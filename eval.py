@@ -301,8 +301,13 @@ def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.
                 meter.add(unit, [numbers[name] for name in names], [captions[name] for name in names])
             return meter.figures()
 
-    what = {"model": str(folder), "images_in_folder": len(paths), "images_fingerprint": digest_of(paths)}
+    what = {"model": named(folder), "images_in_folder": len(paths), "images_fingerprint": digest_of(paths)}
     return [table.get({**what, **facts, **meter.facts}, score)]
+
+
+def named(folder: Path) -> str:
+    """Return what a table calls a folder: its path from here where it lies below, so that a record names no machine."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def digest_of(paths: Sequence[Path]) -> str:

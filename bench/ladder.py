@@ -172,6 +172,16 @@ def _done(path: Path, here: str | None) -> bool:
     return is_commit and record.get("status") == "ok" and record.get("commit") == here
 
 
+def _kept_problem(runs: Path | None, ladder: Ladder, here: str | None) -> str | None:
+    """Say which kept run is finished and of another commit: its record would be written as one of today."""
+    for rung in ladder.rungs if runs is not None else ():
+        summary = runs / rung.name / "summary.json"
+        made_by = json.loads(summary.read_text()).get("commit") if summary.is_file() else here
+        if made_by != here:
+            return f"runs: {summary.parent} is a finished run of commit {made_by}. Remove it, or give another folder."
+    return None
+
+
 def with_ratios(ladder: Ladder, records: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records there are in the ladder's order, each with its speed over the step before and over the first.
 
@@ -254,6 +264,9 @@ def main(argv: Sequence[str]) -> int:
     if here is None or here.endswith("+changes"):
         given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
         print(f"{ladder.name}: {given}, so every rung runs again; those without a record first", file=sys.stderr)
+    if text := _kept_problem(folders["runs"], ladder, here):
+        print(text, file=sys.stderr)
+        return 2
     paths = {rung: folders["results"] / ladder.name / f"{rung.name}.json" for rung in ladder.rungs}
     for rung, path in sorted(paths.items(), key=lambda pair: pair[1].is_file()):
         if _done(path, here):
@@ -270,7 +283,7 @@ def main(argv: Sequence[str]) -> int:
     rows = with_ratios(ladder, records)
     print(*dict.fromkeys(str(row.get("device")) for row in rows), sep="\n")
     print(table(rows))
-    if sum(bool(row.get(SPEED)) for row in rows) > 1:
+    if sum(bool(row.get(SPEED)) for row in rows) > 1 and not any("evaluations" in row for row in rows):  # about speed
         draw(rows, folders["results"] / ladder.name / "ladder.png", f"{ladder.name}, {rows[0].get('device')}")
     return 1 if any(record["status"] in ("failed", "timeout") for record in rows) else 0
 

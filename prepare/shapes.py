@@ -10,8 +10,8 @@ zoo/shapes_world.py says which scenes there are: one object or two (objects=one|
 four shapes. Every picture is drawn from (seed, its number), so the same command gives the same bytes; two pictures of one
 scene differ by about a pixel in place and size. The scenes of the three parts (training, prompts, reference) are never the
 same. OUT becomes a folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards`
-reads like any other; a name that ends in .tsv becomes a file of prompts (prompts.py), each caption once. A control:
-captions=shuffled gives each picture another one's caption.
+reads like any other; a name that ends in .tsv becomes a file of prompts (prompts.py), each caption once (say part=prompts).
+A control: captions=shuffled deals the captions out anew.
 Exit code: 0 when OUT was written, 1 when it could not be written, 2 when the command could not start.
 """
 
@@ -120,7 +120,7 @@ class Pictures:
     part: Part
     objects: Objects
     captions: str
-    """own; or shuffled: each picture has another one's, so that nothing can be learned from them."""
+    """own; or shuffled: dealt out anew, so that nothing can be learned from them."""
 
     def scene(self, number: int) -> Scene:
         return draw_scene(number, self.seed, self.part, self.objects)
@@ -183,9 +183,16 @@ def unfinished(out: Path) -> Iterator[Path]:
     with lock.acquire(timeout=0):
         if out.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
-        yield partial
-        partial.rename(out)
-        Path(lock.lock_file).unlink()
+        try:
+            yield partial
+            partial.rename(out)
+        except BaseException:  # a full disk has to be emptied again
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            Path(lock.lock_file).unlink()
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -276,12 +283,14 @@ def main(argv: Sequence[str]) -> int:
     if TRAIN in argv:
         return train_main([word for word in argv if word != TRAIN])
     paths = [word for word in argv if "=" not in word]
+    given = [word.partition("=")[0] for word in argv if "=" in word]
     values, problems = parse([word for word in argv if "=" in word], NUMBERS, CHOICES)
     if len(paths) == 1 and Path(paths[0]).exists():
         kind = "file" if _is_prompts(paths[0]) else "folder"
         problems.append(f"OUT: {paths[0]} exists. Give a new {kind}, or remove it.")
     else:
         problems += _path_problems(paths)
+    problems += _vain_keys(given, paths, values)
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2
@@ -329,6 +338,16 @@ def _path_problems(paths: Sequence[str]) -> list[str]:
     if len(paths) != 1:
         return ["command line: exactly one OUT has to be given. python -m prepare.shapes --help says more."]
     return [f"OUT: {text}"] if (text := unwritable(paths[0])) else []
+
+
+def _vain_keys(given: Sequence[str], paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each key that changes nothing of what is written."""
+    is_prompts = any(map(_is_prompts, paths))
+    in_vain = (
+        ["image_size", "captions", "layout"] if is_prompts else ["captions"] if values["layout"] == "files" else []
+    )
+    what = "a file of prompts" if is_prompts else "pictures alone (layout=files)"
+    return [f"command line: {key} changes nothing of {what}. Leave it out." for key in in_vain if key in given]
 
 
 def _is_prompts(path: str) -> bool:

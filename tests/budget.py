@@ -17,7 +17,7 @@ from pytest_timeout import Settings
 OF_FILES = {
     "test_ladder.py": 500,
     "test_microbatch.py": 120,
-    "test_miniature_speed.py": 300,
+    "test_miniature_speed.py": 900,
     "test_mlperf_log.py": 200,
     "test_profile.py": 120,
     "test_quiet_trainer.py": 300,

@@ -188,3 +188,16 @@ def test_gpu_ladder_installs_nothing_and_takes_the_interpreter_at_hand():
     done = run("make", "-n", "--no-print-directory", "gpu-ladder", "PYTHON=some-python", MAKEFLAGS="")
     assert done.stdout == "some-python -m bench.ladder yamls/ladders/sd2_512.yaml\n"
     assert (ROOT / "yamls/ladders/sd2_512.yaml").is_file()
+
+
+def test_a_kept_run_of_another_commit_is_not_taken_for_one_of_this(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        "{limit_sec: 9, budget_sec: 9, rungs: [{name: a, yaml: x, keys: []}, {name: b, yaml: x, keys: []}]}"
+    )
+    (tmp_path / "runs/b").mkdir(parents=True)
+    (tmp_path / "runs/b/summary.json").write_text('{"commit": "abc"}')
+    monkeypatch.setattr(ladder, "run_rung", lambda *_: pytest.fail("started"))
+    assert ladder.main([str(path), f"results={tmp_path}", f"runs={tmp_path}/runs"]) == 2
+    said = f"runs: {tmp_path}/runs/b is a finished run of commit abc. Remove it, or give another folder."
+    assert capsys.readouterr().err.splitlines()[-1] == said

@@ -108,7 +108,7 @@ def test_the_result_line_is_that_of_the_committed_record():
     shown = dict(pair.split("=") for pair in line.split())
     assert shown == {key: "none" if record[key] is None else str(rounded(record[key])) for key in shown}
     assert record["commit"] and record["device"] and (record["family"], record["target"]) == ("shapes", "reached")
-    text = f"({record['fid']:.1f} and {record['clip']:.3f} after {record['images_to_target']:,} images)"
+    text = f"(FID {record['fid']:.1f}, CLIP score {record['clip']:.3f}, after {record['images_to_target']:,} images)"
     assert text in " ".join(README.split())
 
 

@@ -178,6 +178,11 @@ def test_prompts_are_all_different_and_end_where_the_scenes_do(tmp_path, capsys)
             ["--train_encoders", "{tmp}/file/a"],
             "OUT: {tmp}/file/a cannot be written: {tmp}/file: Not a directory. Give a folder that this user may write in.",
         ),
+        (["{tmp}/a.tsv", "layout=tars"], "command line: layout changes nothing of a file of prompts. Leave it out."),
+        (
+            ["{tmp}/a", "layout=files", "captions=shuffled"],
+            "command line: captions changes nothing of pictures alone (layout=files). Leave it out.",
+        ),
         (["{tmp}/file.tsv"], "OUT: {tmp}/file.tsv exists. Give a new file, or remove it."),
     ],
 )
@@ -218,7 +223,7 @@ def test_a_disk_that_takes_no_more_is_a_message(tmp_path, capsys, name):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = f"OUT: {tmp_path / name} cannot be written: [Errno 27] File too large. Make room or give another place, "
     assert capsys.readouterr().err.splitlines()[-1] == said + "then again."
-    assert not (tmp_path / name).exists()
+    assert list(tmp_path.iterdir()) == []
     assert shapes.main([str(tmp_path / name), "num_images=100", "part=prompts"]) == 0
 
 
