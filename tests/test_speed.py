@@ -168,9 +168,9 @@ def test_the_loss_curve_and_the_images_stay_those_of_the_plain_path(keys, family
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", COMPILED, ids=named)
-def test_compiled_kernels_keep_the_loss_curve_and_the_images(keys, kernels):
-    plain, fast = model_of({}), model_of(keys)
+def test_blocks_compiled_to_kernels_keep_the_loss_curve_and_the_images(kernels):
+    """Kernels take a compiler minutes; those of compile=whole are in test_miniature_speed.py."""
+    plain, fast = model_of({}), model_of({"compile": "blocks", "channels_last": True, "gradient_checkpointing": 0.5})
     assert train(fast, 6, "images") == pytest.approx(train(plain, 6, "images"), rel=1e-4)
     torch.testing.assert_close(generate(fast), generate(plain), rtol=1e-4, atol=1e-4)
 
@@ -380,7 +380,7 @@ def test_the_summary_names_the_keys_and_the_time_of_the_first_step(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_compiled_run_with_evaluations_compiles_nothing_twice(tmp_path, capsys, kernels):
+def test_a_compiled_run_with_evaluations_compiles_nothing_twice(tmp_path, capsys, graphs_alone):
     prompts = tmp_path / "prompts.tsv"
     prompts.write_text("image_id\tid\tcaption\n" + "".join(f"{n}\t{n}\ta red square {n}\n" for n in range(1, 6)))
     words = ["compile=whole", "eval.when=in_training", f"eval.prompts={prompts}", "eval.steps=3", "eval.batch_size=2"]
