@@ -54,6 +54,8 @@ def test_cores_of_a_node_are_its_images_times_the_processor_time_of_each():
     assert bench_data.cores_of_a_node(625.0) == 1.0 and bench_data.cores_of_a_node(2500.0) == 4.0
 
 
+@pytest.mark.slow
+@pytest.mark.budget(200)
 def test_processor_time_is_that_of_who_works():
     def burn(seconds: float) -> None:
         until = time.process_time() + seconds
@@ -113,6 +115,8 @@ def test_an_error_of_the_log_variance_is_half_of_it_in_the_standard_deviation():
     assert found["std_error_max"] == pytest.approx(np.expm1(2.0**-10), rel=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.budget(100)
 def test_float16_keeps_a_latent_as_well_as_the_reference_does_that_rounds_it(tmp_path):
     found = data_float16.measure_float16(tmp_path / "pictures", num_pictures=8)
     assert found["float16_sd2_latent_error"] == pytest.approx(found["float16_sd2_reference_latent_error"], rel=0.05)

@@ -128,6 +128,7 @@ def test_a_process_that_outlives_its_limit_is_ended_with_its_children():
     assert code is None and output == "started\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_ladder_leaves_no_run_behind(tmp_path, sent):
     """A run that lives on would hold the GPU, and the next call would measure beside it."""

@@ -99,6 +99,8 @@ def test_all_loaders_of_images_deliver_the_same_pictures(tmp_path):
 # --- the command ---
 
 
+@pytest.mark.slow
+@pytest.mark.budget(200)
 def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_path, capsys):
     results, work = tmp_path / "new" / "micro.json", tmp_path / "work"
     work.mkdir()
