@@ -22,7 +22,7 @@ import machine
 import microbatch as microbatch_search
 import preflight
 from checkpoint_files import FULL, is_whole, listed
-from checks import planned_microbatch, quick_problems
+from checks import cost_of, planned_microbatch, quick_problems
 from config import ConfigError, Problem, count
 from data import SYNTHETIC_EPOCH_BATCHES
 from encoders import RANDOM, own_weights
@@ -102,15 +102,7 @@ class Case:
         run = self.resolved
         assert run is not None and run.precision is not None
         network = dataclasses.replace(run.model, weights=None, denoiser=None)  # with others it is the same
-        return preflight.measure_cost(
-            network,
-            run.objective,
-            stage=run.data.stage,
-            size=run.size,
-            precision=run.precision,
-            is_compiled=run.compile != "off",
-            gradient_checkpointing=run.gradient_checkpointing,
-        )
+        return cost_of(dataclasses.replace(run, model=network))
 
     @property
     def batch_gib(self) -> float:
