@@ -14,6 +14,7 @@ STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
 SHAPES := cache/miniature
 ROUNDS ?= 10
+TORCHAO := torchao==0.12.0  # for torch 2.7
 ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
@@ -24,7 +25,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint test test-slow test-store test-gpu miniature miniature-files demo controls controls-files gpu-ladder clean
+.PHONY: help env lock lint test test-slow test-fp8 test-store test-gpu miniature miniature-files demo controls controls-files gpu-ladder clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -53,7 +54,13 @@ test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, each fault of a store once
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "slow and not gpu"
+	$(MAKE) --no-print-directory test-fp8
 	$(MAKE) --no-print-directory test-store ROUNDS=1
+
+# Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.4 s of every start.
+test-fp8: $(STAMP)  ## the experiment precision=fp8 on a CPU, with torchao, which is installed beside the environment for it
+	test -e $(VENV)/$(TORCHAO) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TORCHAO) $(TORCHAO)
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_fp8.py
 
 test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none)

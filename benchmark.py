@@ -52,7 +52,7 @@ from ema import EMA
 from environment import device_name
 from fetch import StreamFailure
 from loggers import build_loggers
-from model import BatchRandomness, LatentDiffusion, build_device
+from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from prompts import read_prompts
 from quiet_trainer import LateLosses, QuietTrainer
@@ -170,7 +170,6 @@ def train(config: RunConfig) -> dict[str, Any]:
     mlperf_log = build_mlperf_log(config, stage, record)
 
     # Trainer.
-    of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
     make_trainer = Trainer
     if record.late_losses is not None:
         make_trainer = functools.partial(QuietTrainer, losses=record.late_losses)
@@ -192,7 +191,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
         progress_bar=config.loggers.progress_bar,
         device=device,
-        precision=of_gpu if device.name == "gpu" else "fp32",
+        precision=composer_precision(device, config.precision),
         device_train_microbatch_size=config.device_train_microbatch_size,
         seed=config.seed,
         run_name=run_name,

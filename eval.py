@@ -46,7 +46,7 @@ from image_folder import image_batches, list_images
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
-from scoring import FIGURES, Meter, Scorer
+from scoring import FIGURES, Scorer
 from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
 from zoo import load_family
@@ -290,7 +290,7 @@ def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.
         captions = {path: prompt.caption for path, prompt in zip(paths, matched, strict=True)}
         numbers = {path: prompt.number for path, prompt in zip(paths, matched, strict=True)}
         facts = {"partial": prompt_set.partial, "prompts_sha256": prompt_set.sha256}
-    meter = Meter(config.eval)
+    meter = config.eval.meter()
     meter.say_what_is_short(len(paths))
     mine = [paths[place] for place in shard(len(paths), dist.get_global_rank(), dist.get_world_size())]
 

@@ -35,6 +35,7 @@ from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor, nn
 
+import fp8
 from config import Problem
 from encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
 from zoo import load_family
@@ -45,7 +46,7 @@ from zoo.spec import Family, ImageSize, as_size
 # h w of the latents that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB an
 # image there (256 x 512 x 512 in two bytes), where the latent takes 64 KiB: it would bound the batch of the sampler.
 DECODE_PLACES = 16 * 64 * 64
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,12 @@ class LatentDiffusion(ComposerModel):
     def place(self, device: torch.device, precision: str) -> LatentDiffusion:
         """Move all parts to the device; encoders are cast to the compute precision, the denoiser stays float32.
 
-        Composer opens autocast on a GPU and refuses it on a CPU, so there the model opens its own.
+        Composer opens autocast on a GPU and refuses it on a CPU, so there the model opens its own. Raises ConfigError: fp8,
+        but no layer of the denoiser is wide enough.
         """
         self.denoiser.to(device)
+        if precision == "fp8":
+            fp8.use(self.denoiser)
         self.encoders.to(device, AUTOCAST_DTYPES.get(precision, torch.float32))
         return self.compute_on(device, precision)
 
@@ -279,7 +283,7 @@ class LatentDiffusion(ComposerModel):
         Raises:
             ValueError: a sampler, steps or guidance that cannot be.
         """
-        columns = {name: tokens.to(self.device) for name, tokens in text.items()}
+        columns = {name: tokens.to(self.device, non_blocking=True) for name, tokens in text.items()}
         # The same autocast as in training: on a GPU around the text encoder too, where Composer opens it around the step.
         with evaluating(self.denoiser), self._autocast("cuda"):
             condition = self.family.encode_text(self.encoders.modules, columns)
@@ -291,7 +295,7 @@ class LatentDiffusion(ComposerModel):
             with self._autocast("cpu"):
                 latents = sample(
                     lambda noisy, times: self._denoise(noisy, times, condition),
-                    noise.to(self.device),
+                    noise.to(self.device, non_blocking=True),
                     sampler=sampler,
                     prediction=self.objective.prediction,
                     steps=steps,
@@ -355,6 +359,12 @@ def build_device(precision: str) -> Device:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_local_world_size()))
     return DeviceCPU()
+
+
+def composer_precision(device: Device, precision: str) -> str:
+    """Return what Composer calls a run's precision: which autocast it opens around a step, on a GPU alone."""
+    names = {torch.bfloat16: "amp_bf16", torch.float16: "amp_fp16"}
+    return names.get(AUTOCAST_DTYPES.get(precision), "fp32") if device.name == "gpu" else "fp32"
 
 
 def step_seed(seed: int, batch_index: int, rank: int) -> int:

@@ -45,8 +45,8 @@ class RunKeys:
     """Images a device and pass; null: the whole device batch. auto: the most that fit, found once before training."""
     image_size: Any = 512
     """Pixels: one number for a square, or [width, height]."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = None
-    """null: bf16 on a GPU, fp32 on a CPU."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] | None = None
+    """null: bf16 on a GPU, fp32 on a CPU. fp8: bf16, wide linear layers in float8 by torchao; an experiment."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ by their fingerprints, which resize, sampler, guidance and weights. Two scores c
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
 import sys
 import time
@@ -23,10 +21,8 @@ from typing import Any, Literal, Protocol
 import torch
 from composer.utils import dist
 from torch import Tensor
-from torchmetrics import Metric
 
-from metrics.clip_score import CLIPScore, times_100
-from metrics.fid import FeatureSums, covariance_warning, frechet_distance, reference_for
+from metrics.meter import Meter
 from prompts import Prompt, PromptSet, read_prompts
 from zoo.sampling import MIN_STEPS, prompt_noise, sampling_problems, shard
 from zoo.spec import Family, ImageSize, as_size
@@ -96,6 +92,10 @@ class EvalConfig:
             except ValueError as error:
                 found.append(("eval.image_size", str(error)))
         return found + (self._file_problems(images_alone) if now else [])
+
+    def meter(self) -> Meter:
+        """Build what measures, on the CPU. Raises ValueError: a file cannot be read, or is another one."""
+        return Meter(inception=self.inception, statistics=self.statistics, resize=self.resize, clip=self.clip)
 
     def guidances(self) -> list[float]:
         """Return the scales of guidance. Raises ValueError: not a number, nor a list of them."""
@@ -173,118 +173,6 @@ class Generator(Protocol):
     ) -> Tensor: ...
 
 
-class Meter:
-    """The networks and sums of one evaluation: images go in, figures come out.
-
-    Args:
-        config: which networks and statistics.
-
-    Raises:
-        ValueError: a file cannot be read, or is another one than it has to be.
-    """
-
-    def __init__(self, config: EvalConfig):
-        self.extractor = self.reference = self.pair = None
-        self.facts: dict[str, Any] = {}
-        if config.inception is not None:
-            from metrics.inception import load_inception
-
-            assert config.statistics is not None
-            self.extractor = load_inception(config.inception, resize=config.resize)
-            self.reference = reference_for(config.statistics, self.extractor)
-            self.facts |= {
-                "inception": self.extractor.name,
-                "inception_fingerprint": self.extractor.fingerprint,
-                "resize": self.extractor.resize,
-                "statistics_sha256": hashlib.sha256(Path(config.statistics).expanduser().read_bytes()).hexdigest(),
-            }
-        if config.clip is not None:
-            from metrics.clip_score import load_clip
-
-            self.pair = load_clip(config.clip)
-            self.facts |= {"clip_model": self.pair.name, "clip_fingerprint": self.pair.fingerprint}
-        self.reset()
-
-    def say_what_is_short(self, num_images: int) -> None:
-        """Warn, once for all ranks, of what makes figures that compare with few others."""
-        if dist.get_global_rank() != 0:
-            return
-        if self.extractor is not None and (text := covariance_warning(num_images, self.extractor.num_features)):
-            print(f"eval: {text}", file=sys.stderr, flush=True)
-        named = (("inception", self.extractor), ("clip", self.pair))
-        for key in (key for key, part in named if part is not None and "random" in part.name):
-            print(f"eval.{key}: random weights: what is scored with them compares with nothing else.", file=sys.stderr)
-
-    def reset(self) -> None:
-        """Begin a new evaluation."""
-        own = {"sync_on_compute": False}  # the sums are added up here, once, and rank 0 alone computes
-        self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features, **own)
-        self.cosines = None if self.pair is None else CLIPScore(**own)
-
-    @contextlib.contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """Have the networks on a device for as long as an evaluation takes: training wants the memory back."""
-        parts = [part for part in (self.extractor, self.pair, self.features, self.cosines) if part is not None]
-        try:
-            for part in parts:
-                part.to(device)
-            yield
-        finally:
-            for part in parts:
-                part.to(torch.device("cpu"))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    @torch.no_grad()
-    def add(self, images: Tensor, numbers: Sequence[int], captions: Sequence[str]) -> None:
-        """Take images, (B, 3, H, W) float32 in [0, 1].
-
-        Args:
-            numbers, captions: of the first images; the rest only fills the batch, so that every pass has one shape.
-
-        Raises:
-            ValueError: names the prompts of what is not finite.
-        """
-        num = len(numbers)
-        finite = images[:num].flatten(1).isfinite().all(dim=1).tolist()
-        if not all(finite):
-            broken = [number for number, is_finite in zip(numbers, finite, strict=True) if not is_finite]
-            raise ValueError(
-                f"images: not finite for the prompts {_some(broken)}. Look at the weights and the precision."
-            )
-        if self.features is not None:
-            self.features.update(self.extractor(images)[:num], numbers)
-        if self.cosines is not None:
-            self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
-
-    def figures(self) -> dict[str, Any]:
-        """Add up the ranks' sums and return the figures, which rank 0 computes for all."""
-        for metric in (self.features, self.cosines):
-            if metric is not None:
-                _add_up(metric)
-        found: list[dict[str, Any]] = [{"num_images": 0, "fid": None, "clip": None, "clip_x100": None}]
-        if dist.get_global_rank() == 0:
-            if self.features is not None:
-                statistics = self.features.compute()
-                found[0] |= {"fid": frechet_distance(statistics, self.reference), "num_images": statistics.num_images}
-            if self.cosines is not None:
-                clip = float(self.cosines.compute())
-                found[0] |= {"clip": clip, "clip_x100": times_100(clip), "num_images": int(self.cosines.n)}
-        dist.broadcast_object_list(found)
-        return found[0]
-
-
-def _add_up(metric: Metric) -> None:
-    """Sum a metric's states over the ranks in place: torchmetrics' own way gathers all of them on each first."""
-    for name in metric._reductions:
-        dist.all_reduce(getattr(metric, name), reduce_operation="SUM")
-
-
-def _some(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - 5:,} more" if len(numbers) > 5 else ""
-    return ", ".join(map(str, numbers[:5])) + more
-
-
 class Scorer:
     """Scores models by one section `eval`; networks and prompts are read once.
 
@@ -320,7 +208,7 @@ class Scorer:
             raise ValueError(
                 "eval.num_prompts: 1, but FID compares covariances. Give 2 at least, or leave out eval.inception."
             )
-        self.meter = Meter(config)
+        self.meter = config.meter()
         self.meter.say_what_is_short(len(self.prompt_set.prompts))
         self.batch_size = config.batch_size
         self.samples: list[tuple[str, Tensor]] = []
@@ -371,6 +259,7 @@ class Scorer:
             ways = dict(sampler="ddim", steps=MIN_STEPS, guidance=max(self.config.guidances()))
             images = model.generate(text, torch.zeros(size, *shape), **ways)
             self.meter.add(images, range(size), [""] * size)
+            self.meter.measure_given()
             return True
         except torch.cuda.OutOfMemoryError:
             return False
@@ -410,6 +299,10 @@ class Scorer:
         text = model.family.tokenize([prompt.caption for prompt in padded])
         shape = model.family.latent_shape(self.size)
         noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
+        if (
+            model.device.type == "cuda"
+        ):  # only what is pinned comes to a GPU without the host waiting for the batch before
+            text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()
         return model.generate(text, noise, **ways)
 
     def _said(self, chunks: Sequence[Sequence[Prompt]], num_prompts: int) -> Iterable[Sequence[Prompt]]:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+import fp8
+
 BACKEND = "inductor"  # tests that count graphs take aot_eager, which compiles no kernels
 BACK_ENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -83,6 +85,8 @@ class SpeedKeys:
             for key in ("cuda_graphs", "cudnn_benchmark"):
                 if getattr(self, key):
                     found.append((key, "true needs a GPU. Leave it out on a CPU."))
+        if precision == "fp8" and (text := fp8.problem(compiled=self.compile != "off")):
+            found.append(("precision", f"fp8 {text}"))
         if text := attention_problem(self.attention, precision, is_gpu):
             found.append(("attention", f"{self.attention} {text}"))
         elif self.attention == "xformers" and self.compile != "off":

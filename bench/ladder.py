@@ -208,7 +208,7 @@ def _ratio(record: Mapping[str, Any], other: Mapping[str, Any] | None) -> float 
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw images/s of each rung that ran, the first at the top, with both ratios beside it."""
+    """Draw images/s of each rung that ran with its spread, the first at the top, and both ratios beside it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -216,16 +216,26 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
 
     ran = [row for row in rows if row.get(SPEED)]
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.42 * len(ran)), layout="constrained")
-    bars = axes.barh([row["rung"] for row in ran], [row[SPEED] for row in ran], color="#31688e")
+    speeds = [row[SPEED] for row in ran]
+    spread = [[_extreme(row, "min") for row in ran], [_extreme(row, "max") for row in ran]]
+    away = [[abs(end - speed) for end, speed in zip(ends, speeds, strict=True)] for ends in spread]
+    bars = axes.barh([row["rung"] for row in ran], speeds, xerr=away, color="#31688e", ecolor="#808080", capsize=3)
     ratios = [("-" if r["over_before"] is None else f"x{r['over_before']:g}", r["over_first"]) for r in ran]
     texts = [f"{before}, {'-' if first is None else f'x{first:g}'} over the first" for before, first in ratios]
     axes.bar_label(bars, texts, padding=4)
     axes.invert_yaxis()
-    axes.set_xlim(right=1.45 * max(row[SPEED] for row in ran))
-    axes.set_xlabel("images/s a device (ratio to the step before, and to the first)")
+    axes.set_xlim(right=1.45 * max(spread[1]))
+    axes.set_xlabel(
+        "images/s a device, median and extremes of the windows (ratio to the step before, and to the first)"
+    )
     axes.set_title(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _extreme(row: Mapping[str, Any], end: str) -> float:
+    """Return the least or the greatest window of a rung, images/s a device."""
+    return row[f"images_per_sec_{end}"] / row["num_devices"]
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

@@ -29,7 +29,7 @@ from callbacks.throughput import Throughput, peak_tflops
 from checks import check, cost_of, planned_microbatch
 from config import ConfigError, Problem, load, parse_command_line
 from environment import device_name, environment
-from model import BatchRandomness, build_device
+from model import BatchRandomness, build_device, composer_precision
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from zoo.spec import Column
 
@@ -70,7 +70,6 @@ def train(config: RunConfig) -> dict[str, Any]:
     peak = peak_tflops(device_name(), config.precision)
     throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
     given = config.optimizer
-    of_gpu = {"bf16": "amp_bf16", "fp16": "amp_fp16"}.get(config.precision, "fp32")
     trainer = Trainer(
         model=model,
         train_dataloader=loader,
@@ -86,7 +85,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         callbacks=[BatchRandomness(model, config.seed), throughput],
         progress_bar=False,
         device=device,
-        precision=of_gpu if device.name == "gpu" else "fp32",
+        precision=composer_precision(device, config.precision),
         device_train_microbatch_size=planned_microbatch(config, cost),
         seed=config.seed,
     )

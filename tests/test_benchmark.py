@@ -334,7 +334,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
             "command line: '--model_name sdxl' is not known. Known: sd2, stabilityai/stable-diffusion-2, "
             "stabilityai/stable-diffusion-2-base.",
         ),
-        (["precision=fp8"], "command line: precision is 'fp8'. Possible: one of fp32, tf32, bf16, fp16 or null."),
+        (["precision=fp8"], "precision: fp8 needs a GPU. Possible on a CPU: fp32, bf16."),
         (
             ["mlperf.ruleset=6.0.0"],
             "command line: mlperf.ruleset is '6.0.0'. Possible: one of 4.0.0, 4.1.0, 5.0.0.",

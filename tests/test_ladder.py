@@ -99,7 +99,16 @@ LADDER = ladder.Ladder("x", 1, 1, (*RUNGS, ladder.Rung("e", "y", (), over="b")))
 
 
 def rung_record(name: str, speed: float | None, commit: str = "1") -> dict:
-    return {"rung": name, "status": "ok", ladder.SPEED: speed, "device": "x", "commit": commit}
+    spread = {} if speed is None else {"images_per_sec_min": 1.5 * speed, "images_per_sec_max": 2.5 * speed}
+    return {
+        "rung": name,
+        "status": "ok",
+        ladder.SPEED: speed,
+        **spread,
+        "num_devices": 2,
+        "device": "x",
+        "commit": commit,
+    }
 
 
 def test_each_rung_is_set_against_the_one_before_that_ran_and_against_the_first(tmp_path):

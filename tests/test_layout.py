@@ -41,6 +41,7 @@ FLOORS = [
         "workers",
         "batch_wait",
         "environment",
+        "fp8",
     },
     {"scoring"},
     {"model", "data", "ema", "optim", "speed", "quiet_trainer", "checkpoints", "callbacks", "loggers"},
