@@ -145,6 +145,10 @@ def spread(record: dict, key: str, digits: str) -> str:
         ("generate_speed", "speedup_vs_one_at_a_time", ".2f"),
         ("generate_speed", "speedup_vs_batched", ".2f"),
         ("fid_speed", "total_speedup", ".2f"),
+        ("data_speed", "speedup_vs_webdataset_worker", ".2f"),
+        ("data_speed", "speedup_vs_webdataset16_worker", ".2f"),
+        ("data_speed", "speedup_vs_files_worker", ".2f"),
+        ("data_speed", "paced_data_wait_frac_ours", ".4f"),
     ],
 )
 def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
