@@ -1,7 +1,8 @@
 """Composer's Trainer without its waits: the host reads a batch's loss while the device computes the next one.
 
-Composer 0.32.1 waits for the device four times in a step: for the batch's size over all ranks before the first pass, for the
-loss before and after the optimizer's step, and for the numbers of samples and seconds. Each wait empties the queue of work.
+Composer 0.32.1 waits for the device five times in a step: to know whether any rank has no batch any more, for the batch's size
+over all ranks before the first pass, for the loss before and after the optimizer's step, and for the numbers of samples and
+seconds. Each wait empties the queue of work.
 The weights are the same to the bit (tests/test_quiet_trainer.py).
 
 It overrides methods that are private to Composer, and is therefore asked for by a key, `late_loss`.
@@ -12,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from composer import Event, Trainer
+from composer.trainer.trainer import TrainerMode
 from composer.utils import dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -69,7 +71,7 @@ class LateLosses:
 class QuietTrainer(Trainer):
     """The Trainer, with `losses` for whoever wants to know them; Composer's own dictionary of losses stays empty.
 
-    Every rank has batches of the same size, and Composer's automatic microbatching is not used.
+    Every rank has as many batches as the others, all of the same size, and Composer's automatic microbatching is not used.
     """
 
     def __init__(self, *args: Any, losses: LateLosses, **more: Any):
@@ -78,6 +80,18 @@ class QuietTrainer(Trainer):
 
     def _use_closures(self) -> bool:
         return False
+
+    def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Any]:
+        assert trainer_mode == TrainerMode.TRAIN and self.state.dataloader is not None
+        batches = iter(self.state.dataloader)
+        while True:
+            self.engine.run_event(Event.BEFORE_DATALOADER)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
+                return
+            yield batch
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta

@@ -141,35 +141,28 @@ class GpuWaits:
         self._catching.__exit__(*error)
 
 
-class Begin(Callback):
-    """Enters a counter at the start of some batches; the first callback. `End` leaves it."""
+class Watch(Callback):
+    """Has a counter entered from the start of the first of some batches to the start of the one after the last.
+
+    What stands between two steps is in it: the way to the next batch too may wait for the device.
+    """
 
     def __init__(self, waits: HostWaits | GpuWaits, batches: range):
         self.waits, self.batches, self.is_in = waits, batches, False
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value in self.batches:
+        wanted = state.timestamp.batch.value in self.batches
+        if wanted and not self.is_in:
             self.waits.__enter__()
-            self.is_in = True
-
-
-class End(Callback):
-    """The last callback."""
-
-    def __init__(self, begin: Begin):
-        self.begin = begin
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if self.begin.is_in:
-            self.begin.waits.__exit__(None, None, None)
-            self.begin.is_in = False
+        elif self.is_in and not wanted:
+            self.waits.__exit__(None, None, None)
+        self.is_in = wanted
 
 
 def watched(trainer: type, waits: HostWaits | GpuWaits, batches: range) -> Any:
-    """Return what makes a Trainer whose steps in `batches`, with all hooks from BATCH_START to BATCH_END, are counted."""
+    """Return what makes a Trainer whose steps in `batches`, each to the start of the next, are counted."""
 
     def make(*, callbacks: list[Callback], **arguments: Any) -> Any:
-        begin = Begin(waits, batches)
-        return trainer(callbacks=[begin, *callbacks, End(begin)], **arguments)
+        return trainer(callbacks=[Watch(waits, batches), *callbacks], **arguments)
 
     return make

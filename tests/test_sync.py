@@ -14,8 +14,10 @@ import benchmark
 
 LONG_WINDOWS = ["max_duration=5ba", "measure.window_batches=20", "measure.warmup_batches=0"]
 
-# composer/trainer/trainer.py of 0.32.1, in every batch: six reads and four uploads, and one upload a microbatch.
+# composer/trainer/trainer.py of 0.32.1, in every batch: seven reads and four uploads, and one upload a microbatch.
 OF_COMPOSER = {
+    # whether a rank has no batch any more
+    f"_iter_dataloader of trainer.py: {SCALAR}": 1,
     # before the forward pass: the sum of samples over the ranks
     f"_train_microbatches of trainer.py: {UPLOAD}": 1,
     f"_train_microbatches of trainer.py: {SCALAR}": 1,
@@ -50,6 +52,18 @@ def test_a_step_waits_nowhere_of_ours_and_for_composer_as_often_as_is_known(monk
     waits = steps(monkeypatch, tmp_path, *words)
     assert waits.of("ours") == {} and waits.of("nobody's") == {}
     assert waits.of("composer") == {**OF_COMPOSER, f"_train_microbatch of trainer.py: {UPLOAD}": microbatches}
+
+
+def test_with_late_loss_a_step_waits_nowhere(monkeypatch, tmp_path):
+    """What is left of Composer's are uploads, which the host does not wait for."""
+    words = ["--use_synth_data", "data.stage=moments", "device_train_microbatch_size=4", "late_loss=true"]
+    waits = HostWaits()
+    monkeypatch.setattr(benchmark, "QuietTrainer", watched(benchmark.QuietTrainer, waits, range(3, 4)))
+    assert benchmark.main([*TINY_RUN, *LONG_WINDOWS, *words, f"run_folder={tmp_path}", "run_name=a"]) == 0
+    # The loss of the batch before, from memory of the host that the device has written to by then.
+    own = {f"put of quiet_trainer.py: {UPLOAD}": 1, f"take of quiet_trainer.py: {FETCH}": 1}
+    assert waits.of("ours") == own
+    assert {what for what in waits.of("composer") if UPLOAD not in what} == set()
 
 
 # --- that it sees what there is to see ---

@@ -99,7 +99,7 @@ def test_no_step_waits_for_the_gpu_on_our_account(tmp_path, monkeypatch):
     words = [*TINY_RUN, "--use_synth_data", "--use_ema", "optimizer.clip_norm=1", "max_duration=8ba"]
     words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
     assert benchmark.main(words) == 0
-    assert waits.of("composer"), "its six reads a step are not seen: the driver's warnings are not caught"
+    assert waits.of("composer"), "its seven reads a step are not seen: the driver's warnings are not caught"
     assert waits.of("ours") == {}
 
 
