@@ -47,6 +47,7 @@ from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, restore
 from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device
 from config import ConfigError, flat, load, parse_command_line, to_yaml
+from copy_stream import CopyStream
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
 from environment import device_name
@@ -112,6 +113,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         seed=config.seed,
         index_sha256=None if stage is None else stage.index_sha256,
     )
+    if config.copy_stream and not config.data.synthetic:
+        data.batch_transforms = CopyStream(device._device)
     at = begun.progress
     if at.batch:
         data.dataloader.resume(at.epoch, at.batch_in_epoch, config.global_batch_size)

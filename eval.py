@@ -74,7 +74,7 @@ OF_METERS = ("eval.statistics", "eval.inception", "eval.resize", "eval.clip", "e
 OF_IMAGES = ("out", "eval.prompts", "eval.num_prompts", *OF_METERS)
 OF_MODELS = ("model.family", "model.preset", "model.variant", "objective.prediction", "image_size", "precision", "seed")
 OF_GENERATING = ("eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "loggers.progress_bar")
-OF_SPEED = tuple(key.name for key in dataclasses.fields(speed.SpeedKeys) if key.name != "gradient_checkpointing")
+OF_SPEED = tuple(key.name for key in dataclasses.fields(speed.SpeedKeys) if key.name not in speed.OF_TRAINING)
 OF_RUNS = ("model.weights", "eval.weights", "target.fid", "target.clip", "snapshots", "from_images")
 EFFECTIVE: dict[Kind, tuple[str, ...]] = {
     "images": OF_IMAGES,
@@ -159,6 +159,8 @@ def _size_problems(config: EvalCommand) -> list[Problem]:
 
 
 def _completed(config: EvalCommand, place: str, kind: Kind, given: set[str]) -> EvalCommand:
+    plain = {key.name: key.default for key in dataclasses.fields(speed.SpeedKeys) if key.name in speed.OF_TRAINING}
+    config = dataclasses.replace(config, **plain)  # a run of a GPU is scored on a CPU too
     return of_diffusers_folder(config, Path(place), given) if kind == "diffusers" else config
 
 

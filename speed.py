@@ -58,6 +58,8 @@ class SpeedKeys:
     """Fraction of the denoiser's blocks that are computed again in the backward pass instead of kept."""
     late_loss: bool = False
     """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
+    copy_stream: bool = False
+    """Batches are copied to the GPU on a stream of their own, beside the step before."""
     cudnn_benchmark: bool = False
     """cuDNN times its algorithms for each convolution at the first step; another run may choose another one."""
 
@@ -82,9 +84,12 @@ class SpeedKeys:
             )
             found.append(("cuda_graphs", f"{text} Say compile=whole, or leave it out."))
         if not is_gpu:
-            for key in ("cuda_graphs", "cudnn_benchmark"):
+            for key in ("cuda_graphs", "copy_stream", "cudnn_benchmark"):
                 if getattr(self, key):
                     found.append((key, "true needs a GPU. Leave it out on a CPU."))
+        if self.copy_stream and not self.late_loss:
+            text = "true, but late_loss=false: the host waits for each loss, and nothing is left to copy beside."
+            found.append(("copy_stream", f"{text} Say late_loss=true, or leave it out."))
         if precision == "fp8" and (text := fp8.problem(compiled=self.compile != "off")):
             found.append(("precision", f"fp8 {text}"))
         if text := attention_problem(self.attention, precision, is_gpu):
@@ -95,6 +100,10 @@ class SpeedKeys:
             )
             found.append(("attention", f"xformers: {text}"))
         return found
+
+
+OF_TRAINING = ("gradient_checkpointing", "late_loss", "copy_stream")
+"""The keys that change nothing of an evaluation."""
 
 
 def compiler_problem(is_gpu: bool) -> str | None:

@@ -42,6 +42,7 @@ FLOORS = [
         "batch_wait",
         "environment",
         "fp8",
+        "copy_stream",
     },
     {"scoring"},
     {"model", "data", "ema", "optim", "speed", "quiet_trainer", "checkpoints", "callbacks", "loggers"},

@@ -418,6 +418,10 @@ def refused(capsys, *words: str) -> list[str]:
             "compile_mode: max-autotune, but compile=off. Say compile=whole.",
         ),
         (
+            ["copy_stream=true", "late_loss=true"],
+            "copy_stream: true needs a GPU. Leave it out on a CPU.",
+        ),
+        (
             ["cudnn_benchmark=true"],
             "cudnn_benchmark: true needs a GPU. Leave it out on a CPU.",
         ),
@@ -425,6 +429,12 @@ def refused(capsys, *words: str) -> list[str]:
 )
 def test_what_this_machine_cannot_do_is_refused_before_anything_starts(capsys, words, text):
     assert refused(capsys, *words) == [text]
+
+
+def test_a_stream_for_copies_wants_a_host_that_is_ahead(capsys):
+    said = refused(capsys, "copy_stream=true")
+    text = "true, but late_loss=false: the host waits for each loss, and nothing is left to copy beside."
+    assert said[-1] == f"copy_stream: {text} Say late_loss=true, or leave it out."
 
 
 def test_graphs_of_cuda_want_one_compiled_graph(capsys):

@@ -43,7 +43,7 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
         words = [*words, f"data.remote={stage}", "data.local=null", "data.stage=images"]
     words = [*words, *SMALL, "model.weights=random", "model.denoiser=null"]
     words += ["eval.every_images=8", "save.snapshot_every_images=8"]  # the batch is another one
-    words += ["attention=auto", "cuda_graphs=false", "cudnn_benchmark=false"]  # which may want a GPU
+    words += ["attention=auto", "cuda_graphs=false", "cudnn_benchmark=false", "precision=null"]  # which may want a GPU
     if config.eval.when == "in_training":  # its files have to be there
         prompts, statistics = Path(stage).with_name("prompts.tsv"), Path(stage).with_name("reference.npz")
         prompts.write_text("image_id\tid\tcaption\n1\t1\ta red square\n")

@@ -13,6 +13,8 @@ from host_waits import GpuWaits, watched
 
 import benchmark
 from checkpoint_files import FULL, listed, read
+from copy_stream import CopyStream
+from metrics.meter import Meter
 from model import ModelConfig, build_model
 from scoring import EvalConfig, Scorer
 from zoo.objectives import ObjectiveConfig
@@ -101,6 +103,39 @@ def test_no_step_waits_for_the_gpu_on_our_account(tmp_path, monkeypatch):
     assert benchmark.main(words) == 0
     assert waits.of("composer"), "its seven reads a step are not seen: the driver's warnings are not caught"
     assert waits.of("ours") == {}
+
+
+def test_with_late_loss_no_step_waits_for_the_gpu(tmp_path, monkeypatch):
+    waits = GpuWaits()
+    monkeypatch.setattr(benchmark, "QuietTrainer", watched(benchmark.QuietTrainer, waits, range(3, 6)))
+    words = [*TINY_RUN, "--use_synth_data", "late_loss=true", "optimizer.clip_norm=1", "max_duration=8ba"]
+    words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
+    assert benchmark.main(words) == 0
+    assert waits.found == {}
+
+
+def test_a_batch_that_is_copied_on_a_stream_of_its_own_is_whole_when_the_computation_reads_it():
+    device, columns = torch.device("cuda"), torch.randn(8, 64, 8, 64, 64).pin_memory()  # 64 MiB in 8 batches
+    copies, sums = CopyStream(device), []
+    for column in columns:
+        busy = torch.randn(4096, 4096, device=device)
+        for _ in range(4):
+            busy = busy @ busy.T / 64.0  # what the copy runs beside
+        sums.append(copies({"moments": column})["moments"].double().sum())
+    torch.testing.assert_close(torch.stack(sums).cpu(), columns.double().flatten(1).sum(dim=1))
+
+
+def test_figures_are_those_of_a_cpu_although_the_next_batch_is_in_the_making():
+    images = torch.rand(3, 16, 3, 96, 96, generator=torch.Generator().manual_seed(1))
+    found = []
+    for name in ("cpu", "cuda"):
+        meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
+        with meter.on(torch.device(name)):
+            for batch in images:
+                meter.add(batch.to(name), range(16), ["a cat"] * 16)
+            found.append(meter.figures())
+    assert found[0]["num_images"] == found[1]["num_images"] == 48
+    assert found[1]["clip"] == pytest.approx(found[0]["clip"], abs=1e-4)
 
 
 def test_a_profile_of_a_gpu_is_of_kernels_and_knows_nearly_all_of_them(tmp_path):
