@@ -20,31 +20,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Logger, Trainer
+from composer import Callback, Trainer
+from composer.core import DataSpec
+from composer.devices import Device
 from composer.utils import dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 import alarm
-import curves
 import microbatch
 import plan
 import preflight
 import speed
 import warm_start
-from callbacks.evaluation import Evaluation
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.profile import Profile
-from callbacks.quality_target import TARGET_KEYS, QualityTarget
-from callbacks.run_record import RunRecord, found_batch_size, keep_batch_size, result_line
-from callbacks.sample_grid import write_grid
+from callbacks.quality_target import QualityTarget
+from callbacks.run_record import RunRecord, found_batch_size, result_line
 from callbacks.throughput import Throughput, peak_tflops
-from checkpoints import Checkpointer, restore
+from checkpoints import Checkpointer, Progress, restore
 from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device
 from config import ConfigError, flat, load, parse_command_line, to_yaml
 from copy_stream import CopyStream
@@ -55,7 +56,7 @@ from fetch import StreamFailure
 from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
-from prompts import read_prompts
+from quality import build_evaluation, build_mlperf_log, build_scorer, count_unevaluated, draw_evaluations, outcome_of
 from quiet_trainer import LateLosses, QuietTrainer
 from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, check_evaluations, finished, identity_of
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
@@ -71,20 +72,84 @@ DIST_TIMEOUT_SEC = 1800.0
 
 def train(config: RunConfig) -> dict[str, Any]:
     """Run one resolved configuration to its end and return the figures of its result line."""
-    assert config.precision is not None and config.device_train_microbatch_size is not None
-
-    # Device and ranks.
+    assert config.precision is not None
     device = build_device(config.precision)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
     alarm.listen()
-    device_batch = config.global_batch_size // dist.get_world_size()
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
-    # Where the run is: at its newest whole checkpoint, or at the beginning.
-    begun = begin(folder)
+    begun = begin(folder)  # at its newest whole checkpoint, or at the beginning
+    at = begun.progress
+    networks = build_networks(config, folder, begun, device)
+    config, model, scorer = networks.config, networks.model, networks.scorer
+    data = build_batches(config, networks, device, at)
+    learning = build_learning(config, model, begun, epoch_batches=len(data.dataloader))
+    is_over = at.batch >= learning.num_batches
+    if result := finished(folder, None if is_over else config.max_duration, config):
+        return result
 
-    # Model.
+    # Measuring and the record. Throughput closes a window before RunRecord writes it.
+    peak = peak_tflops(device_name(), config.precision)
+    throughput = Throughput(config.measure, flops_per_image=networks.cost.flops_per_image, peak=peak)
+    loader = data.dataloader if isinstance(data.dataloader, Loader) else None
+    checkpointer = Checkpointer(
+        folder / "checkpoints", config.save, model=model, identity=networks.identity, resume_from=begun.checkpoint
+    )
+    record = build_record(folder, networks, learning, throughput, loader, checkpointer)
+    record.start(at.batch)
+    begun.say(record.num_starts)
+    if scorer is not None:
+        record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
+    evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs)
+    target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
+    mlperf_log = build_mlperf_log(config, networks.stage, record)
+    profile = Profile(config.profile, folder, warmup_batches=config.measure.warmup_batches, disturb=throughput.disturb)
+    callbacks = [
+        profile if config.profile.batches else None,
+        networks.graphs,
+        BatchRandomness(model, config.seed),
+        learning.gradient_norm,
+        *(throughput, record, checkpointer, evaluation),
+        None if evaluation is None else target,
+        mlperf_log,
+    ]
+
+    trainer = build_trainer(config, device, model, data, learning, record, [c for c in callbacks if c is not None])
+    begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
+    trainer.logger.log_hyperparameters(dataclasses.asdict(config))
+    if not is_over and not target.reached:
+        fit(trainer, config, checkpointer, mlperf_log)
+    elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
+        evaluation.catch_up(trainer.state, trainer.logger)
+    end(trainer, loader, mlperf_log, target)
+    record.facts |= networks.graphs.facts()
+    record.facts["stopped_early"] = trainer.state.timestamp.batch.value < learning.num_batches
+    result = record.finish(outcome_of(config, target))
+    draw_evaluations(config, record)
+    begun.release()
+    return result
+
+
+@dataclass(frozen=True)
+class Networks:
+    """A run's networks on their device, and what was found out in building them."""
+
+    config: RunConfig
+    """With the microbatch, and the batch size of evaluations where it is known."""
+    model: LatentDiffusion
+    scorer: Scorer | None
+    cost: preflight.Cost
+    graphs: speed.GraphCounter
+    stage: Stage | None
+    """None: synthetic data."""
+    identity: dict[str, Any]
+    """What a checkpoint of this run is told by."""
+
+
+def build_networks(config: RunConfig, folder: Path, begun: Begun, device: Device) -> Networks:
+    """Build model and evaluation. Raises ConfigError: they fit neither the stage nor where the run stands, or no memory."""
+    assert config.precision is not None
     cost = cost_of(config)
     model = build(config)
     stage = None if config.data.synthetic else read_stage(config.data.location)
@@ -94,137 +159,143 @@ def train(config: RunConfig) -> dict[str, Any]:
     check_checkpoint(begun, identity)
     model.place(device._device, config.precision)
     speed.apply(model, config)
-    graphs = speed.GraphCounter(config.compile != "off")
-    config = dataclasses.replace(config, device_train_microbatch_size=microbatch_of(config, model, cost))
     batch_size = config.eval.batch_size or found_batch_size(folder)
-    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
+    config = dataclasses.replace(
+        config,
+        device_train_microbatch_size=microbatch_of(config, model, cost),
+        eval=dataclasses.replace(config.eval, batch_size=batch_size),
+    )
     scorer = build_scorer(config, folder)
     if scorer is not None:
         settings = {**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights}
         check_evaluations(folder, begun.progress.batch, settings)
+    return Networks(config, model, scorer, cost, speed.GraphCounter(config.compile != "off"), stage, identity)
 
-    # Data.
+
+def build_batches(config: RunConfig, networks: Networks, device: Device, at: Progress) -> DataSpec:
+    """Build the run's data, from where it stands on."""
     data = build_data(
         config.data,
-        model.family,
+        networks.model.family,
         size=config.size,
-        device_batch_size=device_batch,
+        device_batch_size=config.global_batch_size // dist.get_world_size(),
         device=device._device,
         seed=config.seed,
-        index_sha256=None if stage is None else stage.index_sha256,
+        index_sha256=None if networks.stage is None else networks.stage.index_sha256,
     )
     if config.copy_stream and not config.data.synthetic:
         data.batch_transforms = CopyStream(device._device)
-    at = begun.progress
     if at.batch:
         data.dataloader.resume(at.epoch, at.batch_in_epoch, config.global_batch_size)
+    return data
 
-    # Optimizer and schedule.
-    optimizer = build_optimizer(config.optimizer, model, config.global_batch_size)
-    num_batches = total_batches(
-        config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=len(data.dataloader)
-    )
-    schedule = build_schedule(
-        config.schedule, optimizer, global_batch_size=config.global_batch_size, num_batches=num_batches
-    )
-    gradient_norm = GradientNorm(config.optimizer.clip_norm)
+
+@dataclass(frozen=True)
+class Learning:
+    """What changes the weights."""
+
+    optimizer: Optimizer
+    schedule: LRScheduler
+    gradient_norm: GradientNorm
+    average: EMA | None
+    num_batches: int
+    """Of the whole run."""
+
+
+def build_learning(config: RunConfig, model: LatentDiffusion, begun: Begun, *, epoch_batches: int) -> Learning:
+    """Build optimizer, schedule and average, and bring them and the weights to where the run stands."""
+    batch = config.global_batch_size
+    optimizer = build_optimizer(config.optimizer, model, batch)
+    num_batches = total_batches(config.max_duration, global_batch_size=batch, epoch_batches=epoch_batches)
+    schedule = build_schedule(config.schedule, optimizer, global_batch_size=batch, num_batches=num_batches)
     average = EMA(config.ema) if config.ema.enabled else None
     if begun.checkpoint is not None:
         restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
-    if result := finished(folder, None if at.batch >= num_batches else config.max_duration, config):
-        return result
+    return Learning(optimizer, schedule, GradientNorm(config.optimizer.clip_norm), average, num_batches)
 
-    # Measuring and the record. Throughput closes a window before RunRecord writes it.
-    throughput = Throughput(
-        config.measure, flops_per_image=cost.flops_per_image, peak=peak_tflops(device_name(), config.precision)
-    )
-    loader = data.dataloader if isinstance(data.dataloader, Loader) else None
-    checkpointer = Checkpointer(
-        folder / "checkpoints",
-        config.save,
-        model=model,
-        identity=identity,
-        resume_from=begun.checkpoint,
-    )
-    if loader is not None:
-        loader.while_waiting = checkpointer.while_waiting
+
+def build_record(
+    folder: Path,
+    networks: Networks,
+    learning: Learning,
+    throughput: Throughput,
+    loader: Loader | None,
+    checkpointer: Checkpointer,
+) -> RunRecord:
+    """Connect the record with those that it asks, and with those that wait for it."""
+    config, fingerprints = networks.config, networks.model.encoders.fingerprints
+    facts = facts_of(config, networks.cost, fingerprints)
     record = RunRecord(
         folder,
         to_yaml(config),
-        {**facts_of(config, cost, model.encoders.fingerprints), "denoiser_start_fingerprint": start},
+        {**facts, "denoiser_start_fingerprint": networks.identity["denoiser_start"]},
         throughput=throughput,
-        mean_gradient_norm=gradient_norm.mean,
+        mean_gradient_norm=learning.gradient_norm.mean,
         bad_samples=loader.bad_samples if loader else None,
         check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
         last_checkpoint=lambda: checkpointer.last_full,
         late_losses=LateLosses() if config.late_loss else None,
     )
     checkpointer.before_saving = record.settle
-    record.start(at.batch)
-    begun.say(record.num_starts)
-    if scorer is not None:
-        record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
+    if loader is not None:
+        loader.while_waiting = checkpointer.while_waiting
+    return record
 
-    profile = Profile(config.profile, folder, warmup_batches=config.measure.warmup_batches, disturb=throughput.disturb)
 
-    # Evaluation and target.
-    evaluation = None if scorer is None else build_evaluation(config, scorer, model, throughput, record, graphs)
-    target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
-    mlperf_log = build_mlperf_log(config, stage, record)
-
-    # Trainer.
-    make_trainer = Trainer
-    if record.late_losses is not None:
-        make_trainer = functools.partial(QuietTrainer, losses=record.late_losses)
-    trainer = make_trainer(
+def build_trainer(
+    config: RunConfig,
+    device: Device,
+    model: LatentDiffusion,
+    data: DataSpec,
+    learning: Learning,
+    record: RunRecord,
+    callbacks: Sequence[Callback],
+) -> Trainer:
+    """Build Composer's Trainer, or the one that does not wait for losses."""
+    assert config.precision is not None and config.run_name is not None
+    late = record.late_losses
+    make = Trainer if late is None else functools.partial(QuietTrainer, losses=late)
+    return make(
         model=model,
         train_dataloader=data,
         max_duration=config.max_duration,
-        optimizers=optimizer,
-        schedulers=schedule,
+        optimizers=learning.optimizer,
+        schedulers=learning.schedule,
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader has been told where to begin
-        algorithms=[] if average is None else [average],
-        callbacks=[
-            *([profile] if config.profile.batches else []),
-            *(graphs, BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer),
-            *([] if evaluation is None else [evaluation, target]),
-            *([] if mlperf_log is None else [mlperf_log]),
-        ],
-        loggers=build_loggers(config.loggers, run_name, record.run_id, folder),
+        algorithms=[] if learning.average is None else [learning.average],
+        callbacks=callbacks,
+        loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder),
         progress_bar=config.loggers.progress_bar,
         device=device,
         precision=composer_precision(device, config.precision),
         device_train_microbatch_size=config.device_train_microbatch_size,
         seed=config.seed,
-        run_name=run_name,
+        run_name=config.run_name,
         dist_timeout=DIST_TIMEOUT_SEC,
     )
-    begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
-    trainer.logger.log_hyperparameters(dataclasses.asdict(config))
-    if at.batch < num_batches and not target.reached:
-        if_out_of_memory = microbatch.explained(
-            config.device_train_microbatch_size,
-            device_batch,
-            gradient_checkpointing=config.gradient_checkpointing,
-            last_checkpoint=lambda: checkpointer.last_full,
-        )
-        if_aborted = mlperf_log.aborted_by_divergence(trainer.state) if mlperf_log else contextlib.nullcontext()
-        with if_out_of_memory, if_aborted:
-            trainer.fit()
-    elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
-        evaluation.catch_up(trainer.state, trainer.logger)
-    if mlperf_log is not None:  # before what is no longer the run: loggers that finish, workers that end
+
+
+def fit(trainer: Trainer, config: RunConfig, checkpointer: Checkpointer, mlperf_log: MLPerfLog | None) -> None:
+    """Train. Raises microbatch.OutOfMemory: says what to try; and what training raises, which the MLPerf log then names."""
+    if_out_of_memory = microbatch.explained(
+        config.device_train_microbatch_size,
+        config.global_batch_size // dist.get_world_size(),
+        gradient_checkpointing=config.gradient_checkpointing,
+        last_checkpoint=lambda: checkpointer.last_full,
+    )
+    if_aborted = mlperf_log.aborted_by_divergence(trainer.state) if mlperf_log else contextlib.nullcontext()
+    with if_out_of_memory, if_aborted:
+        trainer.fit()
+
+
+def end(trainer: Trainer, loader: Loader | None, mlperf_log: MLPerfLog | None, target: QualityTarget) -> None:
+    """Close the log, then what is no longer the run: loggers that finish, workers that end."""
+    if mlperf_log is not None:
         mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
     trainer.close()
     if loader is not None:
         loader.close()
-    record.facts |= graphs.facts()
-    record.facts["stopped_early"] = trainer.state.timestamp.batch.value < num_batches
-    result = record.finish(outcome_of(config, target))
-    draw_evaluations(config, record)
-    begun.release()
-    return result
 
 
 def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: preflight.Cost) -> int:
@@ -238,119 +309,6 @@ def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: preflight.Cos
         return microbatch.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-
-
-def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
-    """Read what evaluations in training need. Raises ConfigError: it cannot be.
-
-    Their batch size is found at the first of them, when all that training keeps is in the memory.
-    """
-    if config.eval.when != "in_training":
-        return None
-    try:
-        return Scorer(
-            config.eval,
-            size=config.size,
-            seed=config.seed,
-            settings={"precision": config.precision, "prediction": config.objective.prediction},
-            show_progress=config.loggers.progress_bar,
-            found=lambda batch_size: keep_batch_size(folder, batch_size),
-        )
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
-
-
-def build_evaluation(
-    config: RunConfig,
-    scorer: Scorer,
-    model: LatentDiffusion,
-    throughput: Throughput,
-    record: RunRecord,
-    graphs: speed.GraphCounter,
-) -> Evaluation:
-    """Connect scorer, clock, record and the grid of samples."""
-
-    def keep(line: dict[str, Any], logger: Logger) -> None:
-        record.add_evaluation(line, logger)
-        if dist.get_global_rank() == 0:
-            write_grid(record.folder, line["images"], scorer.samples, logger)
-
-    def score() -> dict[str, Any]:
-        record.settle()
-        with graphs.step("evaluation"):
-            return scorer.score(model, config.eval.guidances()[0])
-
-    assert config.eval.every_images is not None
-    return Evaluation(
-        score,
-        every_images=config.eval.every_images,
-        with_average=config.eval.weights == "ema",
-        clock=throughput.evaluating,
-        earlier=lambda: record.evaluations,
-        keep=keep,
-    )
-
-
-def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many points before this start were not evaluated in training, and say so: the target may lie there."""
-    assert config.eval.every_images is not None
-    due = range(config.eval.every_images, images, config.eval.every_images)  # what is owed here and now comes first
-    missing = sorted(set(due) - {line["images"] for line in evaluations})
-    if missing and dist.get_global_rank() == 0:
-        given = (
-            f"{len(missing)} of {len(due)} points before {images:,} images were not evaluated (first: {missing[0]:,})"
-        )
-        found = "A target that is met from here on may have been met before. composer eval.py scores the snapshots there are"
-        print(f"eval: {given}. {found}.", file=sys.stderr, flush=True)
-    return len(missing)
-
-
-def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) -> MLPerfLog | None:
-    """Return what writes the MLPerf log, with what its header says of the run; None where none is wanted."""
-    if not config.mlperf.enabled:
-        return None
-    given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
-    assert config.eval.prompts is not None and config.eval.every_images is not None
-    header = {
-        "seed": config.seed,
-        "train_samples": 0 if stage is None else stage.num_samples,  # synthetic: drawn, not sampled
-        "eval_samples": len(read_prompts(config.eval.prompts, config.eval.num_prompts).prompts),
-        "gradient_accumulation_steps": math.ceil(batch / ranks / (config.device_train_microbatch_size or batch)),
-        "global_batch_size": batch,
-        "number_of_nodes": ranks // dist.get_local_world_size(),
-        "accelerators_per_node": dist.get_local_world_size() if torch.cuda.is_available() else 0,
-        "opt_name": given.name,
-        **dict(zip(("opt_adamw_beta_1", "opt_adamw_beta_2"), given.betas, strict=True)),
-        "opt_adamw_epsilon": given.eps,
-        "opt_adamw_weight_decay": given.weight_decay,
-        "opt_base_learning_rate": given.learning_rate(batch),
-        "opt_learning_rate_warmup_steps": config.schedule.num_warmup_batches(batch),
-    }
-    return MLPerfLog(
-        record.folder,
-        config.mlperf,
-        header,
-        every_images=config.eval.every_images,
-        in_training=config.eval.when == "in_training",
-        evaluations=lambda: record.evaluations,
-    )
-
-
-def draw_evaluations(config: RunConfig, record: RunRecord) -> None:
-    """Leave a picture of FID and CLIP score over the images seen in the run's folder, where there are two points at least."""
-    if len(record.evaluations) > 1 and dist.get_global_rank() == 0:
-        rows = [{"model": config.run_name, **line} for line in record.evaluations]
-        curves.draw_over_images(rows, record.folder / "eval.png", dataclasses.asdict(config.target))
-
-
-def outcome_of(config: RunConfig, target: QualityTarget) -> dict[str, Any]:
-    """What the result line says about evaluation: nothing without one; pending where eval.py has yet to score."""
-    if config.eval.when == "off":
-        return {}
-    outcome = target.result()
-    if not config.target.is_given:
-        return {key: outcome[key] for key in ("fid", "clip")} if config.eval.when == "in_training" else {}
-    return outcome if config.eval.when == "in_training" else {**dict.fromkeys(TARGET_KEYS), "target": "pending"}
 
 
 def load_start(config: RunConfig, model: LatentDiffusion, begun: Begun) -> str | None:
