@@ -211,3 +211,32 @@ def test_a_kept_run_of_another_commit_is_not_taken_for_one_of_this(tmp_path, cap
     assert ladder.main([str(path), f"results={tmp_path}", f"runs={tmp_path}/runs"]) == 2
     said = f"runs: {tmp_path}/runs/b is a finished run of commit abc. Remove it, or give another folder."
     assert capsys.readouterr().err.splitlines()[-1] == said
+
+
+# --- the committed records ---
+
+
+def recorded(name: str) -> dict[str, dict]:
+    """Rung -> its record with ratios, as they lie under reports/results."""
+    folder = ROOT / "reports/results" / name
+    records = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    rows = ladder.with_ratios(ladder.read_ladder(str(ROOT / f"yamls/ladders/{name}.yaml")), records)
+    return {row["rung"]: row for row in rows}
+
+
+def shown(row: dict) -> str:
+    """A rung as README's table has it."""
+    if row["status"] != "ok":
+        return f"| `{row['rung']}` | {row['status']} | - | - | - | - |"
+    speed = "{images_per_sec:.1f} ({images_per_sec_min:.1f} to {images_per_sec_max:.1f})".format(**row)
+    ratios = ("-" if row[key] is None else f"{row[key]:.3g}" for key in ("over_before", "over_first"))
+    cells = (f"`{row['rung']}`", speed, *ratios, f"{row['peak_mem_gib']:.2f}", f"{row['first_step_seconds']:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_the_cpu_ladder_is_that_of_the_committed_records_of_one_run():
+    rows = recorded("sd2_tiny_cpu")
+    names = [rung.name for rung in ladder.read_ladder(str(ROOT / "yamls/ladders/sd2_tiny_cpu.yaml")).rungs]
+    assert list(rows) == names
+    assert len({(row["commit"], row["device"]) for row in rows.values()}) == 1
+    assert "\n".join(map(shown, rows.values())) in (ROOT / "README.md").read_text()
