@@ -25,7 +25,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint test test-slow test-fp8 test-store test-gpu miniature miniature-files demo controls controls-files gpu-ladder clean
+.PHONY: help env lock lint test test-slow test-fp8 test-store test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -134,6 +134,9 @@ controls: miniature  ## what the target of demo was chosen from: other seeds, an
 
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
+
+gpu-evaluation:  ## on a GPU machine: how fast SD2 at 512 px is scored, eager and compiled -> reports/results/ (interpreter at hand)
+	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512_evaluation.yaml
 
 clean:  ## remove the data of demo and controls; runs stay in runs/
 	rm -rf $(SHAPES)

@@ -6,9 +6,10 @@
 A rung is a YAML of yamls/ with some keys; the first one is the baseline. The table sets each against the last one before it
 that ran, or against the one that it names as `over`, and against the baseline, where device and commit are the same;
 RESULTS/LADDER/ladder.png shows it. A rung's record, RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's
-name, command, evaluations and status: ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the
-end of what the run printed. A rung that has an `ok` record of this commit is not run again, so that the command can be called
-until all are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says which commit this is.
+name, command, evaluations, profile and status: ok, or refused (by the configuration check), out_of_memory, timeout,
+failed, with the end of what the run printed. A rung that has an `ok` record of this commit is not run again, so that the
+command can be called until all are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says
+which commit this is.
 results= defaults to reports/results; runs=FOLDER keeps the rungs' runs there (checkpoints, samples), else they are removed.
 Exit code: 0 when each rung of this call ran or was refused, 1 when one failed, 2 when the ladder cannot be read.
 """
@@ -49,7 +50,11 @@ COLUMNS = (
     "peak_mem_gib",
     "first_step_seconds",
 )
-PROGRAMS = {"benchmark": ["benchmark.py"], "predecessor": ["-m", "bench.predecessor"]}
+PROGRAMS = {
+    "benchmark": ["benchmark.py"],
+    "predecessor": ["-m", "bench.predecessor"],
+    "evaluation": ["-m", "bench.evaluation"],
+}
 """What runs a rung, as composer's launcher takes it."""
 OF_EVALUATION = ("batch", "images", "seconds", "seconds_with_eval", "weights", "guidance", "num_images", "fid", "clip")
 """What a record keeps of each evaluation."""
@@ -123,7 +128,9 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None) -> dict[str, 
             evaluations = [line for line in read_lines(summary.with_name("metrics.jsonl")) if line.get("evaluation")]
             short = [{key: line[key] for key in OF_EVALUATION} for line in evaluations]
             of_evaluations = {"evaluations": short} if short else {}
-            return {**record, "status": "ok", **json.loads(summary.read_text()), **of_evaluations}
+            profile = summary.with_name("profile") / "table.json"
+            of_profile = {"profile": json.loads(profile.read_text())} if profile.is_file() else {}
+            return {**record, "status": "ok", **json.loads(summary.read_text()), **of_evaluations, **of_profile}
     if code is None:
         status = "timeout"
     elif code == 2:

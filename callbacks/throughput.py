@@ -172,10 +172,10 @@ class Throughput(Callback):
             torch.cuda.synchronize()
         self._switch("train")
         # One reduction a window: the slowest rank's clocks and the fullest rank's memory.
-        readings = torch.tensor([*self._clocks.values(), _peak_mem_gib(state)], dtype=torch.float64)
+        readings = torch.tensor([*self._clocks.values(), peak_mem_gib(state.device.name == "gpu")], dtype=torch.float64)
         readings = state.device.tensor_to_device(readings)
         dist.all_reduce(readings, reduce_operation="MAX")
-        *seconds, peak_mem_gib = readings.tolist()
+        *seconds, peak_gib = readings.tolist()
         clocks = dict(zip(CLOCKS, seconds, strict=True))
         images = state.timestamp.sample.value - self._images_before
         self.closed_window = {
@@ -188,7 +188,7 @@ class Throughput(Callback):
             "images_per_sec_wall": images / sum(seconds),
             "data_wait_frac": clocks["data_wait"] / (clocks["train"] + clocks["data_wait"]),
             **{f"{name}_sec": value for name, value in clocks.items()},
-            "peak_mem_gib": peak_mem_gib,
+            "peak_mem_gib": peak_gib,
         }
         self.windows.append(self.closed_window)
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
@@ -225,8 +225,8 @@ class Throughput(Callback):
         }
 
 
-def _peak_mem_gib(state: State) -> float:
-    """Allocated by torch on a GPU, resident on a CPU (Linux gives KiB)."""
-    if state.device.name == "gpu":
+def peak_mem_gib(on_gpu: bool) -> float:
+    """Return the most that was allocated by torch on a GPU, or resident on a CPU (Linux gives KiB)."""
+    if on_gpu:
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -184,10 +184,14 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path):
     assert (tmp_path / "sd2_tiny_cpu" / "ladder.png").is_file()
     for name in measured:
         assert records[name]["first_step_seconds"] > 0
-        assert records[name]["images_per_sec"] > 0 and records[name]["windows"] == 10
+        # The window that the profiler slowed is none.
+        assert records[name]["images_per_sec"] > 0 and records[name]["windows"] == (
+            9 if "profile" in records[name] else 10
+        )
         assert (
             records[name]["device"].startswith("CPU") and records[name]["torch_version"] and "commit" in records[name]
         )
+    assert records["aside_profile"]["profile"]["kinds"]["convolution"]["frac"] > 0
     assert "memory: 4096 images a pass need about" in records["too_large"]["output_end"]
     again = run(*command, timeout=120)
     if len(records["online"]["commit"] or "") == 40:

@@ -1,0 +1,156 @@
+"""How fast a model is scored from end to end: captions -> images -> features -> FID and CLIP score.
+
+    composer -n 1 -m bench.evaluation yamls/sd2_512_synthetic.yaml                                 # a rung of a ladder
+    composer -n 1 -m bench.evaluation yamls/sd2_512_synthetic.yaml compile=whole channels_last=true eval.num_prompts=256
+
+A run's keys, and its `eval` section, but for files: the weights are random, of the denoiser's preset; the image network is
+Inception at its size, the pair ViT-H-14 at its (of `preset=tiny` the small random ones), the captions are made up, and
+what FID compares with is a unit covariance. Its figures mean nothing, its time does. 128 prompts where no number is given.
+
+The prompts are scored once to warm up, which compiles and finds the batch size, and then ROUNDS times; CLIP features of
+captions are kept from the first time, as from a run's first evaluation. RUN_FOLDER/RUN_NAME/summary.json has images/s
+(median, least and greatest round) under the names of a training run. The distance of FID, which is computed once in an
+evaluation of 30,000 images, would be much of one of 128: it is timed by itself (`figures_seconds`), and is not in images/s.
+
+Exit code: 0, or 2 when the configuration cannot run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from composer.utils import dist
+
+import speed
+from callbacks.run_record import result_line, rounded
+from callbacks.throughput import peak_mem_gib
+from checks import model_problems, precision_problems, seed_problems, speed_problems
+from config import ConfigError, Problem, load, parse_command_line
+from environment import environment
+from metrics.clip_score import load_clip
+from metrics.weights import RANDOM
+from model import build_device
+from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from scoring import Scorer
+
+ROUNDS = 3
+NUM_PROMPTS = 128
+NUM_FEATURES = 2048  # Inception's
+CLIP = "ViT-H-14"
+FILES = ("prompts", "statistics", "inception", "clip")
+"""Of the section `eval`: what this program makes up."""
+
+
+def problems_of(config: RunConfig) -> list[Problem]:
+    """Return what cannot be: of generating and of speed alone, since nothing is trained."""
+    found = [
+        (f"eval.{key}", "is made up here. Leave it out.") for key in FILES if getattr(config.eval, key) is not None
+    ]
+    found += config.eval.problems(now=False)
+    if len(config.eval.guidances()) > 1:
+        found.append(("eval.guidance", f"{config.eval.guidance} is a list. One scale is measured here."))
+    if config.eval.num_prompts == 1:
+        found.append(("eval.num_prompts", "1, but FID compares covariances. Give 2 at least."))
+    problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
+    problems += model_problems(config.model, config.image_size, encoders_wanted=False)
+    return problems + seed_problems(config) + precision_problems(config) + speed_problems(config)
+
+
+def made_up(config: RunConfig, folder: Path) -> RunConfig:
+    """Write prompts and statistics to a folder, and return the configuration with them."""
+    num = config.eval.num_prompts or NUM_PROMPTS
+    prompts, reference = folder / "prompts.tsv", folder / "statistics.npz"
+    lines = [f"{n}\t{n}\ta photograph of {n} oranges on a blue table" for n in range(num)]
+    prompts.write_text("\n".join(["image_id\tid\tcaption", *lines, ""]))
+    np.savez(reference, mu=np.zeros(NUM_FEATURES), sigma=np.eye(NUM_FEATURES))
+    files = dict(prompts=str(prompts), statistics=str(reference), inception=RANDOM, clip=RANDOM)
+    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=num, **files))
+
+
+def measure(config: RunConfig) -> dict[str, Any]:
+    """Score one resolved configuration's model again and again, and return the figures of its summary."""
+    assert config.precision is not None
+    device = build_device(config.precision)
+    dist.initialize_dist(device)
+    model = build(config)
+    model.place(device._device, config.precision)
+    speed.apply(model, config)
+    with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
+        scorer = Scorer(made_up(config, Path(folder)).eval, size=config.size, seed=config.seed)
+    if config.model.preset == "full":
+        scorer.meter.pair = load_clip(RANDOM, CLIP)
+    seconds = []
+    for _ in range(1 + ROUNDS):
+        if device.name == "gpu" and len(seconds) == 1:
+            torch.cuda.reset_peak_memory_stats()  # finding the batch size tried too much
+        began = time.perf_counter()
+        scorer.score(model, config.eval.guidances()[0])
+        seconds.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    scorer.meter.figures()
+    figures_sec = time.perf_counter() - began
+    num = len(scorer.prompt_set.prompts)
+    speeds = [num / (each - figures_sec) for each in seconds[1:]]
+    figures = {
+        "images_per_sec": statistics.median(speeds),
+        "images_per_sec_min": min(speeds),
+        "images_per_sec_max": max(speeds),
+        "images_per_sec_per_device": statistics.median(speeds) / dist.get_world_size(),
+        "peak_mem_gib": peak_mem_gib(device.name == "gpu"),
+        "windows": ROUNDS,
+        "first_step_seconds": seconds[0],
+        "seconds": sum(seconds[1:]),
+        "figures_seconds": figures_sec,
+        **speed_facts(config),
+    }
+    what = {
+        "program": "bench.evaluation",
+        "clip_model": scorer.meter.pair.name,
+        **scorer.settings(config.eval.guidances()[0]),
+    }
+    return {
+        **{key: rounded(value) for key, value in figures.items()},
+        **what,
+        "preset": config.model.preset,
+        **environment(),
+    }
+
+
+def speed_facts(config: RunConfig) -> dict[str, Any]:
+    """Return the keys of speed, and how many graphs were compiled."""
+    keys = {key.name: getattr(config, key.name) for key in dataclasses.fields(speed.SpeedKeys)}
+    graphs = speed.num_graphs() if config.compile != "off" else None
+    return {**keys, "precision": config.precision, "compiled_graphs": graphs}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the configuration, measure, write the summary, print its line."""
+    try:
+        config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), not_yet=NOT_YET, check=problems_of))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(dist.get_local_rank())
+        summary = measure(config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if dist.get_global_rank() == 0:
+        folder = Path(config.run_folder, config.run_name or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        shown = ("images_per_sec", "images_per_sec_min", "images_per_sec_max", "eval_batch_size", "peak_mem_gib")
+        print(result_line({key: summary[key] for key in shown}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""bench/evaluation.py: the run of one rung, and what it refuses; no speed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import TINY_RUN
+
+from bench import evaluation
+
+WORDS = [*[word for word in TINY_RUN if not word.startswith("max_duration")], "eval.num_prompts=4", "eval.steps=2"]
+
+
+@pytest.mark.slow
+def test_a_rung_is_scored_three_times_after_a_first(tmp_path, capsys):
+    assert evaluation.main([*WORDS, "eval.batch_size=2", f"run_folder={tmp_path}", "run_name=a"]) == 0
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["images_per_sec_min"] <= summary["images_per_sec"] <= summary["images_per_sec_max"]
+    assert summary["windows"] == 3 and summary["num_prompts"] == 4 and summary["eval_batch_size"] == 2
+    assert 0 < summary["figures_seconds"] < summary["seconds"] and summary["first_step_seconds"] > 0
+    rounds = [4 / summary[f"images_per_sec{end}"] + summary["figures_seconds"] for end in ("_min", "", "_max")]
+    assert sum(rounds) == pytest.approx(summary["seconds"], rel=1e-3)
+    assert f"images_per_sec={summary['images_per_sec']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("eval.prompts=x.tsv", "eval.prompts: is made up here. Leave it out."),
+        ("eval.guidance=[1,2]", "eval.guidance: [1, 2] is a list. One scale is measured here."),
+        ("eval.steps=0", "eval.steps: 0 is not possible."),
+        ("eval.num_prompts=0", "eval.num_prompts: 0 is below 1. Possible: 1 and up."),
+        ("eval.num_prompts=1", "eval.num_prompts: 1, but FID compares covariances."),
+        ("cudnn_benchmark=true", "cudnn_benchmark: true needs a GPU."),
+        ("precision=fp16", "precision: fp16 needs a GPU."),
+        ("model.preset=huge", "huge"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, capsys, word, said):
+    assert evaluation.main([*WORDS, word, f"run_folder={tmp_path}", "run_name=a"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
