@@ -144,6 +144,11 @@ def _batch_problems(config: RunConfig) -> list[Problem]:
         return [Problem(f"device_train_microbatch_size: {microbatch} is below 1. Possible: 1 and up, or null.", keys)]
     if text := preflight.batch_problem(config.global_batch_size, ranks, microbatch or 1):
         return [Problem(f"global_batch_size: {text}", keys)]
+    if config.cuda_graphs and config.device_train_microbatch_size not in (None, config.global_batch_size // ranks):
+        given = f"true, but device_train_microbatch_size={config.device_train_microbatch_size}"
+        why = "a graph's gradients cannot be added to those of another pass (pytorch issue 169545)"
+        text = f"cuda_graphs: {given}: {why}. Leave out one of the two: the microbatch is then the device batch."
+        return [Problem(text, ("cuda_graphs", *keys))]
     canonical, nodes = config.data.num_canonical_nodes, max(1, ranks // dist.get_local_world_size())
     if canonical >= 1 and canonical % nodes and nodes % canonical:
         text = (

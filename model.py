@@ -146,6 +146,7 @@ class LatentDiffusion(ComposerModel):
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.device = torch.device("cpu")
         self.memory_format = torch.contiguous_format  # of images and latents on their way into a network: see speed.py
+        self.replays_graphs = False  # the denoiser's kernels come from CUDA graphs: see speed.py
         self._autocast_dtype: torch.dtype | None = None
         self._empty_condition: dict[str, Tensor] | None = None
 
@@ -234,7 +235,9 @@ class LatentDiffusion(ComposerModel):
         The tensors' types and layouts are the same in both: a compiled network has a graph for each it has seen.
         """
         noisy = noisy.contiguous(memory_format=self.memory_format)
-        return self.family.denoise(self.denoiser, noisy, times.contiguous(), condition)
+        prediction = self.family.denoise(self.denoiser, noisy, times.contiguous(), condition)
+        # A replay writes where the one before has written, and a sampler may still hold that.
+        return prediction.clone() if self.replays_graphs else prediction
 
     def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted mean squared error, a float32 scalar."""

@@ -9,10 +9,12 @@ Layouts: NCHW is (B, C, H, W) with W fastest, NHWC the same tensor with C fastes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -108,9 +110,12 @@ OF_TRAINING = ("gradient_checkpointing", "late_loss", "copy_stream")
 
 def compiler_problem(is_gpu: bool) -> str | None:
     """Say what torch.compile lacks here, or None."""
-    given = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([given] if given else ["g++", "clang++"])):
-        return "needs a C++ compiler, and there is no g++ here. Install it, set CXX, or say compile=off."
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor takes it
+    if not shutil.which(compiler):
+        given = "CXX names" if "CXX" in os.environ else "without CXX it is"
+        return (
+            f"needs a C++ compiler ({given} '{compiler}'), and there is none. Install it, set CXX, or say compile=off."
+        )
     if is_gpu and importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed. pip install triton, or say compile=off."
     return None
@@ -144,6 +149,7 @@ class Network(Protocol):
 
     denoiser: nn.Module
     memory_format: torch.memory_format
+    replays_graphs: bool
 
     @property
     def frozen(self) -> Mapping[str, nn.Module]: ...
@@ -294,14 +300,19 @@ def compile_networks(model: Network, keys: SpeedKeys) -> None:
     if keys.gradient_checkpointing > 0.0:
         # dynamo splits a graph where DDP's buckets end, but not one with checkpointed blocks: an error of its own.
         torch._dynamo.config.optimize_ddp = False
-    ways: dict[str, Any] = {"dynamic": False, "backend": BACKEND}
-    if BACKEND == "inductor":
-        ways["options"] = inductor_options(keys) or None
+    model.replays_graphs = keys.cuda_graphs
     for part in denoiser_parts(model.denoiser, keys.compile):
-        part.compile(fullgraph=True, **ways)
+        part.compile(fullgraph=True, **_ways(inductor_options(keys)))
+    # Not replayed: the denoiser would be given what a graph holds, which torch refuses (pytorch issue 152887).
+    without_graphs = dataclasses.replace(keys, cuda_graphs=False)
     for network in model.frozen.values():
         for part in _frozen_parts(network):
-            part.compile(**ways)
+            part.compile(**_ways(inductor_options(without_graphs)))
+
+
+def _ways(options: dict[str, Any]) -> dict[str, Any]:
+    ways = {"dynamic": False, "backend": BACKEND}
+    return {**ways, "options": options or None} if BACKEND == "inductor" else ways
 
 
 def inductor_options(keys: SpeedKeys) -> dict[str, Any]:

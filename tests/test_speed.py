@@ -145,7 +145,7 @@ def denoiser_of(keys: dict, denoiser: nn.Module | None = None) -> SimpleNamespac
     if denoiser is None:
         torch.manual_seed(1)
         denoiser = load_family("sd2", "tiny", "stock").build_denoiser()
-    network = SimpleNamespace(denoiser=denoiser, frozen={}, memory_format=torch.contiguous_format)
+    network = SimpleNamespace(denoiser=denoiser, frozen={}, memory_format=torch.contiguous_format, replays_graphs=False)
     speed.apply(network, SpeedKeys(**keys))
     return network
 
@@ -445,8 +445,37 @@ def test_graphs_of_cuda_want_one_compiled_graph(capsys):
     )
 
 
+@pytest.mark.parametrize("microbatch", ["4", "auto"])
+def test_graphs_of_cuda_want_the_device_batch_in_one_pass(capsys, microbatch):
+    said = refused(capsys, "cuda_graphs=true", "compile=whole", f"device_train_microbatch_size={microbatch}")
+    assert said[0] == (
+        f"cuda_graphs: true, but device_train_microbatch_size={microbatch}: a graph's gradients cannot be added to those of "
+        "another pass (pytorch issue 169545). Leave out one of the two: the microbatch is then the device batch."
+    )
+    one_pass = refused(capsys, "cuda_graphs=true", "compile=whole", "device_train_microbatch_size=8")
+    assert one_pass == ["cuda_graphs: true needs a GPU. Leave it out on a CPU."]
+
+
+def test_what_is_given_to_a_graph_of_cuda_or_kept_from_it_is_no_graphs_own(monkeypatch):
+    compiled = {}
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **ways: compiled.update({module: ways["options"]}))
+    model = model_of({}, "sd2")
+    speed.apply(model, SpeedKeys(compile="whole", cuda_graphs=True))
+    assert compiled.pop(model.denoiser) == {"triton.cudagraphs": True}
+    assert len(compiled) == 3 and not any(compiled.values())  # text encoder, both halves of the autoencoder
+    kept = torch.zeros(1)
+    monkeypatch.setattr(type(model.family), "denoise", lambda *_: kept)
+    assert model._denoise(torch.zeros(1, 4, 8, 8), torch.zeros(1), {}) is not kept
+
+
 def test_a_missing_compiler_is_named(capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
+    said = "and there is none. Install it, set CXX, or say compile=off."
     assert refused(capsys, "compile=whole") == [
-        "compile: whole needs a C++ compiler, and there is no g++ here. Install it, set CXX, or say compile=off."
+        f"compile: whole needs a C++ compiler (CXX names 'no-such-compiler'), {said}"
+    ]
+    monkeypatch.delenv("CXX")  # inductor does not look for another one than g++
+    monkeypatch.setattr(speed.shutil, "which", lambda name: None if name == "g++" else f"/usr/bin/{name}")
+    assert refused(capsys, "compile=whole") == [
+        f"compile: whole needs a C++ compiler (without CXX it is 'g++'), {said}"
     ]
