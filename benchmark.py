@@ -234,6 +234,7 @@ def build_record(
         bad_samples=loader.bad_samples if loader else None,
         check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
         last_checkpoint=lambda: checkpointer.last_full,
+        how={key: facts[key] for key in ("device_train_microbatch_size", *speed_keys(config))},
         late_losses=LateLosses() if config.late_loss else None,
     )
     checkpointer.before_saving = record.settle
@@ -330,6 +331,11 @@ def load_start(config: RunConfig, model: LatentDiffusion, begun: Begun) -> str |
     return start
 
 
+def speed_keys(config: RunConfig) -> dict[str, Any]:
+    """Return the keys of speed and their values."""
+    return {key.name: getattr(config, key.name) for key in dataclasses.fields(speed.SpeedKeys)}
+
+
 def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """What summary.json says about a run beside its figures."""
     return {
@@ -346,7 +352,7 @@ def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str,
         "seed": config.seed,
         "max_duration": config.max_duration,
         "ema": config.ema.enabled,
-        **{key.name: getattr(config, key.name) for key in dataclasses.fields(speed.SpeedKeys)},
+        **speed_keys(config),
         **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(

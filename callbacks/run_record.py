@@ -64,6 +64,7 @@ class RunRecord(Callback):
         bad_samples: this rank's unusable samples so far, sample id -> (key, reason); or None.
         check_bad_samples: raises when there are too many, given those of all ranks.
         last_checkpoint: the newest whole checkpoint, for messages.
+        how: what else a speed depends on beside the devices (the keys of speed, the microbatch); a run may go on with others.
         late_losses: losses that are known one batch late; `settle` has to be called before anything of a batch is kept.
 
     `evaluations`: those of this run so far, in order, the same on all ranks.
@@ -80,6 +81,7 @@ class RunRecord(Callback):
         bad_samples: Mapping[int, tuple[str, str]] | None,
         check_bad_samples: Callable[[Mapping[int, tuple[str, str]]], None],
         last_checkpoint: Callable[[], Path | None],
+        how: Mapping[str, Any] | None = None,
         late_losses: LateLosses | None = None,
     ):
         self.folder = folder
@@ -90,6 +92,7 @@ class RunRecord(Callback):
         self.own_bad_samples = bad_samples
         self.check_bad_samples = check_bad_samples
         self.last_checkpoint = last_checkpoint
+        self.how = dict(how or {})
         self.late_losses = late_losses
         self.run_id = ""
         self.num_starts = 0
@@ -122,14 +125,13 @@ class RunRecord(Callback):
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
             _write(self.folder / "config.yaml", self.config_yaml)  # first: a folder without it is no run
-            _write(self.folder / "starts.jsonl", _lines([*earlier, {**start, **where}]))
+            _write(self.folder / "starts.jsonl", _lines([*earlier, {**start, **where, "how": self.how}]))
             _write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
             (self.folder / "summary.json").unlink(missing_ok=True)  # it would say that the run is finished
             lines = self._cut_back(batch)
             self.evaluations = [line for line in lines if line.get("evaluation")]
             kept = [line for line in lines if not line.get("evaluation")]
-            # Speeds of another machine are not this one's.
-            same = {e["start"] for e in earlier if all(e[key] == where[key] for key in ("device", "num_devices"))}
+            same = {e["start"] for e in earlier if self._has_speed_of(e)}
             self.throughput.windows = [line for line in kept if line.get("start") in same]
             self.loss = kept[-1]["loss"] if kept else None
             self._written_to = kept[-1]["batch"] if kept else 0
@@ -141,6 +143,11 @@ class RunRecord(Callback):
         dist.broadcast_object_list(shared)
         # All ranks decide alike on how many are too many, and on whether the target is met.
         self.all_bad_samples, self._written_to, self.evaluations = shared[0]
+
+    def _has_speed_of(self, start: Mapping[str, Any]) -> bool:
+        """True where an earlier start ran as this one does: speeds of another machine or of other keys are not this one's."""
+        is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))
+        return is_same and start.get("how", self.how) == self.how
 
     def _cut_back(self, batch: int) -> list[dict[str, Any]]:
         """Leave the lines up to a batch in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""

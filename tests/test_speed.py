@@ -373,6 +373,18 @@ def test_a_checkpoint_that_was_written_with_the_keys_goes_on_without_them_and_th
         assert losses(tmp_path, name) == pytest.approx(losses(tmp_path, "unbroken"), rel=1e-4)
 
 
+def test_a_speed_is_that_of_the_keys_which_the_summary_names(tmp_path, capsys):
+    """The first start's windows, without the keys, are no windows of the second."""
+    plain = ["measure.warmup_batches=0", "measure.window_batches=1", "save.every_images=8"]
+    run(tmp_path, "a", *plain, "max_duration=4ba")
+    assert run(tmp_path, "a", *plain, "max_duration=5ba")["windows"] == 5
+    for number, keys in enumerate(
+        (["channels_last=true"], ["channels_last=true", "device_train_microbatch_size=4"]), 6
+    ):
+        summary = run(tmp_path, "a", *plain, *keys, f"max_duration={number}ba")
+        assert (summary["windows"], summary["batches"]) == (1, number)
+
+
 def test_the_summary_names_the_keys_and_the_time_of_the_first_step(tmp_path, capsys):
     summary = run(tmp_path, "a", "gradient_checkpointing=0.25", "channels_last=true")
     assert (summary["compile"], summary["gradient_checkpointing"], summary["channels_last"]) == ("off", 0.25, True)
