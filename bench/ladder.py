@@ -30,12 +30,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from callbacks.quality_target import TARGET_KEYS
 from callbacks.run_record import read_lines
 from config import ConfigError
 from environment import commit, device_name
+from preflight import unwritable
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "DefaultCPUAllocator: can't allocate")
 SPEED = "images_per_sec_per_device"
@@ -80,6 +82,8 @@ class Ladder:
     limit_sec: int
     budget_sec: int
     rungs: tuple[Rung, ...]
+    needs_gpu: bool = False
+    """Its rungs say nothing elsewhere: it is refused there."""
 
 
 def read_ladder(path: str) -> Ladder:
@@ -90,21 +94,35 @@ def read_ladder(path: str) -> Ladder:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
         rungs = tuple(Rung(**{**rung, "keys": tuple(rung["keys"])}) for rung in content["rungs"])
-        ladder = Ladder(Path(path).stem, int(content["limit_sec"]), int(content["budget_sec"]), rungs)
-        for rung, given in zip(rungs, content["rungs"], strict=True):
-            if not re.fullmatch(r"[\w-]+", rung.name) or not isinstance(given["keys"], list):
-                raise ValueError(f"rung {rung.name!r} has no plain name, or its keys are no list")
-            if rung.program not in PROGRAMS or rung.over not in (None, *(other.name for other in rungs)):
-                raise ValueError(f"rung {rung.name!r} names a program or a rung that there is not")
+        seconds = {key: int(content[key]) for key in ("limit_sec", "budget_sec")}
+        ladder = Ladder(Path(path).stem, **{**content, **seconds, "rungs": rungs})
+        _check_rungs(rungs, content["rungs"])
         if ladder.limit_sec < 1:
             raise ValueError(f"limit_sec is {ladder.limit_sec}")
     except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
-        wanted = "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program or over"
+        wanted = "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program or over; needs_gpu"
         first_line = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             [f"{path}: is no ladder ({type(error).__name__}: {first_line}). Wanted: {wanted}."]
         ) from error
     return ladder
+
+
+def _check_rungs(rungs: Sequence[Rung], given: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for what a rung cannot be. Each has a record of its own, and is set against one before it."""
+    if not rungs:
+        raise ValueError("it has no rungs")
+    before: set[str] = set()
+    for rung, content in zip(rungs, given, strict=True):
+        if not re.fullmatch(r"[\w-]+", rung.name) or not isinstance(content["keys"], list):
+            raise ValueError(f"rung {rung.name!r} has no plain name, or its keys are no list")
+        if bad := [word for word in (rung.yaml, *rung.keys) if not isinstance(word, str)]:
+            raise ValueError(f"rung {rung.name!r} has {bad[0]!r} where a text is wanted, e.g. 'seed=1'")
+        if rung.name in before:
+            raise ValueError(f"two rungs are called {rung.name!r}")
+        if rung.program not in PROGRAMS or rung.over not in (None, *before):
+            raise ValueError(f"rung {rung.name!r} names a program that there is not, or no rung before it")
+        before.add(rung.name)
 
 
 def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None) -> dict[str, Any]:
@@ -176,7 +194,18 @@ def _done(path: Path, here: str | None) -> bool:
     except (OSError, ValueError):
         return False
     is_commit = here is not None and not here.endswith("+changes")
-    return is_commit and record.get("status") == "ok" and record.get("commit") == here
+    return is_commit and isinstance(record, dict) and record.get("status") == "ok" and record.get("commit") == here
+
+
+def _problems_here(ladder: Ladder, path: str, folders: Mapping[str, Path | None]) -> list[str]:
+    """Return what would be known only after minutes: no place for the records, no device for the rungs."""
+    found = [f"{key}: {text}" for key, folder in folders.items() if folder is not None and (text := unwritable(folder))]
+    if ladder.needs_gpu and not torch.cuda.is_available():
+        ways = (
+            "Run it where there is one; on a CPU: python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=FOLDER"
+        )
+        found.append(f"{path}: its rungs need a GPU, and torch finds none here. {ways}")
+    return found
 
 
 def _kept_problem(runs: Path | None, ladder: Ladder, here: str | None) -> str | None:
@@ -272,6 +301,8 @@ def main(argv: Sequence[str]) -> int:
                 known = ", ".join(f"{name}=FOLDER" for name in folders)
                 raise ConfigError([f"command line: '{word}' is not known. Known: {known}."])
             folders[key] = Path(value).resolve()
+        if found := _problems_here(ladder, argv[0], folders):
+            raise ConfigError(found)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -295,7 +326,8 @@ def main(argv: Sequence[str]) -> int:
             record = run_rung(rung, ladder.limit_sec, folders["runs"])
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=2) + "\n")
-            print(f"{rung.name}: {record['status']} after {record['process_seconds']} s", flush=True)
+            why = "" if record["status"] == "ok" else f"; the end of what it said: {path}"
+            print(f"{rung.name}: {record['status']} after {record['process_seconds']} s{why}", flush=True)
         records[rung.name] = json.loads(path.read_text())
     rows = with_ratios(ladder, records)
     print(*dict.fromkeys(str(row.get("device")) for row in rows), sep="\n")

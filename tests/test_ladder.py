@@ -28,7 +28,7 @@ def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path):
         ladder.read_ladder(str(path))
     assert str(error.value) == (
         f"{path}: is no ladder (KeyError: 'keys'). Wanted: limit_sec, budget_sec and rungs, each with name, yaml and keys, "
-        f"and program or over."
+        f"and program or over; needs_gpu."
     )
 
 
@@ -42,6 +42,13 @@ def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path):
         "{name: ../../x, yaml: y, keys: []}",
         "{name: [}",
         "- x",
+        "",
+        "{name: a, yaml: 3, keys: []}",
+        "{name: a, yaml: y, keys: [1]}",
+        "{name: a, yaml: y, keys: [{seed: 1}]}",
+        "{name: a, yaml: y, keys: []}, {name: a, yaml: y, keys: [seed=1]}",
+        "{name: a, yaml: y, keys: [], over: a}",
+        "{name: a, yaml: y, keys: [], over: b}, {name: b, yaml: y, keys: []}",
     ],
 )
 def test_odd_rungs_are_refused(tmp_path, rung):
@@ -49,6 +56,26 @@ def test_odd_rungs_are_refused(tmp_path, rung):
     path.write_text(f"rungs: [{rung}]\nlimit_sec: 1\nbudget_sec: 1\n")
     with pytest.raises(ConfigError, match="^.*x.yaml: is no ladder "):
         ladder.read_ladder(str(path))
+
+
+def test_a_ladder_s_own_keys_are_known_ones(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("{rungs: [{name: a, yaml: y, keys: []}], limit_sec: 1, budget_sec: 1, limits: 2}")
+    with pytest.raises(ConfigError, match="is no ladder .*unexpected keyword argument 'limits'"):
+        ladder.read_ladder(str(path))
+
+
+def test_what_would_be_known_after_minutes_is_said_before_a_rung_is_started(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ladder, "run_rung", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(ladder.torch.cuda, "is_available", lambda: False)
+    (tmp_path / "file").write_text("")
+    assert ladder.main(["yamls/ladders/sd2_512.yaml", f"results={tmp_path}/file"]) == 2
+    of_results, of_device = capsys.readouterr().err.splitlines()
+    assert of_results.startswith(f"results: {tmp_path}/file cannot be written: {tmp_path}/file: Not a directory.")
+    assert of_device == (
+        "yamls/ladders/sd2_512.yaml: its rungs need a GPU, and torch finds none here. Run it where there is one; "
+        "on a CPU: python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=FOLDER"
+    )
 
 
 def test_a_record_counts_as_done_only_where_the_commit_is_known(tmp_path):
@@ -59,8 +86,9 @@ def test_a_record_counts_as_done_only_where_the_commit_is_known(tmp_path):
     assert not ladder._done(path, "abc+changes")  # two changed trees have the same name
     path.write_text('{"status": "ok", "commit": null}')
     assert not ladder._done(path, None)
-    path.write_text("{")
-    assert not ladder._done(path, "abc")
+    for broken in ("{", "[]"):
+        path.write_text(broken)
+        assert not ladder._done(path, "abc")
 
 
 def test_the_command_says_what_it_does_not_know(capsys):
