@@ -28,6 +28,10 @@ AUTO = "auto"
 TRIED_ABOVE = 1.5  # times what can be planned with: the estimate knows nothing of what a compiler saves
 
 
+# What torch's allocator has no part in: a library's workspace, a driver's own; torch gives them as plain RuntimeErrors.
+OF_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+
+
 class OutOfMemory(RuntimeError):
     """A run's memory was not enough; the message says what would be."""
 
@@ -66,11 +70,11 @@ def find(
     Raises:
         ValueError: not one image fits.
     """
-    size = estimated(cost, device_batch, ranks_on_device, ema=ema)
+    size = _least(estimated(cost, device_batch, ranks_on_device, ema=ema), model.device)
     if model.device.type == "cuda":
-        largest = estimated(cost, device_batch, ranks_on_device, ema=ema, factor=TRIED_ABOVE)
+        largest = _least(estimated(cost, device_batch, ranks_on_device, ema=ema, factor=TRIED_ABOVE), model.device)
         sizes = [size for size in sizes_of(device_batch) if size <= largest]
-        size = next((size for size in sizes if _all_ranks(_fits(model, columns, size, ema=ema), model.device)), 0)
+        size = next((size for size in sizes if _least(int(_fits(model, columns, size, ema=ema)), model.device)), 0)
     if not size:
         raise ValueError(
             "device_train_microbatch_size: auto, but not one image fits this GPU. Try gradient_checkpointing=1, "
@@ -83,10 +87,11 @@ def find(
     return size
 
 
-def _all_ranks(fits: bool, device: torch.device) -> bool:
-    least = torch.tensor([int(fits)], device=device)
+def _least(number: int, device: torch.device) -> int:
+    """Return the least of all ranks' numbers: what is free on a CPU is not the same a moment later, nor on another node."""
+    least = torch.tensor([number], device=device)
     dist.all_reduce(least, reduce_operation="MIN")
-    return bool(least.item())
+    return int(least.item())
 
 
 def _fits(model: LatentDiffusion, columns: Mapping[str, Column], size: int, *, ema: bool) -> bool:
@@ -97,7 +102,9 @@ def _fits(model: LatentDiffusion, columns: Mapping[str, Column], size: int, *, e
     try:
         _two_passes(model, columns, size, bytes_each * num_parameters)
         return True
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return False
     finally:
         model.zero_grad(set_to_none=True)
@@ -151,8 +158,8 @@ def explained(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for torch's error on a GPU, and for that of its allocator on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
+    """True for torch's error on a GPU, for those of CUDA and its libraries, and for that of torch's allocator on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OF_MEMORY)
 
 
 def _held() -> str:

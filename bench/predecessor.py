@@ -6,12 +6,14 @@ Networks, batch, precision, FLOPs and clocks are those of benchmark.py. The rest
 the CPU by a loader's worker, number by number; the frozen encoders keep float32 and leave it to autocast; AdamW is torch's
 default; and the average of the weights is Composer's own. Nothing is kept but RUN_FOLDER/RUN_NAME/summary.json.
 
-Exit code: 0, or 2 when the configuration cannot run.
+Exit code: 0, or 2 when the configuration cannot run: a key that the predecessor has nothing for is refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,8 +31,10 @@ from callbacks.throughput import Throughput, peak_tflops
 from checks import check, cost_of, planned_microbatch
 from config import ConfigError, Problem, load, parse_command_line
 from environment import device_name, environment
+from microbatch import AUTO
 from model import BatchRandomness, build_device, composer_precision
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from speed import SpeedKeys
 from zoo.spec import Column
 
 EMA_HALF_LIFE = "100ba"
@@ -92,6 +96,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer.fit()
     trainer.close()
     loss = trainer.state.total_loss_dict["loss/train/total"]
+    if not math.isfinite(loss):
+        raise ValueError(f"loss: {loss} at the end: a speed of numbers that are none says nothing. Lower optimizer.lr.")
     what = {
         "program": "bench.predecessor",
         "stage": config.data.stage,
@@ -110,7 +116,21 @@ def problems_of(config: RunConfig) -> list[Problem]:
     """Return what cannot be: what cannot be in benchmark.py, and data that is not synthetic."""
     if not config.data.synthetic:
         return [Problem("data.synthetic: false. This program measures synthetic data alone: data.synthetic=true.")]
-    return check(config)
+    given = {key.name: (getattr(config, key.name), key.default) for key in dataclasses.fields(SpeedKeys)}
+    given["profile.batches"], given["eval.when"] = (config.profile.batches, 0), (config.eval.when, "off")
+    found = [
+        Problem(f"{key}: {value}. The predecessor has nothing of the kind: leave it out.", (key,))
+        for key, (value, default) in given.items()
+        if value != default
+    ]
+    if config.precision == "fp8":
+        found.append(
+            Problem("precision: fp8. The predecessor has nothing of the kind: precision=bf16.", ("precision",))
+        )
+    if config.device_train_microbatch_size == AUTO:
+        text = "device_train_microbatch_size: auto. This program tries none: give a number."
+        found.append(Problem(text, ("device_train_microbatch_size",)))
+    return found or check(config)
 
 
 def main(argv: Sequence[str]) -> int:

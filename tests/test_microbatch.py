@@ -118,6 +118,26 @@ def test_another_runtime_error_stays_what_it_is():
         raise RuntimeError(cpu)
 
 
+@pytest.mark.parametrize(
+    "said", ["CUDA error: out of memory\nCUDA kernel errors might be", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"]
+)
+def test_what_a_library_says_of_memory_is_out_of_memory_too(said, monkeypatch):
+    def full(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(microbatch, "_two_passes", full)
+    assert not microbatch._fits(torch.nn.Linear(1, 1), {}, 1, ema=False)
+
+
+def test_all_ranks_take_what_fits_the_one_that_has_least(monkeypatch):
+    from test_speed import model_of
+
+    least_of_all = lambda tensor, reduce_operation: tensor.clamp_(max=4)  # noqa: E731
+    monkeypatch.setattr(preflight, "available_gib", lambda: (100.0, "a test"))
+    monkeypatch.setattr(microbatch.dist, "all_reduce", least_of_all)
+    assert microbatch.find(model_of({}), {}, COST, 48, 1, ema=False) == 4
+
+
 @pytest.mark.parametrize("size", [1, 4])
 def test_what_is_tried_on_a_gpu_is_a_step_that_leaves_nothing_behind(size):
     """The passes themselves, here on a CPU."""
