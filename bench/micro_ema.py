@@ -117,7 +117,8 @@ def temporary_mib(update: Update, device: torch.device) -> float:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it reports the GPU that is not there as an error
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    # acc_events: one cycle has nothing to accumulate, but without it torch 2.11 warns.
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         update()
     # Each allocation and release by itself: the profiler's own tables add them up by operator.
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -102,7 +102,10 @@ class Profile(Callback):
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=self.num, repeat=1)
-        profiler = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=self._keep)
+        # acc_events changes nothing in a schedule of one cycle; without it torch 2.11 warns of what a next one would clear.
+        profiler = torch.profiler.profile(
+            activities=activities, schedule=schedule, on_trace_ready=self._keep, acc_events=True
+        )
         profiler.start()
         return profiler
 

@@ -218,7 +218,7 @@ def test_an_update_makes_no_new_tensor():
     run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.9)))
     before = [average.data_ptr() for average in run.ema.weights.values()]
     weights = [p.detach() for p in run.state.model.parameters() if p.requires_grad]
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:  # else torch 2.11 warns
         lerp_(list(run.ema.weights.values()), weights, 0.1)
     assert max((event.cpu_memory_usage for event in profile.key_averages()), default=0) == 0
     assert [average.data_ptr() for average in run.ema.weights.values()] == before

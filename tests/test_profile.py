@@ -189,6 +189,7 @@ def record(tmp_path, work) -> dict:
         activities=[torch.profiler.ProfilerActivity.CPU],
         schedule=schedule,
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        acc_events=True,  # else torch 2.11 warns
     ) as profiler:
         for _ in range(3):
             work()
@@ -234,7 +235,7 @@ def test_time_of_an_operator_is_without_that_of_those_inside_it(tmp_path):
     """Against the profiler's own figures."""
     x, weight = torch.randn(4, 16, 32, 32), torch.randn(16, 16, 3, 3)
     trace = tmp_path / "trace.json"
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         F.group_norm(F.conv2d(x, weight), 4)
     profiler.export_chrome_trace(str(trace))
     mine: dict[str, float] = {}
