@@ -5,6 +5,8 @@ On a GPU tests/gpu/test_on_gpu.py asks the driver instead.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from conftest import TINY_RUN
@@ -12,6 +14,8 @@ from host_waits import FETCH, SCALAR, UPLOAD, HostWaits, watched
 
 import benchmark
 
+# Python 3.12 runs a comprehension in the frame of its function.
+COMPREHENSION = "<dictcomp>" if sys.version_info < (3, 12) else "_train_loop"
 LONG_WINDOWS = ["max_duration=5ba", "measure.window_batches=20", "measure.warmup_batches=0"]
 
 # composer/trainer/trainer.py of 0.32.1, in every batch: seven reads and four uploads, and one upload a microbatch.
@@ -24,7 +28,7 @@ OF_COMPOSER = {
     # the loss: where it is added up, in the optimizer's closure, after the optimizer's step
     f"_train_batch of trainer.py: {UPLOAD}": 1,
     f"<lambda> of trainer.py: {SCALAR}": 1,
-    f"<dictcomp> of trainer.py: {FETCH}": 1,
+    f"{COMPREHENSION} of trainer.py: {FETCH}": 1,
     # samples, tokens and time of the batch over the ranks
     f"_accumulate_time_across_ranks of trainer.py: {UPLOAD}": 2,
     f"_accumulate_time_across_ranks of trainer.py: {FETCH}": 3,
