@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from config import ConfigError, Problem, load, parse_command_line, to_yaml
 from environment import environment
+from preflight import unwritable
 
 Config = TypeVar("Config")
 
@@ -25,7 +26,7 @@ def read_keys(
         return 0
     command_line = parse_command_line(argv, {})
     try:
-        config = load(schema, command_line, not_yet={}, check=check)
+        config = load(schema, command_line, not_yet={}, check=lambda given: [*check(given), *_places_problems(given)])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -33,6 +34,18 @@ def read_keys(
         print(to_yaml(config), end="")
         return 0
     return config
+
+
+def _places_problems(config: Any) -> list[Problem]:
+    """Return what would be known only after minutes: a record that cannot be written, a folder for work that is not there."""
+    results, work = Path(config.results), getattr(config, "work", None)
+    text = f"{results} is a folder. Give a file in it." if results.is_dir() else unwritable(results.parent)
+    found = [("results", text)]
+    if work is not None:
+        found.append(
+            ("work", unwritable(work) if Path(work).is_dir() else f"no folder {work}. Make it, or leave it out.")
+        )
+    return [Problem(f"{key}: {text}", (key,)) for key, text in found if text]
 
 
 def head(schema: int) -> dict[str, Any]:

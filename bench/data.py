@@ -38,7 +38,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -294,6 +294,18 @@ def rows(record: Mapping[str, Any]) -> Iterable[str]:
             yield f"{key}: {value:.3g}"
 
 
+@contextlib.contextmanager
+def _temporary_folder(work: str | None) -> Iterator[Path]:
+    """A folder that goes when it is left, in an interrupt too: that ends loader processes as well, at which torch raises."""
+    folder = tempfile.TemporaryDirectory(dir=work, prefix="data-")
+    try:
+        yield Path(folder.name)
+    finally:
+        of_torch = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        folder.cleanup()
+        signal.signal(signal.SIGCHLD, of_torch)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     config = read_keys(DataBenchConfig, argv, __doc__, check)
@@ -304,8 +316,8 @@ def main(argv: Sequence[str]) -> int:
     usual_threads, started = torch.get_num_threads(), time.monotonic()
     try:
         torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory(dir=config.work, prefix="data-") as folder:
-            measured = measure(config, Path(folder))
+        with _temporary_folder(config.work) as folder:
+            measured = measure(config, folder)
     finally:
         torch.set_num_threads(usual_threads)
     ends = {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - started, 1)}

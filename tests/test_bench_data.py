@@ -6,6 +6,9 @@ import gc
 import io
 import json
 import multiprocessing
+import os
+import shutil
+import signal
 import statistics
 import tarfile
 import time
@@ -160,8 +163,35 @@ def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_
             "num_samples=640",
             "paced_batches: 10, but 640 samples are too few for them and the first batch. Lower it, or give num_samples=704.",
         ),
+        ("results=/proc/x/y.json", "results: /proc/x cannot be written: /proc: "),
+        ("results=/tmp", "results: /tmp is a folder. Give a file in it."),
+        ("work=/nowhere", "work: no folder /nowhere. Make it, or leave it out."),
     ],
 )
 def test_impossible_keys_are_named(word, text, capsys):
     assert bench_data.main([word]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_an_interrupt_that_ends_the_loader_processes_too_leaves_no_folder_behind(tmp_path, monkeypatch):
+    """Torch answers the end of a loader process by raising, wherever the program is."""
+
+    def as_torch(*_):
+        raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    plain = shutil.rmtree
+
+    def interrupted(*given, **more):
+        os.kill(os.getpid(), signal.SIGCHLD)
+        return plain(*given, **more)
+
+    earlier = signal.signal(signal.SIGCHLD, as_torch)
+    try:
+        monkeypatch.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt), bench_data._temporary_folder(str(tmp_path)) as folder:
+            (folder / "a").write_text("")
+            raise KeyboardInterrupt
+        assert signal.getsignal(signal.SIGCHLD) is as_torch
+    finally:
+        signal.signal(signal.SIGCHLD, earlier)
+    assert list(tmp_path.iterdir()) == []
