@@ -104,9 +104,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs)
     target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
     mlperf_log = build_mlperf_log(config, networks.stage, record)
-    profile = Profile(config.profile, folder, warmup_batches=config.measure.warmup_batches, disturb=throughput.disturb)
     callbacks = [
-        profile if config.profile.batches else None,
+        build_profile(config, record, throughput),
         networks.graphs,
         BatchRandomness(model, config.seed),
         learning.gradient_norm,
@@ -241,6 +240,14 @@ def build_record(
     if loader is not None:
         loader.while_waiting = checkpointer.while_waiting
     return record
+
+
+def build_profile(config: RunConfig, record: RunRecord, throughput: Throughput) -> Profile | None:
+    """Return what records steps, where they are asked for."""
+    if not config.profile.batches:
+        return None
+    ways = dict(warmup_batches=config.measure.warmup_batches, disturb=throughput.disturb)
+    return Profile(config.profile, record.folder, about=record.about(), **ways)
 
 
 def build_trainer(

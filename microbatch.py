@@ -22,14 +22,11 @@ from preflight import (
     Cost,
     usable_gib,
 )
+from tensors import is_out_of_memory
 from zoo.spec import Column
 
 AUTO = "auto"
 TRIED_ABOVE = 1.5  # times what can be planned with: the estimate knows nothing of what a compiler saves
-
-
-# What torch's allocator has no part in: a library's workspace, a driver's own; torch gives them as plain RuntimeErrors.
-OF_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 
 
 class OutOfMemory(RuntimeError):
@@ -155,11 +152,6 @@ def explained(
             f"device_train_microbatch_size: out of memory with {microbatch} images a pass of a device batch of "
             f"{device_batch}{_held()}. Try {', then '.join(ways)}; the same command with it {onwards}."
         ) from error
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for torch's error on a GPU, for those of CUDA and its libraries, and for that of torch's allocator on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OF_MEMORY)
 
 
 def _held() -> str:

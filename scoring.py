@@ -24,6 +24,7 @@ from torch import Tensor
 
 from metrics.meter import Meter
 from prompts import Prompt, PromptSet, read_prompts
+from tensors import is_out_of_memory
 from zoo.sampling import MIN_STEPS, prompt_noise, sampling_problems, shard
 from zoo.spec import Family, ImageSize, as_size
 
@@ -261,7 +262,9 @@ class Scorer:
             self.meter.add(images, range(size), [""] * size)
             self.meter.measure_given()
             return True
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return False
         finally:
             torch.cuda.empty_cache()

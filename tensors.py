@@ -1,4 +1,7 @@
-"""Names, shapes and digests of tensors: what is kept across processes is found again by these, never by position."""
+"""Names, shapes and digests of tensors: what is kept across processes is found again by these, never by position.
+
+And how torch says that there is no memory for one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import xxhash
 from torch import Tensor, nn
 
 Built = TypeVar("Built")
+
+# What torch's allocator has no part in: a library's workspace, a driver's own; torch gives them as plain RuntimeErrors.
+OF_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -73,3 +79,8 @@ def difference(expected: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     other = [f"{n} is {given[n]}, not {expected[n]}" for n in expected if n in given and given[n] != expected[n]]
     kinds = (("missing", missing), ("left over", extra), ("of another form", other))
     return "; ".join(f"{len(names)} {kind} ({some(names)})" for kind, names in kinds if names)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for torch's error on a GPU, for those of CUDA and its libraries, and for that of torch's allocator on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OF_MEMORY)

@@ -11,7 +11,7 @@ failed, with the end of what the run printed. A rung that has an `ok` record of 
 command can be called until all are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says
 which commit this is.
 results= defaults to reports/results; runs=FOLDER keeps the rungs' runs there (checkpoints, samples), else they are removed.
-Exit code: 0 when each rung of this call ran or was refused, 1 when one failed, 2 when the ladder cannot be read.
+Exit code: 0 when each rung with a record ran or was refused, 1 when one failed or none ran, 2 when the ladder cannot be read.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class Rung:
     program: str = "benchmark"
     over: str | None = None
     """The rung that it is set against; None: the last one before it that ran."""
+    limit_sec: int | None = None
+    """A limit of its own, for one that takes longer than the ladder's; it is then the only one of its call."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class Ladder:
     rungs: tuple[Rung, ...]
     needs_gpu: bool = False
     """Its rungs say nothing elsewhere: it is refused there."""
+
+    def room_sec(self, rung: Rung) -> int:
+        """Return how late in a call a rung is started, so that none takes longer than budget and limit together."""
+        return self.budget_sec + self.limit_sec - (rung.limit_sec or self.limit_sec)
 
 
 def read_ladder(path: str) -> Ladder:
@@ -239,7 +245,10 @@ def with_ratios(ladder: Ladder, records: Mapping[str, dict[str, Any]]) -> list[d
 def _ratio(record: Mapping[str, Any], other: Mapping[str, Any] | None) -> float | None:
     if other is None or not (record.get(SPEED) and other.get(SPEED)):
         return None
-    is_same = all(record.get(key) == other.get(key) for key in ("device", "commit"))
+    # Without a commit, or with changes to it, only the rungs of one call are of one code.
+    is_commit = record.get("commit") is not None and not record["commit"].endswith("+changes")
+    same = ("device", "commit") if is_commit else ("device", "commit", "call")
+    is_same = all(record.get(key) == other.get(key) for key in same)
     return float(f"{record[SPEED] / other[SPEED]:.3g}") if is_same else None
 
 
@@ -307,7 +316,7 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
 
-    started, records, here = time.monotonic(), {}, commit()
+    started, records, here, call = time.monotonic(), {}, commit(), f"{time.time():.0f}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the rung is ended first
     if here is None or here.endswith("+changes"):
         given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
@@ -319,11 +328,11 @@ def main(argv: Sequence[str]) -> int:
     for rung, path in sorted(paths.items(), key=lambda pair: pair[1].is_file()):
         if _done(path, here):
             print(f"{rung.name}: has a record of this commit", flush=True)
-        elif time.monotonic() - started > ladder.budget_sec:
-            print(f"{rung.name}: not started, {ladder.budget_sec} s are spent; call again to go on", flush=True)
+        elif time.monotonic() - started > (room := ladder.room_sec(rung)):
+            print(f"{rung.name}: not started, {room} s are spent; call again to go on", flush=True)
             continue
         else:
-            record = run_rung(rung, ladder.limit_sec, folders["runs"])
+            record = {"call": call, **run_rung(rung, rung.limit_sec or ladder.limit_sec, folders["runs"])}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=2) + "\n")
             why = "" if record["status"] == "ok" else f"; the end of what it said: {path}"
@@ -334,7 +343,8 @@ def main(argv: Sequence[str]) -> int:
     print(table(rows))
     if sum(bool(row.get(SPEED)) for row in rows) > 1 and not any("evaluations" in row for row in rows):  # about speed
         draw(rows, folders["results"] / ladder.name / "ladder.png", f"{ladder.name}, {rows[0].get('device')}")
-    return 1 if any(record["status"] in ("failed", "timeout") for record in rows) else 0
+    is_bad = any(record["status"] in ("failed", "timeout") for record in rows)
+    return 1 if is_bad or not any(record["status"] == "ok" for record in rows) else 0
 
 
 if __name__ == "__main__":

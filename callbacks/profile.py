@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ class ProfileConfig:
         """
         if self.batches < 0:
             return [("profile.batches", f"{self.batches} is below 0. Possible: 0 (none) and up. Usual: 3.")]
+        if self.start_batch is not None and not self.batches:
+            return [
+                ("profile.start_batch", f"{self.start_batch}, but profile.batches=0. Say how many: profile.batches=3.")
+            ]
         if self.start_batch is not None and self.start_batch < 1:
             given = f"{self.start_batch} is below 1: the batch before the recorded ones is the profiler's own warm-up"
             return [("profile.start_batch", f"{given}. Possible: 1 and up.")]
@@ -73,12 +78,22 @@ class Profile(Callback):
 
     Args:
         config: which steps.
-        folder: of the run.
+        folder: of the run; what an earlier start recorded there is replaced.
+        about: what the table says of itself: whose steps they are.
         warmup_batches: of the measuring.
         disturb: tells what measures that the window of now is no measured one.
     """
 
-    def __init__(self, config: ProfileConfig, folder: Path, *, warmup_batches: int, disturb: Callable[[], None]):
+    def __init__(
+        self,
+        config: ProfileConfig,
+        folder: Path,
+        *,
+        about: Mapping[str, Any],
+        warmup_batches: int,
+        disturb: Callable[[], None],
+    ):
+        self.about = dict(about)
         self.first, self.num = config.first(warmup_batches), config.batches
         self.folder = folder / FOLDER
         self.disturb = disturb
@@ -89,6 +104,11 @@ class Profile(Callback):
     def _is_recording(self) -> bool:
         """True in the batches that the profiler slows, its warm-up included, on every rank."""
         return self.first - 1 <= self.num_batches < self.first + self.num
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.about["batches"] = [state.timestamp.batch.value + self.first + n for n in (1, self.num)]
+        if dist.get_global_rank() == 0:  # a table that is there is of another start
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         if not self._is_recording:
@@ -126,9 +146,11 @@ class Profile(Callback):
         path = self.folder / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt") as file:
-            table = time_by_kind.tabulate(json.load(file)["traceEvents"])
+            table = {"about": self.about, **time_by_kind.tabulate(json.load(file)["traceEvents"])}
         (self.folder / "table.json").write_text(json.dumps(table, indent=2) + "\n")
-        (self.folder / "table.txt").write_text(time_by_kind.text(table))
+        (self.folder / "table.txt").write_text(
+            "".join(f"{key}: {value}\n" for key, value in self.about.items()) + "\n" + time_by_kind.text(table)
+        )
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self._profiler is not None:

@@ -144,6 +144,10 @@ class RunRecord(Callback):
         # All ranks decide alike on how many are too many, and on whether the target is met.
         self.all_bad_samples, self._written_to, self.evaluations = shared[0]
 
+    def about(self) -> dict[str, Any]:
+        """Return whose figures are made in this process: which start, where, by which code and keys of speed."""
+        return {"start": self.num_starts, **{key: self.environment[key] for key in ("device", "commit")}, **self.how}
+
     def _has_speed_of(self, start: Mapping[str, Any]) -> bool:
         """True where an earlier start ran as this one does: speeds of another machine or of other keys are not this one's."""
         is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))

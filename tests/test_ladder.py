@@ -160,6 +160,29 @@ def test_each_rung_is_set_against_the_one_before_that_ran_and_against_the_first(
     assert head == ["rung", *ladder.COLUMNS]
 
 
+@pytest.mark.parametrize(("commit", "other_call"), [(None, None), ("abc+changes", None), ("abc", 2.0)])
+def test_records_of_code_that_nothing_names_are_set_against_those_of_their_own_call_alone(commit, other_call):
+    own, other = ({**rung_record("a", 10.0, commit), "call": call} for call in ("1", "2"))
+    assert ladder._ratio({**own, ladder.SPEED: 20.0}, own) == 2.0
+    assert ladder._ratio({**own, ladder.SPEED: 20.0}, other) == other_call
+
+
+def test_a_rung_with_a_limit_of_its_own_is_started_where_its_call_has_time_for_it():
+    steps = ladder.Ladder("x", 320, 260, (ladder.Rung("a", "y", ()), ladder.Rung("b", "y", (), limit_sec=560)))
+    assert [steps.room_sec(rung) for rung in steps.rungs] == [260, 20]
+    for name in ("sd2_512", "sd2_512_evaluation"):
+        of_gpu = ladder.read_ladder(str(ROOT / f"yamls/ladders/{name}.yaml"))
+        assert all(0 < of_gpu.room_sec(rung) <= 580 - (rung.limit_sec or of_gpu.limit_sec) for rung in of_gpu.rungs)
+
+
+def test_a_ladder_of_which_nothing_ran_has_failed(tmp_path, monkeypatch):
+    path = tmp_path / "x.yaml"
+    path.write_text("rungs: [{name: a, yaml: y, keys: []}]\nlimit_sec: 5\nbudget_sec: 5\n")
+    record = {"rung": "a", "status": "refused", "process_seconds": 0.1, "device": "x", "commit": None}
+    monkeypatch.setattr(ladder, "run_rung", lambda *_: record)
+    assert ladder.main([str(path), f"results={tmp_path}"]) == 1
+
+
 def test_a_process_that_outlives_its_limit_is_ended_with_its_children():
     code, output = ladder._run(["bash", "-c", "echo started; sleep 60 & wait"], 2)
     assert code is None and output == "started\n"
@@ -196,7 +219,7 @@ def test_no_rung_is_started_after_the_budget(tmp_path, monkeypatch, capsys):
         "rungs: [{name: a, yaml: y, keys: []}, {name: b, yaml: y, keys: []}]\nlimit_sec: 9\nbudget_sec: -1\n"
     )
     monkeypatch.setattr(ladder, "run_rung", lambda *_: pytest.fail("started"))
-    assert ladder.main([str(path), f"results={tmp_path}"]) == 0
+    assert ladder.main([str(path), f"results={tmp_path}"]) == 1
     assert capsys.readouterr().out.splitlines()[0] == "a: not started, -1 s are spent; call again to go on"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from conftest import TINY_RUN
 
 import benchmark
 import time_by_kind
-from callbacks.profile import ProfileConfig
+from callbacks.profile import Profile, ProfileConfig
 from callbacks.throughput import MeasureConfig, Throughput
 from config import flat
 from time_by_kind import Piece, counted, kind_of_kernel, kind_of_operator, tabulate
@@ -262,6 +263,9 @@ def test_a_run_leaves_a_trace_and_a_table_of_the_steps_that_were_asked_for(run):
         trace = json.load(file)
     assert sum(each["name"].startswith("ProfilerStep#") for each in trace["traceEvents"]) == 2
     table = json.loads((run / "profile" / "table.json").read_text())
+    about = table.pop("about")
+    assert about["start"] == 1 and about["batches"] == [4, 5] and about["device"].startswith("CPU")
+    assert {"commit", "late_loss", "compile", "device_train_microbatch_size"} <= about.keys()
     assert table == tabulate(trace["traceEvents"])
     assert table["steps"] == 2 and set(table["kinds"]) == set(time_by_kind.KINDS)
     assert sum(row["frac"] for row in table["kinds"].values()) == pytest.approx(1.0)
@@ -273,7 +277,8 @@ def test_a_run_leaves_a_trace_and_a_table_of_the_steps_that_were_asked_for(run):
         (r["ms_per_step"] for r in table["top"]), reverse=True
     )
     assert len(table["top"]) == time_by_kind.NUM_TOP
-    assert (run / "profile" / "table.txt").read_text() == time_by_kind.text(table)
+    head, text = (run / "profile" / "table.txt").read_text().split("\n\n", 1)
+    assert text == time_by_kind.text(table) and "batches: [4, 5]" in head
 
 
 def test_windows_of_recorded_batches_are_no_measured_ones(run):
@@ -303,6 +308,14 @@ def test_a_run_that_ends_before_its_profile_says_so(tmp_path, capsys, stage):
     assert not (tmp_path / "a" / "profile" / "table.json").exists()
 
 
+def test_a_table_of_an_earlier_start_does_not_stay_for_a_later_ones(tmp_path):
+    profile = Profile(ProfileConfig(batches=2), tmp_path, about={}, warmup_batches=3, disturb=lambda: None)
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "table.json").write_text("{}")
+    profile.fit_start(SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=30))), None)
+    assert list(tmp_path.iterdir()) == [] and profile.about["batches"] == [34, 35]
+
+
 # --- its keys ---
 
 
@@ -315,6 +328,10 @@ def test_nothing_is_recorded_unless_it_is_asked_for():
     ("words", "text"),
     [
         (["profile.batches=-1"], "profile.batches: -1 is below 0. Possible: 0 (none) and up. Usual: 3."),
+        (
+            ["profile.start_batch=5"],
+            "profile.start_batch: 5, but profile.batches=0. Say how many: profile.batches=3.",
+        ),
         (
             ["profile.batches=1", "profile.start_batch=0"],
             "profile.start_batch: 0 is below 1: the batch before the recorded ones is the profiler's own warm-up. "
