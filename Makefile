@@ -57,7 +57,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-fp8
 	$(MAKE) --no-print-directory test-store ROUNDS=1
 
-# Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.4 s of every start.
+# Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.
 test-fp8: $(STAMP)  ## the experiment precision=fp8 on a CPU, with torchao, which is installed beside the environment for it
 	test -e $(VENV)/$(TORCHAO) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TORCHAO) $(TORCHAO)
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_fp8.py

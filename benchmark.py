@@ -143,11 +143,15 @@ class Networks:
     stage: Stage | None
     """None: synthetic data."""
     identity: dict[str, Any]
-    """What a checkpoint of this run is told by."""
+    """What has to be the same in a checkpoint of this run."""
 
 
 def build_networks(config: RunConfig, folder: Path, begun: Begun, device: Device) -> Networks:
-    """Build model and evaluation. Raises ConfigError: they fit neither the stage nor where the run stands, or no memory."""
+    """Build model and evaluation.
+
+    Raises:
+        ConfigError: the stage, the checkpoint or the evaluations there are of another run, or not one image fits.
+    """
     assert config.precision is not None
     cost = cost_of(config)
     model = build(config)
@@ -182,7 +186,7 @@ def build_batches(config: RunConfig, networks: Networks, device: Device, at: Pro
         seed=config.seed,
         index_sha256=None if networks.stage is None else networks.stage.index_sha256,
     )
-    if config.copy_stream and not config.data.synthetic:
+    if config.copy_stream:
         data.batch_transforms = CopyStream(device._device)
     if at.batch:
         data.dataloader.resume(at.epoch, at.batch_in_epoch, config.global_batch_size)
@@ -233,7 +237,7 @@ def build_record(
         bad_samples=loader.bad_samples if loader else None,
         check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
         last_checkpoint=lambda: checkpointer.last_full,
-        how={key: facts[key] for key in ("device_train_microbatch_size", *speed_keys(config))},
+        how={key: facts[key] for key in ("device_train_microbatch_size", *speed.values_of(config))},
         late_losses=LateLosses() if config.late_loss else None,
     )
     checkpointer.before_saving = record.settle
@@ -246,8 +250,13 @@ def build_profile(config: RunConfig, record: RunRecord, throughput: Throughput) 
     """Return what records steps, where they are asked for."""
     if not config.profile.batches:
         return None
-    ways = dict(warmup_batches=config.measure.warmup_batches, disturb=throughput.disturb)
-    return Profile(config.profile, record.folder, about=record.about(), **ways)
+    return Profile(
+        config.profile,
+        record.folder,
+        about=record.about(),
+        warmup_batches=config.measure.warmup_batches,
+        disturb=throughput.disturb,
+    )
 
 
 def build_trainer(
@@ -285,7 +294,10 @@ def build_trainer(
 
 
 def fit(trainer: Trainer, config: RunConfig, checkpointer: Checkpointer, mlperf_log: MLPerfLog | None) -> None:
-    """Train. Raises microbatch.OutOfMemory: says what to try; and what training raises, which the MLPerf log then names."""
+    """Train. Raises microbatch.OutOfMemory, which says what to try.
+
+    Where the loss does not stay finite the MLPerf log is closed as that of a failed run.
+    """
     if_out_of_memory = microbatch.explained(
         config.device_train_microbatch_size,
         config.global_batch_size // dist.get_world_size(),
@@ -338,11 +350,6 @@ def load_start(config: RunConfig, model: LatentDiffusion, begun: Begun) -> str |
     return start
 
 
-def speed_keys(config: RunConfig) -> dict[str, Any]:
-    """Return the keys of speed and their values."""
-    return {key.name: getattr(config, key.name) for key in dataclasses.fields(speed.SpeedKeys)}
-
-
 def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """What summary.json says about a run beside its figures."""
     return {
@@ -359,7 +366,7 @@ def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str,
         "seed": config.seed,
         "max_duration": config.max_duration,
         "ema": config.ema.enabled,
-        **speed_keys(config),
+        **speed.values_of(config),
         **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(

@@ -81,6 +81,9 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     ]
     found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
     found += speed_problems(config)
+    if config.copy_stream and config.data.synthetic:
+        text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
+        found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
     found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += _mlperf_problems(config)

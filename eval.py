@@ -160,7 +160,7 @@ def _size_problems(config: EvalCommand) -> list[Problem]:
 
 def _completed(config: EvalCommand, place: str, kind: Kind, given: set[str]) -> EvalCommand:
     plain = {key.name: key.default for key in dataclasses.fields(speed.SpeedKeys) if key.name in speed.OF_TRAINING}
-    config = dataclasses.replace(config, **plain)  # a run of a GPU is scored on a CPU too
+    config = dataclasses.replace(config, **plain)  # they change no score, and may want a GPU
     return of_diffusers_folder(config, Path(place), given) if kind == "diffusers" else config
 
 

@@ -1,8 +1,8 @@
 """Composer's Trainer without its waits: the host reads a batch's loss while the device computes the next one.
 
-Composer 0.32.1 waits for the device five times in a step: to know whether any rank has no batch any more, for the batch's
-size over all ranks before the first pass, for the loss before and after the optimizer's step, and for the numbers of samples
-and seconds. Each wait empties the queue of work.
+Composer 0.32.1 reads seven numbers from the device in a step: whether any rank has no batch any more, the batch's size over
+all ranks before the first pass, the loss before and after the optimizer's step, and samples, tokens and seconds. The host
+waits for each of them, and the queue of work runs empty.
 The weights are the same to the bit (tests/test_quiet_trainer.py).
 
 It overrides methods that are private to Composer, and is therefore asked for by a key, `late_loss`.

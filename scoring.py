@@ -302,9 +302,8 @@ class Scorer:
         text = model.family.tokenize([prompt.caption for prompt in padded])
         shape = model.family.latent_shape(self.size)
         noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
-        if (
-            model.device.type == "cuda"
-        ):  # only what is pinned comes to a GPU without the host waiting for the batch before
+        if model.device.type == "cuda":
+            # Only what is pinned comes there without the host waiting for the batch before.
             text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()
         return model.generate(text, noise, **ways)
 

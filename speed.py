@@ -104,6 +104,11 @@ class SpeedKeys:
         return found
 
 
+def values_of(keys: SpeedKeys) -> dict[str, Any]:
+    """Return the keys of speed and their values, for a record."""
+    return {key.name: getattr(keys, key.name) for key in dataclasses.fields(SpeedKeys)}
+
+
 OF_TRAINING = ("gradient_checkpointing", "late_loss", "copy_stream")
 """The keys that change nothing of an evaluation."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 Built = TypeVar("Built")
 
-# What torch's allocator has no part in: a library's workspace, a driver's own; torch gives them as plain RuntimeErrors.
+# Beside torch.OutOfMemoryError: the CPU's allocator, CUDA itself, a library's workspace. All are plain RuntimeErrors.
 OF_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

@@ -11,6 +11,8 @@ The prompts are scored once to warm up, which compiles and finds the batch size,
 captions are kept from the first time, as from a run's first evaluation. RUN_FOLDER/RUN_NAME/summary.json has images/s
 (median, least and greatest round) under the names of a training run. The distance of FID, which is computed once in an
 evaluation of 30,000 images, would be much of one of 128: it is timed by itself (`figures_seconds`), and is not in images/s.
+The rest that an evaluation has once is in each round: the way of the measuring networks to the GPU and back, and the
+measuring of the last batch, beside which nothing is generated. images/s errs to the low side.
 
 Exit code: 0, or 2 when the configuration cannot run.
 """
@@ -77,6 +79,16 @@ def made_up(config: RunConfig, folder: Path) -> RunConfig:
     return dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=num, **files))
 
 
+def scorer_of(config: RunConfig) -> Scorer:
+    """Build what scores, with networks of the sizes that an evaluation of this preset would have."""
+    with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
+        scorer = Scorer(made_up(config, Path(folder)).eval, size=config.size, seed=config.seed)
+    if config.model.preset == "full":
+        scorer.meter.pair = load_clip(RANDOM, CLIP)
+        scorer.meter.facts |= {"clip_model": f"random-{CLIP}", "clip_fingerprint": scorer.meter.pair.fingerprint}
+    return scorer
+
+
 def measure(config: RunConfig) -> dict[str, Any]:
     """Score one resolved configuration's model again and again, and return the figures of its summary."""
     assert config.precision is not None
@@ -85,10 +97,7 @@ def measure(config: RunConfig) -> dict[str, Any]:
     model = build(config)
     model.place(device._device, config.precision)
     speed.apply(model, config)
-    with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
-        scorer = Scorer(made_up(config, Path(folder)).eval, size=config.size, seed=config.seed)
-    if config.model.preset == "full":
-        scorer.meter.pair = load_clip(RANDOM, CLIP)
+    scorer = scorer_of(config)
     seconds = []
     for _ in range(1 + ROUNDS):
         if device.name == "gpu" and len(seconds) == 1:
@@ -111,11 +120,12 @@ def measure(config: RunConfig) -> dict[str, Any]:
         "first_step_seconds": seconds[0],
         "seconds": sum(seconds[1:]),
         "figures_seconds": figures_sec,
-        **speed_facts(config),
+        "precision": config.precision,
+        **speed.values_of(config),
+        "compiled_graphs": speed.num_graphs() if config.compile != "off" else None,
     }
     what = {
         "program": "bench.evaluation",
-        "clip_model": scorer.meter.pair.name,
         **scorer.settings(config.eval.guidances()[0]),
     }
     return {
@@ -124,13 +134,6 @@ def measure(config: RunConfig) -> dict[str, Any]:
         "preset": config.model.preset,
         **environment(),
     }
-
-
-def speed_facts(config: RunConfig) -> dict[str, Any]:
-    """Return the keys of speed, and how many graphs were compiled."""
-    keys = {key.name: getattr(config, key.name) for key in dataclasses.fields(speed.SpeedKeys)}
-    graphs = speed.num_graphs() if config.compile != "off" else None
-    return {**keys, "precision": config.precision, "compiled_graphs": graphs}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,14 +4,15 @@
     python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=/tmp/ladder   # the same code on a CPU
 
 A rung is a YAML of yamls/ with some keys; the first one is the baseline. The table sets each against the last one before it
-that ran, or against the one that it names as `over`, and against the baseline, where device and commit are the same;
-RESULTS/LADDER/ladder.png shows it. A rung's record, RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's
-name, command, evaluations, profile and status: ok, or refused (by the configuration check), out_of_memory, timeout,
-failed, with the end of what the run printed. A rung that has an `ok` record of this commit is not run again, so that the
-command can be called until all are there; no rung is started after `budget_sec`. Where there is no git, EASEL_COMMIT says
-which commit this is.
+that ran, or against the one that it names as `over`, and against the baseline, where device and commit are the same (and
+the call, where no commit names the code); RESULTS/LADDER/ladder.png shows it. A rung's record, RESULTS/LADDER/RUNG.json, is
+the run's summary.json with the rung's name, command, evaluations, profile and status: ok, or refused (by the configuration
+check), out_of_memory, timeout, failed, with the end of what the run printed. A rung that has an `ok` record of this commit
+is not run again, so that the command can be called until all are there; no call takes longer than `budget_sec` and
+`limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
 results= defaults to reports/results; runs=FOLDER keeps the rungs' runs there (checkpoints, samples), else they are removed.
-Exit code: 0 when each rung with a record ran or was refused, 1 when one failed or none ran, 2 when the ladder cannot be read.
+Exit code: 0 when each rung with a record ran, was refused or ran out of memory, 1 when one failed or none ran, 2 when the
+ladder cannot be read.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from callbacks.run_record import read_lines
 from config import ConfigError
 from environment import commit, device_name
 from preflight import unwritable
+from tensors import OF_MEMORY
 
-OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "DefaultCPUAllocator: can't allocate")
+OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", *OF_MEMORY)
 SPEED = "images_per_sec_per_device"
 COLUMNS = (
     "status",
@@ -103,10 +105,16 @@ def read_ladder(path: str) -> Ladder:
         seconds = {key: int(content[key]) for key in ("limit_sec", "budget_sec")}
         ladder = Ladder(Path(path).stem, **{**content, **seconds, "rungs": rungs})
         _check_rungs(rungs, content["rungs"])
+        most = ladder.budget_sec + ladder.limit_sec
+        for rung in rungs:
+            if rung.limit_sec is not None and not (isinstance(rung.limit_sec, int) and 1 <= rung.limit_sec <= most):
+                raise ValueError(f"rung {rung.name!r} has limit_sec {rung.limit_sec!r}; possible: 1 to {most}")
         if ladder.limit_sec < 1:
             raise ValueError(f"limit_sec is {ladder.limit_sec}")
     except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
-        wanted = "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program or over; needs_gpu"
+        wanted = (
+            "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program, over or limit_sec; needs_gpu"
+        )
         first_line = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             [f"{path}: is no ladder ({type(error).__name__}: {first_line}). Wanted: {wanted}."]
@@ -325,7 +333,8 @@ def main(argv: Sequence[str]) -> int:
         print(text, file=sys.stderr)
         return 2
     paths = {rung: folders["results"] / ladder.name / f"{rung.name}.json" for rung in ladder.rungs}
-    for rung, path in sorted(paths.items(), key=lambda pair: pair[1].is_file()):
+    # Those without a record first. Of the others one that needs a call for itself: what is refused again would take its time.
+    for rung, path in sorted(paths.items(), key=lambda p: (p[1].is_file(), p[1].is_file() and p[0].limit_sec is None)):
         if _done(path, here):
             print(f"{rung.name}: has a record of this commit", flush=True)
         elif time.monotonic() - started > (room := ladder.room_sec(rung)):

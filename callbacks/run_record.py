@@ -151,7 +151,7 @@ class RunRecord(Callback):
     def _has_speed_of(self, start: Mapping[str, Any]) -> bool:
         """True where an earlier start ran as this one does: speeds of another machine or of other keys are not this one's."""
         is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))
-        return is_same and start.get("how", self.how) == self.how
+        return is_same and start.get("how", self.how) == self.how  # one of an older version does not say: it counts
 
     def _cut_back(self, batch: int) -> list[dict[str, Any]]:
         """Leave the lines up to a batch in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""

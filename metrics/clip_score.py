@@ -115,7 +115,7 @@ class ClipPair:
         """Cut images to 8 bits and put each through open_clip's own transform for validation, in threads.
 
         By PIL, although torchvision resizes whole batches, ten times as fast: from 512 px it is a level of 255 off in
-        0.4 % of the values. An image takes 7 ms of a core, generating it seconds of a GPU.
+        0.4 % of the values. An image takes 7 ms of a core, generating it a fifth of a second of a GPU, or more.
         """
         from torchvision.transforms.functional import to_pil_image
 

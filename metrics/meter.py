@@ -7,7 +7,8 @@
 
 On a GPU a batch is measured while the next one is generated: `add` measures the batch before, on a stream of its own, when
 the caller has given the GPU the next one to do. What runs on processor cores (PIL's resizing) and the waits for its results
-then cost no time. Nothing is left to a thread: in one the precision that measuring sets for itself would reach the sampler.
+then need not hold up the GPU (not measured: no GPU was at hand). Nothing is left to a thread: in one the precision that
+measuring sets for itself would reach the sampler.
 
 Shapes: B batch, H W height and width in px.
 """
@@ -114,7 +115,7 @@ class Meter:
             numbers, captions: of the first images; the rest only fills the batch, so that every pass has one shape.
 
         Raises:
-            ValueError: names the prompts of what is not finite, of this batch or of the one before.
+            ValueError: names the prompts of what is not finite in the batch before.
         """
         given = Given(images, numbers, captions, None if self._aside is None else torch.cuda.Event())
         if given.generated is not None:
@@ -124,7 +125,7 @@ class Meter:
 
     @torch.no_grad()
     def measure_given(self) -> None:
-        """Measure the batch that waits, where one does. Raises ValueError: as `add`."""
+        """Measure the batch that waits, where one does. Raises ValueError: names the prompts of what is not finite."""
         given, self._given = self._given, None
         if given is None:
             return
@@ -153,7 +154,11 @@ class Meter:
             self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
 
     def figures(self) -> dict[str, Any]:
-        """Add up the ranks' sums and return the figures, which rank 0 computes for all. Raises ValueError: as `add`."""
+        """Add up the ranks' sums and return the figures, which rank 0 computes for all.
+
+        Raises:
+            ValueError: as `add`, of the last batch.
+        """
         self.measure_given()
         for metric in (self.features, self.cosines):
             if metric is not None:

@@ -8,6 +8,9 @@ import pytest
 from conftest import TINY_RUN
 
 from bench import evaluation
+from metrics.clip_score import load_clip
+from run_config import RunConfig
+from scoring import EvalConfig
 
 WORDS = [*[word for word in TINY_RUN if not word.startswith("max_duration")], "eval.num_prompts=4", "eval.steps=2"]
 
@@ -17,11 +20,23 @@ def test_a_rung_is_scored_three_times_after_a_first(tmp_path, capsys):
     assert evaluation.main([*WORDS, "eval.batch_size=2", f"run_folder={tmp_path}", "run_name=a"]) == 0
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert summary["images_per_sec_min"] <= summary["images_per_sec"] <= summary["images_per_sec_max"]
+    assert summary["clip_model"] == "random-CLIP" and summary["compile"] == "off" and summary["precision"] == "fp32"
     assert summary["windows"] == 3 and summary["num_prompts"] == 4 and summary["eval_batch_size"] == 2
     assert 0 < summary["figures_seconds"] < summary["seconds"] and summary["first_step_seconds"] > 0
     rounds = [4 / summary[f"images_per_sec{end}"] + summary["figures_seconds"] for end in ("_min", "", "_max")]
     assert sum(rounds) == pytest.approx(summary["seconds"], rel=1e-3)
     assert f"images_per_sec={summary['images_per_sec']}" in capsys.readouterr().out
+
+
+def test_the_record_names_the_pair_that_has_measured(monkeypatch):
+    """Of the full preset it is exchanged for one at its size; here for another that is as small."""
+    pair = load_clip("random")
+    pair.fingerprint = "of the other"
+    monkeypatch.setattr(evaluation, "load_clip", lambda *given: pair)
+    scorer = evaluation.scorer_of(RunConfig(eval=EvalConfig(num_prompts=2)))
+    assert scorer.meter.pair is pair
+    settings = scorer.settings(8.0)
+    assert (settings["clip_model"], settings["clip_fingerprint"]) == ("random-ViT-H-14", "of the other")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path):
         ladder.read_ladder(str(path))
     assert str(error.value) == (
         f"{path}: is no ladder (KeyError: 'keys'). Wanted: limit_sec, budget_sec and rungs, each with name, yaml and keys, "
-        f"and program or over; needs_gpu."
+        f"and program, over or limit_sec; needs_gpu."
     )
 
 
@@ -175,6 +176,14 @@ def test_a_rung_with_a_limit_of_its_own_is_started_where_its_call_has_time_for_i
         assert all(0 < of_gpu.room_sec(rung) <= 580 - (rung.limit_sec or of_gpu.limit_sec) for rung in of_gpu.rungs)
 
 
+@pytest.mark.parametrize("limit", ["0", "700", "soon"])
+def test_a_limit_that_no_call_has_time_for_is_refused(tmp_path, capsys, limit):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"rungs: [{{name: a, yaml: y, keys: [], limit_sec: {limit}}}]\nlimit_sec: 320\nbudget_sec: 260\n")
+    assert ladder.main([str(path), f"results={tmp_path}"]) == 2
+    assert "possible: 1 to 580" in capsys.readouterr().err
+
+
 def test_a_ladder_of_which_nothing_ran_has_failed(tmp_path, monkeypatch):
     path = tmp_path / "x.yaml"
     path.write_text("rungs: [{name: a, yaml: y, keys: []}]\nlimit_sec: 5\nbudget_sec: 5\n")
@@ -289,9 +298,29 @@ def shown(row: dict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+GAINS = {
+    "| `compile=whole` |": ("sd2_tiny_cpu_compile", "whole"),
+    "| `compile=blocks` |": ("sd2_tiny_cpu_compile", "blocks"),
+    "| `channels_last` |": ("sd2_tiny_cpu_compile", "whole_channels_last"),
+    "| `attention` |": ("sd2_tiny_cpu_compile", "attention_math"),
+    "| `gradient_checkpointing` |": ("sd2_tiny_cpu", "aside_checkpointing"),
+    "| `device_train_microbatch_size=auto` |": ("sd2_tiny_cpu", "mb8"),
+    "| `late_loss` |": ("sd2_tiny_cpu", "late_loss"),
+}
+"""How a row of README's table of keys begins -> the record of its gain over the rung before, or that it names."""
+
+
+@pytest.mark.parametrize("begin", GAINS)
+def test_what_a_key_has_gained_is_that_of_its_record(begin):
+    name, rung = GAINS[begin]
+    speed = (ROOT / "README.md").read_text().split("\n## Speed\n")[1]
+    row = next(line for line in speed.splitlines() if line.startswith(begin))  # the ladder's own table comes later
+    assert re.search(rf"\b{recorded(name)[rung]['over_before']:.3g}\b", row.split("|")[3])
+
+
 def test_the_table_of_the_cpu_ladder_is_that_of_the_committed_records_of_one_run():
     rows = recorded("sd2_tiny_cpu")
     names = [rung.name for rung in ladder.read_ladder(str(ROOT / "yamls/ladders/sd2_tiny_cpu.yaml")).rungs]
     assert list(rows) == names
-    assert len({(row["commit"], row["device"]) for row in rows.values()}) == 1
+    assert len({(row["commit"], row["device"], row["call"]) for row in rows.values()}) == 1
     assert "\n".join(map(shown, rows.values())) in (ROOT / "README.md").read_text()

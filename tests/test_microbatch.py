@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,16 @@ def test_another_runtime_error_stays_what_it_is():
     anew = "begins anew: there is no checkpoint yet"
     with pytest.raises(microbatch.OutOfMemory, match=anew), microbatch.explained(1, 8, **ways):
         raise RuntimeError(cpu)
+
+
+def test_the_peak_on_a_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 130 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=139.8 * 2**30))
+    ways = dict(gradient_checkpointing=0.0, last_checkpoint=lambda: None)
+    text = r"with 8 images a pass of a device batch of 8, at a peak of 130.0 GiB of 139.8 on rank 0. Try "
+    with pytest.raises(microbatch.OutOfMemory, match=text), microbatch.explained(8, 8, **ways):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,19 @@ def test_two_ranks_have_the_weights_of_composers_trainer_to_the_bit(tmp_path):
     assert [line["loss"] for line in lines(tmp_path, "quiet")] == [line["loss"] for line in lines(tmp_path, "plain")]
     plain, quiet = newest(tmp_path, "plain")["model"], newest(tmp_path, "quiet")["model"]
     assert all(torch.equal(quiet[name], tensor) for name, tensor in plain.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_keep_their_curve_with_the_keys_of_speed(tmp_path):
+    """The keys under DDP: one graph with checkpointed blocks in it, NHWC gradients in its buckets."""
+    keys = ["compile=whole", "channels_last=true", "gradient_checkpointing=0.5", "late_loss=true"]
+    small = ["model.family=shapes", "image_size=32", "measure.window_batches=1", "data.workers=0"]
+    for name, more in (("plain", []), ("fast", keys)):
+        command = ["composer", "-n", "2", "tests/compiled_ranks.py", *words(tmp_path, name, *small, *more)]
+        done = run(*command, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+    plain, fast = ([line["loss"] for line in lines(tmp_path, name)] for name in ("plain", "fast"))
+    assert len(plain) == 4 and fast == pytest.approx(plain, rel=1e-4)
+    summary = json.loads((tmp_path / "fast" / "summary.json").read_text())
+    assert summary["compiled_graphs"] > 0 and summary["recompiled_graphs"] == 0

@@ -430,10 +430,6 @@ def refused(capsys, *words: str) -> list[str]:
             "compile_mode: max-autotune, but compile=off. Say compile=whole.",
         ),
         (
-            ["copy_stream=true", "late_loss=true"],
-            "copy_stream: true needs a GPU. Leave it out on a CPU.",
-        ),
-        (
             ["cudnn_benchmark=true"],
             "cudnn_benchmark: true needs a GPU. Leave it out on a CPU.",
         ),
@@ -446,7 +442,31 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_starts(capsys, w
 def test_a_stream_for_copies_wants_a_host_that_is_ahead(capsys):
     said = refused(capsys, "copy_stream=true")
     text = "true, but late_loss=false: the host waits for each loss, and nothing is left to copy beside."
-    assert said[-1] == f"copy_stream: {text} Say late_loss=true, or leave it out."
+    assert f"copy_stream: {text} Say late_loss=true, or leave it out." in said
+    assert "copy_stream: true needs a GPU. Leave it out on a CPU." in said
+
+
+def test_a_batch_that_lies_on_the_device_is_not_copied(capsys):
+    text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
+    assert f"copy_stream: {text}" in refused(capsys, "copy_stream=true", "late_loss=true")
+
+
+def test_what_a_gpu_lacks_for_an_attention_is_said(monkeypatch):
+    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
+    assert "is not installed. pip install xformers" in speed.attention_problem("xformers", "bf16", True)
+    for attention in ("flash", "cudnn"):
+        said = speed.attention_problem(attention, "fp32", True)
+        assert said == "computes in 16 bits, the run in fp32. Use precision=bf16, or attention=efficient."
+
+
+def test_a_back_end_that_fails_on_this_gpu_is_named_with_its_reason(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no kernel image is available.\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(speed.torch, "zeros", lambda *shape, device, **more: torch.ones(*shape, **more))
+    monkeypatch.setattr(speed.nn.functional, "scaled_dot_product_attention", fail)
+    said = speed.attention_problem("cudnn", "bf16", True)
+    assert said == "does not run on this GPU (no kernel image is available). Use attention=auto."
 
 
 def test_graphs_of_cuda_want_one_compiled_graph(capsys):

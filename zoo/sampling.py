@@ -135,7 +135,9 @@ def sample(
     scheduler = build(sampler, prediction)
     scheduler.set_timesteps(steps)  # on the CPU, where its constants lie: a look-up waits for no device
     x = noise.float() * scheduler.init_noise_sigma
-    times = scheduler.timesteps.to(x.device)
+    times = scheduler.timesteps
+    if x.device.type == "cuda":  # only what is pinned comes there without the host waiting for what is queued
+        times = times.pin_memory().to(x.device, non_blocking=True)
     copies = 1 if guidance == 1.0 else 2
     for index, time in enumerate(scheduler.timesteps):
         rows = torch.cat([scheduler.scale_model_input(x, time)] * copies)
