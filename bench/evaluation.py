@@ -124,10 +124,7 @@ def measure(config: RunConfig) -> dict[str, Any]:
         **speed.values_of(config),
         "compiled_graphs": speed.num_graphs() if config.compile != "off" else None,
     }
-    what = {
-        "program": "bench.evaluation",
-        **scorer.settings(config.eval.guidances()[0]),
-    }
+    what = {"program": "bench.evaluation", **scorer.settings(config.eval.guidances()[0])}
     return {
         **{key: rounded(value) for key, value in figures.items()},
         **what,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ class Profile(Callback):
 
     Args:
         config: which steps.
-        folder: of the run; what an earlier start recorded there is replaced.
+        folder: of the run; a recording replaces that of an earlier start.
         about: what the table says of itself: whose steps they are.
         warmup_batches: of the measuring.
         disturb: tells what measures that the window of now is no measured one.
@@ -107,8 +106,6 @@ class Profile(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.about["batches"] = [state.timestamp.batch.value + self.first + n for n in (1, self.num)]
-        if dist.get_global_rank() == 0:  # a table that is there is of another start
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         if not self._is_recording:
@@ -159,4 +156,6 @@ class Profile(Callback):
             self._profiler = None
         if self.num_batches < self.first + self.num and dist.get_global_rank() == 0:
             given = f"{self.num_batches} batches were trained here, {self.first + self.num} would have been needed"
-            print(f"profile: nothing was recorded: {given}. Lower profile.start_batch.", file=sys.stderr, flush=True)
+            earlier = f" {self.folder} is of an earlier start, as its table says." if self.folder.is_dir() else ""
+            text = f"nothing was recorded: {given}. Lower profile.start_batch.{earlier}"
+            print(f"profile: {text}", file=sys.stderr, flush=True)

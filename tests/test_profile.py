@@ -308,12 +308,16 @@ def test_a_run_that_ends_before_its_profile_says_so(tmp_path, capsys, stage):
     assert not (tmp_path / "a" / "profile" / "table.json").exists()
 
 
-def test_a_table_of_an_earlier_start_does_not_stay_for_a_later_ones(tmp_path):
+def test_a_start_too_short_for_its_profile_leaves_an_earlier_one_and_says_whose_it_is(tmp_path, capsys):
     profile = Profile(ProfileConfig(batches=2), tmp_path, about={}, warmup_batches=3, disturb=lambda: None)
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "table.json").write_text("{}")
     profile.fit_start(SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=30))), None)
-    assert list(tmp_path.iterdir()) == [] and profile.about["batches"] == [34, 35]
+    assert profile.about["batches"] == [34, 35]
+    profile.fit_end(None, None)
+    said = f"Lower profile.start_batch. {tmp_path / 'profile'} is of an earlier start, as its table says."
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "profile" / "table.json").read_text() == "{}"
 
 
 # --- its keys ---
