@@ -16,6 +16,7 @@ WORDS = [*[word for word in TINY_RUN if not word.startswith("max_duration")], "e
 
 
 @pytest.mark.slow
+@pytest.mark.budget(120)
 def test_a_rung_is_scored_three_times_after_a_first(tmp_path, capsys):
     assert evaluation.main([*WORDS, "eval.batch_size=2", f"run_folder={tmp_path}", "run_name=a"]) == 0
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())

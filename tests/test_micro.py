@@ -168,8 +168,8 @@ def test_a_run_beyond_its_limit_is_ended(monkeypatch, tmp_path):
         ("threads=0", "threads: 0 is below 1. Possible: 1 and up."),
         ("rounds=many", "command line: rounds is 'many'. Possible: an integer."),
         ("round=3", "command line: unknown key 'round'. Did you mean 'rounds'?"),
-        ("results=tests", "results: tests is a folder. Give a file's name."),
-        ("work=/no/where", "work: /no/where is no folder that can be written to. Give one that is there."),
+        ("results=tests", "results: tests is a folder. Give a file in it."),
+        ("work=/no/where", "work: no folder /no/where. Make it, or leave it out."),
     ],
 )
 def test_bad_values_are_named(capsys, monkeypatch, words, message):
