@@ -72,7 +72,7 @@ class DataConfig:
     workers: int = 4
     """Loader processes a device; 0: in the training process."""
     cache_limit: str | None = None
-    """Most bytes in `local`, e.g. 100gb; null: no limit."""
+    """Most bytes in `local`, e.g. 100gb, but for shards on their way, one a process; null: no limit."""
     patience_sec: float = PATIENCE_SEC
     """How long a store that is away is waited for before the run stops."""
     num_canonical_nodes: int = 1
