@@ -168,6 +168,7 @@ def test_the_loss_curve_and_the_images_stay_those_of_the_plain_path(keys, family
 
 
 @pytest.mark.slow
+@pytest.mark.budget(600)  # kernels are compiled by gcc: 160 s alone, and above 300 beside other work
 def test_blocks_compiled_to_kernels_keep_the_loss_curve_and_the_images(kernels):
     """Kernels take a compiler minutes; those of compile=whole are in test_miniature_speed.py."""
     plain, fast = model_of({}), model_of({"compile": "blocks", "channels_last": True, "gradient_checkpointing": 0.5})
