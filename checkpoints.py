@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from config import ConfigError
+from limits import limited
 from tensors import canonical_name, difference, forms, lay_out_like
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation cadence of the MLPerf benchmark
@@ -40,27 +41,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class SaveConfig:
     """The `save` section of a run."""
 
-    every_images: int | None = None
+    every_images: int | None = limited(None, 0)
     """Images between full checkpoints; 0: never. null: 512000, or 0 where data is synthetic."""
-    keep: int = 2
+    keep: int = limited(2, 1)
     """Newest full checkpoints that stay; snapshots all stay."""
-    snapshot_every_images: int | None = None
+    snapshot_every_images: int | None = limited(None, 0)
     """Images between snapshots of the weights; 0: never. null: 512000, or 0 where data is synthetic."""
-    grace_sec: float = 30.0
+    grace_sec: float = limited(30.0, 0.0, 1e6)
     """Seconds from SIGTERM or SIGUSR1 to the kill (30 with Composer's launcher): a checkpoint is written if it fits."""
-
-    def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
-        found = []
-        for key in ("every_images", "snapshot_every_images"):
-            value = getattr(self, key)
-            if value is not None and value < 0:
-                found.append((f"save.{key}", f"{value} is below 0. Possible: 0 (never) and up, or null."))
-        if self.keep < 1:
-            found.append(("save.keep", f"{self.keep} is below 1. Possible: 1 and up."))
-        if not self.grace_sec >= 0.0:
-            found.append(("save.grace_sec", f"{self.grace_sec} is below 0. Possible: 0 and up."))
-        return found
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from callbacks import mlperf_log
 from checkpoint_files import FULL, listed
 from config import ConfigError, Problem, flat
 from data import SYNTHETIC_EPOCH_BATCHES
+from limits import kind_of_path, read_duration
 from model import model_problems
 from optim import total_batches
 from prompts import read_prompts
@@ -67,7 +68,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         of_data: (key, message) of the section `data`, the stage's included where it is to be asked.
     """
     found = _run_problems(config)
-    sections = (config.objective, config.optimizer, config.schedule, config.ema, config.save, config.measure)
+    sections = (config.optimizer, config.schedule, config.ema)
     of_eval = config.eval.problems(now=config.eval.when == "in_training")
     of_target = config.target.problems(config.eval)
     in_sections = [
@@ -99,7 +100,6 @@ def _run_problems(config: RunConfig) -> list[Problem]:
         found.append(Problem(text, ("run_name", "run_folder")))
     if config.data.remote and config.data.local and (text := preflight.unwritable(config.data.local)):
         found.append(Problem(f"data.local: {text}", ("data.local",)))
-    found += seed_problems(config)
     if text := preflight.duration_problem(config.max_duration):
         found.append(Problem(f"max_duration: {text}", ("max_duration",)))
     if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
@@ -119,13 +119,6 @@ def _num_batches(config: RunConfig) -> int | None:
     )
 
 
-def seed_problems(config: RunConfig) -> list[Problem]:
-    """Return what cannot be about the seed, in training and in evaluation."""
-    if 0 <= config.seed < 2**32:
-        return []
-    return [Problem(f"seed: {config.seed} is not possible. Possible: 0 to 2**32 - 1.", ("seed",))]
-
-
 def precision_problems(config: RunConfig) -> list[Problem]:
     """Return what this machine cannot compute in, in training and in evaluation."""
     if torch.cuda.is_available() or config.precision not in ("fp16", "tf32"):
@@ -143,8 +136,6 @@ def _batch_problems(config: RunConfig) -> list[Problem]:
     keys = ("global_batch_size", "device_train_microbatch_size")
     microbatch, ranks = config.device_train_microbatch_size, dist.get_world_size()
     microbatch = 1 if microbatch == microbatch_search.AUTO else microbatch
-    if microbatch is not None and microbatch < 1:
-        return [Problem(f"device_train_microbatch_size: {microbatch} is below 1. Possible: 1 and up, or null.", keys)]
     if text := preflight.batch_problem(config.global_batch_size, ranks, microbatch or 1):
         return [Problem(f"global_batch_size: {text}", keys)]
     if config.cuda_graphs and config.device_train_microbatch_size not in (None, config.global_batch_size // ranks):
@@ -203,10 +194,9 @@ def _evaluation_problems(config: RunConfig) -> list[Problem]:
         family = load_family(config.model.family, config.model.preset, config.model.variant)
         if given.image_size is not None and (text := family.size_problem(as_size(given.image_size))):
             found.append(("eval.image_size", text))
-    number, unit = config.max_duration[:-2], config.max_duration[-2:]
-    if number.isdigit() and unit in ("ba", "sp"):  # how long an epoch is, the stage says
-        images = int(number) * (config.global_batch_size if unit == "ba" else 1)
-    if number.isdigit() and unit in ("ba", "sp") and images < every:
+    duration = read_duration(config.max_duration, ("ba", "sp"))  # how long an epoch is, the stage says
+    images = every if duration is None else duration[0] * (config.global_batch_size if duration[1] == "ba" else 1)
+    if images < every:
         text = f"{every:,}, but max_duration={config.max_duration} is {images:,}: nothing would be evaluated. Lower it."
         found.append(("eval.every_images", text))
     return [Problem(f"{key}: {text}", (key, "global_batch_size", "max_duration")) for key, text in found]
@@ -222,7 +212,7 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
         found.append(("eval.when", "nothing is evaluated. Say eval.when=after, or in_training."))
     elif missing:
         found.append(("eval.prompts", f"{', '.join(missing)}: not given. FID and CLIP score belong into the log."))
-    elif not Path(given.prompts or "").expanduser().is_file():
+    elif kind_of_path(given.prompts or "") != "file":
         found.append(("eval.prompts", f"no file {given.prompts}, whose prompts the log counts. Check the path."))
     elif not config.target.is_given:
         found.append(("target.fid", "no target, so that it would never end well. The benchmark's: 90 and 0.15."))
@@ -245,7 +235,7 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
 
 def _prompts_deviation(given: EvalConfig) -> list[str]:
     """The closed division asks for all of the benchmark's prompts, in the shape of `mlperf.deviations`."""
-    if given.prompts is None or not Path(given.prompts).expanduser().is_file():
+    if given.prompts is None or kind_of_path(given.prompts) != "file":
         return []  # named by the section
     with contextlib.suppress(ValueError):  # named by the section too
         if (num := len(read_prompts(given.prompts).prompts)) != mlperf.NUM_PROMPTS:

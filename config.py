@@ -14,16 +14,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 
+from limits import MAX_PART_BYTES, Limits, beyond, file_problem, given_as, kind_of_path, shown
+
 Config = TypeVar("Config")
+
+MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 2**20, 50
+YAML = (".yaml", ".yml")
 
 
 class ConfigError(ValueError):
@@ -81,7 +88,7 @@ class CommandLine:
     assignments: list[Assignment]
     print_config: bool
     problems: list[Problem]
-    places: list[str] = dataclasses.field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     """Words that are neither: what a command is about, where it takes such."""
 
 
@@ -96,11 +103,11 @@ def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias], *, tak
     Args:
         takes_places: folders come in place of the YAML file: a folder that is there, and whatever is neither key nor flag.
     """
-    yaml, print_config, assignments, problems, places = None, False, [], [], []
+    file, print_config, assignments, problems, places = None, False, [], [], []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
-        if takes_places and (Path(word).is_dir() or not (word.startswith("-") or "=" in word)):
+        if takes_places and (kind_of_path(word) == "folder" or not (word.startswith("-") or "=" in word)):
             places.append(word)
         elif word in ("--print_config", "--print-config"):
             print_config = True
@@ -112,21 +119,25 @@ def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias], *, tak
             assignment, problem = _read_pair(word)
             assignments += [assignment] if assignment else []
             problems += [Problem(problem)] if problem else []
-        elif word.endswith((".yaml", ".yml")):
-            if yaml is not None:
-                problems.append(Problem(f"command line: two YAML files, {yaml} and {word}. One run has one file."))
-            yaml = word
+        elif word.endswith(YAML):
+            if file is not None:
+                given = f"two YAML files, {shown(file)} and {shown(word)}"
+                problems.append(Problem(f"command line: {given}. One run has one file."))
+            file = word
         else:
-            problems.append(Problem(f"command line: '{word}' is neither a .yaml file nor key=value."))
-    return CommandLine(yaml, assignments, print_config, problems, places)
+            problems.append(Problem(f"command line: '{shown(word)}' is neither a .yaml file nor key=value."))
+    return CommandLine(file, assignments, print_config, problems, places)
 
 
 def _read_flag(word: str, rest: list[str], aliases: Mapping[str, Alias]) -> tuple[list[Assignment], str | None]:
     """Read `--name value`, `--name=value` or `--name`; takes its value off `rest`."""
     name, has_value, value = word[2:].replace("-", "_").partition("=")
     if name not in aliases:
+        if not has_value and rest and not (rest[0].startswith("--") or "=" in rest[0] or rest[0].endswith(YAML)):
+            rest.pop(0)  # its value, most likely, and no problem of its own
         known = ", ".join(f"--{flag}" for flag in sorted(aliases))
-        return [], f"command line: unknown flag '--{name}'. Flags: {known}, --print_config. Every key is key=value."
+        given = f"unknown flag '--{shown(name)}'. Flags: {known}{', ' if known else ''}--print_config"
+        return [], f"command line: {given}. Every key is key=value."
     alias = aliases[name]
     if not has_value:
         follows = bool(rest) and not rest[0].startswith("--")
@@ -138,7 +149,10 @@ def _read_flag(word: str, rest: list[str], aliases: Mapping[str, Alias]) -> tupl
             return [], f"command line: '--{name}' has no value. It stands for {alias.key}=VALUE."
     if alias.choices is not None:
         if value not in alias.choices:
-            return [], f"command line: '--{name} {value}' is not known. Known: {', '.join(sorted(alias.choices))}."
+            return (
+                [],
+                f"command line: '--{name} {shown(value)}' is not known. Known: {', '.join(sorted(alias.choices))}.",
+            )
         pairs = [_read_pair(pair)[0] for pair in alias.choices[value]]
         return [dataclasses.replace(pair, typed=f"--{name}") for pair in pairs if pair], None
     assignment, problem = _read_pair(f"{alias.key}={value}")
@@ -149,27 +163,42 @@ def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
     """`key=value`, the value read as YAML reads it (1e-4 is a number, null is None, [64, 64] is a list)."""
     key, _, raw = word.partition("=")
     if not raw.strip():
-        return None, f"command line: '{word}' has no value. Write {key}=VALUE, or {key}=null for none."
+        return (
+            None,
+            f"command line: '{shown(word)}' has no value. Write {shown(key)}=VALUE, or {shown(key)}=null for none.",
+        )
     try:
+        _check_depth(raw)
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=True)["value"]
     except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
-        return None, f"command line: the value of '{word}' cannot be read as YAML: {_first_line(error)}"
+        return None, f"command line: the value of '{shown(word)}' cannot be read as YAML: {_why(error)}"
     return Assignment("command line", key, value, key, raw), None
 
 
 def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
     """All leaf values of a YAML file, in its order."""
-    if not Path(path).is_file():
-        folder = Path(path).parent
-        there = ", ".join(sorted(p.name for p in folder.glob("*.yaml"))) if folder.is_dir() else ""
-        return [], [Problem(f"{path}: no such file. " + (f"In {folder}: {there}." if there else "Check the path."))]
+    where = shown(path, 300)
+    if text := file_problem(path):
+        there = text.removeprefix(f"{where} ")
+        return [], [Problem(f"{where}: {there if kind_of_path(path) else _no_such_yaml(Path(path).parent)}")]
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except Exception as error:
-        return [], [Problem(f"{path}: cannot be read as YAML: {_first_line(error)}")]
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        if len(text) > MAX_YAML_CHARACTERS:
+            given = f"{len(text):,} characters. Possible: {MAX_YAML_CHARACTERS:,} at most"
+            return [], [Problem(f"{where}: {given}. Give a run's file.")]
+        _check_depth(text)
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
+    except Exception as error:  # of several unrelated classes
+        return [], [Problem(f"{where}: cannot be read as YAML: {_why(error)}")]
     if not isinstance(content, dict):
-        return [], [Problem(f"{path}: holds a {type(content).__name__}. A run is a mapping of keys to values.")]
-    return [Assignment(path, key, value, key) for key, value in _leaves(content)], []
+        return [], [Problem(f"{where}: holds a {type(content).__name__}. A run is a mapping of keys to values.")]
+    return [Assignment(where, key, value, key) for key, value in _leaves(content)], []
+
+
+def _no_such_yaml(folder: Path) -> str:
+    there = sorted(file.name for file in folder.glob("*.yaml")) if kind_of_path(folder) == "folder" else []
+    others = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
+    return "no such file. " + (f"In {folder}: {others}." if there else "Check the path.")
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -180,14 +209,38 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield f"{prefix}{name}", value
 
 
+def _spread(at: Assignment) -> list[Assignment]:
+    """Return the keys of a section that was given as one value, `optimizer={lr: 1e-4}`, each by itself."""
+    if not isinstance(at.value, Mapping) or not at.value:
+        return [at]
+    return [Assignment(at.where, key, value, key) for key, value in _leaves(at.value, f"{at.key}.")]
+
+
 def flat(config: Any) -> dict[str, Any]:
     """Return every key of a configuration with its value, as plain values: tuples become lists."""
     leaves = _leaves(OmegaConf.to_container(OmegaConf.structured(config)))
     return {key: list(value) if isinstance(value, tuple) else value for key, value in leaves}
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".") + "."
+def _check_depth(text: str) -> None:
+    """Look for nesting before a reader recurses into it: libyaml's ends the process at some 25,000 levels."""
+    depth = 0
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_YAML_DEPTH:
+            given = f"it is nested more than {MAX_YAML_DEPTH} levels deep"
+            raise yaml.MarkedYAMLError(problem=given, problem_mark=event.start_mark)
+
+
+def _why(error: Exception) -> str:
+    """Say in a line what the YAML reader found, and in which line."""
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):
+        return "it has a number of more than 4,300 digits. Give a smaller one, or a text in quotes."
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    parts = [getattr(error, name, None) for name in ("context", "problem")]
+    text = ": ".join(part for part in parts if part) or (str(error).splitlines() or [type(error).__name__])[0]
+    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return line + shown(text.strip().rstrip("."), 200) + "."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,17 +259,29 @@ def schema_keys(schema: type, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
+def schema_limits(schema: type, prefix: str = "") -> dict[str, Limits]:
+    """Key -> limits, for every number that has some of its own."""
+    limits = {
+        f"{prefix}{key.name}": key.metadata["limits"] for key in dataclasses.fields(schema) if "limits" in key.metadata
+    }
+    for name, hint in typing.get_type_hints(schema).items():
+        for section in (h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)):
+            limits |= schema_limits(section, f"{prefix}{name}.")
+    return limits
+
+
 def _unknown_key(at: Assignment, keys: Mapping[str, Any]) -> str:
     """Name the likeliest key: the same last part first, then the nearest spelling of the whole path."""
-    leaf = at.key.rpartition(".")[2]
+    typed = at.key[:MAX_PART_BYTES]
+    leaf = typed.rpartition(".")[2]
     same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
     close_leaf = [key for key in keys if difflib.get_close_matches(leaf, [key.rpartition(".")[2]], n=1, cutoff=0.8)]
-    near = same_leaf or difflib.get_close_matches(at.key, keys, n=1, cutoff=0.75) or close_leaf
+    near = same_leaf or difflib.get_close_matches(typed, keys, n=1, cutoff=0.75) or close_leaf
     if near:
         hint = "Did you mean " + " or ".join(f"'{key}'" for key in near[:3]) + "?"
     else:
         hint = f"Known: {', '.join(sorted({key.partition('.')[0] for key in keys}))}. --print_config shows every key."
-    return f"{at.where}: unknown key '{at.key}'. {hint}"
+    return f"{at.where}: unknown key '{shown(at.key)}'. {hint}"
 
 
 def _possible(hint: Any) -> str:
@@ -245,7 +310,7 @@ def _nest(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _read(at: Assignment, hint: Any) -> tuple[Any, str | None]:
+def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
     """Return the value as its key means it, or the problem that YAML's own typing would let through."""
     kinds = (hint, *typing.get_args(hint))
     value = at.value
@@ -259,13 +324,22 @@ def _read(at: Assignment, hint: Any) -> tuple[Any, str | None]:
         or (bool in kinds and not isinstance(value, bool | types.NoneType))
         or (str in kinds and not isinstance(value, str | types.NoneType))
     )
-    return value, _misfit(at, hint) if refused else None
+    if refused:
+        return value, _misfit(at, hint)
+    number = float if float in kinds else int if int in kinds else None
+    possible = beyond(value, number, limits)
+    return value, None if possible is None else _misfit(at, hint, possible)
 
 
-def _misfit(at: Assignment, hint: Any) -> str:
+def _misfit(at: Assignment, hint: Any, possible: str | None = None) -> str:
+    """Say that a value is none of its key's. `possible`: what its limits leave; None: it is of another type."""
     name = at.key if at.typed == at.key else f"{at.typed} ({at.key})"
-    given = "null" if at.value is None else repr(at.value)
-    return f"{at.where}: {name} is {given}. Possible: {_possible(hint)}."
+    if possible is not None:
+        others = [
+            part for part in typing.get_args(hint) if typing.get_origin(part) is Literal or part is types.NoneType
+        ]
+        possible = " or ".join([possible, *map(_possible, others)])
+    return f"{at.where}: {name} is {given_as(at.value)}. Possible: {possible or _possible(hint)}."
 
 
 def _merged(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> Any:
@@ -317,22 +391,23 @@ def load(
         ConfigError: with every problem of names, types and cross-checks at once.
     """
     problems = [problem.text for problem in command_line.problems]
-    assignments = list(command_line.assignments)
+    assignments = [part for at in command_line.assignments for part in _spread(at)]
     if command_line.yaml is not None:
         from_yaml, unreadable = read_yaml(command_line.yaml)
         problems += [problem.text for problem in unreadable]
         assignments = from_yaml + assignments
 
-    keys, values, found = schema_keys(schema), [], {}
+    is_read = not problems  # what could not be read may have said what would be missed: nothing is checked across keys
+    keys, limits, values, found = schema_keys(schema), schema_limits(schema), [], {}
     for at in assignments:
         room = next((text for key, text in not_yet.items() if at.key == key or at.key.startswith(f"{key}.")), None)
         if room is not None:
-            name = f"'{at.key}'" if at.typed == at.key else f"'{at.typed}' ({at.key})"
+            name = f"'{shown(at.key)}'" if at.typed == at.key else f"'{at.typed}' ({at.key})"
             found[id(at)] = f"{at.where}: {name} is not available: {room} is not part of this version. Leave it out."
         elif at.key not in keys:
             found[id(at)] = _unknown_key(at, keys)
         else:
-            value, problem = _read(at, keys[at.key])
+            value, problem = _read(at, keys[at.key], limits.get(at.key, Limits()))
             if problem is None:
                 values.append((at, value))
             else:
@@ -343,7 +418,8 @@ def load(
     refused = {at.key for at in assignments if id(at) in found}
 
     config, is_readable = OmegaConf.to_object(tree), not problems
-    problems += [problem.text for problem in check(config) if not refused.intersection(problem.keys)]
+    if is_read:
+        problems += [problem.text for problem in check(config) if not refused.intersection(problem.keys)]
     if problems:
         raise ConfigError(problems, config if is_readable else None)
     return config

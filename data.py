@@ -40,6 +40,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from batch_wait import END, files_and_bytes, next_batch
 from fetch import PATIENCE_SEC, StreamFailure
+from limits import limited
 from shared_memory import one_at_a_time, remove_dead_segments
 from stage import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stream import BatchStream, MomentsStream
@@ -54,6 +55,7 @@ ORDER = {
     "shuffle_block_size": 1 << 18,  # samples
 }
 SYNTHETIC_EPOCH_BATCHES = 1000
+MOST_BYTES = 10**18  # an exabyte
 MAX_COVER = 4  # times the crop's side: of a longer picture only the middle is scaled
 LOADER_MARGIN_SEC = 120.0  # a loader worker that has said nothing for so long beyond patience_sec hangs
 
@@ -69,20 +71,20 @@ class DataConfig:
     """Folder or store address (s3://...) of the stage."""
     local: str | None = None
     """Folder that keeps the shards of `remote`; null: a folder is read in place."""
-    workers: int = 4
+    workers: int = limited(4, 0, 512)
     """Loader processes a device; 0: in the training process."""
     cache_limit: str | None = None
     """Most bytes in `local`, e.g. 100gb, but for shards on their way, one a process; null: no limit."""
-    patience_sec: float = PATIENCE_SEC
+    patience_sec: float = limited(PATIENCE_SEC, 0.0, 1e6)
     """How long a store that is away is waited for before the run stops."""
-    num_canonical_nodes: int = 1
+    num_canonical_nodes: int = limited(1, 1, 2**16)
     """Fixes the order of samples whatever the number of nodes; set it to the most nodes that the run may have."""
     shuffle: bool = True
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] as in the MLPerf reference."""
     posterior: Literal["sample", "mean"] = "sample"
     """The latent of an image: drawn from the VAE's posterior anew at each reading, or always its mean."""
-    max_bad_samples: int = 100
+    max_bad_samples: int = limited(100, 0)
     """A run with more unusable samples than this stops."""
 
     @property
@@ -104,18 +106,8 @@ class DataConfig:
             encodings: of that stage's columns, where they are known; see `stage.column_problem`.
         """
         found = []
-        for key in ("workers", "max_bad_samples"):
-            if getattr(self, key) < 0:
-                found.append((f"data.{key}", f"{getattr(self, key)} is below 0. Possible: 0 and up."))
-        if not (math.isfinite(self.patience_sec) and self.patience_sec >= 0.0):
-            found.append(
-                ("data.patience_sec", f"{self.patience_sec} is no time to wait. Possible: 0 and up. Usual: 600.")
-            )
-        if self.num_canonical_nodes < 1:
-            found.append(("data.num_canonical_nodes", f"{self.num_canonical_nodes} is below 1. Possible: 1 and up."))
-        if self.cache_limit is not None and (_bytes(self.cache_limit) or 0) <= 0:
-            what = "is not a size" if _bytes(self.cache_limit) is None else "is not above 0"
-            found.append(("data.cache_limit", f"'{self.cache_limit}' {what}. Possible: 500mb, 100gb, 1tb."))
+        if self.cache_limit is not None and not 0 < (_bytes(self.cache_limit) or 0) <= MOST_BYTES:
+            found.append(("data.cache_limit", f"'{self.cache_limit}' is not a size. Possible: 500mb, 100gb, 1tb."))
         return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for, encodings or {})
 
     def _stage_problems(
@@ -125,7 +117,8 @@ class DataConfig:
             return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
         where = "data.remote" if self.remote else "data.local"
         if is_remote(self.location) and (self.local is None or is_remote(self.local)):
-            return [("data.local", f"{self.local} cannot keep the shards of {self.location}. Give a folder.")]
+            given = "not given" if self.local is None else f"{self.local} is no folder of this machine"
+            return [("data.local", f"{given}. It keeps the shards of {self.location}. Give a folder.")]
         try:
             stage = read_stage(self.location)
         except ValueError as error:

@@ -27,6 +27,7 @@ import torch
 from composer import Algorithm, Event, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
+from limits import limited, read_duration
 from tensors import difference, forms, trained_parameters
 
 DEFAULT_DECAY = 0.9999  # of MosaicML's and NVIDIA's Stable Diffusion recipes; a half-life of 6,931 batches
@@ -47,7 +48,7 @@ class EMAConfig:
     """Batches (800000ba) or images (512000sp) before it starts; no memory is taken until then."""
     device: Literal["model", "cpu"] = "model"
     """model: beside the weights. cpu: in (pinned) host memory, for a full GPU; then `every` should be well above 1."""
-    every: int = 1
+    every: int = limited(1, 1)
     """Batches between two updates."""
 
     def problems(self) -> list[tuple[str, str]]:
@@ -61,11 +62,11 @@ class EMAConfig:
         if len(given) > 1:
             words = " and ".join(f"ema.{key}: {getattr(self, key)}" for key in given[1:])
             found.append((f"ema.{given[0]}", f"{getattr(self, given[0])} and {words} exclude each other."))
-        if self.half_life is not None and _time(self.half_life, least=1) is None:
+        if self.half_life is not None and read_duration(self.half_life, ("ba", "sp")) is None:
             found.append(
                 ("ema.half_life", f"'{self.half_life}' is not possible. Possible: 1000ba, 2048000sp; 1 and up.")
             )
-        if _time(self.start, least=0) is None:
+        if read_duration(self.start, ("ba", "sp"), least=0) is None:
             found.append(("ema.start", f"'{self.start}' is not possible. Possible: 0ba, 800000ba, 512000sp."))
         if self.decay is not None and not 0.0 <= self.decay < 1.0:
             found.append(("ema.decay", f"{self.decay} is not in [0, 1). Usual: 0.999 to 0.9999."))
@@ -73,18 +74,7 @@ class EMAConfig:
             found.append(
                 ("ema.sigma_rel", f"{self.sigma_rel} is not in (0, {MAX_SIGMA_REL:.3f}). Usual: 0.05 to 0.25.")
             )
-        if self.every < 1:
-            found.append(("ema.every", f"{self.every} is below 1. Possible: 1 and up."))
         return found
-
-
-def _time(text: str, *, least: int) -> Time | None:
-    """Read a duration in batches or images, or None: it is none."""
-    try:
-        time = Time.from_timestring(text)
-    except (ValueError, TypeError):
-        return None
-    return time if time.unit in (TimeUnit.BATCH, TimeUnit.SAMPLE) and time.value >= least else None
 
 
 MAX_SIGMA_REL = 1.0 / math.sqrt(12.0)  # gamma = 0, a uniform average over the whole run
@@ -145,9 +135,9 @@ class EMA(Algorithm):
         self._applied = False
         self._parameters: dict[str, nn.Parameter] = {}
         self._staging: list[Tensor] = []  # pinned, where weights and average are on different devices
-        start = _time(config.start, least=0)
-        half_life = None if config.half_life is None else _time(config.half_life, least=1)
-        assert start is not None and not config.problems(), config.problems()
+        assert not config.problems(), config.problems()
+        start = Time.from_timestring(config.start)
+        half_life = None if config.half_life is None else Time.from_timestring(config.half_life)
         self._start, self._half_life = start, half_life
         self._gamma = None if config.sigma_rel is None else power_gamma(config.sigma_rel)
 

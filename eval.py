@@ -40,9 +40,10 @@ import warm_start
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
 from callbacks.run_record import keep_batch_size, read_config, result_line, rounded, run_id_of, write_outcome
-from checks import precision_problems, seed_problems, speed_problems
+from checks import precision_problems, speed_problems
 from config import Assignment, CommandLine, ConfigError, Problem, flat, load, parse_command_line, read_yaml, schema_keys
 from image_folder import image_batches, list_images
+from limits import limited
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
@@ -63,7 +64,7 @@ class EvalCommand(RunConfig):
     """A run's keys, and those of this command."""
 
     snapshots: Literal["all", "to_target", "last"] | None = None
-    from_images: int = 0
+    from_images: int = limited(0, 0)
     """Where to_target begins: images seen, a hint that saves the scoring of early snapshots."""
     out: str | None = None
     """Folder of eval.csv and the pictures; null: the run's own."""
@@ -104,7 +105,7 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
         if kind != "images":
             config = _completed(config, place, kind, given)
             problems += model_problems(config.model, config.image_size, encoders_wanted=False)
-            problems += _size_problems(config) + seed_problems(config) + precision_problems(config)
+            problems += _size_problems(config) + precision_problems(config)
             problems += speed_problems(config)
             if text := preflight.batch_problem(config.global_batch_size, 1, 1):
                 problems.append(Problem(f"global_batch_size: {text}", ("global_batch_size",)))
@@ -414,7 +415,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError([f"eval.py: --print_config is benchmark.py's. {shown}."])
         if not command.places:
             ways = "Give a run (runs/NAME), a diffusers folder or a folder of images"
-            raise ConfigError([*(p.text for p in command.problems), f"eval.py: nothing to score. {ways}."])
+            raise ConfigError([p.text for p in command.problems] or [f"eval.py: nothing to score. {ways}."])
         evaluate(command)
     except ValueError as error:
         alarm.sound(str(error), code=2)

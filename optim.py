@@ -11,6 +11,8 @@ import torch
 from composer import Callback, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
+from limits import limited
+
 WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not exactly zero
 
 
@@ -19,16 +21,16 @@ class OptimizerConfig:
     """The `optimizer` section of a run."""
 
     name: Literal["adamw"] = "adamw"
-    lr: float | None = None
+    lr: float | None = limited(None, 0.0, above=True)
     """Learning rate after warm-up. null: 1e-4, unless lr_per_image is given."""
-    lr_per_image: float | None = None
+    lr_per_image: float | None = limited(None, 0.0, above=True)
     """Learning rate for each image of the global batch; excludes lr."""
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    eps: float = limited(1e-8, 0.0, above=True)
+    weight_decay: float = limited(0.01, 0.0)
     decay: Literal["all", "matrices"] = "all"
     """What decays: all parameters (MLPerf, MosaicML), or only those of two and more dimensions (no norms, no biases)."""
-    clip_norm: float | None = None
+    clip_norm: float | None = limited(None, 0.0, above=True)
     """Clip gradients to this norm over all parameters; null: never."""
 
     def problems(self) -> list[tuple[str, str]]:
@@ -38,12 +40,6 @@ class OptimizerConfig:
             found.append(
                 ("optimizer.lr", f"{self.lr} and optimizer.lr_per_image: {self.lr_per_image} exclude each other.")
             )
-        for key in ("lr", "lr_per_image", "clip_norm", "eps"):
-            value = getattr(self, key)
-            if value is not None and not (math.isfinite(value) and value > 0.0):
-                found.append((f"optimizer.{key}", f"{value} is not above 0."))
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0.0):
-            found.append(("optimizer.weight_decay", f"{self.weight_decay} is below 0. Possible: 0 and up."))
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             found.append(("optimizer.betas", f"{list(self.betas)} are not in [0, 1). Usual: [0.9, 0.999]."))
         return found
@@ -60,9 +56,9 @@ class ScheduleConfig:
     """The `schedule` section of a run."""
 
     name: Literal["constant", "cosine"] = "constant"
-    warmup_batches: int | None = None
+    warmup_batches: int | None = limited(None, 0)
     """Batches of linear warm-up; null: none, unless warmup_images is given."""
-    warmup_images: int | None = None
+    warmup_images: int | None = limited(None, 0)
     """The same in images, rounded up to whole batches; excludes warmup_batches."""
 
     def problems(self) -> list[tuple[str, str]]:
@@ -75,10 +71,6 @@ class ScheduleConfig:
                     f"{self.warmup_batches} and schedule.warmup_images: {self.warmup_images} exclude each other.",
                 )
             )
-        for key in ("warmup_batches", "warmup_images"):
-            value = getattr(self, key)
-            if value is not None and value < 0:
-                found.append((f"schedule.{key}", f"{value} is below 0. Possible: 0 and up."))
         return found
 
     def num_warmup_batches(self, global_batch_size: int) -> int:

@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer import Time, TimeUnit
 from composer.utils import dist
 
 from config import count, flat, to_yaml
+from limits import read_duration
 from model import model_problems
 from optim import total_batches
 from zoo import load_family, mlperf
@@ -117,11 +117,7 @@ def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
 
 def images_of(max_duration: str, global_batch_size: int) -> int | None:
     """Return the images of a duration in batches or samples, in whole batches; None: it is in epochs, or is none."""
-    try:
-        unit = Time.from_timestring(max_duration).unit
-    except (ValueError, TypeError):
-        return None  # a problem of its own names it
-    if unit not in (TimeUnit.BATCH, TimeUnit.SAMPLE):
+    if read_duration(max_duration, ("ba", "sp")) is None:
         return None
     images = total_batches(max_duration, global_batch_size=global_batch_size, epoch_batches=0) * global_batch_size
     return images if images > 0 else None

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from composer import Time, TimeUnit
 from composer.utils import dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import speed
 from encoders import RANDOM
+from limits import read_duration, shown
 from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
 from tensors import on_meta
 from zoo.objectives import ObjectiveConfig
@@ -261,12 +261,8 @@ def _is_begun(folder: Path) -> bool:
 
 def duration_problem(duration: str) -> str | None:
     """Say that a text is no duration that a run can have, or None."""
-    try:
-        parsed = Time.from_timestring(duration)
-    except (ValueError, TypeError):
-        parsed = None
-    if parsed is None or parsed.unit not in (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.EPOCH) or parsed.value < 1:
-        return f"'{duration}' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
+    if read_duration(duration, ("ba", "sp", "ep")) is None:
+        return f"'{shown(duration)}' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
     return None
 
 

@@ -19,6 +19,7 @@ from config import Alias
 from data import DataConfig
 from ema import EMAConfig
 from encoders import own_weights
+from limits import limited
 from loggers import LoggersConfig
 from model import LatentDiffusion, ModelConfig, build_model
 from optim import OptimizerConfig, ScheduleConfig
@@ -37,11 +38,11 @@ class RunKeys:
     """null: family, size and the time of the start."""
     run_folder: str = "runs"
     """Parent of all runs."""
-    seed: int = 17
+    seed: int = limited(17, 0, 2**32 - 1)
     max_duration: str = "30ba"
     """Composer's time string: 30ba (batches), 5120sp (samples), 2ep (epochs)."""
-    global_batch_size: int = 2048
-    device_train_microbatch_size: int | Literal["auto"] | None = None
+    global_batch_size: int = limited(2048, 1, 10**9)
+    device_train_microbatch_size: int | Literal["auto"] | None = limited(None, 1, 10**9)
     """Images a device and pass; null: the whole device batch. auto: the most that fit, found once before training."""
     image_size: Any = 512
     """Pixels: one number for a square, or [width, height]."""

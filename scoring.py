@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from composer.utils import dist
 from torch import Tensor
 
+from limits import file_problem, given_as, limited
 from metrics.meter import Meter
 from prompts import Prompt, PromptSet, read_prompts
 from tensors import is_out_of_memory
@@ -41,11 +41,11 @@ class EvalConfig:
 
     when: Literal["in_training", "after", "off"] = "off"
     """in_training: at every point of the cadence. after: snapshots are written there, `composer eval.py RUN` scores them."""
-    every_images: int | None = None
+    every_images: int | None = limited(None, 1)
     """Images between two evaluations, rounded up to whole batches. null: 512000."""
     prompts: str | None = None
     """Tab-separated file with image_id, id and caption, e.g. the MLPerf reference's val2014_30k.tsv."""
-    num_prompts: int | None = None
+    num_prompts: int | None = limited(None, 1)
     """Use the first so many, for a smoke run: such a score is partial, and never meets a target. null: all."""
     guidance: Any = 8.0
     """Scale of classifier-free guidance; 1: none. eval.py takes a list, for a curve."""
@@ -63,9 +63,9 @@ class EvalConfig:
     """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14), or `random`. null: no CLIP score."""
     image_size: Any = None
     """Pixels of the generated images; null: those of training."""
-    batch_size: int | None = None
+    batch_size: int | None = limited(None, 1, 2**16)
     """Images a device and pass; null: found by trying, once in a run."""
-    samples: int = 16
+    samples: int = limited(16, 0, 1024)
     """Images of the grid of samples: those of the first prompts. 0: none."""
 
     def problems(self, *, now: bool, images_alone: bool = False) -> list[tuple[str, str]]:
@@ -75,12 +75,7 @@ class EvalConfig:
             now: it is evaluated here: its files have to be there.
             images_alone: images are there already: FID needs no prompts.
         """
-        least = {"every_images": 1, "num_prompts": 1, "batch_size": 1, "samples": 0}
-        found = [
-            (f"eval.{key}", f"{value} is below {low}. Possible: {low} and up.")
-            for key, low in least.items()
-            if (value := getattr(self, key)) is not None and value < low
-        ]
+        found: list[tuple[str, str]] = []
         try:
             for guidance in self.guidances():
                 of_sampling = sampling_problems(self.sampler, self.steps, guidance)
@@ -103,7 +98,8 @@ class EvalConfig:
         given = self.guidance if isinstance(self.guidance, list | tuple) else [self.guidance]
         bad = [value for value in given if type(value) not in (int, float) or math.isnan(value)]
         if bad or not given:
-            raise ValueError(f"{[*bad, given][0]} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them.")
+            wrong = given_as([*bad, given][0])
+            raise ValueError(f"{wrong} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them.")
         return [float(value) for value in given]
 
     def _file_problems(self, images_alone: bool) -> list[tuple[str, str]]:
@@ -120,8 +116,8 @@ class EvalConfig:
             found.append(("eval.inception", f"nothing to score with. {ways}."))
         for key in ("prompts", "statistics", "inception", "clip"):
             path = getattr(self, key)
-            if path not in (None, "random") and not Path(path).expanduser().exists():
-                found.append((f"eval.{key}", f"no file {path}. Check the path."))
+            if path not in (None, "random") and (text := file_problem(path)):
+                found.append((f"eval.{key}", text))
         return found
 
 

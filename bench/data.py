@@ -65,6 +65,7 @@ from bench.micro_data import (
     write_moments,
 )
 from config import Problem
+from limits import limited
 
 SCHEMA = 1
 LAYOUTS = ("ours", "webdataset", "webdataset16", "files", "images")
@@ -77,12 +78,12 @@ GPU_IMAGES_PER_SEC, GPUS, CORES = 200.0, 8, 16  # of a node
 class DataBenchConfig:
     """The keys of this command."""
 
-    num_samples: int = 4096
+    num_samples: int = limited(4096, 2 * MOMENTS_BATCH)
     """Moments: 64 KiB each in the stage, twice that in float32."""
-    num_images: int = 128
+    num_images: int = limited(128, 2 * IMAGES_BATCH)
     """Of them, those that are read as JPEGs too."""
-    rounds: int = 5
-    paced_batches: int = 10
+    rounds: int = limited(5, 1)
+    paced_batches: int = limited(10, 1)
     """Batches of 64 that the sleeping training process takes in a turn; 0.32 s each."""
     results: str = "reports/results/data_speed.json"
     """The record's file; an earlier one is replaced."""
@@ -92,18 +93,12 @@ class DataBenchConfig:
 
 def check(config: DataBenchConfig) -> list[Problem]:
     """Return every problem of the keys."""
-    least = {"num_samples": 2 * MOMENTS_BATCH, "num_images": 2 * IMAGES_BATCH, "rounds": 1, "paced_batches": 1}
-    found = [
-        Problem(f"{key}: {getattr(config, key)} is below {value}. Possible: {value} and up.", (key,))
-        for key, value in least.items()
-        if getattr(config, key) < value
-    ]
     if config.num_samples // MOMENTS_BATCH <= config.paced_batches:
         least_samples = MOMENTS_BATCH * (config.paced_batches + 1)
         given = f"{config.paced_batches}, but {config.num_samples} samples are too few for them and the first batch"
         text = f"paced_batches: {given}. Lower it, or give num_samples={least_samples}."
-        found.append(Problem(text, ("paced_batches", "num_samples")))
-    return found
+        return [Problem(text, ("paced_batches", "num_samples"))]
+    return []
 
 
 # --- the layouts ---

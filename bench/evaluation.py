@@ -36,7 +36,7 @@ from composer.utils import dist
 import speed
 from callbacks.run_record import result_line, rounded
 from callbacks.throughput import peak_mem_gib
-from checks import model_problems, precision_problems, seed_problems, speed_problems
+from checks import model_problems, precision_problems, speed_problems
 from config import ConfigError, Problem, load, parse_command_line
 from environment import environment
 from metrics.clip_score import load_clip
@@ -65,7 +65,7 @@ def problems_of(config: RunConfig) -> list[Problem]:
         found.append(("eval.num_prompts", "1, but FID compares covariances. Give 2 at least."))
     problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
     problems += model_problems(config.model, config.image_size, encoders_wanted=False)
-    return problems + seed_problems(config) + precision_problems(config) + speed_problems(config)
+    return problems + precision_problems(config) + speed_problems(config)
 
 
 def made_up(config: RunConfig, folder: Path) -> RunConfig:

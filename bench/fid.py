@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, rounded, take_turns
-from config import Problem
+from limits import limited
 from metrics.fid import FeatureSums, Statistics, frechet_distance
 
 SCHEMA = 1
@@ -41,29 +41,15 @@ PARTS = ("update", "compute", "total")
 class FidConfig:
     """The keys of this command."""
 
-    num_images: int = 30_000
-    num_features: int = 2048
-    batch_size: int = 50
+    num_images: int = limited(30_000, 20)  # a tenth has a covariance, too
+    num_features: int = limited(2048, 1, 2**16)
+    batch_size: int = limited(50, 1)
     """Images an update; 50 is pytorch-fid's."""
-    rounds: int = 3
-    threads: int = 1
+    rounds: int = limited(3, 1)
+    threads: int = limited(1, 1, 1024)
     """Of torch; bench/micro_ema.py says why one."""
     results: str = "reports/results/fid_speed.json"
     """The record's file; an earlier one is replaced."""
-
-
-def check(config: FidConfig) -> list[Problem]:
-    """Return every problem of the configuration."""
-    keys = ("num_features", "batch_size", "rounds", "threads")
-    found = [
-        Problem(f"{key}: {getattr(config, key)} is below 1. Possible: 1 and up.", (key,))
-        for key in keys
-        if getattr(config, key) < 1
-    ]
-    if config.num_images < 20:
-        text = f"num_images: {config.num_images} is below 20. Possible: 20 and up: a tenth has a covariance, too."
-        found.append(Problem(text, ("num_images",)))
-    return found
 
 
 def synthetic_features(num_images: int, num_features: int, seed: int) -> Tensor:
@@ -186,7 +172,7 @@ def rows(record: dict[str, Any]) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(FidConfig, argv, __doc__, check)
+    config = read_keys(FidConfig, argv, __doc__, lambda config: [])
     if isinstance(config, int):
         return config
     begin = {

@@ -29,10 +29,11 @@ from torch import Tensor
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
 from config import Problem
+from limits import limited
 from model import LatentDiffusion, ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig
 from zoo.sampling import build_scheduler, prompt_generator, prompt_noise, sampling_problems
-from zoo.spec import as_size
+from zoo.spec import MAX_SIDE_PX, as_size
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusionPipeline
@@ -49,14 +50,14 @@ class GenerateConfig:
 
     preset: str = "tiny"
     variant: str = "stock"
-    image_size: int = 64
-    num_prompts: int = 16
-    batch_size: int = 16
+    image_size: int = limited(64, 1, MAX_SIDE_PX)
+    num_prompts: int = limited(16, 1)
+    batch_size: int = limited(16, 1, 2**16)
     sampler: str = "ddim"
     steps: int = 20
     guidance: float = 8.0
-    rounds: int = 5
-    threads: int = 1
+    rounds: int = limited(5, 1)
+    threads: int = limited(1, 1, 1024)
     """Of torch, on a CPU."""
     results: str = "reports/results/generate_speed.json"
     """The record's file; an earlier one is replaced."""
@@ -64,14 +65,8 @@ class GenerateConfig:
 
 def check(config: GenerateConfig) -> list[Problem]:
     """Return every problem of the keys."""
-    found = [
-        Problem(f"{key}: {text}", (key,))
-        for key, text in sampling_problems(config.sampler, config.steps, config.guidance)
-    ]
-    for key in ("num_prompts", "batch_size", "rounds", "threads"):
-        if getattr(config, key) < 1:
-            found.append(Problem(f"{key}: {getattr(config, key)} is below 1. Possible: 1 and up.", (key,)))
-    return found
+    of_sampling = sampling_problems(config.sampler, config.steps, config.guidance)
+    return [Problem(f"{key}: {text}", (key,)) for key, text in of_sampling]
 
 
 def clip_tokenizer(max_length: int) -> CLIPTokenizer:

@@ -36,6 +36,7 @@ from bench.micro_data import IMAGES_BATCH, MOMENTS_BATCH, measure_data
 from bench.micro_ema import measure_ema
 from bench.micro_run import measure_checkpoint, measure_first_step
 from config import Problem
+from limits import limited
 
 SCHEMA = 1
 
@@ -46,15 +47,15 @@ class MicroConfig:
 
     parts: str = "ema,moments,images,checkpoint,first_step"
     """Names with commas between them; the order is their own."""
-    rounds: int = 7
+    rounds: int = limited(7, 1)
     """Turns of each contestant; checkpoint and first_step take 3 at most."""
-    num_parameters: int = 100_000_000
+    num_parameters: int = limited(100_000_000, 100_000)
     """Of the UNet whose weights are averaged and kept, about."""
-    threads: int = 1
+    threads: int = limited(1, 1, 1024)
     """Of torch, for the updates of the average on a CPU; bench/micro_ema.py says why."""
-    num_samples: int = 8192
+    num_samples: int = limited(8192, 2 * MOMENTS_BATCH)  # one batch begins the clock
     """Of the stage `moments`: 64 KiB each, twice that in the tars."""
-    num_images: int = 256
+    num_images: int = limited(256, 2 * IMAGES_BATCH)
     results: str = "reports/results/micro.json"
     """The record's file; an earlier one is replaced."""
     work: str | None = None
@@ -115,12 +116,6 @@ def check(config: MicroConfig) -> list[Problem]:
     found = []
     if unknown := [name for name in config.names if name not in PARTS]:
         found.append(Problem(f"parts: unknown {', '.join(map(repr, unknown))}. Known: {', '.join(PARTS)}.", ("parts",)))
-    least = {"rounds": 1, "threads": 1, "num_parameters": 100_000}
-    # One batch begins the clock, so two are the least.
-    least |= {"num_samples": 2 * MOMENTS_BATCH, "num_images": 2 * IMAGES_BATCH}
-    for key, value in least.items():
-        if getattr(config, key) < value:
-            found.append(Problem(f"{key}: {getattr(config, key)} is below {value}. Possible: {value} and up.", (key,)))
     return found + _work_problems(config)
 
 

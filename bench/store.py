@@ -41,9 +41,10 @@ from boto3.s3.transfer import TransferConfig
 from bench.command import head, write_record
 from bench.contest import Figures, take_turns
 from bench.micro_data import MOMENTS_BATCH, SEED, SIZE, build_family, write_moments
-from config import ConfigError, Problem, load, parse_command_line
+from config import ConfigError, load, parse_command_line
 from data import DataConfig, build_data
 from fetch import file_digest
+from limits import limited
 from stage import read_stage
 
 SCHEMA = 1
@@ -53,19 +54,9 @@ SCHEMA = 1
 class StoreConfig:
     """The keys of this command."""
 
-    num_samples: int = 24576
-    rounds: int = 5
+    num_samples: int = limited(24576, 2 * MOMENTS_BATCH)
+    rounds: int = limited(5, 1)
     results: str = "reports/results/store_speed.json"
-
-
-def check(config: StoreConfig) -> list[Problem]:
-    """Return every problem of the keys."""
-    least = {"num_samples": 2 * MOMENTS_BATCH, "rounds": 1}
-    return [
-        Problem(f"{key}: {getattr(config, key)} is below {value}. Possible: {value} and up.", (key,))
-        for key, value in least.items()
-        if getattr(config, key) < value
-    ]
 
 
 def put_stage(client: Any, address: str, num_samples: int) -> None:
@@ -186,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0 if {"-h", "--help"} & set(argv) else 2
     try:
-        config = load(StoreConfig, parse_command_line(words, {}), not_yet={}, check=check)
+        config = load(StoreConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

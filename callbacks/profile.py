@@ -28,6 +28,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 import time_by_kind
+from limits import limited
 
 FOLDER = "profile"
 
@@ -36,10 +37,11 @@ FOLDER = "profile"
 class ProfileConfig:
     """The `profile` section of a run."""
 
-    batches: int = 0
+    batches: int = limited(0, 0)
     """Recorded steps; 0: none."""
-    start_batch: int | None = None
-    """Batches of this start before the first recorded one; null: those of the warm-up, see measure.warmup_batches."""
+    start_batch: int | None = limited(None, 1)
+    """Batches of this start before the first recorded one, of which the last is the profiler's own warm-up; null: those of
+    measure.warmup_batches."""
 
     def first(self, warmup_batches: int) -> int:
         """Return how many batches of a start come before the first recorded one."""
@@ -52,15 +54,10 @@ class ProfileConfig:
             num_batches: of the run; None: not known yet.
             warmup_batches: of the measuring.
         """
-        if self.batches < 0:
-            return [("profile.batches", f"{self.batches} is below 0. Possible: 0 (none) and up. Usual: 3.")]
         if self.start_batch is not None and not self.batches:
             return [
                 ("profile.start_batch", f"{self.start_batch}, but profile.batches=0. Say how many: profile.batches=3.")
             ]
-        if self.start_batch is not None and self.start_batch < 1:
-            given = f"{self.start_batch} is below 1: the batch before the recorded ones is the profiler's own warm-up"
-            return [("profile.start_batch", f"{given}. Possible: 1 and up.")]
         last = self.first(warmup_batches) + self.batches
         if self.batches and num_batches is not None and last > num_batches:
             given = (

@@ -17,7 +17,6 @@ four clocks: what the run delivered, waiting and evaluation included.
 from __future__ import annotations
 
 import contextlib
-import math
 import resource
 import statistics
 import time
@@ -28,6 +27,8 @@ from typing import Any
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
+
+from limits import limited
 
 CLOCKS = ("train", "data_wait", "eval", "other")
 
@@ -49,28 +50,14 @@ PEAK_TFLOPS = {
 class MeasureConfig:
     """The `measure` section of a run."""
 
-    window_batches: int = 10
+    window_batches: int = limited(10, 1)
     """Batches a window: one line of metrics.jsonl, one reading of the clocks."""
-    warmup_batches: int = 10
+    warmup_batches: int = limited(10, 0)
     """Batches at the start that belong to no measured window."""
-    peak_tflops: float | None = None
+    peak_tflops: float | None = limited(None, 0.0, above=True)
     """What MFU divides by, for one device; null: from the table of known GPUs."""
-    expected_images_per_sec: float | None = None
+    expected_images_per_sec: float | None = limited(None, 0.0, above=True)
     """Over all ranks. Only for the estimate of --print_config; null: none is made."""
-
-    def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
-        found = []
-        if self.window_batches < 1:
-            found.append(("measure.window_batches", f"{self.window_batches} is below 1. Possible: 1 and up."))
-        if self.warmup_batches < 0:
-            found.append(("measure.warmup_batches", f"{self.warmup_batches} is below 0. Possible: 0 and up."))
-        if self.peak_tflops is not None and not (math.isfinite(self.peak_tflops) and self.peak_tflops > 0.0):
-            found.append(("measure.peak_tflops", f"{self.peak_tflops} is not above 0. Give TFLOP/s, or null."))
-        rate = self.expected_images_per_sec
-        if rate is not None and not (math.isfinite(rate) and rate > 0.0):
-            found.append(("measure.expected_images_per_sec", f"{rate} is not above 0. Give images/s, or null."))
-        return found
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:

@@ -28,10 +28,12 @@ from tqdm import tqdm
 
 from config import ConfigError, Problem, load, parse_command_line, to_yaml
 from image_folder import image_batches, list_images
+from limits import limited
 from metrics.fid import FeatureSums, Statistics, covariance_warning, write_statistics
 from metrics.inception import Extractor, load_inception
 from preflight import unwritable
 from prepare.parts import split_words
+from zoo.spec import MAX_SIDE_PX
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ class FidStatisticsConfig:
     inception: str | None = None
     """Weights of the image network: pt_inception-2015-12-05-6726825d.pth, or `random`."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
-    image_size: int | None = None
+    image_size: int | None = limited(None, 1, MAX_SIDE_PX)
     """Side in pixels that images are brought to first; null: as they are."""
-    batch_size: int = 50
-    workers: int = 4
+    batch_size: int = limited(50, 1, 2**16)
+    workers: int = limited(4, 1, 512)
     """Decoding threads."""
     overwrite: bool = False
     """Replace OUT where it is there."""
@@ -53,10 +55,6 @@ class FidStatisticsConfig:
 def check(config: FidStatisticsConfig) -> list[Problem]:
     """Return every problem that can be known before anything is read."""
     found = []
-    for key in ("image_size", "batch_size", "workers"):
-        value = getattr(config, key)
-        if value is not None and value < 1:
-            found.append(Problem(f"{key}: {value} is below 1. Possible: 1 and up.", (key,)))
     if config.inception is None:
         ways = "Give the path of pt_inception-2015-12-05-6726825d.pth, or random for a trial"
         found.append(Problem(f"inception: not given. {ways}.", ("inception",)))

@@ -43,6 +43,7 @@ from tqdm import tqdm
 
 from config import ConfigError, Problem, load, parse_command_line, to_yaml
 from fetch import HASH
+from limits import limited
 from model import ModelConfig, model_problems
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
 from prepare.moments import mds_columns
@@ -83,13 +84,13 @@ class LatentsConfig:
     """Pixels: one number for a square, or [width, height]."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] as in the MLPerf reference."""
-    batch_size: int = 16
+    batch_size: int = limited(16, 1, 2**16)
     """Images a call of the VAE; part of the plan, since it changes last bits."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     store_text: bool = False
     """Store the text states too: for SD2 158 kB a caption."""
     shard_size: str = "64mb"
-    workers: int = 4
+    workers: int = limited(4, 1, 512)
     """Decoding threads a rank."""
 
     @property
@@ -101,9 +102,6 @@ class LatentsConfig:
 def check(config: LatentsConfig) -> list[Problem]:
     """Return every problem that can be known before anything is built."""
     found = []
-    for key in ("batch_size", "workers"):
-        if getattr(config, key) < 1:
-            found.append(Problem(f"{key}: {getattr(config, key)} is below 1. Possible: 1 and up.", (key,)))
     if text := shard_size_problem(config.shard_size):
         found.append(Problem(text, ("shard_size",)))
     if config.precision == "tf32" and not torch.cuda.is_available():

@@ -42,6 +42,7 @@ from torch import nn
 from tqdm import tqdm
 
 from config import Assignment, CommandLine, ConfigError, Problem, load, parse_command_line, to_yaml
+from limits import limited
 from model import ModelConfig, model_problems
 from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
@@ -68,11 +69,11 @@ MAX_SHOWN = 90  # letters of a caption in a line
 class LookConfig:
     """The keys of this command."""
 
-    samples: int = 16
+    samples: int = limited(16, 1, MAX_SAMPLES)
     """Shown in the picture."""
-    read: int = 2000
+    read: int = limited(2000, 1, 10**9)
     """Measured."""
-    seed: int = 0
+    seed: int = limited(0, 0, 2**32 - 1)
     """Of the choice of samples."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
@@ -80,11 +81,6 @@ class LookConfig:
 def check(config: LookConfig, stage: Stage | None) -> list[Problem]:
     """Return every problem of the keys, also with the stage where it could be read."""
     found = []
-    bounds = {"samples": (1, MAX_SAMPLES), "read": (1, 10**9), "seed": (0, 2**32 - 1)}
-    for key, (low, high) in bounds.items():
-        if not low <= getattr(config, key) <= high:
-            given = f"{key}: {getattr(config, key)} is not from {low} to {high}"
-            found.append(Problem(f"{given}. Possible: a whole number in between.", (key,)))
     if config.model.denoiser is not None:
         found.append(Problem("model.denoiser: has no use here: nothing is trained. Leave it out.", ("model.denoiser",)))
     if stage is not None and stage.kind == "images" and config.model.weights is not None:

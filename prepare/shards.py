@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from config import ConfigError, Problem, load, parse_command_line, to_yaml
 from data import SampleError, decode_image
+from limits import limited
 from prepare.moments import mds_columns, npy_shape, read_npy, tokens_of
 from prepare.parts import (
     GO_ON,
@@ -77,7 +78,7 @@ class ShardsConfig:
     """The keys of this command."""
 
     shard_size: str = "64mb"
-    workers: int | None = None
+    workers: int | None = limited(None, 1, 512)
     """Processes; null: one a core that this process may use."""
 
 
@@ -86,8 +87,6 @@ def check(config: ShardsConfig) -> list[Problem]:
     found = []
     if text := shard_size_problem(config.shard_size):
         found.append(Problem(text, ("shard_size",)))
-    if config.workers is not None and config.workers < 1:
-        found.append(Problem(f"workers: {config.workers} is below 1. Possible: 1 and up, or null.", ("workers",)))
     return found
 
 

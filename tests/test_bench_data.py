@@ -157,8 +157,8 @@ def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("num_samples=127", "num_samples: 127 is below 128. Possible: 128 and up."),
-        ("rounds=0", "rounds: 0 is below 1. Possible: 1 and up."),
+        ("num_samples=127", "command line: num_samples is 127. Possible: 128 and up."),
+        ("rounds=0", "command line: rounds is 0. Possible: 1 and up."),
         (
             "num_samples=640",
             "paced_batches: 10, but 640 samples are too few for them and the first batch. Lower it, or give num_samples=704.",

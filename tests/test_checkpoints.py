@@ -14,19 +14,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from composer import Timestamp
 from conftest import ROOT, TINY_RUN, tree
-from torch import nn
 
 import benchmark
 import checkpoint_files
 from callbacks.run_record import RunRecord
 from checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
-from checkpoints import Checkpointer, SaveConfig
+from checkpoints import Checkpointer
 from config import ConfigError
 
 pytestmark = pytest.mark.budget(60)
@@ -526,33 +523,3 @@ def test_no_checkpoint_is_begun_that_would_not_fit_into_the_grace(words_of, tmp_
     assert told.endswith(
         f"of save.grace_sec=30 had passed; the last whole one is {path}. The same command goes on.\n"
     ) and path.name.startswith("full-ba000000000003-")
-
-
-# --- the section ---
-
-
-def test_values_that_cannot_be_are_named():
-    assert SaveConfig(every_images=-1, snapshot_every_images=-5, keep=0, grace_sec=float("nan")).problems() == [
-        ("save.every_images", "-1 is below 0. Possible: 0 (never) and up, or null."),
-        ("save.snapshot_every_images", "-5 is below 0. Possible: 0 (never) and up, or null."),
-        ("save.keep", "0 is below 1. Possible: 1 and up."),
-        ("save.grace_sec", "nan is below 0. Possible: 0 and up."),
-    ]
-    assert SaveConfig().problems() == []
-
-
-def test_a_signal_ends_a_run_that_waits_for_its_first_batch(tmp_path, capsys):
-    """No batch's edge comes while a store is away: it was obeyed there alone."""
-    waiting = Checkpointer(
-        tmp_path,
-        SaveConfig(every_images=8, snapshot_every_images=0),
-        model=nn.Linear(1, 1),
-        identity={},
-        resume_from=None,
-    )
-    waiting.while_waiting()  # no signal, no state: it goes on
-    waiting._state, waiting._signal = SimpleNamespace(timestamp=Timestamp()), signal.SIGTERM
-    with pytest.raises(SystemExit) as ended:
-        waiting.while_waiting()
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "SIGTERM: stopped while waiting for data; the last whole checkpoint is None.\n"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from config import Alias, ConfigError, Problem, load, parse_command_line, to_yaml
+from config import MAX_YAML_CHARACTERS, Alias, ConfigError, Problem, load, parse_command_line, to_yaml
+from limits import limited
 
 
 @dataclass(frozen=True)
 class Inner:
-    lr: float | None = None
+    lr: float | None = limited(None, 0.0, above=True)
+    share: float = limited(0.5, 0.0, 1.0)
     name: Literal["adamw", "sgd"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.999)
 
@@ -21,11 +25,14 @@ class Inner:
 @dataclass(frozen=True)
 class Optional:
     project: str | None = None
+    tags: list[str] | None = None
 
 
 @dataclass(frozen=True)
 class Outer:
-    batch: int = 8
+    batch: int = limited(8, 1)
+    workers: int | Literal["auto"] | None = limited(2, 0, 512)
+    scale: Any = 1.0
     text: str | None = None
     flag: bool = False
     optimizer: Inner = field(default_factory=Inner)
@@ -38,6 +45,9 @@ ALIASES = {
     "use_ema": Alias("ema.enabled", bare="true"),
     "preset": Alias("text", choices={"a": ["text=x", "batch=3"], "b": ["text=y"]}),
 }
+NEITHER = "at most 1,024 bytes, 255 between slashes or null."
+KNOWN = "Known: batch, flag, logger, optimizer, scale, text, workers. --print_config shows every key."
+LINE = "a text without control characters and line ends or null."
 NOT_YET = {"ema": "the moving average"}
 
 
@@ -95,7 +105,7 @@ def test_a_flag_can_stand_for_several_keys():
         (["lr=1"], "command line: unknown key 'lr'. Did you mean 'optimizer.lr'?"),
         (
             ["zzz=1"],
-            "command line: unknown key 'zzz'. Known: batch, flag, logger, optimizer, text. --print_config shows every key.",
+            f"command line: unknown key 'zzz'. {KNOWN}",
         ),
         (["batch=many"], "command line: batch is 'many'. Possible: an integer."),
         (["batch=1.5"], "command line: batch is 1.5. Possible: an integer."),
@@ -110,7 +120,10 @@ def test_a_flag_can_stand_for_several_keys():
         (["optimizer.name=adam"], "command line: optimizer.name is 'adam'. Possible: one of adamw, sgd."),
         (["optimizer.lr=fast"], "command line: optimizer.lr is 'fast'. Possible: a number or null."),
         (["optimizer.betas=[0.9]"], "command line: optimizer.betas is [0.9]. Possible: a list of 2 numbers."),
-        (["optimizer=sgd"], "command line: optimizer is 'sgd'. Possible: a section with the keys lr, name, betas."),
+        (
+            ["optimizer=sgd"],
+            "command line: optimizer is 'sgd'. Possible: a section with the keys lr, share, name, betas.",
+        ),
         (["batch="], "command line: 'batch=' has no value. Write batch=VALUE, or batch=null for none."),
         (["batch=[1"], "command line: the value of 'batch=[1' cannot be read as YAML: "),
         (["--batch_size"], "command line: '--batch_size' has no value. It stands for batch=VALUE."),
@@ -161,9 +174,105 @@ def test_a_yaml_that_is_not_there_names_those_that_are(tmp_path: Path):
 def test_a_yaml_that_cannot_be_read_says_so(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("batch: [1\n")
-    assert problems(str(path))[0].startswith(f"{path}: cannot be read as YAML: ")
+    assert problems(str(path)) == [
+        f"{path}: cannot be read as YAML: line 2, column 1: while parsing a flow sequence: did not find expected ',' or "
+        "']'."
+    ]
     path.write_text("- batch\n")
     assert problems(str(path)) == [f"{path}: holds a list. A run is a mapping of keys to values."]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("batch: 1\nbatch: 2\n", "line 2, column 1: while constructing a mapping: found duplicate key batch."),
+        ("\ta: 1\n", "line 1, column 1: while scanning for the next token: found character that cannot start any token."),
+        ("a: *b\n", "line 1, column 4: found undefined alias."),
+        ("a: !o 1\n", "line 1, column 4: could not determine a constructor for the tag '!o'."),
+        ("\n" + "[" * 100_000, "line 2, column 51: it is nested more than 50 levels deep."),
+        (f"batch: {'9' * 5000}\n", "it has a number of more than 4,300 digits. Give a smaller one, or a text in quotes."),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_yaml_is_said_with_its_line(tmp_path: Path, content: str, message: str):
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    assert problems(str(path)) == [f"{path}: cannot be read as YAML: {message}"]
+
+
+@pytest.mark.budget(30)
+def test_a_yaml_that_grows_without_end_or_is_none_is_refused_at_once(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    names = "abcdefghijklmnopqr"
+    steps = (f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in itertools.pairwise(names))
+    path.write_text("a: &a [1, 1]\n" + "".join(steps))
+    [bomb] = problems(str(path))
+    assert "alias" in bomb and len(bomb) < 400
+    path.write_text("a: &a [*a]\n")
+    assert len(problems(str(path))) == 1
+    path.write_bytes(b"text: \xff\n")
+    assert "can't decode byte 0xff in position 6" in problems(str(path))[0]
+    path.write_text("#" * (MAX_YAML_CHARACTERS + 1))
+    assert problems(str(path)) == [f"{path}: 1,048,577 characters. Possible: 1,048,576 at most. Give a run's file."]
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    assert problems(str(pipe)) == [f"{pipe}: is a device, pipe or socket. Give a file."]
+    (tmp_path / "folder.yaml").mkdir()
+    assert problems(str(tmp_path / "folder.yaml")) == [f"{tmp_path}/folder.yaml: is a folder. Give a file."]
+
+
+@pytest.mark.parametrize("words", [["none.yaml"], ["--batchsize", "3"], ["batch"], ["batch=[1"]])
+def test_what_cannot_be_read_stands_alone(words: list[str]):
+    def check(config: Outer) -> list[Problem]:
+        pytest.fail("what is missing may have been in it")
+
+    assert len(problems(*words, check=check)) == 1
+    assert len(problems(*words, "flag=7", check=check)) == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("batch=0", "batch is 0. Possible: 1 and up."),
+        ("batch='0'", "batch is '0'. Possible: 1 and up."),
+        ("batch=1000000000001", "batch is 1000000000001. Possible: 1 to 1,000,000,000,000."),
+        (f"batch={'9' * 400}", f"batch is {'9' * 60}... (400 characters). Possible: 1 to 1,000,000,000,000."),
+        (f"batch=0x{'f' * 5000}", "batch is a number of about 6,000 digits. Possible: 1 to 1,000,000,000,000."),
+        ("workers=-1", "workers is -1. Possible: 0 to 512 or one of auto or null."),
+        ("workers=513", "workers is 513. Possible: 0 to 512 or one of auto or null."),
+        ("optimizer.lr=0", "optimizer.lr is 0. Possible: above 0 or null."),
+        ("optimizer.lr=.nan", "optimizer.lr is nan. Possible: above 0 or null."),
+        ("optimizer.lr=.inf", "optimizer.lr is inf. Possible: above 0, to 1e+30 or null."),
+        ("optimizer.lr=1e400", "optimizer.lr is inf. Possible: above 0, to 1e+30 or null."),
+        ("optimizer.share=1.5", "optimizer.share is 1.5. Possible: 0 to 1."),
+        ("optimizer={share: 2}", "optimizer.share is 2. Possible: 0 to 1."),
+        (
+            f"scale=[1, {'9' * 400}]",
+            f"scale is [1, {'9' * 56}... (405 characters). Possible: -1,000,000,000,000 to 1,000,000,000,000.",
+        ),
+        ('text="a\\0b"', f"text is 'a\\x00b'. Possible: {LINE}"),
+        ('text="a\\nb"', f"text is 'a\\nb'. Possible: {LINE}"),
+        ('logger={tags: ["\\e[2J"]}', f"logger.tags is ['\\x1b[2J']. Possible: {LINE}"),
+        (f"text={'a/' * 2500}", f"text is '{'a/' * 29}a... (5,002 characters). Possible: {NEITHER}"),
+        (f"text={'a' * 256}", f"text is '{'a' * 59}... (258 characters). Possible: {NEITHER}"),
+        (
+            "text=~nobody-here/a",
+            "text is '~nobody-here/a'. Possible: a path that does not begin with '~nobody-here', who is no user here or "
+            "null.",
+        ),
+        (
+            f"{'k' * 5000}=1",
+            f"unknown key '{'k' * 60}... (5,000 characters)'. {KNOWN}",
+        ),
+    ],
+)
+def test_numbers_and_texts_that_make_no_sense_are_refused_with_what_does(word: str, message: str):
+    assert problems(word) == [f"command line: {message}"]
+
+
+def test_the_limits_themselves_are_possible_and_an_address_may_have_long_parts():
+    assert read("batch=1", "workers=512", "workers=0", "optimizer.share=1.0", f"text={'a' * 255}").workers == 0
+    assert read("batch=1000000000000", "workers=auto", "optimizer.lr=1e-300").workers == "auto"
+    assert read(f"text=s3://bucket/{'a' * 600}", "scale=.inf").scale == float("inf")
 
 
 def test_a_problem_in_a_yaml_names_the_file(tmp_path: Path):

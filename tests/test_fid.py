@@ -573,8 +573,8 @@ def test_the_command_says_everything_that_is_wrong(tmp_path, capsys):
     assert "python -m prepare.fid_statistics FOLDER OUT.npz" in capsys.readouterr().out
     assert fid_statistics.main([str(tmp_path), str(tmp_path / "out.npy"), "batch_size=0", "image_siz=3"]) == 2
     assert capsys.readouterr().err.splitlines() == [
+        "command line: batch_size is 0. Possible: 1 to 65,536.",
         "command line: unknown key 'image_siz'. Did you mean 'image_size'?",
-        "batch_size: 0 is below 1. Possible: 1 and up.",
         "inception: not given. Give the path of pt_inception-2015-12-05-6726825d.pth, or random for a trial.",
         f"FOLDER: {tmp_path}: no image among its 0 entries. Give a folder with images (.png, .jpg, .jpeg, .webp).",
         f"OUT: {tmp_path / 'out.npy'} does not end in .npz. Give a name that does.",
@@ -615,6 +615,6 @@ def test_the_bench_measures_both_and_finds_the_same_distance(tmp_path, capsys, s
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:4]] == ["update,", "compute,", "total,"]
     assert bench_fid.main(["num_images=5", "rounds=0"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "rounds: 0 is below 1. Possible: 1 and up.",
-        "num_images: 5 is below 20. Possible: 20 and up: a tenth has a covariance, too.",
+        "command line: num_images is 5. Possible: 20 and up.",
+        "command line: rounds is 0. Possible: 1 and up.",
     ]

@@ -260,6 +260,6 @@ def test_the_speed_record_has_both_contests(tmp_path, capsys, same_number_of_thr
 def test_the_speed_command_says_what_cannot_be(capsys):
     assert bench_generate.main(["rounds=0", "sampler=heun", "steps=1000"]) == 2
     text = capsys.readouterr().err
-    assert "rounds: 0 is below 1. Possible: 1 and up." in text
+    assert "command line: rounds is 0. Possible: 1 and up." in text
     assert "sampler: unknown sampler 'heun'. Known: ddim, plms, dpm++, euler." in text
     assert "steps: 1000 is not possible. Possible: 2 to 500." in text

@@ -542,9 +542,9 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(stage, tmp_path, ca
                 "model.preset=huge",
             ],
             [
+                "command line: samples is 0. Possible: 1 to 400.",
                 "command line: read is 'x'. Possible: an integer.",
-                "samples: 0 is not from 1 to 400. Possible: a whole number in between.",
-                "seed: -1 is not from 0 to 4294967295. Possible: a whole number in between.",
+                "command line: seed is -1. Possible: 0 to 4,294,967,295.",
                 "model.denoiser: has no use here: nothing is trained. Leave it out.",
                 "model.preset: unknown preset 'huge'. Known: full, tiny.",
                 "REMOTE: no folder {tmp}/none. Check the path, or make the stage: python -m prepare.shards --help",

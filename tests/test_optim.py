@@ -119,15 +119,11 @@ def test_gradient_norm_is_the_mean_since_the_last_reading():
 
 
 def test_impossible_values_are_named():
-    config = OptimizerConfig(lr=1e-4, lr_per_image=1e-7, weight_decay=-1.0, betas=(0.9, 1.0), clip_norm=0.0)
+    config = OptimizerConfig(lr=1e-4, lr_per_image=1e-7, betas=(0.9, 1.0))
     assert config.problems() == [
         ("optimizer.lr", "0.0001 and optimizer.lr_per_image: 1e-07 exclude each other."),
-        ("optimizer.clip_norm", "0.0 is not above 0."),
-        ("optimizer.weight_decay", "-1.0 is below 0. Possible: 0 and up."),
         ("optimizer.betas", "[0.9, 1.0] are not in [0, 1). Usual: [0.9, 0.999]."),
     ]
-    assert OptimizerConfig(lr=float("nan")).problems() == [("optimizer.lr", "nan is not above 0.")]
-    assert ScheduleConfig(warmup_batches=-1, warmup_images=5).problems() == [
-        ("schedule.warmup_batches", "-1 and schedule.warmup_images: 5 exclude each other."),
-        ("schedule.warmup_batches", "-1 is below 0. Possible: 0 and up."),
+    assert ScheduleConfig(warmup_batches=1, warmup_images=5).problems() == [
+        ("schedule.warmup_batches", "1 and schedule.warmup_images: 5 exclude each other."),
     ]

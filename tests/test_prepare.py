@@ -407,7 +407,7 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
             ["{tmp}/in.tar", "{tmp}/out", "shard_size=99tb"],
             "shard_size: '99tb' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb.",
         ),
-        (["{tmp}/in.tar", "{tmp}/out", "workers=0"], "workers: 0 is below 1. Possible: 1 and up, or null."),
+        (["{tmp}/in.tar", "{tmp}/out", "workers=0"], "command line: workers is 0. Possible: 1 to 512 or null."),
         (["{tmp}/in.tar", "{tmp}/in.tar"], "OUT: {tmp}/in.tar is a file. Give a folder."),
         (["{tmp}/in.tar", "{tmp}/link"], "OUT: {tmp}/link is a link to nothing. Give a folder, or remove the link."),
         (

@@ -331,15 +331,14 @@ def test_nothing_is_recorded_unless_it_is_asked_for():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["profile.batches=-1"], "profile.batches: -1 is below 0. Possible: 0 (none) and up. Usual: 3."),
+        (["profile.batches=-1"], "command line: profile.batches is -1. Possible: 0 and up."),
         (
             ["profile.start_batch=5"],
             "profile.start_batch: 5, but profile.batches=0. Say how many: profile.batches=3.",
         ),
         (
             ["profile.batches=1", "profile.start_batch=0"],
-            "profile.start_batch: 0 is below 1: the batch before the recorded ones is the profiler's own warm-up. "
-            "Possible: 1 and up.",
+            "command line: profile.start_batch is 0. Possible: 1 and up or null.",
         ),
         (
             ["profile.batches=3", "profile.start_batch=6"],

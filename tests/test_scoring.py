@@ -115,7 +115,7 @@ def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
         "target.clip=0.1",
     )
     assert errors == [
-        "eval.samples: -1 is below 0. Possible: 0 and up.",
+        "command line: eval.samples is -1. Possible: 0 to 1,024.",
         "eval.sampler: unknown sampler 'ddpm'. Known: ddim, plms, dpm++, euler.",
         "eval.steps: 0 is not possible. Possible: 2 to 500.",
         "eval.prompts: not given. Give a tab-separated file with image_id, id and caption.",
@@ -129,7 +129,7 @@ def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "wrong"), [([1, "nan"], "nan"), ([float("nan")], "nan"), (True, "True"), ([], "[]"), (["a", 1], "a")]
+    ("given", "wrong"), [([1, "nan"], "'nan'"), ([float("nan")], "nan"), (True, "True"), ([], "[]"), (["a", 1], "'a'")]
 )
 def test_a_guidance_that_is_no_scale_is_named_alone(given, wrong):
     text = f"{wrong} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them."
@@ -245,7 +245,11 @@ def test_where_to_begin_is_refused_where_it_is_not_looked_at(a_run, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"model: [\n", "CONFIG: cannot be read as YAML: while parsing a flow node."),
+        (
+            b"model: [\n",
+            "CONFIG: cannot be read as YAML: line 2, column 1: while parsing a flow node: did not find expected node "
+            "content.",
+        ),
         (
             b"\xff\xfe",
             "CONFIG: cannot be read as YAML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte.",
@@ -253,10 +257,7 @@ def test_where_to_begin_is_refused_where_it_is_not_looked_at(a_run, capsys):
         (b"- a\n", "CONFIG: holds a list. A run is a mapping of keys to values."),
         (b"eval: {guidence: 3}\n", "CONFIG: unknown key 'eval.guidence'. Did you mean 'eval.guidance'?"),
         (b"eval: {steps: many}\n", "CONFIG: eval.steps is 'many'. Possible: an integer."),
-        (
-            b"global_batch_size: 0\n",
-            "global_batch_size: 0 is not a multiple of 1 ranks x 1 microbatch = 1. Nearest: 1.",
-        ),
+        (b"global_batch_size: 0\n", "CONFIG: global_batch_size is 0. Possible: 1 to 1,000,000,000."),
     ],
 )
 def test_a_config_that_is_broken_or_of_another_schema_is_named_with_its_key(a_run, capsys, content, message):

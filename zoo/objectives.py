@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from limits import limited
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
@@ -24,20 +26,11 @@ class ObjectiveConfig:
     prediction: str | None = None
     """What the network predicts: epsilon or v. null: the variant's own."""
     weighting: Literal["none", "min_snr"] = "none"
-    min_snr_gamma: float = 5.0
+    min_snr_gamma: float = limited(5.0, 0.0, above=True)
     timesteps: Literal["uniform"] = "uniform"
-    caption_dropout: float | None = None
+    caption_dropout: float | None = limited(None, 0.0, 1.0)
     """Fraction of captions replaced by the empty one, so that guidance has an unconditional model to lean on. null: the
     variant's own."""
-
-    def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
-        found = []
-        if self.caption_dropout is not None and not 0.0 <= self.caption_dropout <= 1.0:
-            found.append(("objective.caption_dropout", f"{self.caption_dropout} is not a fraction. Possible: 0 to 1."))
-        if not self.min_snr_gamma > 0.0:
-            found.append(("objective.min_snr_gamma", f"{self.min_snr_gamma} is not above 0. Usual: 5."))
-        return found
 
     def filled(self, own: Mapping[str, Any]) -> ObjectiveConfig:
         """Return it with a variant's own values for what is null."""

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from limits import given_as
+
 if TYPE_CHECKING:
     from zoo.ldm_names import Network
     from zoo.objectives import Objective, ObjectiveConfig
@@ -40,7 +42,8 @@ def as_size(value: Any) -> ImageSize:
     sides = [value, value] if isinstance(value, int) else value
     is_pair = isinstance(sides, list | tuple) and len(sides) == 2
     if not is_pair or any(type(side) is not int or not 1 <= side <= MAX_SIDE_PX for side in sides):
-        raise ValueError(f"{value!r} is not a size. Possible: pixels, e.g. 512, or [width, height], to {MAX_SIDE_PX}.")
+        possible = f"pixels, e.g. 512, or [width, height], to {MAX_SIDE_PX}"
+        raise ValueError(f"{given_as(value)} is not a size. Possible: {possible}.")
     return (sides[0], sides[1])
 
 
