@@ -46,7 +46,7 @@ from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord, found_batch_size, result_line
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, Progress, restore
-from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device
+from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device, savings
 from config import ConfigError, flat, load, parse_command_line, to_yaml
 from copy_stream import CopyStream
 from data import Loader, build_data, check_bad_samples
@@ -301,7 +301,7 @@ def fit(trainer: Trainer, config: RunConfig, checkpointer: Checkpointer, mlperf_
     if_out_of_memory = microbatch.explained(
         config.device_train_microbatch_size,
         config.global_batch_size // dist.get_world_size(),
-        gradient_checkpointing=config.gradient_checkpointing,
+        savings=savings(config),
         last_checkpoint=lambda: checkpointer.last_full,
     )
     if_aborted = mlperf_log.aborted_by_divergence(trainer.state) if mlperf_log else contextlib.nullcontext()
@@ -326,7 +326,8 @@ def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: preflight.Cos
     device_batch = config.global_batch_size // dist.get_world_size()
     try:
         ema = has_average_on_device(config)
-        return microbatch.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema)
+        ways = savings(config)
+        return microbatch.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema, savings=ways)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 

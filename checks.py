@@ -248,7 +248,8 @@ def memory_problems(config: RunConfig) -> list[Problem]:
     config = resolve(config)
     cost = cost_of(config)
     microbatch = planned_microbatch(config, cost)
-    text = preflight.memory_problem(cost, microbatch, ranks_on_device(), ema=has_average_on_device(config))
+    ways = dict(ema=has_average_on_device(config), savings=savings(config))
+    text = preflight.memory_problem(cost, microbatch, ranks_on_device(), **ways)
     found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
     if config.save.every_images:
         checkpoint_gib = cost.checkpoint_gib(ema=config.ema.enabled)
@@ -256,6 +257,17 @@ def memory_problems(config: RunConfig) -> list[Problem]:
         if text := preflight.room_problem(folder, checkpoint_gib, config.save.keep + 1):
             found.append(Problem(f"save: {text}", ("save.every_images", "save.keep", "run_folder", *MEMORY_KEYS)))
     return found
+
+
+def savings(config: RunConfig) -> list[str]:
+    """Return the keys that lower a resolved run's need of memory beside the microbatch, and leave its network as it is."""
+    is_gpu = torch.cuda.is_available()
+    ways = {
+        "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
+        "precision=bf16": config.precision in ("fp32", "tf32"),
+        "ema.device=cpu": is_gpu and has_average_on_device(config),
+    }
+    return [way for way, is_open in ways.items() if is_open]
 
 
 def ranks_on_device() -> int:

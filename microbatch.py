@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from tensors import is_out_of_memory
 from zoo.spec import Column
 
 AUTO = "auto"
+LAST_WAYS = (
+    "a smaller image_size, model.preset=tiny, or a larger GPU (sharding over several is not part of this version)"
+)
 TRIED_ABOVE = 1.5  # times what can be planned with: the estimate knows nothing of what a compiler saves
 
 
@@ -58,6 +61,7 @@ def find(
     ranks_on_device: int,
     *,
     ema: bool,
+    savings: Sequence[str] = (),
 ) -> int:
     """Return the largest microbatch that fits every rank, the model being as it will be trained; all ranks call it.
 
@@ -73,9 +77,9 @@ def find(
         sizes = [size for size in sizes_of(device_batch) if size <= largest]
         size = next((size for size in sizes if _least(int(_fits(model, columns, size, ema=ema)), model.device)), 0)
     if not size:
+        ways = [*savings, LAST_WAYS]
         raise ValueError(
-            "device_train_microbatch_size: auto, but not one image fits this GPU. Try gradient_checkpointing=1, "
-            "ema.device=cpu, or a smaller image_size."
+            f"device_train_microbatch_size: auto, but not one image fits this GPU. Try {', then '.join(ways)}."
         )
     if dist.get_global_rank() == 0:
         how = "tried" if model.device.type == "cuda" else "by estimate"
@@ -126,12 +130,11 @@ def _two_passes(model: LatentDiffusion, columns: Mapping[str, Column], size: int
 
 
 @contextlib.contextmanager
-def explained(
-    microbatch: int, device_batch: int, *, gradient_checkpointing: float, last_checkpoint: Any
-) -> Iterator[None]:
+def explained(microbatch: int, device_batch: int, *, savings: Sequence[str], last_checkpoint: Any) -> Iterator[None]:
     """Say of a failed allocation how large the passes were, what the device held, and what to try next.
 
     Args:
+        savings: keys that would lower the need, e.g. gradient_checkpointing=1.
         last_checkpoint: called for the newest whole checkpoint's path, or None.
 
     Raises:
@@ -144,8 +147,7 @@ def explained(
             raise
         smaller = next((size for size in sizes_of(device_batch) if size < microbatch), None)
         ways = [f"device_train_microbatch_size={smaller}"] if smaller else []
-        ways += ["gradient_checkpointing=1"] if gradient_checkpointing < 1.0 else []
-        ways += [] if smaller or ways else ["ema.device=cpu, or a smaller image_size"]
+        ways += savings if smaller else [*savings, LAST_WAYS]
         checkpoint = last_checkpoint()
         onwards = f"goes on from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint yet"
         raise OutOfMemory(

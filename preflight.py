@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ CUDA_AUTOCAST_FACTOR = 1.3
 BYTES_PER_PARAMETER_OF_EMA = 4
 BYTES_PER_PARAMETER_OF_DDP = 4  # its gradient buckets; Composer 0.32.1 does not let gradients live in them
 MAX_NAME_BYTES = 200  # a file system takes 255 for a name; loggers add to it
+NOT_SHARDED = "Sharding the weights over devices is not part of this version"
 USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
 
 
@@ -176,13 +178,16 @@ def usable_gib(ranks_on_device: int) -> float:
     return USABLE_FRACTION * available_gib()[0] / ranks_on_device
 
 
-def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bool) -> str | None:
+def memory_problem(
+    cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bool, savings: Sequence[str] = ()
+) -> str | None:
     """Say that a run does not fit and what would, or None.
 
     Args:
         microbatch: images a device and pass.
         ranks_on_device: processes that share the memory: those of this machine on a CPU, one on a GPU.
         ema: an average of the weights lies on the device.
+        savings: keys that would lower the need, e.g. gradient_checkpointing=1.
     """
     available, place = available_gib()
     usable = usable_gib(ranks_on_device)
@@ -192,11 +197,17 @@ def memory_problem(cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bo
     share = f", {usable:.1f} GiB of it for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
     fixed = cost.memory_gib(0, ema=ema)
     fits = int((usable - fixed) / cost.activation_gib_per_image)
-    ways = "Ways out: device_train_microbatch_size=" + (f"{fits} or less" if fits >= 1 else "1 does not fit either")
+    ways = ", ".join([*savings, "a smaller image_size", "model.preset=tiny", "or a larger device"])
+    if fits >= 1:
+        ways = f"Ways out: device_train_microbatch_size={fits} or less, {ways}"
+    else:
+        one = cost.memory_gib(1, ema=ema)
+        least = f"one image a pass takes {ranks_on_device * one / USABLE_FRACTION:.1f} GiB"
+        ways = f"No microbatch fits: {least}. {NOT_SHARDED}. Ways out: {ways}"
     return (
         f"{microbatch} images a pass need about {need:.1f} GiB ({fixed:.1f} for weights, gradients, optimizer, "
         f"encoders and cast weights, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. "
-        f"{ways}, a smaller image_size, model.preset=tiny, or a larger device."
+        f"{ways}."
     )
 
 

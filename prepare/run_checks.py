@@ -22,7 +22,7 @@ import machine
 import microbatch as microbatch_search
 import preflight
 from checkpoint_files import FULL, is_whole, listed
-from checks import cost_of, planned_microbatch, quick_problems
+from checks import cost_of, planned_microbatch, quick_problems, savings
 from config import ConfigError, Problem, count
 from data import SYNTHETIC_EPOCH_BATCHES
 from encoders import RANDOM, own_weights
@@ -185,7 +185,8 @@ def memory(case: Case) -> list[Finding]:
     on_device = run.ema.enabled and (run.ema.device == "model" or not torch.cuda.is_available())
     ranks_on_device = 1 if torch.cuda.is_available() else dist.get_local_world_size()
     microbatch = planned_microbatch(run, case.cost)
-    if text := preflight.memory_problem(case.cost, microbatch, ranks_on_device, ema=on_device):
+    ways = dict(ema=on_device, savings=savings(run))
+    if text := preflight.memory_problem(case.cost, microbatch, ranks_on_device, **ways):
         return [Finding(ERROR, "memory", text)]
     need = case.cost.memory_gib(microbatch, ema=on_device)
     room = preflight.room_of_a_rank(ranks_on_device)

@@ -371,7 +371,7 @@ def test_ranks_are_those_that_the_variables_say(only_error, monkeypatch):
 def test_too_little_memory_is_found(only_error, monkeypatch):
     monkeypatch.setattr(preflight, "available_gib", lambda: (0.01, "this machine (free now)"))
     text = only_error("memory")
-    assert text.startswith("8 images a pass need about 0.0 GiB") and "Ways out: device_train_microbatch_size=" in text
+    assert text.startswith("8 images a pass need about 0.0 GiB") and "Ways out: gradient_checkpointing=1, " in text
 
 
 def test_a_key_that_cannot_be_is_named_and_what_follows_from_it_is_not_looked_at(examine):

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import preflight
+from checks import savings
+from ema import EMAConfig
 from model import ModelConfig, build_model
 from preflight import (
     Cost,
@@ -21,6 +23,7 @@ from preflight import (
     run_folder_problem,
     unwritable,
 )
+from run_config import RunConfig
 from zoo.objectives import ObjectiveConfig
 
 GIB = 2**30
@@ -86,9 +89,20 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(mo
         "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, or a larger device."
     )
     monkeypatch.setattr(preflight, "available_gib", lambda: (1.2, "this machine (free now)"))
-    assert "Ways out: device_train_microbatch_size=1 does not fit either, a smaller" in memory_problem(
-        COST, 16, 1, ema=False
+    assert memory_problem(COST, 16, 1, ema=False, savings=["gradient_checkpointing=1", "precision=bf16"]) == (
+        "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
+        "image); this machine (free now) has 1.2. No microbatch fits: one image a pass takes 1.6 GiB. Sharding the weights "
+        "over devices is not part of this version. Ways out: gradient_checkpointing=1, precision=bf16, a smaller image_size, "
+        "model.preset=tiny, or a larger device."
     )
+
+
+def test_what_would_lower_the_need_is_what_the_run_does_not_do_yet(monkeypatch):
+    plain = RunConfig(precision="fp32", ema=EMAConfig(enabled=True))
+    saving = RunConfig(precision="bf16", gradient_checkpointing=1.0, ema=EMAConfig(enabled=True, device="cpu"))
+    assert savings(plain) == ["gradient_checkpointing=1", "precision=bf16"] and savings(saving) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert savings(plain)[2:] == ["ema.device=cpu"] and savings(saving) == []
 
 
 def test_several_ranks_need_ddps_buckets_too_and_an_average_is_a_fifth_copy(monkeypatch):
