@@ -92,8 +92,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         return result
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
-    peak = peak_tflops(device_name(), config.precision)
-    throughput = Throughput(config.measure, flops_per_image=networks.cost.flops_per_image, peak=peak)
+    throughput = build_throughput(config, networks.cost)
     loader = data.dataloader if isinstance(data.dataloader, Loader) else None
     checkpointer = Checkpointer(
         folder / "checkpoints", config.save, model=model, identity=networks.identity, resume_from=begun.checkpoint
@@ -120,15 +119,13 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     with record.clocked():
-        if not is_over and not target.reached:
+        if not (is_over or target.reached):
             fit(trainer, config, checkpointer, mlperf_log)
-        elif (
-            evaluation is not None and not target.reached
-        ):  # it was stopped between its last checkpoint and its summary
+        elif evaluation and not target.reached:  # it was stopped between its last checkpoint and its summary
             evaluation.catch_up(trainer.state, trainer.logger)
     end(trainer, loader, mlperf_log, target)
-    record.facts |= networks.graphs.facts()
-    record.facts["stopped_early"] = trainer.state.timestamp.batch.value < learning.num_batches
+    is_early = trainer.state.timestamp.batch.value < learning.num_batches
+    record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
     result = record.finish(outcome_of(config, target))
     draw_evaluations(config, record)
     begun.release()
@@ -220,6 +217,12 @@ def build_learning(config: RunConfig, model: LatentDiffusion, begun: Begun, *, e
     if begun.checkpoint is not None:
         restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
     return Learning(optimizer, schedule, GradientNorm(config.optimizer.clip_norm), average, num_batches)
+
+
+def build_throughput(config: RunConfig, cost: preflight.Cost) -> Throughput:
+    """Build the clocks."""
+    peak = peak_tflops(device_name(), config.precision or "fp32")
+    return Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
 
 
 def build_record(

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,34 +140,6 @@ def contents(state: State, model: nn.Module, identity: Mapping[str, Any], *, ful
             "scaler": state.scaler.state_dict() if state.scaler is not None else {},
         }
     return content
-
-
-def check_whole(content: Mapping[str, Any], path: Path) -> None:
-    """Look at the build of a checkpoint before anything of it is used. Raises ConfigError: it has another one."""
-    full = path.name.startswith(FULL)
-    sections = ["identity", "progress", "model", "callbacks", *(["optimizer", "schedule", "scaler"] if full else [])]
-    wrong = [key for key in sections if not isinstance(content.get(key), dict)]
-    if not isinstance(content.get("ema"), dict | None) or not isinstance(
-        (content.get("ema") or {}).get("weights", {}), dict
-    ):
-        wrong.append("ema")
-    if not wrong:
-        progress, optimizer = content["progress"], content.get("optimizer", {"names": [], "param_groups": []})
-        counts = {field.name for field in fields(Progress)}
-        if progress.keys() != counts or any(not isinstance(count, int | float) for count in progress.values()):
-            wrong.append("progress")
-        elif stem(FULL, progress["batch"]) != path.name.rpartition("-")[0] and full:
-            wrong.append("progress.batch")
-        wrong += [key for key in ("names", "param_groups") if not isinstance(optimizer.get(key), list)]
-        if full and not all(isinstance(kept, dict) for kept in optimizer.get("state", {0: None}).values()):
-            wrong.append("optimizer.state")
-        if not all(isinstance(kept, dict) for kept in content["callbacks"].values()):
-            wrong.append("callbacks")
-        if not all(isinstance(tensor, Tensor) for tensor in content["model"].values()):
-            wrong.append("model")
-    if wrong:
-        given = f"its {', '.join(wrong)} is not what a {'full checkpoint' if full else 'snapshot'} has"
-        raise ConfigError([f"{path}: {given}. It was not written by this program: remove it."])
 
 
 def restore(

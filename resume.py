@@ -19,8 +19,8 @@ import alarm
 from callbacks.mlperf_log import lost_events
 from callbacks.quality_target import TARGET_KEYS, outcome, said
 from callbacks.run_record import RESULT_KEYS, found_batch_size, keep_keys, read_config, rounded, write_outcome
-from checkpoint_files import find_newest, read
-from checkpoints import Progress, check_whole, disagreements
+from checkpoint_files import check_whole, find_newest, read
+from checkpoints import Progress, disagreements
 from config import ConfigError, flat
 from run_files import evaluations_of, lost_history, read_summary
 from speed import SpeedKeys

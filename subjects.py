@@ -18,8 +18,7 @@ from typing import Any, Literal
 import torch
 
 import warm_start
-from checkpoint_files import FULL, WEIGHTS, is_whole, listed, read
-from checkpoints import check_whole
+from checkpoint_files import FULL, WEIGHTS, check_whole, is_whole, listed, read
 from config import ConfigError
 from model import LatentDiffusion
 from prompts import Prompt, PromptSet

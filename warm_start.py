@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 import zoo.ldm as ldm
-from checkpoint_files import FULL, NAME, WEIGHTS, is_whole, listed, read
-from checkpoints import check_whole
+from checkpoint_files import FULL, NAME, WEIGHTS, check_whole, is_whole, listed, read
 from config import ConfigError, Problem
 from model import LatentDiffusion, ModelConfig
 from tensors import canonical_name, difference, forms, on_meta

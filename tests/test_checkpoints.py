@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,8 +254,6 @@ def test_a_finished_run_says_so_and_repeats_its_result(words_of, whole, capsys):
 
 def test_the_record_is_cut_back_to_the_checkpoint_and_what_is_cut_is_kept(words_of, whole, tmp_path):
     """A run that died at batch 8 with a checkpoint at 6: lines 7 and 8 will be written again."""
-    import shutil
-
     folder = shutil.copytree(whole / "whole", tmp_path / "whole")
     for path in listed(folder / "checkpoints", FULL):
         path.unlink()
@@ -307,6 +306,20 @@ def test_a_run_that_was_stopped_within_a_window_has_the_windows_of_the_unbroken_
     assert (one["loss"], one["batches"], one["starts"]) == (two["loss"], 10, 2)
     if stopped == "by a signal":  # a start's first two batches are not measured, 6 and 7, nor is 8 in the same window
         assert (one["warmup_batches"], one["windows"], two["warmup_batches"], two["windows"]) == (5, 2, 2, 4)
+
+
+@pytest.mark.parametrize("duration", ["20ba", "1ep"])  # an epoch has 24
+def test_a_disk_without_room_for_the_snapshots_of_the_whole_run_is_refused(
+    words_of, tmp_path, capsys, monkeypatch, duration
+):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=48 * 2**20))
+    words = words_of(tmp_path, "a", f"max_duration={duration}", "save.snapshot_every_images=8")
+    said = refused(capsys, *words)
+    number = {"20ba": 20, "1ep": 24}[duration]
+    assert said.startswith(f"save: 3 full checkpoints of 0.0107 GiB and {number} snapshots of 0.00533 GiB need 0.1")
+    assert not (tmp_path / "a").exists()
+    assert main(*words, "max_duration=1ba") == 0
 
 
 def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_path, monkeypatch):
@@ -382,8 +395,6 @@ def refused(capsys, *words: str) -> str:
 
 @pytest.fixture
 def begun(whole, tmp_path):
-    import shutil
-
     shutil.copytree(whole / "whole", tmp_path / "a")
     (tmp_path / "a" / "summary.json").unlink()
     return tmp_path
