@@ -21,11 +21,13 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from composer import Callback, Trainer
 from composer.core import DataSpec
@@ -70,8 +72,8 @@ DIST_TIMEOUT_SEC = 1800.0
 # --- the run ---
 
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Run one resolved configuration to its end and return the figures of its result line."""
+def train(config: RunConfig, began: float) -> dict[str, Any]:
+    """Run one resolved configuration, begun at this time, to its end and return the figures of its result line."""
     assert config.precision is not None
     device = build_device(config.precision)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
@@ -79,7 +81,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
-    begun = begin(folder)  # at its newest whole checkpoint, or at the beginning
+    begun = begin(folder, with_log=config.mlperf.enabled)  # at its newest whole checkpoint, or at the beginning
     at = begun.progress
     networks = build_networks(config, folder, begun, device)
     config, model, scorer = networks.config, networks.model, networks.scorer
@@ -90,14 +92,13 @@ def train(config: RunConfig) -> dict[str, Any]:
         return result
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
-    peak = peak_tflops(device_name(), config.precision)
-    throughput = Throughput(config.measure, flops_per_image=networks.cost.flops_per_image, peak=peak)
+    throughput = build_throughput(config, networks.cost)
     loader = data.dataloader if isinstance(data.dataloader, Loader) else None
     checkpointer = Checkpointer(
         folder / "checkpoints", config.save, model=model, identity=networks.identity, resume_from=begun.checkpoint
     )
     record = build_record(folder, networks, learning, throughput, loader, checkpointer)
-    record.start(at.batch)
+    record.start(at.batch, images=at.images, began=began, lost=begun.lost)
     begun.say(record.num_starts)
     if scorer is not None:
         record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
@@ -117,13 +118,14 @@ def train(config: RunConfig) -> dict[str, Any]:
     trainer = build_trainer(config, device, model, data, learning, record, [c for c in callbacks if c is not None])
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
-    if not is_over and not target.reached:
-        fit(trainer, config, checkpointer, mlperf_log)
-    elif evaluation is not None and not target.reached:  # it was stopped between its last checkpoint and its summary
-        evaluation.catch_up(trainer.state, trainer.logger)
+    with record.clocked():
+        if not (is_over or target.reached):
+            fit(trainer, config, checkpointer, mlperf_log)
+        elif evaluation and not target.reached:  # it was stopped between its last checkpoint and its summary
+            evaluation.catch_up(trainer.state, trainer.logger)
     end(trainer, loader, mlperf_log, target)
-    record.facts |= networks.graphs.facts()
-    record.facts["stopped_early"] = trainer.state.timestamp.batch.value < learning.num_batches
+    is_early = trainer.state.timestamp.batch.value < learning.num_batches
+    record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
     result = record.finish(outcome_of(config, target))
     draw_evaluations(config, record)
     begun.release()
@@ -159,7 +161,7 @@ def build_networks(config: RunConfig, folder: Path, begun: Begun, device: Device
     check_encoders(stage, model.encoders.fingerprints)
     start = load_start(config, model, begun)
     identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
-    check_checkpoint(begun, identity)
+    check_checkpoint(begun, identity, config, resolve)
     model.place(device._device, config.precision)
     speed.apply(model, config)
     batch_size = config.eval.batch_size or found_batch_size(folder)
@@ -215,6 +217,12 @@ def build_learning(config: RunConfig, model: LatentDiffusion, begun: Begun, *, e
     if begun.checkpoint is not None:
         restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
     return Learning(optimizer, schedule, GradientNorm(config.optimizer.clip_norm), average, num_batches)
+
+
+def build_throughput(config: RunConfig, cost: preflight.Cost) -> Throughput:
+    """Build the clocks."""
+    peak = peak_tflops(device_name(), config.precision or "fp32")
+    return Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
 
 
 def build_record(
@@ -385,8 +393,13 @@ def show(config: RunConfig) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Read the configuration, run it, print the result line last; rank 0 speaks for all."""
+def main(argv: Sequence[str], began: float | None = None) -> int:
+    """Read the configuration, run it, print the result line last; rank 0 speaks for all.
+
+    Args:
+        began: seconds since 1970, when this start began; None: now.
+    """
+    began = began or time.time()
     if dist.get_local_rank() < torch.cuda.device_count():
         # Before anything asks the driver, so that no rank opens a context on the first GPU.
         torch.cuda.set_device(dist.get_local_rank())
@@ -397,7 +410,7 @@ def main(argv: Sequence[str]) -> int:
         if command_line.print_config:
             return show(config)
         config = resolve(config)
-        result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config)
+        result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config, began)
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)
@@ -421,4 +434,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], began=psutil.Process().create_time()))

@@ -20,12 +20,17 @@ from typing import IO, Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from config import ConfigError
 
 SCHEMA = 1
 FULL, WEIGHTS = "full-ba", "weights-im"
 NAME = re.compile(rf"(?P<kind>{FULL}|{WEIGHTS})(?P<number>\d{{12}})-(?P<digest>[0-9a-f]{{32}})\.pt")
+
+
+COUNTS = ("epoch", "batch", "images", "batch_in_epoch", "images_in_epoch", "seconds")
+"""What a checkpoint says of how far the run was; checkpoints.Progress."""
 
 
 def stem(kind: str, number: int) -> str:
@@ -164,3 +169,30 @@ def read(path: Path) -> dict[str, Any]:
         given = content.get("schema") if isinstance(content, dict) else type(content).__name__
         raise ConfigError([f"{path}: has schema {given}; this version reads {SCHEMA}. Use the version that wrote it."])
     return content
+
+
+def check_whole(content: Mapping[str, Any], path: Path) -> None:
+    """Look at the build of a checkpoint before anything of it is used. Raises ConfigError: it has another one."""
+    full = path.name.startswith(FULL)
+    sections = ["identity", "progress", "model", "callbacks", *(["optimizer", "schedule", "scaler"] if full else [])]
+    wrong = [key for key in sections if not isinstance(content.get(key), dict)]
+    if not isinstance(content.get("ema"), dict | None) or not isinstance(
+        (content.get("ema") or {}).get("weights", {}), dict
+    ):
+        wrong.append("ema")
+    if not wrong:
+        progress, optimizer = content["progress"], content.get("optimizer", {"names": [], "param_groups": []})
+        if progress.keys() != set(COUNTS) or any(not isinstance(count, int | float) for count in progress.values()):
+            wrong.append("progress")
+        elif stem(FULL, progress["batch"]) != path.name.rpartition("-")[0] and full:
+            wrong.append("progress.batch")
+        wrong += [key for key in ("names", "param_groups") if not isinstance(optimizer.get(key), list)]
+        if full and not all(isinstance(kept, dict) for kept in optimizer.get("state", {0: None}).values()):
+            wrong.append("optimizer.state")
+        if not all(isinstance(kept, dict) for kept in content["callbacks"].values()):
+            wrong.append("callbacks")
+        if not all(isinstance(tensor, Tensor) for tensor in content["model"].values()):
+            wrong.append("model")
+    if wrong:
+        given = f"its {', '.join(wrong)} is not what a {'full checkpoint' if full else 'snapshot'} has"
+        raise ConfigError([f"{path}: {given}. It was not written by this program: remove it."])

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,27 +130,6 @@ def contents(state: State, model: nn.Module, identity: Mapping[str, Any], *, ful
     return content
 
 
-def check_whole(content: Mapping[str, Any], path: Path) -> None:
-    """Look at the build of a full checkpoint before anything of it is used. Raises ConfigError: it has another one."""
-    sections = ("identity", "progress", "model", "optimizer", "schedule", "scaler", "callbacks")
-    wrong = [key for key in sections if not isinstance(content.get(key), dict)]
-    if not wrong:
-        progress, optimizer = content["progress"], content["optimizer"]
-        counts = {field.name for field in fields(Progress)}
-        if progress.keys() != counts or any(not isinstance(count, int | float) for count in progress.values()):
-            wrong.append("progress")
-        elif stem(FULL, progress["batch"]) != path.name.rpartition("-")[0]:
-            wrong.append("progress.batch")
-        wrong += [key for key in ("names", "param_groups") if not isinstance(optimizer.get(key), list)]
-        if not all(isinstance(kept, dict) for kept in optimizer.get("state", {0: None}).values()):
-            wrong.append("optimizer.state")
-        if not all(isinstance(tensor, Tensor) for tensor in content["model"].values()):
-            wrong.append("model")
-    if wrong:
-        given = f"its {', '.join(wrong)} is not what a full checkpoint has"
-        raise ConfigError([f"{path}: {given}. It was not written by this program: remove it."])
-
-
 def restore(
     checkpoint: tuple[Path, Mapping[str, Any]],
     *,
@@ -215,14 +194,28 @@ def _cloned(state: Mapping[int, Any]) -> dict[int, Any]:
     return {n: {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()} for n, kept in state.items()}
 
 
-def disagreements(content: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> list[str]:
-    """One message for each value of a run's identity that differs between a checkpoint and this run."""
-    saved, keys = content["identity"], dict.fromkeys([*identity, *content["identity"]])
-    return [
-        f"{key}: {identity.get(key)!r}, but {path} was made with {saved.get(key)!r}. A run goes on as it began: use that "
-        f"value, or another run_name."
-        for key in keys
-        if saved.get(key) != identity.get(key)
+def disagreements(
+    content: Mapping[str, Any], identity: Mapping[str, Any], path: Path, defaults: Mapping[str, Any]
+) -> list[str]:
+    """One message for each value of a run's identity that differs between a checkpoint and this run.
+
+    Args:
+        defaults: key -> what it is where it is not given, for every key of a configuration. What a checkpoint does not name
+            was that: it is of a version without the key. A key that only the checkpoint names may change now; one that is
+            no key at all is of a newer version, and nobody knows what it does.
+    """
+    saved = content["identity"]
+    made = {key: saved.get(key, defaults.get(key)) for key in identity}
+    differing = [
+        f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run goes on as it began: use that value, or another "
+        f"run_name."
+        for key, value in identity.items()
+        if made[key] != value
+    ]
+    unknown = [key for key, value in saved.items() if key not in (*identity, *defaults) and value is not None]
+    return differing + [
+        f"{key}: {path} was made with {saved[key]!r}, and this version has no such key. Use the version that wrote it."
+        for key in unknown
     ]
 
 

@@ -22,7 +22,7 @@ from optim import total_batches
 from prompts import read_prompts
 from run_config import RunConfig, resolve, wants_own_rate
 from scoring import EVERY_IMAGES, EvalConfig, rounded_up
-from stage import array_encoding
+from stage import array_encoding, read_stage
 from zoo import load_family, mlperf
 from zoo.spec import as_size
 
@@ -46,7 +46,8 @@ def check(config: RunConfig) -> list[Problem]:
     """Return every problem that can be known before anything is built."""
     found = quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
-        found += memory_problems(config)
+        is_readable = not any(key.startswith("data.") for problem in found for key in problem.keys)
+        found += memory_problems(config, _planned_batches(config) if is_readable else _num_batches(config))
     return found
 
 
@@ -117,6 +118,16 @@ def _num_batches(config: RunConfig) -> int | None:
     return total_batches(
         config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=SYNTHETIC_EPOCH_BATCHES
     )
+
+
+def _planned_batches(config: RunConfig) -> int | None:
+    """Return the same, where they are epochs by the stage."""
+    if (num := _num_batches(config)) is not None or preflight.duration_problem(config.max_duration):
+        return num
+    with contextlib.suppress(ValueError):  # named by the section `data`
+        epoch = read_stage(config.data.location or "").num_samples // config.global_batch_size
+        return total_batches(config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=epoch)
+    return None
 
 
 def precision_problems(config: RunConfig) -> list[Problem]:
@@ -243,19 +254,26 @@ def _prompts_deviation(given: EvalConfig) -> list[str]:
     return []
 
 
-def memory_problems(config: RunConfig) -> list[Problem]:
-    """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds)."""
+def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]:
+    """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds).
+
+    Args:
+        num_batches: of the run; None: not known, its snapshots are not counted.
+    """
     config = resolve(config)
     cost = cost_of(config)
     microbatch = planned_microbatch(config, cost)
     ways = dict(ema=has_average_on_device(config), savings=savings(config))
     text = preflight.memory_problem(cost, microbatch, ranks_on_device(), **ways)
     found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
-    if config.save.every_images:
-        checkpoint_gib = cost.checkpoint_gib(ema=config.ema.enabled)
-        folder = Path(config.run_folder, config.run_name or "")
-        if text := preflight.room_problem(folder, checkpoint_gib, config.save.keep + 1):
-            found.append(Problem(f"save: {text}", ("save.every_images", "save.keep", "run_folder", *MEMORY_KEYS)))
+    every, snapshot_every = config.save.every_images or 0, config.save.snapshot_every_images or 0
+    if min(every, snapshot_every) >= 0 < max(every, snapshot_every):  # others are named by the section
+        ema, num = config.ema.enabled, config.save.keep + 1 if every else 0
+        num_snapshots = (num_batches or 0) * config.global_batch_size // snapshot_every if snapshot_every else 0
+        sizes = (cost.checkpoint_gib(ema=ema), num, cost.snapshot_gib(ema=ema), num_snapshots)
+        if text := preflight.room_problem(Path(config.run_folder, config.run_name or ""), *sizes):
+            keys = ("save.every_images", "save.snapshot_every_images", "save.keep", "run_folder", "max_duration")
+            found.append(Problem(f"save: {text}", (*keys, *MEMORY_KEYS)))
     return found
 
 

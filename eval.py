@@ -39,7 +39,7 @@ import speed
 import warm_start
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import keep_batch_size, read_config, result_line, rounded, run_id_of, write_outcome
+from callbacks.run_record import keep_batch_size, read_config, result_line, rounded, write_outcome
 from checks import precision_problems, speed_problems
 from config import Assignment, CommandLine, ConfigError, Problem, flat, load, parse_command_line, read_yaml, schema_keys
 from image_folder import image_batches, list_images
@@ -47,6 +47,7 @@ from limits import limited
 from model import LatentDiffusion, build_device, model_problems
 from prompts import read_prompts
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from run_files import check_record, run_id_of
 from scoring import FIGURES, Scorer
 from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
@@ -94,6 +95,8 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
     given = {at.key for at in command.assignments}
     when = Assignment("eval.py", "eval.when", "after", "eval.when")
     yaml = str(Path(place, "config.yaml")) if kind == "run" else None
+    if kind == "run":
+        check_record(Path(place))
     if yaml and (unreadable := read_yaml(yaml)[1]):
         raise ConfigError([problem.text for problem in unreadable])
     command = dataclasses.replace(command, yaml=yaml, assignments=[*command.assignments, when])

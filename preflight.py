@@ -22,6 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import speed
+from checkpoint_files import FULL, WEIGHTS, listed
+from config import count
 from encoders import RANDOM
 from limits import read_duration, shown
 from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
@@ -78,6 +80,10 @@ class Cost:
     def checkpoint_gib(self, *, ema: bool) -> float:
         """Return the size of a full checkpoint, GiB: weights, two moments, and the average."""
         return self.trained_parameters * 4 * (4 if ema else 3) / 2**30
+
+    def snapshot_gib(self, *, ema: bool) -> float:
+        """Return the size of a snapshot, GiB: weights, and the average."""
+        return self.trained_parameters * 4 * (2 if ema else 1) / 2**30
 
 
 @functools.cache
@@ -225,25 +231,33 @@ def unwritable(folder: str | Path) -> str | None:
         return f"{folder} cannot be written: {path}: {error.strerror}. Give a folder that this user may write in."
 
 
-def room_problem(folder: str | Path, checkpoint_gib: float, num: int) -> str | None:
-    """Say that a disk has no room for the full checkpoints of a run, or None.
+def room_problem(
+    folder: str | Path, checkpoint_gib: float, num: int, snapshot_gib: float = 0.0, num_snapshots: int = 0
+) -> str | None:
+    """Say that a disk has no room for the checkpoints of a run, or None.
 
     Args:
-        folder: of the run; what it holds already is counted as room, since it will be replaced.
-        num: files that are there at once: those kept, and the one that is being written.
+        folder: of the run; what it holds already is counted as room: it will be replaced, or is one of those to come.
+        num: full checkpoints that are there at once: those kept, and the one that is being written.
+        num_snapshots: by the end of the run.
     """
     if unwritable(folder):
         return None  # which is said by itself
     there = Path(folder).absolute()
-    held_gib = sum(path.stat().st_size for path in there.glob("checkpoints/full-ba*.pt")) / 2**30
+    held_gib = (
+        sum(path.stat().st_size for kind in (FULL, WEIGHTS) for path in listed(there / "checkpoints", kind)) / 2**30
+    )
     while not there.exists():
         there = there.parent
-    need_gib, free_gib = num * checkpoint_gib, shutil.disk_usage(there).free / 2**30
+    need_gib, free_gib = num * checkpoint_gib + num_snapshots * snapshot_gib, shutil.disk_usage(there).free / 2**30
     if need_gib <= free_gib + held_gib:
         return None
+    named = {"full checkpoint": (num, checkpoint_gib), "snapshot": (num_snapshots, snapshot_gib)}
+    needs = " and ".join(f"{count(n, what)} of {gib:.3g} GiB" for what, (n, gib) in named.items() if n)
+    ways = ["lower save.keep"] * bool(num) + ["raise save.snapshot_every_images (0: none)"] * bool(num_snapshots)
     return (
-        f"{num} full checkpoints of {checkpoint_gib:.3g} GiB need {need_gib:.3g} GiB, {there} has {free_gib:.3g} free. Make "
-        f"room, lower save.keep, give another run_folder, or save.every_images=0 for none."
+        f"{needs} need {need_gib:.3g} GiB, {there} has {free_gib:.3g} free. Make room, {', '.join(ways)}, give another "
+        f"run_folder, or save.every_images=0 for none."
     )
 
 

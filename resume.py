@@ -7,8 +7,8 @@ config.yaml, before anything is built; then, with the encoders and the stage at 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,13 @@ from composer.utils import dist
 from filelock import FileLock, Timeout
 
 import alarm
+from callbacks.mlperf_log import lost_events
 from callbacks.quality_target import TARGET_KEYS, outcome, said
-from callbacks.run_record import (
-    RESULT_KEYS,
-    found_batch_size,
-    keep_keys,
-    read_config,
-    read_lines,
-    read_summary,
-    rounded,
-    write_outcome,
-)
-from checkpoint_files import find_newest, read
-from checkpoints import Progress, check_whole, disagreements
+from callbacks.run_record import RESULT_KEYS, found_batch_size, keep_keys, read_config, rounded, write_outcome
+from checkpoint_files import check_whole, find_newest, read
+from checkpoints import Progress, disagreements
 from config import ConfigError, flat
+from run_files import evaluations_of, lost_history, read_summary
 from speed import SpeedKeys
 from stage import Stage
 
@@ -70,11 +63,6 @@ def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str
     return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
 
 
-def evaluations_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's evaluations in training."""
-    return [line for line in read_lines(folder / "metrics.jsonl") if line.get("evaluation")]
-
-
 def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, Any] | None:
     """Return the result of a run that is finished, or None, and say so; its record is told of another target or evaluation.
 
@@ -82,7 +70,7 @@ def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, A
         max_duration: what it was finished for; None: whatever it was.
         config: of this start: a run that has met another target goes on.
     """
-    summary = read_summary(folder)
+    summary = read_summary(folder, "batches")
     if not summary:
         return None
     lines = evaluations_of(folder) if config.eval.when == "in_training" or _is_evaluated_alike(folder, config) else []
@@ -232,13 +220,18 @@ class Begun:
     progress: Progress
     checkpoint: tuple[Path, dict[str, Any]] | None
     lock: FileLock | None
+    lost: dict[str, str] = field(default_factory=dict)
+    """File of the record -> what it lacks of what it had at the checkpoint."""
 
     def say(self, num_starts: int) -> None:
         """Tell the person who started it from where the run goes on, if it was begun before."""
-        if self.lock is not None and num_starts > 1:
+        if self.lock is not None and (num_starts > 1 or self.checkpoint):
             at = f"batch {self.progress.batch}, {self.progress.images:,} images"
             where = f"{at} ({self.checkpoint[0]})" if self.checkpoint else "its beginning: it has no checkpoint"
             print(f"run_name: {self.folder} goes on from {where}.", file=sys.stderr, flush=True)
+        for name, text in self.lost.items() if self.lock is not None else ():
+            told = "it was cut, or is a copy of before. summary.json will say so (history_lost)"
+            print(f"run_name: {self.folder / name} {text}: {told}.", file=sys.stderr, flush=True)
 
     def release(self) -> None:
         """Let others have the folder."""
@@ -246,11 +239,14 @@ class Begun:
             self.lock.release()
 
 
-def begin(folder: Path) -> Begun:
+def begin(folder: Path, *, with_log: bool = False) -> Begun:
     """Take a run's folder and find where it stands; all ranks call it.
 
+    Args:
+        with_log: the run goes on with its MLPerf log.
+
     Raises:
-        ConfigError: another process has it, its checkpoints are all damaged, or the newest cannot be read.
+        ConfigError: another process has it, its checkpoints are all damaged, or the newest or the record cannot be read.
     """
     lock = FileLock(folder / ".lock")
 
@@ -269,13 +265,44 @@ def begin(folder: Path) -> Begun:
     checkpoint = None if newest is None else (newest, read(newest))
     if checkpoint is not None:
         check_whole(checkpoint[1], checkpoint[0])
-    progress = Progress(**checkpoint[1]["progress"]) if checkpoint else Progress(0, 0, 0, 0, 0, 0.0)
-    return Begun(folder, progress, checkpoint, lock if dist.get_global_rank() == 0 else None)
+    content = checkpoint[1] if checkpoint else None
+    lost = alarm.on_rank_zero(
+        lambda: lost_history(folder, content) | (lost_events(folder, content) if with_log else {})
+    )
+    progress = Progress(**content["progress"]) if content else Progress(0, 0, 0, 0, 0, 0.0)
+    return Begun(folder, progress, checkpoint, lock if dist.get_global_rank() == 0 else None, lost)
 
 
-def check_checkpoint(begun: Begun, identity: Mapping[str, Any]) -> None:
-    """Compare a run with the checkpoint that it would go on from. Raises ConfigError: lists what differs."""
+def check_checkpoint(begun: Begun, identity: Mapping[str, Any], config: Any, resolve: Callable[[Any], Any]) -> None:
+    """Compare a run with the checkpoint that it would go on from.
+
+    Args:
+        config: of the run.
+        resolve: fills in what null stands for, so that keys which the checkpoint does not name have their defaults.
+
+    Raises:
+        ConfigError: lists what differs.
+    """
     if begun.checkpoint is not None:
         path, content = begun.checkpoint
-        if problems := disagreements(content, identity, path):
+        if problems := disagreements(content, identity, path, _defaults(config, content["identity"], resolve)):
             raise ConfigError(problems)
+
+
+def _defaults(config: Any, named: Collection[str], resolve: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return every key with its value, where lasting keys that are not among the named ones have their defaults, resolved."""
+    # Where the schedule ends with the run max_duration is named: elsewhere it has no say.
+    kept = {*named, "max_duration", *(flat(config).keys() - _lasting(config).keys())}
+    return flat(resolve(_defaulted(config, kept)))
+
+
+def _defaulted(section: Any, kept: Collection[str], prefix: str = "") -> Any:
+    """Return a section with the defaults of its class for all keys but those that are kept."""
+    plain, values = type(section)(), {}
+    for key in fields(section):
+        own = getattr(section, key.name)
+        if is_dataclass(own):
+            values[key.name] = _defaulted(own, kept, f"{prefix}{key.name}.")
+        else:
+            values[key.name] = own if f"{prefix}{key.name}" in kept else getattr(plain, key.name)
+    return replace(section, **values)

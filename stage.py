@@ -35,6 +35,9 @@ STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then
 
 MDS_VERSION = 2
 MOST = 2**32 - 1  # a shard's rows, and the bytes of it, are counted in uint32
+BYTES_OF_AN_OFFSET = (
+    4  # a shard begins with the number of its samples, and where each of them and the last one's end is
+)
 COUNT = f"a whole number from 1 to {MOST:,}"
 DIGEST = re.compile(r"[0-9a-f]{16}")
 # What streaming's reader of a shard takes, no more and no less.
@@ -150,6 +153,9 @@ def _check_facts(location: str, facts: Mapping[str, Any], digest: str) -> None:
             f"{location}/index.json (sha256 {digest[:12]}) is not the one that {FACTS_FILE} was written for "
             f"({str(facts.get('index_sha256'))[:12]}). {AGAIN}"
         )
+    encoders = facts.get("encoders")
+    if encoders is not None and not (isinstance(encoders, dict) and _are_texts(list(encoders.values()))):
+        raise _other(where, "encoders", encoders, "an object of names and fingerprints")
     if facts.get("stage") not in list(KINDS):  # of a list: what is given may have no hash
         raise _other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))
 
@@ -208,7 +214,11 @@ def _wrong_in_shard(shard: Any) -> tuple[str, Any, str] | None:
         (".column_names", shard["column_names"], _are_texts(shard["column_names"]), "a list of names"),
         (".column_encodings", shard["column_encodings"], _are_texts(shard["column_encodings"]), "a list of names"),
     )
-    return next(((key, given, possible) for key, given, is_right, possible in looked_at if not is_right), None)
+    if wrong := next(((key, given, possible) for key, given, is_right, possible in looked_at if not is_right), None):
+        return wrong
+    if (most := raw["bytes"] // BYTES_OF_AN_OFFSET - 2) < shard["samples"]:
+        return ".samples", shard["samples"], f"at most {most:,} in a shard of {raw['bytes']:,} bytes"
+    return None
 
 
 def _check_columns(location: str, shard: Mapping[str, Any]) -> None:

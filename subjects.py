@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 import warm_start
-from checkpoint_files import FULL, WEIGHTS, is_whole, listed, read
+from checkpoint_files import FULL, WEIGHTS, check_whole, is_whole, listed, read
 from config import ConfigError
 from model import LatentDiffusion
 from prompts import Prompt, PromptSet
@@ -72,6 +72,7 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         damaged = f"{path} is damaged: its bytes do not have the digest in its name"
         raise ConfigError([f"{damaged}. Bring back a copy, or remove it to score the others."])
     content = read(path)
+    check_whole(content, path)
     identity, progress = content["identity"], content["progress"]
     differing = [
         f"model.weights: its {name} has the fingerprint {digest}, {path} was trained with {identity[key]}. Use those weights."

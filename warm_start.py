@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import zoo.ldm as ldm
-from checkpoint_files import FULL, NAME, WEIGHTS, is_whole, listed, read
+from checkpoint_files import FULL, NAME, WEIGHTS, check_whole, is_whole, listed, read
 from config import ConfigError, Problem
 from model import LatentDiffusion, ModelConfig
 from tensors import canonical_name, difference, forms, on_meta
@@ -49,7 +49,7 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
         if own is None:
             texts = _published_problems(family, denoiser, prediction)
         else:
-            texts = _own_problems(family, own, read(own), prediction)
+            texts = _own_problems(family, own, _read_whole(own), prediction)
     except ConfigError as error:
         texts = error.problems
     return [Problem(f"model.denoiser: {text.removeprefix('denoiser: ')}", KEYS) for text in texts]
@@ -73,7 +73,7 @@ def load(model: LatentDiffusion, place: str) -> list[str]:
     if not is_whole(own):
         damaged = f"{own} is damaged: its bytes do not have the digest in its name"
         raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])
-    content = read(own)
+    content = _read_whole(own)
     weights, progress = content["model"], content["progress"]
     with torch.no_grad():
         for name, tensor in model.denoiser.state_dict().items():
@@ -97,6 +97,12 @@ def _own_checkpoint(path: Path) -> Path | None:
     return path if path.is_file() and NAME.fullmatch(path.name) else None
 
 
+def _read_whole(path: Path) -> dict[str, Any]:
+    content = read(path)
+    check_whole(content, path)
+    return content
+
+
 def _own_problems(family: Family, path: Path, content: Mapping[str, Any], prediction: str) -> list[str]:
     """Compare with what the earlier run was: the same network, trained on the same target."""
     wanted = {
@@ -104,14 +110,14 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
         "model.variant": family.variant,
         "objective.prediction": prediction,
     }
-    made = content.get("identity", {})
+    made = content["identity"]
     found = [
         f"{path} was trained with {key}={made.get(key)}, this run has {value}. Use that value, or begin elsewhere."
         for key, value in wanted.items()
         if made.get(key) != value
     ]
     module = on_meta(family.build_denoiser)
-    have = {name.removeprefix(PREFIX): tensor for name, tensor in content.get("model", {}).items()}
+    have = {name.removeprefix(PREFIX): tensor for name, tensor in content["model"].items()}
     if text := difference(forms(module.state_dict()), forms(have)):
         found.append(f"{path} does not fit: {text}. Use the model.preset that it was made with.")
     return found

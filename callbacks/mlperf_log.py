@@ -43,6 +43,7 @@ from filelock import FileLock, Timeout
 
 from checkpoint_files import read as read_checkpoint
 from config import ConfigError
+from run_files import read_summary
 
 Line = Mapping[str, Any]
 
@@ -183,6 +184,18 @@ def is_begun(folder: Path) -> bool:
     return any(event["key"] == "run_start" for event in read_events(folder / NAME))
 
 
+def lost_events(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what a run's log lacks of what it had when a checkpoint was written, as run_files.lost_history does."""
+    had = (checkpoint or {"callbacks": {}})["callbacks"].get("MLPerfLog", {}).get("events", 0)
+    there = _num_lasting(folder / NAME)
+    return {NAME: f"has {there} of {had} events"} if there < had else {}
+
+
+def _num_lasting(path: Path) -> int:
+    """Return how many events a log has; a run_stop does not count: it goes when the run goes on."""
+    return sum(event["key"] != "run_stop" for event in read_events(path))
+
+
 def _reopen(path: Path) -> list[dict[str, Any]]:
     """Leave the whole lines of a log without its run_stop, and return their events."""
     events = read_events(path)
@@ -253,6 +266,13 @@ class MLPerfLog(Callback):
         self._block: tuple[float, int] | None = None  # when it began, at how many images
         self._lr = 0.0
         self._written: set[int] = set()  # images of the evaluations that the log has
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: how many events there were."""
+        return {"events": _num_lasting(self.path)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take nothing over: `lost_events` has compared it."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.is_writer:
@@ -384,16 +404,18 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None) ->
     Raises:
         ConfigError: the log cannot be read, or another process has the run.
     """
-    path, summary = folder / NAME, folder / "summary.json"
+    path = folder / NAME
     if not path.is_file() or not evaluations:
         return
     with _alone(folder):
         events = read_events(path)
-        is_waiting = summary.is_file() and json.loads(summary.read_text()).get("target") == "pending"
+        is_waiting = read_summary(folder).get("target") == "pending"
         if not events or not is_waiting or any(event["key"] == "run_stop" for event in events):
             return
         last = reached or evaluations[-1]
-        ended = read_checkpoint(folder / "checkpoints" / last["snapshot"])["unix_time"]
+        snapshot = folder / "checkpoints" / last["snapshot"]
+        if not isinstance(ended := read_checkpoint(snapshot).get("unix_time"), int | float):
+            raise ConfigError([f"{snapshot}: does not say when it was written. It was not written by this program."])
         _reopen(path)
         log = EventLog(path)
         for line in evaluations:

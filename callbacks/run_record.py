@@ -2,22 +2,24 @@
 
 RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another run_name it repeats the run
                    environment.json    versions, commit, device, machine
-                   starts.jsonl        a line a start: when, from which batch, on what; the first one names the run's id
-                   metrics.jsonl       a line a window: batch, images, loss (mean since the last line), clocks, speed;
+                   starts.jsonl        a line a start: when, from which batch, on what; the first one names the run's id;
+                                       how long it took, where its process came to an end of its own
+                   metrics.jsonl       a line a window: batch, images, loss (mean since the last edge), clocks, speed;
                                        a line an evaluation (evaluation: true): figures, and what they depend on
-                   metrics.cut.jsonl   lines of batches that a resume went back behind
+                   metrics.cut.jsonl   lines of batches that a resume went back behind, and of windows that it finished
                    bad_samples.jsonl   number, key and reason of each sample that could not be used, where there is one
                    summary.json        flat: the result line's keys under the same names, device, versions, commit
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from omegaconf import OmegaConf
 
 from config import ConfigError, read_yaml
 from environment import environment
+from run_files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, read_summary, run_id_of, seconds_of_starts
 
 if TYPE_CHECKING:
     from callbacks.throughput import Throughput
@@ -99,16 +102,23 @@ class RunRecord(Callback):
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
         self.evaluations: list[dict[str, Any]] = []
         self.loss: float | None = None
-        self._losses: list[float] = []
+        self._losses: list[float] = []  # since the last edge
         self._batch = 0
-        self._written_to = 0
+        self._last_edge = 0
+        self._num_lines = 0
+        self._starts: list[dict[str, Any]] = []
         self._begun_at = 0
         self._lr: float | None = None
         self._state: State | None = None
         self._is_writer = dist.get_global_rank() == 0
 
-    def start(self, batch: int) -> None:
+    def start(self, batch: int, *, images: int = 0, began: float | None = None, lost: Collection[str] = ()) -> None:
         """Begin or go on with the record, at this batch; rank 0 cuts it back to there and keeps what it cuts.
+
+        Args:
+            images: at this batch.
+            began: seconds since 1970 at which this start began; None: now.
+            lost: files of which a part is missing (run_files.lost_history), for all summaries from here on.
 
         Raises:
             ConfigError: what is there cannot be read; nothing is written then.
@@ -118,31 +128,43 @@ class RunRecord(Callback):
         self._begun_at = batch
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
-            names = ("starts.jsonl", "bad_samples.jsonl", "metrics.jsonl")
+            names = (STARTS, BAD_SAMPLES, METRICS)
             earlier, bad, _ = (read_lines(self.folder / name) for name in names)  # all of it before anything is written
             self.num_starts = len(earlier) + 1
             self.run_id = run_id_of(self.folder) or uuid.uuid4().hex[:8]
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
+            own = {**start, **where, "how": self.how, **({"lost": list(lost)} if lost else {})}
             _write(self.folder / "config.yaml", self.config_yaml)  # first: a folder without it is no run
-            _write(self.folder / "starts.jsonl", _lines([*earlier, {**start, **where, "how": self.how}]))
+            self._starts = [*earlier, own]
+            _write(self.folder / STARTS, _lines(self._starts))
             _write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
             (self.folder / "summary.json").unlink(missing_ok=True)  # it would say that the run is finished
-            lines = self._cut_back(batch)
+            if earlier or batch:
+                earlier_sec = None if {STARTS, METRICS} & set(self.lost) else seconds_of_starts(self.folder)
+                setup_sec = 0.0 if began is None else max(0.0, time.time() - began)
+                self.throughput.go_on(images, earlier_sec=earlier_sec, setup_sec=setup_sec)
+            lines = self._cut_back(lambda line: line["batch"] <= batch)
+            self._num_lines = len(lines)
             self.evaluations = [line for line in lines if line.get("evaluation")]
             kept = [line for line in lines if not line.get("evaluation")]
             same = {e["start"] for e in earlier if self._has_speed_of(e)}
             self.throughput.windows = [line for line in kept if line.get("start") in same]
             self.loss = kept[-1]["loss"] if kept else None
-            self._written_to = kept[-1]["batch"] if kept else 0
+            self._last_edge = max((line["batch"] for line in kept if not line.get("unfinished")), default=0)
             if bad:
-                _write(self.folder / "bad_samples.jsonl", _lines(bad))  # without a line that a killed writer left
+                _write(self.folder / BAD_SAMPLES, _lines(bad))  # without a line that a killed writer left
             for line in bad:
                 self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
-        shared = [(self.all_bad_samples, self._written_to, self.evaluations)]
+        shared = [(self.all_bad_samples, self._last_edge, self.evaluations)]
         dist.broadcast_object_list(shared)
         # All ranks decide alike on how many are too many, and on whether the target is met.
-        self.all_bad_samples, self._written_to, self.evaluations = shared[0]
+        self.all_bad_samples, self._last_edge, self.evaluations = shared[0]
+
+    @property
+    def lost(self) -> list[str]:
+        """The files of which the starts of this run have found a part missing."""
+        return sorted({str(name) for start in self._starts for name in start.get("lost", [])})
 
     def about(self) -> dict[str, Any]:
         """Return whose figures are made in this process: which start, where, by which code and keys of speed."""
@@ -153,27 +175,40 @@ class RunRecord(Callback):
         is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))
         return is_same and start.get("how", self.how) == self.how  # one of an older version does not say: it counts
 
-    def _cut_back(self, batch: int) -> list[dict[str, Any]]:
-        """Leave the lines up to a batch in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""
-        path = self.folder / "metrics.jsonl"
-        text = path.read_bytes() if path.exists() else b""
-        kept = [line for line in read_lines(path) if line["batch"] <= batch]
-        rest = b"\n".join(text.split(b"\n")[len(kept) :])
-        if rest:
-            with open(self.folder / "metrics.cut.jsonl", "ab") as file:
-                file.write(rest if rest.endswith(b"\n") else rest + b"\n")
-        if rest or (text and not text.endswith(b"\n")):
+    def _cut_back(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Leave the lines to be kept in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""
+        path = self.folder / METRICS
+        whole = read_lines(path)
+        texts = path.read_bytes().split(b"\n") if path.exists() else []
+        kept = [line for line in whole if is_kept(line)]
+        cut = [text for text, line in zip(texts, whole, strict=False) if not is_kept(line)]
+        cut += [text for text in texts[len(whole) :] if text]  # what a killed writer left
+        if cut:
+            with open(self.folder / CUT, "ab") as file:
+                file.write(b"".join(text + b"\n" for text in cut))
             _write(path, _lines(kept))
+        elif texts and texts[-1]:
+            _write(path, _lines(kept))  # its last line has no end
         return kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the losses that no line had yet, the last of them this batch's."""
-        return {"losses": list(self._losses), "batch": self._batch}
+        """Return what a checkpoint keeps: the losses since the last edge, the last of them this batch's; what there was."""
+        return {
+            "losses": list(self._losses),
+            "batch": self._batch,
+            "lines": self._num_lines,
+            "starts": self.num_starts,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them over, so that the next line's mean has every batch since the last line."""
-        num = max(0, state["batch"] - self._written_to)  # a line may have been written after the checkpoint
+        """Take the losses over, so that the next line's mean has every batch since the last edge."""
+        num = max(0, state["batch"] - self._last_edge)  # a line may have been written after the checkpoint
         self._losses = state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :]
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self._is_writer:  # a window that the end of a shorter training closed is finished now
+            self._num_lines = len(self._cut_back(lambda line: not line.get("unfinished")))
+            self.throughput.windows = [line for line in self.throughput.windows if not line.get("unfinished")]
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         self._lr = state.optimizers[0].param_groups[0]["lr"]  # of this batch: at its end the next one's is set already
@@ -208,10 +243,13 @@ class RunRecord(Callback):
         self.settle()
         self._gather_bad_samples()
         self.loss = sum(self._losses) / len(self._losses)
-        self._losses = []
+        if not window["unfinished"]:
+            self._losses = []
+            self._num_lines += 1
         line = {
             "schema": SCHEMA,
             "start": self.num_starts,
+            "start_sec": self.throughput.start_sec,
             **window,
             "loss": self.loss,
             "lr": self._lr,
@@ -219,15 +257,17 @@ class RunRecord(Callback):
             "bad_samples": len(self.all_bad_samples),
         }
         if self._is_writer:
-            _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in line.items()}])
+            _append(self.folder / METRICS, [{key: _finite(value) for key, value in line.items()}])
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Keep an evaluation; all ranks call it with the same one."""
-        whole = {"schema": SCHEMA, "start": self.num_starts, "evaluation": True, **line}
+        seconds = {"start_sec": self.throughput.start_sec}
+        whole = {"schema": SCHEMA, "start": self.num_starts, **seconds, "evaluation": True, **line}
         self.evaluations.append(whole)
+        self._num_lines += 1
         if self._is_writer:
-            _append(self.folder / "metrics.jsonl", [{key: _finite(value) for key, value in whole.items()}])
+            _append(self.folder / METRICS, [{key: _finite(value) for key, value in whole.items()}])
         figures = {key: line[key] for key in ("fid", "clip", "clip_x100", "eval_sec") if line.get(key) is not None}
         logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
 
@@ -241,7 +281,7 @@ class RunRecord(Callback):
         if self._is_writer and len(self.all_bad_samples) > known:
             new = list(self.all_bad_samples.items())[known:]
             lines = ({"sample": sample, "key": key, "reason": reason} for sample, (key, reason) in new)
-            _append(self.folder / "bad_samples.jsonl", lines)
+            _append(self.folder / BAD_SAMPLES, lines)
             key, reason = new[0][1]
             print(f"data: {len(new)} samples could not be used, e.g. {key}: {reason}", file=sys.stderr)
         self.check_bad_samples(self.all_bad_samples)
@@ -256,6 +296,18 @@ class RunRecord(Callback):
             f"batch is kept; the last good checkpoint is {self.last_checkpoint()}. Lower optimizer.lr, set "
             f"optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
         )
+
+    @contextlib.contextmanager
+    def clocked(self) -> Iterator[None]:
+        """Stop the clocks when what is done within has come to its end, in whatever way, and keep what they have."""
+        try:
+            yield
+        finally:
+            self.throughput.stop()
+            if self._is_writer:
+                self._starts[-1]["seconds"] = self.throughput.start_sec
+                with contextlib.suppress(OSError):  # a disk that is full is said by what follows, or has ended the run
+                    _write(self.folder / STARTS, _lines(self._starts))
 
     def finish(self, outcome: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write summary.json and return the result line's figures, rounded as both show them.
@@ -276,6 +328,7 @@ class RunRecord(Callback):
             **(outcome or {}),  # whole: a target is compared with it again
             "bad_samples": len(self.all_bad_samples),
             "starts": self.num_starts,
+            "history_lost": self.lost,
             **{key: rounded(value) for key, value in self.facts.items()},
             **self.environment,
         }
@@ -293,20 +346,6 @@ def write_outcome(folder: Path, outcome: Mapping[str, Any], *, over: str | None 
     summary = read_summary(folder)
     if summary and over in (None, summary.get("target")):
         _write_json(folder / "summary.json", {**summary, **outcome})
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Return what is in a run's summary.json, or nothing where the run is not finished. Raises ConfigError: it is broken."""
-    path = folder / "summary.json"
-    try:
-        summary = json.loads(path.read_bytes()) if path.is_file() else {}
-        said = "" if isinstance(summary, dict) else f"it holds a {type(summary).__name__}"
-    except ValueError as error:
-        said, summary = str(error), {}
-    if said:
-        ways = "Remove it: benchmark.py then goes on from the run's newest checkpoint, and writes it again"
-        raise ConfigError([f"{path} is no whole summary: {said}. {ways}."])
-    return summary
 
 
 def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] = ("",)) -> None:
@@ -338,33 +377,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         ways = "Bring back a copy, or remove it and summary.json: benchmark.py then goes on from the newest checkpoint"
         raise ConfigError([f"{problem.text} {ways}, with the keys of its command." for problem in unreadable])
     return {at.key: at.value for at in values}
-
-
-def run_id_of(folder: Path) -> str | None:
-    """Return what tells a run from others of its name, or None where its first start is not recorded."""
-    starts = read_lines(folder / "starts.jsonl")
-    return starts[0]["run_id"] if starts else None
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a .jsonl file, without a last one that a killed writer left unfinished.
-
-    Raises:
-        ConfigError: another line is no object; names it, and what to do.
-    """
-    found = []
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    for number, line in enumerate(lines, 1):
-        try:
-            content = json.loads(line.decode())
-        except ValueError:
-            content = None
-        if isinstance(content, dict):
-            found.append(content)
-        elif number < len(lines):
-            given = f"{path}: line {number:,} cannot be read: '{line[:40].decode(errors='replace')}' is no whole JSON object"
-            raise ConfigError([f"{given}. Mend it, or remove that line: what it said is then lost, the others stay."])
-    return found
 
 
 def result_line(result: Mapping[str, Any]) -> str:

@@ -6,12 +6,15 @@
     other        checkpoints, logging and what stands between batches
 
 At any moment one clock runs; Composer's events switch it. The device is synchronised at window edges only, so that
-measuring does not slow what is measured. The first `measure.warmup_batches` batches belong to no measured window, nor do
-batches that a profiler recorded. The figure of a run is the median over its measured windows, with the least and the
-greatest.
+measuring does not slow what is measured. Windows end at the same batches of the run in every start. The first
+`measure.warmup_batches` batches of a start belong to no measured window, nor do batches that a profiler recorded. The figure
+of a run is the median over its measured windows, with the least and the greatest. On several ranks each clock of a window is
+the slowest rank's, so images_per_sec errs to the low side.
 
-On several ranks each clock is the slowest rank's, so images_per_sec errs to the low side. images_per_sec_wall divides by all
-four clocks: what the run delivered, waiting and evaluation included.
+images_per_sec_wall is what the run delivered: all its images over all four clocks of all its starts, on rank 0. The clocks
+run from the first start's first wait for data to the last checkpoint or evaluation; those of a later start from the begin of
+its process, so that what a restart costs is in: building, and batches that come again. The time between starts is not, nor
+what a process that was killed did after its last line in metrics.jsonl: nobody knows it.
 """
 
 from __future__ import annotations
@@ -53,11 +56,16 @@ class MeasureConfig:
     window_batches: int = limited(10, 1)
     """Batches a window: one line of metrics.jsonl, one reading of the clocks."""
     warmup_batches: int = limited(10, 0)
-    """Batches at the start that belong to no measured window."""
+    """First batches of each start, that belong to no measured window."""
     peak_tflops: float | None = limited(None, 0.0, above=True)
     """What MFU divides by, for one device; null: from the table of known GPUs."""
     expected_images_per_sec: float | None = limited(None, 0.0, above=True)
     """Over all ranks. Only for the estimate of --print_config; null: none is made."""
+
+    def is_edge(self, batch: int) -> bool:
+        """True where a window ends after so many batches of the run, whichever start trains them."""
+        after_warmup = batch - self.warmup_batches
+        return after_warmup == 0 or (after_warmup if after_warmup > 0 else batch) % self.window_batches == 0
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
@@ -83,25 +91,55 @@ class Throughput(Callback):
         self.windows: list[dict[str, Any]] = []
         self.num_batches = 0  # in this process; `windows` has those before a resume too
         self.first_step_seconds: float | None = None  # of this process: what is compiled or tuned is in it
+        self.images = 0  # of the run, by now
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
         self._running, self._since = "other", time.perf_counter()
+        self._total_sec = 0.0  # of this start, all clocks, on this rank
+        self._earlier_sec: float | None = 0.0
+        self._is_restart = self._is_stopped = False
         self._window_batches = 0
         self._is_disturbed = False
         self._images_before = 0
+
+    def go_on(self, images: int, *, earlier_sec: float | None, setup_sec: float) -> None:
+        """Go on with a run that was started before.
+
+        Args:
+            images: of the run, by now.
+            earlier_sec: all clocks of the starts before; None: they are lost, and with them the figure that divides by them.
+            setup_sec: of this start, by now.
+        """
+        self.images, self._earlier_sec, self._is_restart = images, earlier_sec, True
+        self._total_sec, self._since = setup_sec, time.perf_counter()
+
+    @property
+    def start_sec(self) -> float:
+        """All clocks of this start by now, on this rank."""
+        if not self._is_stopped:
+            self._switch(self._running)
+        return self._total_sec
+
+    def stop(self) -> None:
+        """Stop the clocks: what follows is no part of the run."""
+        self._switch(self._running)
+        self._is_stopped = True
 
     # --- which clock runs ---
 
     def _switch(self, clock: str) -> None:
         now = time.perf_counter()
         self._clocks[self._running] += now - self._since
+        self._total_sec += now - self._since
         self._running, self._since = clock, now
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._images_before = state.timestamp.sample.value
+        self.images = self._images_before = state.timestamp.sample.value
         if state.device.name == "gpu":
             torch.cuda.reset_peak_memory_stats()
         self._switch("other")
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
+        if not self._is_restart:  # building is no part of a run, but of what a restart costs
+            self._total_sec = 0.0
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         self._switch("data_wait")  # the loader's workers start, or start over
@@ -139,25 +177,23 @@ class Throughput(Callback):
                 torch.cuda.synchronize()
             self.first_step_seconds = time.perf_counter() - self._step_began
         self._window_batches += 1
-        warming_up = self.num_batches <= self.config.warmup_batches
-        full = self._window_batches == self.config.window_batches
-        if full or (warming_up and self.num_batches == self.config.warmup_batches):
-            self._close_window(state, warmup=warming_up)
-        else:
-            self.closed_window = None
+        self.images = state.timestamp.sample.value
+        self.closed_window = None
+        if self.config.is_edge(state.timestamp.batch.value):
+            self._close_window(state)
         self._switch("other")
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self.closed_window = None
         if self._window_batches:  # the rest of a duration that is no whole number of windows
-            self._close_window(state, warmup=self.num_batches <= self.config.warmup_batches)
+            self._close_window(state, unfinished=True)
 
     # --- what they say ---
 
-    def _close_window(self, state: State, *, warmup: bool) -> None:
+    def _close_window(self, state: State, *, unfinished: bool = False) -> None:
         if state.device.name == "gpu":
             torch.cuda.synchronize()
-        self._switch("train")
+        self._switch("other")
         # One reduction a window: the slowest rank's clocks and the fullest rank's memory.
         readings = torch.tensor([*self._clocks.values(), peak_mem_gib(state.device.name == "gpu")], dtype=torch.float64)
         readings = state.device.tensor_to_device(readings)
@@ -168,8 +204,9 @@ class Throughput(Callback):
         self.closed_window = {
             "batch": state.timestamp.batch.value,
             "images": state.timestamp.sample.value,
-            "warmup": warmup,
+            "warmup": self.num_batches - self._window_batches < self.config.warmup_batches,
             "profiled": self._is_disturbed,
+            "unfinished": unfinished,
             "window_batches": self._window_batches,
             "images_per_sec": images / clocks["train"],
             "images_per_sec_wall": images / sum(seconds),
@@ -178,11 +215,11 @@ class Throughput(Callback):
             "peak_mem_gib": peak_gib,
         }
         self.windows.append(self.closed_window)
-        self._clocks = dict.fromkeys(CLOCKS, 0.0)
+        self._switch("other")
+        self._clocks = dict.fromkeys(CLOCKS, 0.0)  # the reading itself belongs to no window
         self._window_batches = 0
         self._is_disturbed = False
         self._images_before = state.timestamp.sample.value
-        self._since = time.perf_counter()  # the reading itself belongs to no window
 
     def result(self) -> dict[str, Any]:
         """Return the run's figures; those of speed are None where no batch was measured."""
@@ -193,12 +230,13 @@ class Throughput(Callback):
         per_sec = statistics.median(speeds) if speeds else None
         per_device = per_sec / dist.get_world_size() if per_sec else None
         train, wait = (sum(window[f"{clock}_sec"] for window in whole) for clock in ("train", "data_wait"))
+        wall_sec = None if self._earlier_sec is None else self._earlier_sec + self.start_sec
         return {
             "images_per_sec": per_sec,
             "images_per_sec_min": min(speeds, default=None),
             "images_per_sec_max": max(speeds, default=None),
             "images_per_sec_per_device": per_device,
-            "images_per_sec_wall": statistics.median(w["images_per_sec_wall"] for w in whole) if whole else None,
+            "images_per_sec_wall": self.images / wall_sec if wall_sec and self.images else None,
             "mfu": per_device * self.flops_per_image / (self.peak * 1e12) if per_device and self.peak else None,
             "peak_tflops": self.peak,
             "tflop_per_image": self.flops_per_image / 1e12,
@@ -208,6 +246,7 @@ class Throughput(Callback):
             "warmup_batches": sum(window["window_batches"] for window in self.windows if window["warmup"]),
             "windows": len(whole),
             "seconds": train,
+            "wall_seconds": wall_sec,
             "first_step_seconds": self.first_step_seconds,
         }
 

@@ -21,7 +21,7 @@ from composer.utils import dist
 import machine
 import microbatch as microbatch_search
 import preflight
-from checkpoint_files import FULL, is_whole, listed
+from checkpoint_files import FULL, WEIGHTS, is_whole, listed
 from checks import cost_of, planned_microbatch, quick_problems, savings
 from config import ConfigError, Problem, count
 from data import SYNTHETIC_EPOCH_BATCHES
@@ -293,7 +293,8 @@ def disk(case: Case) -> list[Finding]:
             needs.append(Need(f"{num} full checkpoints", way_out, folder, max(0.0, num * gib - held)))
         if run.save.snapshot_every_images and case.num_batches:
             num = case.num_batches * run.global_batch_size // run.save.snapshot_every_images
-            gib = num * case.cost.trained_parameters * 4 * (2 if run.ema.enabled else 1) / 2**30
+            held = sum(path.stat().st_size for path in listed(folder / "checkpoints", WEIGHTS)) / 2**30
+            gib = max(0.0, num * case.cost.snapshot_gib(ema=run.ema.enabled) - held)
             way_out = "Raise save.snapshot_every_images (0: none), or give another run_folder"
             needs.append(Need(f"{num:,} snapshots", way_out, folder, gib))
     return found or stage_checks.disk([n for n in needs if n.gib > 0.0 and not preflight.unwritable(n.folder)])

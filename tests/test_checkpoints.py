@@ -5,14 +5,18 @@ Whole commands that are killed are in tests/test_resume.py.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import gc
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +26,11 @@ from conftest import ROOT, TINY_RUN, tree
 import benchmark
 import checkpoint_files
 from callbacks.run_record import RunRecord
+from callbacks.throughput import CLOCKS
 from checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
-from checkpoints import Checkpointer
+from checkpoints import Checkpointer, Progress
 from config import ConfigError
+from resume import Begun, check_checkpoint, identity_of
 
 pytestmark = pytest.mark.budget(60)
 
@@ -245,8 +251,6 @@ def test_a_finished_run_says_so_and_repeats_its_result(words_of, whole, capsys):
 
 def test_the_record_is_cut_back_to_the_checkpoint_and_what_is_cut_is_kept(words_of, whole, tmp_path):
     """A run that died at batch 8 with a checkpoint at 6: lines 7 and 8 will be written again."""
-    import shutil
-
     folder = shutil.copytree(whole / "whole", tmp_path / "whole")
     for path in listed(folder / "checkpoints", FULL):
         path.unlink()
@@ -271,21 +275,98 @@ def test_the_record_is_cut_back_to_the_checkpoint_and_what_is_cut_is_kept(words_
     assert (summary["batches"], summary["starts"], summary["warmup_batches"]) == (10, 2, 4)
 
 
-def test_the_mean_loss_of_a_window_has_the_batches_before_the_resume_too(words_of, whole, tmp_path):
-    """Stopped at batch 3, in the middle of the window of batches 3 and 4."""
-    words = ["save.every_images=8", "measure.warmup_batches=0"]
-    assert main(*words_of(tmp_path, "whole", *words, "max_duration=4ba")) == 0
-    expected = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
-    folder = tmp_path / "part" / "checkpoints"
-    folder.mkdir(parents=True)
-    assert main(*words_of(tmp_path, "donor", *words, "save.keep=9", "max_duration=4ba")) == 0
-    (tmp_path / "donor" / "checkpoints").rename(folder)
-    listed(folder, FULL)[0].unlink()
-    for name in ("config.yaml", "starts.jsonl", "metrics.jsonl"):
-        (tmp_path / "donor" / name).rename(tmp_path / "part" / name)
-    assert main(*words_of(tmp_path, "part", *words, "max_duration=4ba")) == 0
-    lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["batch"] == 4 and lines[-1]["loss"] == expected
+def windows(folder: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["batch"], line["loss"]) for line in lines]
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("stopped", ["by a signal", "at a shorter duration"])
+def test_a_run_that_was_stopped_within_a_window_has_the_windows_of_the_unbroken_one(
+    words_of, whole, tmp_path, monkeypatch, stopped
+):
+    """In batch 5, the first of the window of 5 and 6: the same batches, the same losses, to the last bit."""
+    words = words_of(tmp_path, "part", "max_duration=10ba")
+    if stopped == "by a signal":
+        assert stopped_in_batch_five(monkeypatch, signal.SIGTERM, *words) == 143
+        gc.collect()
+        assert [batch for batch, _ in windows(tmp_path / "part")] == [2, 4]
+    else:
+        assert main(*words, "max_duration=5ba") == 0
+        assert [batch for batch, _ in windows(tmp_path / "part")] == [2, 4, 5]
+    assert main(*words) == 0
+    assert windows(tmp_path / "part") == windows(whole / "whole")
+    one, two = summary_of(tmp_path / "part"), summary_of(whole / "whole")
+    assert (one["loss"], one["batches"], one["starts"]) == (two["loss"], 10, 2)
+    if stopped == "by a signal":  # a start's first two batches are not measured, 6 and 7, nor is 8 in the same window
+        assert (one["warmup_batches"], one["windows"], two["warmup_batches"], two["windows"]) == (5, 2, 2, 4)
+
+
+@pytest.mark.parametrize("duration", ["20ba", "1ep"])  # an epoch has 24
+def test_a_disk_without_room_for_the_snapshots_of_the_whole_run_is_refused(
+    words_of, tmp_path, capsys, monkeypatch, duration
+):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=48 * 2**20))
+    words = words_of(tmp_path, "a", f"max_duration={duration}", "save.snapshot_every_images=8")
+    said = refused(capsys, *words)
+    number = {"20ba": 20, "1ep": 24}[duration]
+    assert said.startswith(f"save: 3 full checkpoints of 0.0107 GiB and {number} snapshots of 0.00533 GiB need 0.1")
+    assert not (tmp_path / "a").exists()
+    assert main(*words, "max_duration=1ba") == 0
+
+
+def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_path, monkeypatch):
+    """Killed (as far as a test can be) behind its checkpoint: batches 4 and 5 come again, and their time counts twice."""
+    words = words_of(tmp_path, "a", "max_duration=8ba", "measure.window_batches=1")
+
+    def killed(self, state, logger):
+        if state.timestamp.batch.value == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "clocked", lambda self: contextlib.nullcontext())
+        patch.setattr(
+            Checkpointer,
+            "batch_checkpoint",
+            lambda self, *given, save=Checkpointer.batch_checkpoint: (save(self, *given), killed(self, *given)),
+        )
+        main(*words)
+    gc.collect()
+    began = time.time() - 50.0  # as a process that was 50 s in building
+    assert benchmark.main(words, began=began) == 0
+    took_sec, summary = time.time() - began, summary_of(tmp_path / "a")
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    cut = [json.loads(line) for line in (tmp_path / "a" / "metrics.cut.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in cut] == [4, 5] and [line["start"] for line in lines] == [1] * 3 + [2] * 5
+    first, second = cut[-1]["start_sec"], json.loads((tmp_path / "a" / "starts.jsonl").read_text().splitlines()[1])
+    clocks = sum(line[f"{clock}_sec"] for line in [*lines[:3], *cut] for clock in CLOCKS)
+    assert clocks <= first < clocks + 1.0 and 50.0 < lines[-1]["start_sec"] < second["seconds"] < took_sec
+    assert summary["wall_seconds"] == pytest.approx(first + second["seconds"], rel=1e-5)
+    assert summary["images_per_sec_wall"] == pytest.approx(64 / summary["wall_seconds"], rel=1e-5)
+
+
+def test_a_record_that_lost_its_history_is_said_at_the_start_and_marked_in_every_summary(words_of, tmp_path, capsys):
+    folder = tmp_path / "a"
+    assert main(*words_of(tmp_path, "a")) == 0
+    assert summary_of(folder)["history_lost"] == [] and summary_of(folder)["images_per_sec_wall"] > 0
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[1])
+    (folder / "starts.jsonl").unlink()
+    capsys.readouterr()
+    assert main(*words_of(tmp_path, "a", "max_duration=6ba")) == 0
+    told = "it was cut, or is a copy of before. summary.json will say so (history_lost)."
+    assert but_for_shared_memory(capsys.readouterr().err).splitlines()[1:3] == [
+        f"run_name: {folder}/starts.jsonl has 0 of 1 starts: {told}",
+        f"run_name: {folder}/metrics.jsonl has 1 of 2 lines: {told}",
+    ]
+    for _ in range(2):  # later starts find nothing missing, and what they say is of no whole record either
+        assert summary_of(folder)["history_lost"] == ["metrics.jsonl", "starts.jsonl"]
+        assert summary_of(folder)["images_per_sec_wall"] is None
+        assert main(*words_of(tmp_path, "a", "max_duration=8ba")) == 0
 
 
 def test_a_run_without_checkpoints_begins_again_and_says_so(words_of, tmp_path, capsys):
@@ -311,8 +392,6 @@ def refused(capsys, *words: str) -> str:
 
 @pytest.fixture
 def begun(whole, tmp_path):
-    import shutil
-
     shutil.copytree(whole / "whole", tmp_path / "a")
     (tmp_path / "a" / "summary.json").unlink()
     return tmp_path
@@ -343,6 +422,61 @@ def test_a_schedule_that_ends_with_the_run_keeps_its_duration(words_of, tmp_path
         f"max_duration: 9ba, but {tmp_path}/a was begun with 4ba. A run goes on as it began: use that value, or another "
         f"run_name.\n"
     )
+
+
+def test_what_a_checkpoint_does_not_name_had_its_default_and_what_only_it_names_is_a_newer_versions():
+    """Both directions: one of a version that had not the key yet, and one of a version that has keys unknown today."""
+
+    def disagreements(config: benchmark.RunConfig, saved: dict) -> list[str]:
+        begun = Begun(Path(), Progress(0, 0, 0, 0, 0, 0.0), (Path("x.pt"), {"identity": saved}), None)
+        try:
+            check_checkpoint(begun, identity_of(config, None, {}), config, benchmark.resolve)
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    def of(**more) -> benchmark.RunConfig:
+        return benchmark.resolve(dataclasses.replace(benchmark.RunConfig(), **more))
+
+    plain, whole = of(), identity_of(of(), None, {})
+    assert disagreements(plain, whole) == []
+    gone = ("optimizer.clip_norm", "objective.prediction", "seed", "data.shuffle")
+    older = {key: value for key, value in whole.items() if key not in gone}
+    assert plain.objective.prediction is not None  # by the family: no default of the key itself
+    assert disagreements(plain, older) == []
+    tail = "A run goes on as it began: use that value, or another run_name."
+    other = of(optimizer=dataclasses.replace(plain.optimizer, clip_norm=2.0), seed=3)
+    assert disagreements(other, older) == [
+        f"seed: 3, but x.pt was made with 17. {tail}",
+        f"optimizer.clip_norm: 2.0, but x.pt was made with {plain.optimizer.clip_norm}. {tail}",
+    ]
+    assert disagreements(plain, {**whole, "save.keep": 7}) == []  # of a version in which it could not change
+    assert disagreements(plain, {**whole, "optimizer.muon": None}) == []
+    assert disagreements(plain, {**whole, "optimizer.muon": 0.5}) == [
+        "optimizer.muon: x.pt was made with 0.5, and this version has no such key. Use the version that wrote it."
+    ]
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(words_of, begun, capsys):
+    """It lacks a key, and what callbacks keep today; starts.jsonl and metrics.jsonl say nothing of the clocks of a start."""
+
+    def make_older(kept):
+        kept["identity"].pop("data.posterior")
+        kept["callbacks"].pop("RunRecord", None)
+
+    rewrite(begun, make_older)
+    for name in ("starts.jsonl", "metrics.jsonl"):
+        lines = [json.loads(line) for line in (begun / "a" / name).read_text().splitlines()]
+        new = ("seconds", "start_sec", "unfinished")
+        older = [{key: value for key, value in line.items() if key not in new} for line in lines]
+        (begun / "a" / name).write_text("".join(json.dumps(line) + "\n" for line in older))
+    clocks = sum(line[f"{clock}_sec"] for line in older for clock in CLOCKS)
+    assert main(*words_of(begun, "a", "max_duration=12ba")) == 0
+    summary, start = summary_of(begun / "a"), json.loads((begun / "a" / "starts.jsonl").read_text().splitlines()[1])
+    assert (summary["batches"], summary["history_lost"]) == (12, [])
+    assert summary["wall_seconds"] == pytest.approx(clocks + start["seconds"], rel=1e-5)
+    words = words_of(begun, "a", "max_duration=14ba", "data.posterior=mean")
+    assert "data.posterior: mean, but" in refused(capsys, *words)
 
 
 CASES = {

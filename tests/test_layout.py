@@ -42,6 +42,7 @@ FLOORS = [
         "workers",
         "batch_wait",
         "environment",
+        "run_files",
         "fp8",
         "copy_stream",
     },

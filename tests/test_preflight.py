@@ -155,8 +155,14 @@ def test_a_disk_without_room_for_the_checkpoints_is_found(tmp_path, monkeypatch)
         f"3 full checkpoints of 0.75 GiB need 2.25 GiB, {tmp_path} has 2 free. Make room, lower save.keep, give another "
         f"run_folder, or save.every_images=0 for none."
     )
+    assert COST.snapshot_gib(ema=False) == 4 / 16 and COST.snapshot_gib(ema=True) == 0.5
+    assert room_problem(tmp_path / "runs" / "new", 0.75, 2, 0.25, 2) is None
+    assert room_problem(tmp_path / "runs" / "new", 0.75, 2, 0.25, 3) == (
+        f"2 full checkpoints of 0.75 GiB and 3 snapshots of 0.25 GiB need 2.25 GiB, {tmp_path} has 2 free. Make room, lower "
+        f"save.keep, raise save.snapshot_every_images (0: none), give another run_folder, or save.every_images=0 for none."
+    )
     (tmp_path / "old" / "checkpoints").mkdir(parents=True)
-    with open(tmp_path / "old" / "checkpoints" / "full-ba000000000001-0.pt", "wb") as file:
+    with open(tmp_path / "old" / "checkpoints" / f"full-ba000000000001-{32 * '0'}.pt", "wb") as file:
         file.truncate(GIB // 2)
     assert room_problem(tmp_path / "old", 0.75, 3) is None
 

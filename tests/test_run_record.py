@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from test_benchmark import refused
 
 import benchmark
-from callbacks.run_record import (
-    RunRecord,
-    found_batch_size,
-    keep_keys,
-    read_config,
-    read_lines,
-    read_summary,
-    run_id_of,
-    write_outcome,
-)
+from callbacks.run_record import RunRecord, found_batch_size, keep_keys, read_config, write_outcome
+from callbacks.throughput import MeasureConfig, Throughput
 from config import ConfigError
-from resume import evaluations_of
+from run_files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 
-LINES = [
-    b'{"batch": 1, "loss": 0.5, "start": 1}\n',
-    b'{"batch": 1, "evaluation": true}\n',
-    b'{"batch": 2, "loss": 0.4, "start": 1}\n',
-]
+
+def window(batch: int, **more) -> dict:
+    """A line of metrics.jsonl."""
+    clocks = {"train_sec": 1.0, "data_wait_sec": 0.5, "eval_sec": 0.0, "other_sec": 0.5}
+    figures = {"loss": 0.5, "images_per_sec": 8.0, "peak_mem_gib": 1.0, "warmup": False, "window_batches": 1}
+    return {"batch": batch, "images": 8 * batch, **figures, **clocks, "start": 1, **more}
+
+
+def written(*lines: dict) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def start(number: int, **more) -> dict:
+    """A line of starts.jsonl."""
+    return {"start": number, "run_id": "abcdef12", "device": "CPU", "num_devices": 1, "batch": 0, **more}
+
+
+EVALUATION = {"batch": 1, "images": 8, "evaluation": True, "seconds": 2.0, "eval_sec": 1.0, "start": 1}
+LINES = [written(line) for line in (window(1), EVALUATION, window(2))]
+OF_FILE = {
+    "metrics.jsonl": LINES,
+    "starts.jsonl": [written(start(n)) for n in (1, 2, 3)],
+    "bad_samples.jsonl": [written({"sample": n, "key": "a", "reason": "b"}) for n in (1, 2, 3)],
+}
 
 
 def record_of(folder: Path) -> RunRecord:
@@ -34,7 +45,7 @@ def record_of(folder: Path) -> RunRecord:
         folder,
         "seed: 1\n",
         {},
-        throughput=SimpleNamespace(windows=[]),
+        throughput=Throughput(MeasureConfig(), flops_per_image=1.0, peak=None),
         mean_gradient_norm=lambda: None,
         bad_samples=None,
         check_bad_samples=lambda bad: None,
@@ -56,7 +67,7 @@ def test_a_last_line_that_a_killed_writer_left_is_cut_off_and_kept_apart(tmp_pat
 @pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl", "bad_samples.jsonl"])
 def test_a_broken_line_with_others_after_it_is_refused_and_the_record_stays_as_it_is(tmp_path, name, broken):
     path = tmp_path / name
-    path.write_bytes(LINES[0] + broken + LINES[2])
+    path.write_bytes(OF_FILE[name][0] + broken + OF_FILE[name][2])
     (tmp_path / "summary.json").write_text("{}")
     before = {at.name: at.read_bytes() for at in tmp_path.iterdir()}
     shown = broken.decode(errors="replace")[:-1]
@@ -70,6 +81,62 @@ def test_a_broken_line_with_others_after_it_is_refused_and_the_record_stays_as_i
     reader = {"metrics.jsonl": evaluations_of, "starts.jsonl": run_id_of}.get(name, lambda folder: read_lines(path))
     with pytest.raises(ConfigError, match="line 2 cannot be read"):
         reader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("metrics.jsonl", {"loss": 1.0}, "it has no batch"),
+        ("metrics.jsonl", window(2, loss="low"), 'its loss is "low"'),
+        ("metrics.jsonl", {**EVALUATION, "images": True}, "its images is true"),
+        ("metrics.jsonl", {**EVALUATION, "fid": [1]}, "its fid is [1]"),
+        ("starts.jsonl", start(1, device=5), "its device is 5"),
+        ("bad_samples.jsonl", {"sample": 1, "key": "a"}, "it has no reason"),
+    ],
+)
+def test_a_line_that_is_none_of_its_file_is_named(tmp_path, name, line, said):
+    path = tmp_path / name
+    path.write_bytes(written(line))
+    fix = "Mend it, or remove that line: what it said is then lost, the others stay."
+    with pytest.raises(ConfigError) as caught:
+        read_lines(path)
+    assert str(caught.value) == f"{path}: line 1 cannot be read: {said}. {fix}"
+
+
+def test_the_seconds_of_earlier_starts_are_those_of_their_end_or_of_their_last_line_cut_ones_included(tmp_path):
+    """The first ended, the second was killed, the third is of an older version, the fourth left no word."""
+    (tmp_path / "starts.jsonl").write_bytes(written(start(1, seconds=10.0), *(start(number) for number in (2, 3, 4))))
+    lines = [window(1, start_sec=9.0), window(2, start=2, start_sec=20.0), window(3, start=3), window(4, start=3)]
+    (tmp_path / "metrics.jsonl").write_bytes(written(*lines))
+    cut = [window(3, start=2, start_sec=31.0), {**EVALUATION, "start": 2, "start_sec": 45.0}, window(5, start=3)]
+    (tmp_path / "metrics.cut.jsonl").write_bytes(written(*cut[:2]) + b'{"batch": 9, "sta\n[]\n' + written(cut[2]))
+    assert seconds_of_starts(tmp_path) == 10.0 + 45.0 + 3 * 2.0
+
+
+def checkpoint(batch: int, **kept) -> dict:
+    return {"progress": {"batch": batch}, "callbacks": {"RunRecord": {"batch": batch, "losses": [], **kept}}}
+
+
+def test_a_record_that_lacks_what_it_had_at_its_checkpoint_is_known(tmp_path):
+    (tmp_path / "starts.jsonl").write_bytes(written(start(1), start(2)))
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(LINES) + written(window(3, unfinished=True), window(4)))
+    assert lost_history(tmp_path, None) == lost_history(tmp_path, checkpoint(3, lines=3, starts=2)) == {}
+    assert lost_history(tmp_path, checkpoint(3, lines=4, starts=3)) == {
+        "starts.jsonl": "has 2 of 3 starts",
+        "metrics.jsonl": "has 3 of 4 lines",
+    }
+    (tmp_path / "starts.jsonl").write_bytes(written(start(2), start(3)))
+    assert lost_history(tmp_path, None) == {"starts.jsonl": "has 2 of 3 starts"}
+
+
+def test_so_is_one_whose_checkpoint_is_of_an_older_version(tmp_path):
+    (tmp_path / "starts.jsonl").write_bytes(written(start(1)))
+    (tmp_path / "metrics.jsonl").write_bytes(written(window(2)))
+    old = checkpoint(5, losses=[0.1, 0.2])
+    assert lost_history(tmp_path, old) == {"metrics.jsonl": "ends before batch 3, to which it had come"}
+    assert lost_history(tmp_path, checkpoint(4, losses=[0.1, 0.2])) == {}
+    (tmp_path / "starts.jsonl").unlink()
+    assert lost_history(tmp_path, {**old, "callbacks": {}}) == {"starts.jsonl": "has 0 of 1 starts"}
 
 
 @pytest.mark.parametrize(("content", "said"), [('{"target": "pen', "Unterminated string"), ("[1]", "it holds a list")])
@@ -102,7 +169,7 @@ def test_a_broken_config_of_a_run_is_named_with_what_to_do(tmp_path, content):
 
 
 def test_a_run_whose_record_is_broken_is_refused_before_anything_is_built(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "train", lambda config: pytest.fail("it was built"))
+    monkeypatch.setattr(benchmark, "train", lambda *given: pytest.fail("it was built"))
     words = ["--use_synth_data", "model.preset=tiny", "image_size=64", f"run_folder={tmp_path}", "run_name=a"]
     words += ["global_batch_size=8", "max_duration=4ba", "loggers.progress_bar=false"]
     (tmp_path / "a").mkdir()

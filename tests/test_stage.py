@@ -134,6 +134,11 @@ WRONG = [
     (of_facts("schema", None), FACTS + "schema is null. Possible: 1, a number."),
     (of_facts("stage", ["moments"]), FACTS + 'stage is ["moments"]. Possible: "images" or "moments".'),
     (of_facts("stage", None), FACTS + 'stage is null. Possible: "images" or "moments".'),
+    (of_facts("encoders", 5), FACTS + "encoders is 5. Possible: an object of names and fingerprints."),
+    (
+        of_facts("encoders", {"vae": 5}),
+        FACTS + 'encoders is {"vae": 5}. Possible: an object of names and fingerprints.',
+    ),
     (of_facts("stage", "videos"), FACTS + 'stage is "videos". Possible: "images" or "moments".'),
     (of_facts("samples", 47), FACTS + "samples is 47. Possible: 48, the sum of index.json."),
     (of_facts("samples", 48.0), FACTS + "samples is 48.0. Possible: 48, the sum of index.json."),
@@ -207,6 +212,14 @@ WRONG = [
 def test_what_no_reader_could_use_is_named_with_what_is_possible(copy, change, told):
     change(copy)
     assert message(copy) == f"{copy}/{told} {AGAIN}"
+
+
+def test_more_samples_than_a_shard_can_hold_are_refused(copy):
+    """Drawing their order would take all memory there is, long before the shard was read."""
+    rewrite(copy, lambda index: index["shards"][0].update(samples=4 * 10**9))
+    size = json.loads((copy / "index.json").read_text())["shards"][0]["raw_data"]["bytes"]
+    at_most = f"at most {size // 4 - 2:,} in a shard of {size:,} bytes"
+    assert message(copy) == f"{copy}/index.json: shards[0].samples is 4000000000. Possible: {at_most}. {AGAIN}"
 
 
 def test_what_is_missing_is_said_to_be(copy):

@@ -47,6 +47,11 @@ class Run:
             with self.callback.evaluating():
                 self.clock.now += evaluate
 
+    def resume(self, batch: int) -> None:
+        """Begin where an earlier start has ended."""
+        self.state.timestamp = self.state.timestamp.copy(batch=batch, sample=8 * batch)
+        self.callback.fit_start(self.state, None)
+
     def finish(self) -> dict:
         self.event("epoch_end")
         self.event("fit_end")
@@ -64,6 +69,62 @@ def test_each_second_goes_to_one_clock_and_only_train_feeds_images_per_sec(monke
     assert window["images_per_sec"] == 16 / 4.0
     assert window["images_per_sec_wall"] == 16 / 37.0
     assert window["data_wait_frac"] == 1.0 / 5.0
+
+
+def test_the_wall_figure_is_all_images_over_all_that_the_clocks_have_from_warm_up_to_the_last_checkpoint(monkeypatch):
+    """One long evaluation among many windows: in the median over windows it was nowhere."""
+    run = Run(monkeypatch, window_batches=2, warmup_batches=2)
+    run.clock.now += 4.0  # an evaluation that was owed, at FIT_START
+    for number in range(20):
+        run.batch(train=1.0, wait=0.5, evaluate=600.0 if number == 10 else 0.0)
+    run.event("epoch_end")
+    run.event("fit_end", 7.0)  # the last checkpoint
+    with run.callback.evaluating():
+        run.clock.now += 5.0
+    result = run.callback.result()
+    assert result["wall_seconds"] == 4.0 + 20 * 1.5 + 600.0 + 7.0 + 5.0
+    assert result["images_per_sec_wall"] == 160 / 646.0 and result["images_per_sec"] == 8.0
+
+
+@pytest.mark.parametrize("earlier_sec", [100.0, None])
+def test_what_earlier_starts_took_and_what_a_restart_costs_is_in_the_wall_figure(monkeypatch, earlier_sec):
+    run = Run(monkeypatch, window_batches=2, warmup_batches=0)
+    run.callback.go_on(24, earlier_sec=earlier_sec, setup_sec=30.0)
+    run.clock.now += 9.0  # the rest of building
+    run.resume(batch=3)
+    for _ in range(4):
+        run.batch(train=1.0)
+    result = run.finish()
+    assert result["wall_seconds"] == (None if earlier_sec is None else 143.0)
+    assert result["images_per_sec_wall"] == (None if earlier_sec is None else 56 / 143.0)
+
+
+def test_after_a_resume_windows_end_where_they_would_have_ended(monkeypatch):
+    whole = Run(monkeypatch, window_batches=3, warmup_batches=4)
+    for _ in range(20):
+        whole.batch(train=1.0)
+    edges = [window["batch"] for window in whole.callback.windows]
+    assert edges == [3, 4, 7, 10, 13, 16, 19]
+    for stopped_at in range(20):
+        run = Run(monkeypatch, window_batches=3, warmup_batches=4)
+        run.resume(batch=stopped_at)
+        for _ in range(20 - stopped_at):
+            run.batch(train=1.0)
+        windows = run.callback.windows
+        assert [window["batch"] for window in windows] == [edge for edge in edges if edge > stopped_at]
+        # A window with one of the start's first batches in it is none that was measured.
+        begins = [stopped_at, *edges]
+        assert [w["warmup"] for w in windows] == [
+            max(b for b in begins if b < w["batch"]) < stopped_at + 4 for w in windows
+        ]
+
+
+def test_a_window_that_the_end_of_training_closed_says_so(monkeypatch):
+    run = Run(monkeypatch, window_batches=2, warmup_batches=0)
+    for _ in range(3):
+        run.batch(train=1.0)
+    run.finish()
+    assert [window["unfinished"] for window in run.callback.windows] == [False, True]
 
 
 def test_the_start_of_the_loaders_workers_is_waiting_for_data(monkeypatch):
