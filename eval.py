@@ -9,13 +9,14 @@
 
 A run's own config.yaml says how; what a score depends on can be given anew (eval.*, target.*, model.weights where the
 encoders have moved, precision, ...), other keys are refused. Scores that eval.csv has already, of the same weights and
-settings, are not made again, so that a command that was killed goes on where it was; two at once may share a table.
+settings, are not made again, so that a command that was killed goes on where it was, also in the midst of a score
+(eval_parts/ beside the table has what is done of it); two at once may share a table.
 
     snapshots   all, to_target (in order up to the first that meets the target, after `from_images`; if that is the first one
                 scored, backwards to the one that does not), or last; null: last for a list of guidances, to_target where a
                 target is given, else all
 
-Exit code: 0, 2 when something cannot be scored (each problem on a line of stderr).
+Exit code: 0, 2 when something cannot be scored (each problem on a line of stderr), 128 + signal after SIGTERM or SIGUSR1.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import alarm
 import curves
 import preflight
 import speed
+import unfinished
 import warm_start
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
@@ -49,6 +51,7 @@ from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import FIGURES, Scorer
 from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
+from unfinished import Parts
 from zoo import load_family
 from zoo.sampling import shard
 from zoo.spec import as_size
@@ -175,17 +178,19 @@ class Table:
         self.path = path
         self.rows: list[Row] = alarm.on_rank_zero(lambda: curves.read_rows(path))
 
-    def get(self, what: Row, score: Callable[[], Row]) -> Row:
+    def get(self, what: Row, score: Callable[[], Row], written: Callable[[], None] = lambda: None) -> Row:
         """Return the row of what was scored before in the same way, or score it and keep it.
 
         Args:
             what: everything that the figures depend on.
+            written: is called when it is kept.
         """
         same = (row for row in self.rows if all(row.get(key) == value for key, value in what.items()))
         if (row := next(same, None)) is None:
             row = {**what, **score()}
             self.rows.append(row)
             alarm.on_rank_zero(lambda: curves.add_row(self.path, row, what))
+            written()
         if dist.get_global_rank() == 0:
             print(result_line(_shown(row)), flush=True)
         return row
@@ -201,13 +206,13 @@ def _shown(row: Row) -> Row:
 
 def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
-    model, scorer = _ready(config, folder, device)
+    model, scorer = _ready(config, folder, table.path.parent, device)
     paths, guidances = alarm.on_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
     name = {"model": folder.name, "model_id": alarm.on_rank_zero(lambda: run_id_of(folder))}
 
     def scored(path: Path) -> list[Row]:
         where = {**name, **load_snapshot(model, path, config.eval.weights)}
-        return [table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g)) for g in guidances]
+        return [_scored(table, where, scorer, model, guidance) for guidance in guidances]
 
     kind = _which(config)
     if kind != "to_target":
@@ -258,7 +263,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
             )
         elif config.out is None and not any(row["partial"] for row in rows):
             if config.mlperf.enabled:
-                mlperf_log.conclude(folder, in_order, reached)
+                mlperf_log.conclude(folder, in_order, reached, afterwards=own.get("eval.when") == "after")
             write_outcome(folder, result, over=None if own.get("eval.when") == "after" else "pending")
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
@@ -267,13 +272,10 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
 
 def score_diffusers(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a diffusers folder as it is published."""
-    model, scorer = _ready(config, None, device)
+    model, scorer = _ready(config, None, table.path.parent, device)
     digests = _fingerprints(model)
     where = {"model": folder.name, "model_id": digests["denoiser_fingerprint"][:8], "weights": "published", **digests}
-    return [
-        table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g))
-        for g in config.eval.guidances()
-    ]
+    return [_scored(table, where, scorer, model, guidance) for guidance in config.eval.guidances()]
 
 
 def _fingerprints(model: LatentDiffusion) -> Row:
@@ -321,12 +323,18 @@ def digest_of(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _figures(scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:
-    return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
+def _scored(table: Table, where: Row, scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:
+    """Return the row of a model at a guidance. Raises alarm.Signalled: it was stopped, and what is scored is kept."""
+
+    def figures() -> Row:
+        with alarm.noting_signals() as scorer.signal:
+            return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
+
+    return table.get({**where, **scorer.settings(guidance)}, figures, scorer.written)
 
 
-def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple[LatentDiffusion, Scorer]:
-    """Build the model and what scores it, the batch size found: a run keeps it in its config.yaml."""
+def _ready(config: EvalCommand, run: Path | None, folder: Path, device: torch.device) -> tuple[LatentDiffusion, Scorer]:
+    """Build the model and what scores it, the batch size found: a run keeps it in its config.yaml; `folder`: of the table."""
     model = build(config)
     if run is None:
         warm_start.load(model, str(config.model.denoiser))
@@ -341,6 +349,7 @@ def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple
         settings=of_model,
         show_progress=config.loggers.progress_bar,
         found=(lambda batch_size: _keep(run, batch_size)) if is_own else lambda batch_size: None,
+        parts=Parts(folder / unfinished.NAME, is_alone=False),
     )
     scorer.find_batch_size(model)  # it is one of the settings by which rows are known
     return model, scorer
@@ -420,6 +429,12 @@ def main(argv: Sequence[str]) -> int:
         alarm.sound(str(error), code=2)
         print(error, file=sys.stderr, flush=True)
         return 2
+    except alarm.Signalled as stop:
+        if dist.get_global_rank() == 0:
+            print(f"{stop}: stopped. The same command goes on.", file=sys.stderr, flush=True)
+        alarm.be_quiet()
+        alarm.let_first_leave()
+        return 128 + stop.number
     except Exception as error:
         alarm.sound(f"{type(error).__name__}: {error}")
         raise

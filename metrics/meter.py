@@ -18,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ from torchmetrics import Metric
 from metrics.clip_score import CLIPScore, load_clip, times_100
 from metrics.fid import FeatureSums, covariance_warning, frechet_distance, reference_for
 from metrics.inception import Resize, load_inception
+from tensors import forms
+
+QUEUE_SEC = 3.0  # covers what the host does between two batches
 
 
 class Given(NamedTuple):
@@ -153,6 +157,31 @@ class Meter:
         if self.cosines is not None:
             self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while the last batch that was added is not measured yet."""
+        return self._given is not None
+
+    def sums(self) -> dict[str, dict[str, Tensor]]:
+        """Return the sums of what has been measured on this rank, on the CPU: metric -> state -> its copy."""
+        metrics = {"features": self.features, "cosines": self.cosines}
+        return {
+            name: {state: getattr(metric, state).detach().cpu().clone() for state in metric._reductions}
+            for name, metric in metrics.items()
+            if metric is not None
+        }
+
+    def go_on_from(self, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take up kept sums, in the place of nothing measured. Raises ValueError: they are of other metrics."""
+        own, given = ({n: forms(states) for n, states in each.items()} for each in (self.sums(), sums))
+        if own != given:
+            raise ValueError(f"sums: {given}, not {own}")
+        for name, states in sums.items():
+            metric = {"features": self.features, "cosines": self.cosines}[name]
+            for state, value in states.items():
+                getattr(metric, state).copy_(value)
+            metric._update_count = 1  # else torchmetrics warns that nothing was measured
+
     def figures(self) -> dict[str, Any]:
         """Add up the ranks' sums and return the figures, which rank 0 computes for all.
 
@@ -173,6 +202,28 @@ class Meter:
                 found[0] |= {"clip": clip, "clip_x100": times_100(clip), "num_images": int(self.cosines.n)}
         dist.broadcast_object_list(found)
         return found[0]
+
+
+class Pace:
+    """Keeps the GPU's queue of sampling steps to some seconds: a stop has to wait for what is queued.
+
+    Without it the host would queue a whole batch of images, a quarter of a minute of an H200, and the one before.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[torch.cuda.Event] = deque()
+        self._num_ahead = 2  # until it is known how long one takes
+
+    def step(self) -> None:
+        """Note that a step has been queued; wait where that makes too many."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._steps.append(event)
+        while len(self._steps) > self._num_ahead:
+            first = self._steps.popleft()
+            self._steps[0].synchronize()
+            took_sec = first.elapsed_time(self._steps[0]) / 1000
+            self._num_ahead = max(2, int(QUEUE_SEC / max(took_sec, 1e-3)))
 
 
 def _add_up(metric: Metric) -> None:
