@@ -6,8 +6,9 @@ config.yaml, before anything is built; then, with the encoders and the stage at 
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from callbacks.run_record import (
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat
+from curves import read_rows
 from speed import SpeedKeys
 from stage import Stage
 
@@ -121,10 +123,15 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: A
         return outcome(lines, None) if config.target.is_given else {}, ""
     begun = read_config(folder)
     same = all(begun.get(key) == value for key, value in flat(config).items() if key.startswith("target."))
-    if same and summary.get("target") in ("reached", "missed"):
+    try:
+        has_files = _has_files_of(read_rows(folder / "eval.csv"), config)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    if same and has_files and summary.get("target") in ("reached", "missed"):
         return {}, ""  # eval.py has decided it
     found = {**dict.fromkeys(TARGET_KEYS), "target": "pending"} if config.target.is_given else {}
     more = f"; {len(missing)} of its {len(due)} points were not evaluated in training"
+    more += "" if has_files else ", and its scores are of other prompts or statistics than these"
     return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
 
 
@@ -169,9 +176,19 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
 
 
 def _is_evaluated_alike(folder: Path, config: Any) -> bool:
-    """True where the keys that a score depends on are those of the run's config.yaml."""
+    """True where the keys that a score depends on are those of the run's config.yaml, and their small files are the same."""
     evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
-    return evaluated.items() <= read_config(folder).items()
+    return evaluated.items() <= read_config(folder).items() and _has_files_of(evaluations_of(folder)[-1:], config)
+
+
+def _has_files_of(scores: Sequence[Mapping[str, Any]], config: Any) -> bool:
+    """True where a score is of these prompts and statistics, or there is none: at the same path there may be others."""
+    now = {}
+    for setting in ("prompts_sha256", "statistics_sha256"):
+        path = getattr(config.eval, SETTINGS[setting].removeprefix("eval."))
+        if path is not None and Path(path).expanduser().is_file():
+            now[setting] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+    return not scores or any(all(score.get(key, digest) == digest for key, digest in now.items()) for score in scores)
 
 
 def _as_yaml(value: Any) -> Any:

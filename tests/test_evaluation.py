@@ -6,6 +6,7 @@ is in tests/test_miniature.py.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -338,6 +339,41 @@ def test_a_run_is_not_evaluated_in_two_ways(words_of, miniature, watched, tmp_pa
     assert benchmark.main([*words, f"eval.prompts={tmp_path}/moved.tsv"]) == 0
     assert result_of(capsys.readouterr().out)["target"] == "reached"
     assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == record
+
+
+def test_a_finished_run_notices_other_prompts_and_statistics_at_the_same_path(
+    words_of, miniature, watched, tmp_path, capsys
+):
+    prompts, statistics = tmp_path / "prompts.tsv", tmp_path / "statistics.npz"
+    shutil.copy(miniature.prompts, prompts)
+    shutil.copy(miniature.statistics, statistics)
+    shutil.copytree(watched, tmp_path / "watched")
+    files = [f"eval.prompts={prompts}", f"eval.statistics={statistics}"]
+    words = words_of(tmp_path, "watched", "eval.when=in_training", *files)
+    after = words_of(tmp_path, "after", "eval.when=after", "target.clip=-1", *files)
+    assert benchmark.main(words) == benchmark.main(after) == eval_command.main([str(tmp_path / "after")]) == 0
+    assert benchmark.main(words) == benchmark.main(after) == 0  # finished, and nothing has changed
+    assert result_of(capsys.readouterr().out)["target"] == "reached"
+    whole, record = prompts.read_bytes(), (tmp_path / "watched" / "metrics.jsonl").read_bytes()
+    prompts.write_bytes(whole.replace(b"\ta ", b"\tthe ", 1))
+    assert benchmark.main(words) == 2
+    at = f"but {tmp_path / 'watched'} was evaluated with"
+    assert f"eval.prompts: prompts_sha256 {sha256(prompts)}, {at} " in capsys.readouterr().err
+    assert benchmark.main(after) == 0
+    said = capsys.readouterr()
+    assert (
+        result_of(said.out)["target"] == "pending" and "its scores are of other prompts or statistics than" in said.err
+    )
+    prompts.write_bytes(whole)
+    made = read_statistics(statistics)
+    write_statistics(statistics, made._replace(mean=made.mean + 1.0), {"resize": "none"})
+    assert benchmark.main(words) == 2
+    assert f"eval.statistics: statistics_sha256 {sha256(statistics)}, {at} " in capsys.readouterr().err
+    assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == record
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_pictures_go_to_wandb_offline_without_asking_its_server(words_of, tmp_path):
