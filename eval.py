@@ -2,7 +2,7 @@
 
     composer eval.py runs/NAME                                     # its snapshots in order -> runs/NAME/eval.csv, eval.png
     composer eval.py runs/NAME snapshots=to_target                 # to the first that meets target.*, and the one before it
-    composer eval.py runs/NAME eval.guidance=[1.5,2,3,4,5,6,7,8] eval.image_size=256 eval.sampler=plms   # -> guidance.png
+    composer eval.py runs/NAME eval.guidance=[1.5,2,3,4,5,6,7,8] eval.resize=bicubic256 eval.sampler=plms   # -> guidance.png
     composer eval.py runs/A runs/B out=compared                    # several models in one table and one plot
     composer -n 8 eval.py checkpoints/stable-diffusion-2-base eval.prompts=... out=published     # a diffusers folder
     composer eval.py samples/ eval.prompts=val2014_30k.tsv eval.clip=... out=scores              # a folder of images
@@ -73,7 +73,7 @@ class EvalCommand(RunConfig):
 
 
 # What changes a score, which are made, or how fast: any other key would be given in vain.
-OF_METERS = ("eval.statistics", "eval.inception", "eval.resize", "eval.clip", "eval.batch_size")
+OF_METERS = ("eval.statistics", "eval.inception", "eval.resize", "eval.precision", "eval.clip", "eval.batch_size")
 OF_IMAGES = ("out", "eval.prompts", "eval.num_prompts", *OF_METERS)
 OF_MODELS = ("model.family", "model.preset", "model.variant", "objective.prediction", "image_size", "precision", "seed")
 OF_GENERATING = ("eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "loggers.progress_bar")
@@ -253,7 +253,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
     in_order = sorted(rows, key=lambda row: row["images"])
     reached = next((row for row in in_order if config.target.is_met(row)), None)
     if dist.get_global_rank() == 0:
-        result, own = outcome(in_order, reached), read_config(folder)
+        result, own = outcome(in_order, reached), {"eval.precision": "fp32", **read_config(folder)}
         differing = sorted(key for key in DECIDING if key in own and own[key] != flat(config)[key])
         if differing:
             given = f"a trial: not as in {folder}/config.yaml: {', '.join(differing)}. Its summary.json stays as it is"

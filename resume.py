@@ -31,7 +31,7 @@ from callbacks.run_record import (
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat
-from curves import read_rows
+from curves import OF_BEFORE, read_rows
 from speed import SpeedKeys
 from stage import Stage
 
@@ -147,6 +147,7 @@ SETTINGS = {
     "statistics_sha256": "eval.statistics",
     "inception_fingerprint": "eval.inception",
     "resize": "eval.resize",
+    "eval_precision": "eval.precision",
     "clip_fingerprint": "eval.clip",
 }
 
@@ -161,7 +162,8 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
     Raises:
         ConfigError: lists what differs.
     """
-    known = {"eval_weights": settings["eval_weights"]}  # lines of before did not say it
+    known = {"eval_weights": settings["eval_weights"], **OF_BEFORE}  # lines of before did not say it
+    settings = {**OF_BEFORE, **settings}
     lines = [{**known, **line} for line in evaluations_of(folder) if line["batch"] <= batch]
     differing = [
         f"{key}: {setting} {settings.get(setting)}, but {folder} was evaluated with {line.get(setting)} at "
@@ -178,7 +180,8 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
 def _is_evaluated_alike(folder: Path, config: Any) -> bool:
     """True where the keys that a score depends on are those of the run's config.yaml, and their small files are the same."""
     evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
-    return evaluated.items() <= read_config(folder).items() and _has_files_of(evaluations_of(folder)[-1:], config)
+    begun = {**flat(type(config)()), **read_config(folder)}  # a key that is not there has its default
+    return evaluated.items() <= begun.items() and _has_files_of(evaluations_of(folder)[-1:], config)
 
 
 def _has_files_of(scores: Sequence[Mapping[str, Any]], config: Any) -> bool:

@@ -65,11 +65,13 @@ class EvalConfig:
     inception: str | None = None
     """Weights of the image network of FID: pt_inception-2015-12-05-6726825d.pth, or `random`."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
-    """How images come to that network: as in the MLPerf reference, or by way of 256 pixels, as NVIDIA's submissions."""
+    """How images come to that network: as in the MLPerf reference, or measured at 256 pixels, as in NVIDIA's submissions."""
+    precision: Literal["fp32", "fp16"] = "fp32"
+    """Of the networks that measure. fp16: under autocast, with what the MLPerf reference rounds to float16."""
     clip: str | None = None
     """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14), or `random`. null: no CLIP score."""
     image_size: Any = None
-    """Pixels of the generated images; null: those of training."""
+    """Pixels of the generated images; null: those of training. What is measured is eval.resize."""
     batch_size: int | None = None
     """Images a device and pass; null: found by trying, once in a run."""
     samples: int = 16
@@ -103,7 +105,13 @@ class EvalConfig:
 
     def meter(self) -> Meter:
         """Build what measures, on the CPU. Raises ValueError: a file cannot be read, or is another one."""
-        return Meter(inception=self.inception, statistics=self.statistics, resize=self.resize, clip=self.clip)
+        return Meter(
+            inception=self.inception,
+            statistics=self.statistics,
+            resize=self.resize,
+            clip=self.clip,
+            precision=self.precision,
+        )
 
     def guidances(self) -> list[float]:
         """Return the scales of guidance. Raises ValueError: not a number, nor a list of them."""

@@ -55,8 +55,8 @@ LOCK_TIMEOUT_SEC = 60.0
 STATUS = "research"  # of submission_status, which 4.0.0 asks for: what it is until somebody submits it
 METRICS = {"fid": "FID", "clip": "CLIP"}
 """Our names -> those of the checkers. The CLIP score is the mean cosine, not times 100."""
-MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model")
-"""What an eval_stop says of its scores: how long they took, of how many images and by which networks they are."""
+MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model", "eval_precision")
+"""What an eval_stop says of its scores: how long they took, of how many images, by which networks and in which precision."""
 
 
 @dataclass(frozen=True)

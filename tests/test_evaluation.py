@@ -394,6 +394,11 @@ def test_statistics_of_another_resize_and_rows_of_another_precision_are_not_take
     assert "was made with the resize bicubic256, this evaluation has none." in capsys.readouterr().err
     assert eval_command.main(words) == eval_command.main([*words, "precision=bf16"]) == 0
     assert [row["precision"] for row in read_rows(tmp_path / "scores" / "eval.csv")] == ["fp32", "bf16"]
+    for _ in range(2):
+        assert eval_command.main([*words, "eval.precision=fp16"]) == 0
+    first, _, last = read_rows(tmp_path / "scores" / "eval.csv")
+    assert (first["eval_precision"], last["eval_precision"]) == ("fp32", "fp16") and first["fid"] != last["fid"]
+    assert last["clip"] == float(np.float16(last["clip"])) == pytest.approx(first["clip"], abs=2e-3)
     assert eval_command.main([*words, "objective.prediction=epsilon"]) == 2
     assert "objective.prediction: epsilon, but " in capsys.readouterr().err
 
