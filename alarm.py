@@ -1,4 +1,4 @@
-"""One rank's failure, heard by the others: in a collective they would wait for it until its timeout, half an hour.
+"""One rank's failure or signal, heard by the others: in a collective they would wait for it until its timeout, half an hour.
 
 The ranks' own store (torch.distributed's, at rank 0) carries the message and the exit code. A rank that hears it prints the
 message and leaves with that code. A machine's first rank leaves first: composer's launcher then ends its others, and returns
@@ -8,12 +8,14 @@ the code of the first one that has not ended well. If another left before it, th
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -27,6 +29,9 @@ Result = TypeVar("Result")
 KEY = "stopped"
 POLL_SEC = 2.0
 STAY_SEC = 3 * POLL_SEC  # of the rank that failed: with rank 0 the store would go before the others have heard
+ASK_SEC = 0.5  # between two looks for another rank's signal
+STALL_SEC = 1800.0  # without a piece of work done anywhere: a rank is lost, and the next collective says so
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may be long in reading what they have read
 
 _quiet = threading.Event()
@@ -104,3 +109,77 @@ def sound(text: str, code: int = 1) -> None:
             signal.SIGTERM, signal.SIG_DFL
         )  # the launcher's, which ends this rank now: nothing is left to save
     _let_first_leave(FIRST_SEC)
+
+
+# --- signals ---
+
+
+class Signalled(Exception):
+    """Work was left at a signal that one of the ranks has had, by all of them together."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def noting_signals() -> Iterator[Callable[[], int]]:
+    """Note SIGTERM and SIGUSR1 instead of ending; gives what returns the first that came, 0: none."""
+    noted: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield lambda: noted[0] if noted else 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def let_first_leave() -> None:
+    """Wait, but not on a machine's first rank: composer's launcher returns the code of the one that leaves first."""
+    _let_first_leave(FIRST_SEC)
+
+
+class Hearing:
+    """One rank's signal, heard by the others while each has pieces of work to do; all ranks build it together.
+
+    No rank waits in a collective for one that has more to do: signals are not seen there. They ask the ranks' store.
+
+    Args:
+        own: returns the signal that this rank has had, 0: none.
+        num_pieces: of this rank.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, own: Callable[[], int], num_pieces: int):
+        self.own, self.num_pieces = own, sum(dist.all_gather_object(num_pieces))
+        store = _store()
+        self._store = None if store is None else PrefixStore(f"hearing/{next(self._numbers)}", store)
+        self._asked_at, self._heard = -math.inf, False
+
+    def heard(self) -> bool:
+        """True from when this rank has had a signal, or another one has said so."""
+        if self._heard or self._store is None:
+            return self._heard or bool(self.own())
+        if self.own():
+            self._store.set(KEY, "")
+            self._heard = True
+        elif time.monotonic() - self._asked_at > ASK_SEC:
+            self._heard, self._asked_at = self._store.check([KEY]), time.monotonic()
+        return self._heard
+
+    def done(self) -> None:
+        """Say that a piece is done."""
+        if self._store is not None:
+            self._store.add("pieces", 1)
+
+    def agreed(self) -> int:
+        """Return the signal that a rank has had by the time when all pieces are done, or all ranks have heard; 0: none."""
+        known, since = -1, time.monotonic()
+        while self._store is not None and not self.heard() and time.monotonic() - since < STALL_SEC:
+            if (done := self._store.add("pieces", 0)) >= self.num_pieces:
+                break
+            if done > known:
+                known, since = done, time.monotonic()
+            time.sleep(ASK_SEC / 5)
+        return max(dist.all_gather_object(self.own()))

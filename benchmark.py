@@ -102,7 +102,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     begun.say(record.num_starts)
     if scorer is not None:
         record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
-    evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs)
+    evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs, checkpointer)
     target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
     mlperf_log = build_mlperf_log(config, networks.stage, record)
     callbacks = [
@@ -122,6 +122,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         if not (is_over or target.reached):
             fit(trainer, config, checkpointer, mlperf_log)
         elif evaluation and not target.reached:  # it was stopped between its last checkpoint and its summary
+            checkpointer.fit_start(trainer.state, trainer.logger)  # a signal is heard here too
             evaluation.catch_up(trainer.state, trainer.logger)
     end(trainer, loader, mlperf_log, target)
     is_early = trainer.state.timestamp.batch.value < learning.num_batches

@@ -2,6 +2,7 @@
 
     full-ba000000001200-DIGEST.pt        what a run needs to go on
     weights-im000000512000-DIGEST.pt     a snapshot of the weights
+    part-OF-000000000003-DIGEST.pt       what rank 3 has of an evaluation that is not whole yet (unfinished.py)
 
 A file is written under another name, synced, and renamed to one that holds the digest of its bytes: a file whose digest is
 not in its name is damaged, whatever ended its writer. No link points at "the latest". Reading is torch's `weights_only`:
@@ -25,8 +26,10 @@ from torch import Tensor
 from config import ConfigError
 
 SCHEMA = 1
-FULL, WEIGHTS = "full-ba", "weights-im"
-NAME = re.compile(rf"(?P<kind>{FULL}|{WEIGHTS})(?P<number>\d{{12}})-(?P<digest>[0-9a-f]{{32}})\.pt")
+FULL, WEIGHTS, PART = "full-ba", "weights-im", "part-"
+NAME = re.compile(
+    rf"(?P<kind>{FULL}|{WEIGHTS}|{PART}[0-9a-f]{{16}}-)(?P<number>\d{{12}})-(?P<digest>[0-9a-f]{{32}})\.pt"
+)
 
 
 COUNTS = ("epoch", "batch", "images", "batch_in_epoch", "images_in_epoch", "seconds")

@@ -28,13 +28,13 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch import Tensor, nn
 
+from alarm import STOP_SIGNALS, let_first_leave
 from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from config import ConfigError
 from limits import limited
 from tensors import canonical_name, difference, forms, lay_out_like
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation cadence of the MLPerf benchmark
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -313,6 +313,18 @@ class Checkpointer(Callback):
         )
         self._give_back_signals()
         raise SystemExit(128 + self._signal)
+
+    def stop_between_batches(self, state: State) -> None:
+        """Stop as at a batch's edge, where an evaluation was left at a signal; all ranks call it."""
+        try:
+            self._stop(state, *self._agree_on_signal())
+        finally:
+            let_first_leave()
+
+    @property
+    def signal(self) -> int:
+        """The signal that this rank has had, 0: none."""
+        return self._signal
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.config.every_images and self._last_batch != state.timestamp.batch.value:

@@ -45,6 +45,7 @@ MEMORY_KEYS = {
 def check(config: RunConfig) -> list[Problem]:
     """Return every problem that can be known before anything is built."""
     found = quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
+    found += closed_data_problems(config)
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
         is_readable = not any(key.startswith("data.") for problem in found for key in problem.keys)
         found += memory_problems(config, _planned_batches(config) if is_readable else _num_batches(config))
@@ -242,6 +243,18 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
                 fix = "Use the reference's value, or mlperf.division=open."
                 problems.append(Problem(f"mlperf.division: closed, but {text}. {fix}", (text.partition(":")[0],)))
     return problems
+
+
+def closed_data_problems(config: RunConfig) -> list[Problem]:
+    """The closed division asks for all of the benchmark's samples; asks the stage how many it has."""
+    if not (config.mlperf.enabled and config.mlperf.division == "closed") or config.data.synthetic:
+        return []
+    with contextlib.suppress(ValueError):  # named by the section
+        if config.data.location and (num := read_stage(config.data.location).num_samples) != mlperf.TRAIN_SAMPLES:
+            given = f"train_samples: {num:,} at {config.data.location}; the benchmark: {mlperf.TRAIN_SAMPLES:,}"
+            fix = "Give the stage of all of them; a subset, if it is meant, is mlperf.division=open"
+            return [Problem(f"mlperf.division: closed, but {given}. {fix}.", ("mlperf.division", "data.remote"))]
+    return []
 
 
 def _prompts_deviation(given: EvalConfig) -> list[str]:

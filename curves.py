@@ -25,13 +25,28 @@ Row = dict[str, Any]
 FIRST = ("model", "snapshot", "batch", "images", "seconds", "weights", "guidance", "fid", "clip", "clip_x100")
 """Columns that stand first; others follow as they come."""
 
-APART = ("model", "model_id", "snapshot", "weights", "guidance", "sampler", "steps", "eval_image_size", "precision")
+APART = (
+    "model",
+    "model_id",
+    "snapshot",
+    "weights",
+    "guidance",
+    "sampler",
+    "steps",
+    "eval_image_size",
+    "precision",
+    "eval_precision",
+    "resize",
+)
 """What has a line of its own in a picture; model_id tells two models of one name apart."""
 
 NEEDED = (*FIRST, "num_images", "partial")
 
 FIGURES = ("fid", "clip", "clip_x100")
 """What every row has; None where it was not measured. Of other columns an empty cell is one that its row does not have."""
+
+OF_BEFORE = {"eval_precision": "fp32"}
+"""What scores of older versions do not say."""
 
 LOCK_WAIT_SEC = 60.0
 
@@ -45,6 +60,7 @@ TEXTS = {
     "clip_model",
     "resize",
     "precision",
+    "eval_precision",
     "prediction",
 }
 
@@ -53,7 +69,7 @@ COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a table as they were written, or none where there is no file.
+    """Return the rows of a table as they were written, and what older ones do not say, or none where there is no file.
 
     Raises:
         ValueError: it is no table of scores, or not a whole one; names the line, and what to do.
@@ -71,7 +87,7 @@ def read_rows(path: Path) -> list[Row]:
             given = f"{path}: line {number} has {len(cells)} cells, its header {len(header)}"
             raise ValueError(f"{given}. Remove that line: its score is then made again.")
         there = [(key, cell) for key, cell in zip(header, cells, strict=True) if cell or key in FIGURES]
-        rows.append({key: _from_cell(f"{path}: line {number}", key, cell) for key, cell in there})
+        rows.append(OF_BEFORE | {key: _from_cell(f"{path}: line {number}", key, cell) for key, cell in there})
     return rows
 
 

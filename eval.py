@@ -2,20 +2,21 @@
 
     composer eval.py runs/NAME                                     # its snapshots in order -> runs/NAME/eval.csv, eval.png
     composer eval.py runs/NAME snapshots=to_target                 # to the first that meets target.*, and the one before it
-    composer eval.py runs/NAME eval.guidance=[1.5,2,3,4,5,6,7,8] eval.image_size=256 eval.sampler=plms   # -> guidance.png
+    composer eval.py runs/NAME eval.guidance=[1.5,2,3,4,5,6,7,8] eval.resize=bicubic256 eval.sampler=plms   # -> guidance.png
     composer eval.py runs/A runs/B out=compared                    # several models in one table and one plot
     composer -n 8 eval.py checkpoints/stable-diffusion-2-base eval.prompts=... out=published     # a diffusers folder
     composer eval.py samples/ eval.prompts=val2014_30k.tsv eval.clip=... out=scores              # a folder of images
 
 A run's own config.yaml says how; what a score depends on can be given anew (eval.*, target.*, model.weights where the
 encoders have moved, precision, ...), other keys are refused. Scores that eval.csv has already, of the same weights and
-settings, are not made again, so that a command that was killed goes on where it was; two at once may share a table.
+settings, are not made again, so that a command that was killed goes on where it was, also in the midst of a score
+(eval_parts/ beside the table has what is done of it); two at once may share a table.
 
     snapshots   all, to_target (in order up to the first that meets the target, after `from_images`; if that is the first one
                 scored, backwards to the one that does not), or last; null: last for a list of guidances, to_target where a
                 target is given, else all
 
-Exit code: 0, 2 when something cannot be scored (each problem on a line of stderr).
+Exit code: 0, 2 when something cannot be scored (each problem on a line of stderr), 128 + signal after SIGTERM or SIGUSR1.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import alarm
 import curves
 import preflight
 import speed
+import unfinished
 import warm_start
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
@@ -51,6 +53,7 @@ from run_files import check_record, run_id_of
 from scoring import FIGURES, Scorer
 from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
+from unfinished import Parts
 from zoo import load_family
 from zoo.sampling import shard
 from zoo.spec import as_size
@@ -72,7 +75,7 @@ class EvalCommand(RunConfig):
 
 
 # What changes a score, which are made, or how fast: any other key would be given in vain.
-OF_METERS = ("eval.statistics", "eval.inception", "eval.resize", "eval.clip", "eval.batch_size")
+OF_METERS = ("eval.statistics", "eval.inception", "eval.resize", "eval.precision", "eval.clip", "eval.batch_size")
 OF_IMAGES = ("out", "eval.prompts", "eval.num_prompts", *OF_METERS)
 OF_MODELS = ("model.family", "model.preset", "model.variant", "objective.prediction", "image_size", "precision", "seed")
 OF_GENERATING = ("eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "loggers.progress_bar")
@@ -179,17 +182,19 @@ class Table:
         self.path = path
         self.rows: list[Row] = alarm.on_rank_zero(lambda: curves.read_rows(path))
 
-    def get(self, what: Row, score: Callable[[], Row]) -> Row:
+    def get(self, what: Row, score: Callable[[], Row], written: Callable[[], None] = lambda: None) -> Row:
         """Return the row of what was scored before in the same way, or score it and keep it.
 
         Args:
             what: everything that the figures depend on.
+            written: is called when it is kept.
         """
         same = (row for row in self.rows if all(row.get(key) == value for key, value in what.items()))
         if (row := next(same, None)) is None:
             row = {**what, **score()}
             self.rows.append(row)
             alarm.on_rank_zero(lambda: curves.add_row(self.path, row, what))
+            written()
         if dist.get_global_rank() == 0:
             print(result_line(_shown(row)), flush=True)
         return row
@@ -205,13 +210,13 @@ def _shown(row: Row) -> Row:
 
 def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
-    model, scorer = _ready(config, folder, device)
+    model, scorer = _ready(config, folder, table.path.parent, device)
     paths, guidances = alarm.on_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
     name = {"model": folder.name, "model_id": alarm.on_rank_zero(lambda: run_id_of(folder))}
 
     def scored(path: Path) -> list[Row]:
         where = {**name, **load_snapshot(model, path, config.eval.weights)}
-        return [table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g)) for g in guidances]
+        return [_scored(table, where, scorer, model, guidance) for guidance in guidances]
 
     kind = _which(config)
     if kind != "to_target":
@@ -252,7 +257,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
     in_order = sorted(rows, key=lambda row: row["images"])
     reached = next((row for row in in_order if config.target.is_met(row)), None)
     if dist.get_global_rank() == 0:
-        result, own = outcome(in_order, reached), read_config(folder)
+        result, own = outcome(in_order, reached), {"eval.precision": "fp32", **read_config(folder)}
         differing = sorted(key for key in DECIDING if key in own and own[key] != flat(config)[key])
         if differing:
             given = f"a trial: not as in {folder}/config.yaml: {', '.join(differing)}. Its summary.json stays as it is"
@@ -262,7 +267,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
             )
         elif config.out is None and not any(row["partial"] for row in rows):
             if config.mlperf.enabled:
-                mlperf_log.conclude(folder, in_order, reached)
+                mlperf_log.conclude(folder, in_order, reached, afterwards=own.get("eval.when") == "after")
             write_outcome(folder, result, over=None if own.get("eval.when") == "after" else "pending")
         if reached is not None:
             print(f"target: {said(reached)}.", file=sys.stderr)
@@ -271,13 +276,10 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
 
 def score_diffusers(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a diffusers folder as it is published."""
-    model, scorer = _ready(config, None, device)
+    model, scorer = _ready(config, None, table.path.parent, device)
     digests = _fingerprints(model)
     where = {"model": folder.name, "model_id": digests["denoiser_fingerprint"][:8], "weights": "published", **digests}
-    return [
-        table.get({**where, **scorer.settings(g)}, lambda g=g: _figures(scorer, model, g))
-        for g in config.eval.guidances()
-    ]
+    return [_scored(table, where, scorer, model, guidance) for guidance in config.eval.guidances()]
 
 
 def _fingerprints(model: LatentDiffusion) -> Row:
@@ -325,12 +327,18 @@ def digest_of(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _figures(scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:
-    return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
+def _scored(table: Table, where: Row, scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:
+    """Return the row of a model at a guidance. Raises alarm.Signalled: it was stopped, and what is scored is kept."""
+
+    def figures() -> Row:
+        with alarm.noting_signals() as scorer.signal:
+            return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
+
+    return table.get({**where, **scorer.settings(guidance)}, figures, scorer.written)
 
 
-def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple[LatentDiffusion, Scorer]:
-    """Build the model and what scores it, the batch size found: a run keeps it in its config.yaml."""
+def _ready(config: EvalCommand, run: Path | None, folder: Path, device: torch.device) -> tuple[LatentDiffusion, Scorer]:
+    """Build the model and what scores it, the batch size found: a run keeps it in its config.yaml; `folder`: of the table."""
     model = build(config)
     if run is None:
         warm_start.load(model, str(config.model.denoiser))
@@ -345,6 +353,7 @@ def _ready(config: EvalCommand, run: Path | None, device: torch.device) -> tuple
         settings=of_model,
         show_progress=config.loggers.progress_bar,
         found=(lambda batch_size: _keep(run, batch_size)) if is_own else lambda batch_size: None,
+        parts=Parts(folder / unfinished.NAME, is_alone=False),
     )
     scorer.find_batch_size(model)  # it is one of the settings by which rows are known
     return model, scorer
@@ -424,6 +433,12 @@ def main(argv: Sequence[str]) -> int:
         alarm.sound(str(error), code=2)
         print(error, file=sys.stderr, flush=True)
         return 2
+    except alarm.Signalled as stop:
+        if dist.get_global_rank() == 0:
+            print(f"{stop}: stopped. The same command goes on.", file=sys.stderr, flush=True)
+        alarm.be_quiet()
+        alarm.let_first_leave()
+        return 128 + stop.number
     except Exception as error:
         alarm.sound(f"{type(error).__name__}: {error}")
         raise

@@ -14,12 +14,14 @@ from composer import Logger
 from composer.utils import dist
 
 import curves
+import unfinished
 from callbacks.evaluation import Evaluation
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord, keep_batch_size
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput
+from checkpoints import Checkpointer
 from config import ConfigError
 from model import LatentDiffusion
 from prompts import read_prompts
@@ -27,6 +29,7 @@ from run_config import RunConfig
 from scoring import Scorer
 from speed import GraphCounter
 from stage import Stage
+from unfinished import Parts
 
 
 def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
@@ -44,6 +47,7 @@ def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
             settings={"precision": config.precision, "prediction": config.objective.prediction},
             show_progress=config.loggers.progress_bar,
             found=lambda batch_size: keep_batch_size(folder, batch_size),
+            parts=Parts(folder / unfinished.NAME, is_alone=True),
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
@@ -56,13 +60,16 @@ def build_evaluation(
     throughput: Throughput,
     record: RunRecord,
     graphs: GraphCounter,
+    checkpointer: Checkpointer,
 ) -> Evaluation | None:
-    """Connect scorer, clock, record and the grid of samples; None where nothing is evaluated in training."""
+    """Connect scorer, clock, record, signals and the grid of samples; None where nothing is evaluated in training."""
     if scorer is None:
         return None
+    scorer.signal = lambda: checkpointer.signal
 
     def keep(line: dict[str, Any], logger: Logger) -> None:
         record.add_evaluation(line, logger)
+        scorer.written()
         if dist.get_global_rank() == 0:
             write_grid(record.folder, line["images"], scorer.samples, logger)
 
@@ -79,6 +86,7 @@ def build_evaluation(
         clock=throughput.evaluating,
         earlier=lambda: record.evaluations,
         keep=keep,
+        stop=checkpointer.stop_between_batches,
     )
 
 

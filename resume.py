@@ -6,8 +6,9 @@ config.yaml, before anything is built; then, with the encoders and the stage at 
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from callbacks.run_record import RESULT_KEYS, found_batch_size, keep_keys, read_
 from checkpoint_files import check_whole, find_newest, read
 from checkpoints import Progress, disagreements
 from config import ConfigError, flat
+from curves import OF_BEFORE, read_rows
 from run_files import evaluations_of, lost_history, read_summary
 from speed import SpeedKeys
 from stage import Stage
@@ -109,10 +111,15 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: A
         return outcome(lines, None) if config.target.is_given else {}, ""
     begun = read_config(folder)
     same = all(begun.get(key) == value for key, value in flat(config).items() if key.startswith("target."))
-    if same and summary.get("target") in ("reached", "missed"):
+    try:
+        has_files = _has_files_of(read_rows(folder / "eval.csv"), config)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    if same and has_files and summary.get("target") in ("reached", "missed"):
         return {}, ""  # eval.py has decided it
     found = {**dict.fromkeys(TARGET_KEYS), "target": "pending"} if config.target.is_given else {}
     more = f"; {len(missing)} of its {len(due)} points were not evaluated in training"
+    more += "" if has_files else ", and its scores are of other prompts or statistics than these"
     return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
 
 
@@ -128,6 +135,7 @@ SETTINGS = {
     "statistics_sha256": "eval.statistics",
     "inception_fingerprint": "eval.inception",
     "resize": "eval.resize",
+    "eval_precision": "eval.precision",
     "clip_fingerprint": "eval.clip",
 }
 
@@ -142,7 +150,8 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
     Raises:
         ConfigError: lists what differs.
     """
-    known = {"eval_weights": settings["eval_weights"]}  # lines of before did not say it
+    known = {"eval_weights": settings["eval_weights"], **OF_BEFORE}  # lines of before did not say it
+    settings = {**OF_BEFORE, **settings}
     lines = [{**known, **line} for line in evaluations_of(folder) if line["batch"] <= batch]
     differing = [
         f"{key}: {setting} {settings.get(setting)}, but {folder} was evaluated with {line.get(setting)} at "
@@ -157,9 +166,20 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
 
 
 def _is_evaluated_alike(folder: Path, config: Any) -> bool:
-    """True where the keys that a score depends on are those of the run's config.yaml."""
+    """True where the keys that a score depends on are those of the run's config.yaml, and their small files are the same."""
     evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
-    return evaluated.items() <= read_config(folder).items()
+    begun = {**flat(type(config)()), **read_config(folder)}  # a key that is not there has its default
+    return evaluated.items() <= begun.items() and _has_files_of(evaluations_of(folder)[-1:], config)
+
+
+def _has_files_of(scores: Sequence[Mapping[str, Any]], config: Any) -> bool:
+    """True where a score is of these prompts and statistics, or there is none: at the same path there may be others."""
+    now = {}
+    for setting in ("prompts_sha256", "statistics_sha256"):
+        path = getattr(config.eval, SETTINGS[setting].removeprefix("eval."))
+        if path is not None and Path(path).expanduser().is_file():
+            now[setting] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+    return not scores or any(all(score.get(key, digest) == digest for key, digest in now.items()) for score in scores)
 
 
 def _as_yaml(value: Any) -> Any:

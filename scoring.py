@@ -6,10 +6,15 @@
 
 A score is a flat dictionary: its figures, and with them everything that they depend on: how many images, which networks
 by their fingerprints, which resize, sampler, guidance and weights. Two scores compare where all of that is alike.
+
+An evaluation of the benchmark takes a quarter of an hour to an hour. So each rank keeps its sums once a minute, and at a
+signal, which all ranks hear between two steps of the sampler; the same evaluation goes on with the prompts that are not done.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import sys
 import time
@@ -21,10 +26,12 @@ import torch
 from composer.utils import dist
 from torch import Tensor
 
+from alarm import Hearing, Signalled
 from limits import file_problem, given_as, limited
-from metrics.meter import Meter
+from metrics.meter import Meter, Pace
 from prompts import Prompt, PromptSet, read_prompts
-from tensors import is_out_of_memory
+from tensors import fingerprint, is_out_of_memory
+from unfinished import Parts, Work
 from zoo.sampling import MIN_STEPS, prompt_noise, sampling_problems, shard
 from zoo.spec import Family, ImageSize, as_size
 
@@ -58,11 +65,13 @@ class EvalConfig:
     inception: str | None = None
     """Weights of the image network of FID: pt_inception-2015-12-05-6726825d.pth, or `random`."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
-    """How images come to that network: as in the MLPerf reference, or by way of 256 pixels, as NVIDIA's submissions."""
+    """How images come to that network: as in the MLPerf reference, or measured at 256 pixels, as in NVIDIA's submissions."""
+    precision: Literal["fp32", "fp16"] = "fp32"
+    """Of the networks that measure. fp16: under autocast, with what the MLPerf reference rounds to float16."""
     clip: str | None = None
     """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14), or `random`. null: no CLIP score."""
     image_size: Any = None
-    """Pixels of the generated images; null: those of training."""
+    """Pixels of the generated images; null: those of training. What is measured is eval.resize."""
     batch_size: int | None = limited(None, 1, 2**16)
     """Images a device and pass; null: found by trying, once in a run."""
     samples: int = limited(16, 0, 1024)
@@ -91,7 +100,13 @@ class EvalConfig:
 
     def meter(self) -> Meter:
         """Build what measures, on the CPU. Raises ValueError: a file cannot be read, or is another one."""
-        return Meter(inception=self.inception, statistics=self.statistics, resize=self.resize, clip=self.clip)
+        return Meter(
+            inception=self.inception,
+            statistics=self.statistics,
+            resize=self.resize,
+            clip=self.clip,
+            precision=self.precision,
+        )
 
     def guidances(self) -> list[float]:
         """Return the scales of guidance. Raises ValueError: not a number, nor a list of them."""
@@ -162,12 +177,25 @@ class Generator(Protocol):
 
     family: Family
     device: torch.device
+    encoders: Any
+    """Frozen, with `fingerprints`."""
 
     def parameters(self) -> Iterator[Tensor]: ...
 
     def generate(
-        self, text: Mapping[str, Tensor], noise: Tensor, *, sampler: str, steps: int, guidance: float
+        self,
+        text: Mapping[str, Tensor],
+        noise: Tensor,
+        *,
+        sampler: str,
+        steps: int,
+        guidance: float,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Tensor: ...
+
+
+class _Heard(Exception):
+    """A signal, in the midst of a batch of images."""
 
 
 class Scorer:
@@ -180,6 +208,8 @@ class Scorer:
         settings: of the model, beyond its weights: what else a score depends on (precision, prediction).
         show_progress: a bar with the time left, on rank 0.
         found: takes the batch size when it has been found, on rank 0.
+        parts: where an evaluation that is not whole is kept; None: nowhere.
+        signal: returns the signal that this rank has had, 0: none; it is obeyed within an evaluation.
 
     Raises:
         ValueError: prompts, statistics or weights cannot be used; says why.
@@ -194,10 +224,12 @@ class Scorer:
         settings: Mapping[str, Any] | None = None,
         show_progress: bool = False,
         found: Callable[[int], None] = lambda batch_size: None,
+        parts: Parts | None = None,
+        signal: Callable[[], int] = lambda: 0,
     ):
         assert config.prompts is not None
         self.found = found if dist.get_global_rank() == 0 else lambda batch_size: None
-        self.of_model = dict(settings or {})
+        self.of_model, self.parts, self.signal = dict(settings or {}), parts, signal
         self.config, self.seed, self.show_progress = config, seed, show_progress
         self.size = size if config.image_size is None else as_size(config.image_size)
         self.prompt_set: PromptSet = read_prompts(config.prompts, config.num_prompts)
@@ -207,7 +239,7 @@ class Scorer:
             )
         self.meter = config.meter()
         self.meter.say_what_is_short(len(self.prompt_set.prompts))
-        self.batch_size = config.batch_size
+        self.batch_size, self.work = config.batch_size, None
         self.samples: list[tuple[str, Tensor]] = []
         """Of the last score, on rank 0: caption and image (3, H, W) uint8 of the first prompts."""
 
@@ -268,31 +300,63 @@ class Scorer:
     def score(self, model: Generator, guidance: float) -> dict[str, Any]:
         """Generate an image for each prompt and score them; all ranks call it and get the same.
 
+        Its seconds are those of all starts that it took, as far as they were kept.
+
         Raises:
             ValueError: images or features are not finite; names the prompts.
+            alarm.Signalled: a rank has had a signal; what was scored by then is kept.
         """
         began = time.monotonic()
         self.find_batch_size(model)
         ways = dict(sampler=self.config.sampler, steps=self.config.steps, guidance=guidance)
-        mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
-        prompts, samples = [self.prompt_set.prompts[place] for place in mine], []
         self.meter.reset()
         with self.meter.on(model.device):
-            for chunk in self._said(list(_chunks(prompts, self.batch_size)), len(self.prompt_set.prompts)):
-                images = self._generate(model, chunk, ways)
-                self.meter.add(images, [prompt.number for prompt in chunk], [prompt.caption for prompt in chunk])
-                taken = sum(len(part) for _, part in samples)
-                wanted = len(range(dist.get_global_rank(), self.config.samples, dist.get_world_size())) - taken
-                if wanted > 0:
-                    captions = [prompt.caption for prompt in chunk[:wanted]]
-                    samples.append((captions, as_bytes(images[: len(captions)])))
+            self.work = work = self._begin(model, guidance, began)
+            mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
+            chunks = list(_chunks([self.prompt_set.prompts[place] for place in mine], self.batch_size))[work.num_done :]
+            hearing = Hearing(self.signal, len(chunks))
+            with contextlib.suppress(_Heard):
+                for chunk in self._said(chunks, work.num_done):
+                    images = self._generate(model, chunk, ways, hearing)
+                    captions = [prompt.caption for prompt in chunk]
+                    self.meter.add(images, [prompt.number for prompt in chunk], captions)
+                    wanted = min(work.num_wanted, len(chunk))
+                    work.add(captions[:wanted], as_bytes(images[:wanted]) if wanted else images[:0])
+                    hearing.done()
+            if number := hearing.agreed():
+                work.leave()
+                raise Signalled(number)
             figures = self.meter.figures()
-        self._gather_samples(samples)
-        seconds = time.monotonic() - began
+        self._gather_samples(work.samples)
+        seconds = work.seconds
         measured = {"eval_sec": seconds, "eval_images_per_sec": len(self.prompt_set.prompts) / seconds}
         return {**figures, **self.settings(guidance), **measured}
 
-    def _generate(self, model: Generator, chunk: Sequence[Prompt], ways: Mapping[str, Any]) -> Tensor:
+    def _begin(self, model: Generator, guidance: float, began: float) -> Work:
+        """Begin an evaluation, or go on with what is kept of it."""
+        rank, num_ranks, told = dist.get_global_rank(), dist.get_world_size(), [""]
+        if self.parts is not None:
+            if rank == 0:
+                of = {"weights": fingerprint(model), "encoders": dict(model.encoders.fingerprints)}
+                of |= {"samples": self.config.samples, "ranks": num_ranks, **self.settings(guidance)}
+                told[0] = json.dumps(of, sort_keys=True)
+            dist.broadcast_object_list(told)
+        return Work(
+            self.parts,
+            told[0],
+            self.meter,
+            num_images=len(shard(len(self.prompt_set.prompts), rank, num_ranks)),
+            batch_size=self.batch_size,
+            num_samples=len(range(rank, self.config.samples, num_ranks)),
+            began=began,
+        )
+
+    def written(self) -> None:
+        """Note that the last score is written: what was kept of it can go."""
+        if self.work is not None:
+            self.work.forget()
+
+    def _generate(self, model: Generator, chunk: Sequence[Prompt], ways: Mapping[str, Any], hearing: Hearing) -> Tensor:
         """Return the images of a chunk, and more of its last one where it is short: every pass has one shape."""
         padded = [*chunk, *[chunk[-1]] * (self.batch_size - len(chunk))]
         text = model.family.tokenize([prompt.caption for prompt in padded])
@@ -301,26 +365,36 @@ class Scorer:
         if model.device.type == "cuda":
             # Only what is pinned comes there without the host waiting for the batch before.
             text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()
-        return model.generate(text, noise, **ways)
+        pace = Pace() if model.device.type == "cuda" else None
 
-    def _said(self, chunks: Sequence[Sequence[Prompt]], num_prompts: int) -> Iterable[Sequence[Prompt]]:
-        """Show how far rank 0 is, in images of all ranks."""
+        def listen(step: int, num_steps: int) -> None:
+            if pace is not None:
+                pace.step()
+            if hearing.heard():
+                raise _Heard
+
+        return model.generate(text, noise, **ways, progress=listen)
+
+    def _said(self, chunks: Sequence[Sequence[Prompt]], num_done: int) -> Iterable[Sequence[Prompt]]:
+        """Show how far rank 0 is, in images of all ranks; `num_done`: chunks of an earlier start."""
         if not (self.show_progress and dist.get_global_rank() == 0):
             return chunks
         from tqdm import tqdm
 
+        num_prompts = len(self.prompt_set.prompts)
+        done = min(num_done * self.batch_size * dist.get_world_size(), num_prompts)
+
         def counted() -> Iterator[Sequence[Prompt]]:
-            with tqdm(total=num_prompts, desc="evaluation", unit="image", file=sys.stderr) as bar:
+            with tqdm(total=num_prompts, initial=done, desc="evaluation", unit="image", file=sys.stderr) as bar:
                 for chunk in chunks:
                     yield chunk
                     bar.update(min(len(chunk) * dist.get_world_size(), num_prompts - bar.n))
 
         return counted()
 
-    def _gather_samples(self, mine: list[tuple[list[str], Tensor]]) -> None:
+    def _gather_samples(self, mine: list[tuple[str, Tensor]]) -> None:
         """Bring the grid's images to rank 0, in the order of the prompts."""
-        flat = [(caption, image) for captions, images in mine for caption, image in zip(captions, images, strict=True)]
-        of_ranks = dist.all_gather_object(flat) if self.config.samples else []
+        of_ranks = dist.all_gather_object(mine) if self.config.samples else []
         longest = max(map(len, of_ranks), default=0)
         self.samples = [part[place] for place in range(longest) for part in of_ranks if place < len(part)]
 

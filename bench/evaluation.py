@@ -85,6 +85,7 @@ def scorer_of(config: RunConfig) -> Scorer:
         scorer = Scorer(made_up(config, Path(folder)).eval, size=config.size, seed=config.seed)
     if config.model.preset == "full":
         scorer.meter.pair = load_clip(RANDOM, CLIP)
+        scorer.meter.pair.precision = config.eval.precision
         scorer.meter.facts |= {"clip_model": f"random-{CLIP}", "clip_fingerprint": scorer.meter.pair.fingerprint}
     return scorer
 

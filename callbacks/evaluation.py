@@ -6,6 +6,8 @@ point's checkpoint and its evaluation has the evaluation first when it goes on: 
 The seconds of an evaluation's line are those of training up to it, from the run's first start, without evaluations:
 Composer's clock runs on through what a callback does, and adds that to the next batch. There it is taken off again, from
 the clock itself: checkpoints keep that, so that nothing else has to be kept through stops, and starts without evaluation.
+
+A signal is heard within the evaluation too. What is scored by then is kept (scoring.py), and the next start goes on with it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer import Callback, Logger, State
+
+from alarm import Signalled
 
 Line = dict[str, Any]
 
@@ -31,6 +35,7 @@ class Evaluation(Callback):
         clock: has another clock run than training's.
         earlier: evaluations of this run so far.
         keep: takes a new one.
+        stop: ends the run where an evaluation was left at a signal; called on all ranks, with training's weights back.
     """
 
     def __init__(
@@ -42,9 +47,10 @@ class Evaluation(Callback):
         clock: Callable[[], contextlib.AbstractContextManager],
         earlier: Callable[[], Sequence[Line]],
         keep: Callable[[Line, Logger], None],
+        stop: Callable[[State], None] = lambda state: None,
     ):
         self.score, self.every_images, self.with_average = score, every_images, with_average
-        self.clock, self.earlier, self.keep = clock, earlier, keep
+        self.clock, self.earlier, self.keep, self.stop = clock, earlier, keep, stop
         self._owed_sec = 0.0  # of an evaluation, which Composer's clock will add to the next batch
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -66,8 +72,12 @@ class Evaluation(Callback):
         is_point = now.sample.value > 0 and now.sample.value % self.every_images == 0
         if not is_point or any(line["batch"] == now.batch.value for line in self.earlier()):
             return
-        with self.clock(), contextlib.nullcontext() if average is None else average.applied():
-            score = self.score()
+        try:
+            with self.clock(), contextlib.nullcontext() if average is None else average.applied():
+                score = self.score()
+        except Signalled:
+            self.stop(state)
+            raise
         seconds = now.total_wct.total_seconds()
         evaluations_sec = score["eval_sec"] + sum(line["eval_sec"] for line in self.earlier())
         where = {

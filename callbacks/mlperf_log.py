@@ -15,7 +15,9 @@ Where the run is evaluated in training, run_stop is when it ends. Where it is ev
 allow, training leaves the log open, and `conclude` closes it at the time of the snapshot that met the target first.
 
 A log is only added to. What is taken from it is the end of a line that a killed writer left, and the run_stop of a run that
-is started again to go on. A run that was restarted is no result of the closed division: its log says `restart`, and where.
+is started again to go on, or of which more points are scored. A run that was restarted is no result of the closed division:
+its log says `restart`, and where. Times never run backwards from line to line, but at a run_stop that is dated back to its
+snapshot, as the rules have it.
 
 Sources: mlcommons/logging at 7bbf7926 (compliance_checker/training_{4.0.0,4.1.0,5.0.0}: common.yaml and
 {closed,open}_stable_diffusion.yaml); the order is that of the submissions to v5.0.
@@ -54,8 +56,8 @@ LOCK_TIMEOUT_SEC = 60.0
 STATUS = "research"  # of submission_status, which 4.0.0 asks for: what it is until somebody submits it
 METRICS = {"fid": "FID", "clip": "CLIP"}
 """Our names -> those of the checkers. The CLIP score is the mean cosine, not times 100."""
-MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model")
-"""What an eval_stop says of its scores: how long they took, of how many images and by which networks they are."""
+MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model", "eval_precision")
+"""What an eval_stop says of its scores: how long they took, of how many images, by which networks and in which precision."""
 
 
 @dataclass(frozen=True)
@@ -128,22 +130,33 @@ class EventLog:
             "easel.mlperf"
         )  # not in logging's table: two logs of one process have nothing in common
         logger.addHandler(_Lines(path))
-        self.now = now
+        self.now, self.path = now, path
+        self._last_ms: int | None = None  # of the last event; None: not read yet
         root = re.escape(str(Path(__file__).resolve().parent.parent))
         # Each line names the place that asks for the event: the checker of seeds compares them there.
         self._events = MLLogger(logger=logger, default_stack_offset=2, root_dir=root)
 
-    def event(self, key: str, value: Any = None, *, at: float | None = None, **metadata: Any) -> None:
+    def event(
+        self, key: str, value: Any = None, *, at: float | None = None, dated_back: bool = False, **metadata: Any
+    ) -> None:
         """Append one; an interval's first or last where its name ends so.
 
         Args:
-            at: seconds since 1970; None: now.
+            at: seconds since 1970; None: now. Not before the last event, unless `dated_back`.
         """
         kind = {"start": self._events.start, "stop": self._events.end}.get(key.rpartition("_")[2], self._events.event)
-        kind(key, value, metadata=metadata, time_ms=round(1000 * (self.now() if at is None else at)))
+        if self._last_ms is None:
+            self._last_ms = max((event["time_ms"] for event in read_events(self.path)), default=0)
+        time_ms = round(1000 * (self.now() if at is None else at))
+        if not dated_back:
+            time_ms = self._last_ms = max(time_ms, self._last_ms)
+        kind(key, value, metadata=metadata, time_ms=time_ms)
 
     def evaluation(self, line: Line, began: float) -> None:
-        """Append an evaluation: its line in the record, or its row in the table of eval.py."""
+        """Append an evaluation: its line in the record, or its row in the table of eval.py.
+
+        One that earlier starts had a part in began before the last event: its eval_sec says how long it took.
+        """
         where = {"samples_count": line["images"]}
         self.event("eval_start", line["images"], at=began, **where)
         for key, metric in METRICS.items():
@@ -220,7 +233,7 @@ def _close(log: EventLog, reached: Line | None, images: int, at: float | None = 
         at: seconds since 1970; None: now.
     """
     status, images = ("aborted", images) if reached is None else ("success", reached["images"])
-    log.event("run_stop", at=at, status=status, samples_count=images)
+    log.event("run_stop", at=at, dated_back=at is not None, status=status, samples_count=images)
     _say(f"the log is closed: {status} at {images:,} images")
 
 
@@ -362,9 +375,9 @@ class MLPerfLog(Callback):
         (began, before), now, images = self._block, self.log.now(), state.timestamp.sample.value
         self._block = None
         where = {"samples_count": images}
-        self.log.event("loss", state.total_loss_dict["loss/train/total"], **where)
-        self.log.event("lr_abs", self._lr, **where)
-        self.log.event("tracked_stats", {"throughput": (images - before) / max(now - began, 1e-3)}, **where)
+        self.log.event("loss", state.total_loss_dict["loss/train/total"], at=now, **where)
+        self.log.event("lr_abs", self._lr, at=now, **where)
+        self.log.event("tracked_stats", {"throughput": (images - before) / max(now - began, 1e-3)}, at=now, **where)
         self.log.event("block_stop", "training_step", at=now, **where)
 
     def _write_evaluations(self) -> None:
@@ -390,16 +403,19 @@ def _alone(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None) -> None:
+def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None, *, afterwards: bool = False) -> None:
     """Bring evaluations that were made afterwards into the log of a run, and close it at the time of a snapshot.
 
-    Nothing is done where the run has no log, its log is closed, or its training has not come to its end.
+    A log that was closed so takes those that it has not yet, in the order of their images, behind those that it has: its end
+    stays, unless an earlier snapshot has met the target. Nothing is done where the run has no log, its training has not come
+    to its end, or that has closed the log.
 
     Args:
         folder: of the run.
         evaluations: rows of eval.py in the order of their images, `snapshot` among them; those behind the first that met the
             target stay out.
         reached: the first that met the target: its snapshot says when. None: the last one's does, and the run is aborted.
+        afterwards: the run is evaluated afterwards alone: what has closed its log is this.
 
     Raises:
         ConfigError: the log cannot be read, or another process has the run.
@@ -409,16 +425,39 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None) ->
         return
     with _alone(folder):
         events = read_events(path)
-        is_waiting = read_summary(folder).get("target") == "pending"
-        if not events or not is_waiting or any(event["key"] == "run_stop" for event in events):
+        stop = next((event for event in events if event["key"] == "run_stop"), None)
+        is_over = read_summary(folder).get("target") == "pending"
+        if not events or not (is_over if stop is None else afterwards):
             return
-        last = reached or evaluations[-1]
-        snapshot = folder / "checkpoints" / last["snapshot"]
-        if not isinstance(ended := read_checkpoint(snapshot).get("unix_time"), int | float):
-            raise ConfigError([f"{snapshot}: does not say when it was written. It was not written by this program."])
+        end = reached or evaluations[-1]
+        stays = stop is not None and not _ends_elsewhere(stop["metadata"], reached, end["images"])
+        images = stop["metadata"]["samples_count"] if stays else end["images"]
+        there = _evaluated(events)
+        new = [line for line in evaluations if line["images"] <= images and line["images"] not in there]
+        if stays and not new:
+            return
+        ended = None if stays else _written_at(folder / "checkpoints" / end["snapshot"])
         _reopen(path)
         log = EventLog(path)
-        for line in evaluations:
-            if line["images"] <= last["images"] and line["images"] not in _evaluated(events):
-                log.evaluation(line, began=log.now())  # untimed: eval_sec of eval_stop says how long it took
-        _close(log, reached, last["images"], ended)
+        for line in new:
+            log.evaluation(line, began=log.now())  # untimed: eval_sec of eval_stop says how long it took
+        if stays:
+            status, at = stop["metadata"]["status"], stop["time_ms"] / 1000
+            log.event("run_stop", at=at, dated_back=True, status=status, samples_count=images)
+            _say(f"the log has {len(new)} evaluations more; it ends as before: {status} at {images:,} images")
+        else:
+            _close(log, reached, end["images"], ended)
+
+
+def _written_at(snapshot: Path) -> float:
+    """Return when a snapshot was written, seconds since 1970. Raises ConfigError: it does not say."""
+    if not isinstance(written := read_checkpoint(snapshot).get("unix_time"), int | float):
+        raise ConfigError([f"{snapshot}: does not say when it was written. It was not written by this program."])
+    return written
+
+
+def _ends_elsewhere(stop: Mapping[str, Any], reached: Line | None, images: int) -> bool:
+    """True where a closed log is to end elsewhere: the target was met, or met earlier, or a later snapshot missed it too."""
+    if stop["status"] == "success":
+        return reached is not None and reached["images"] < stop["samples_count"]
+    return reached is not None or images > stop["samples_count"]

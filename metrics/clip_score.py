@@ -6,7 +6,8 @@
     score.compute(), times_100(score.compute())
 
 The figure is the mean cosine as MLPerf's reference has it (Hessel et al. 2021, arXiv:2104.08718, without its factor 2.5):
-neither clamped nor multiplied, in float32 with sums in float64.
+neither clamped nor multiplied, in float32 with sums in float64; or in float16 as that has it, which rounds each cosine and
+the mean of them (float16 has steps of 0.00012 at 0.15: 0.149964 becomes 0.150024).
 
 Shapes: B batch, H W height and width in px, E features, e.g. 1024 for ViT-H-14.
 """
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metrics import shapes
-from metrics.numerics import Float64Sums, full_float32, require_finite
+from metrics.numerics import Float64Sums, computing, require_finite
 from metrics.weights import RANDOM, RANDOM_SEED, file_digest, fill
 from tensors import canonical_name, fingerprint
 from zoo.weight_files import WeightsFile, open_weights
@@ -45,12 +46,17 @@ THREADS = 8  # PIL lets go of the interpreter while it resizes
 
 
 class CLIPScore(Float64Sums):
-    """Sum of cosines and number of images, added up over batches and ranks."""
+    """Sum of cosines and number of images, added up over batches and ranks.
+
+    Args:
+        in_half: round features, cosines and mean to float16, as MLPerf's reference, whose numpy averages an array of float16.
+    """
 
     higher_is_better = True
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, *, in_half: bool = False, **kwargs: Any):
         super().__init__(**kwargs)
+        self.in_half = in_half
         self.add_state("n", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -68,7 +74,8 @@ class CLIPScore(Float64Sums):
         """
         shapes = tuple(image_features.shape), tuple(text_features.shape)
         assert shapes[0] == shapes[1] and image_features.ndim == 2, f"{shapes[0]} images, {shapes[1]} texts"
-        cosines = (image_features.double() * text_features.to(image_features.device).double()).sum(dim=1)
+        image, text = (self._rounded(part.to(image_features.device)) for part in (image_features, text_features))
+        cosines = self._rounded((image.double() * text.double()).sum(dim=1)).double()
         require_finite(cosines, "CLIP score", ids)
         self.n += len(cosines)
         self.sum += cosines.sum().to(self.sum.device)
@@ -77,7 +84,10 @@ class CLIPScore(Float64Sums):
         """Return the mean cosine, float64 (), in [-1, 1]. Raises ValueError: no image was given."""
         if not self.n:
             raise ValueError("CLIP score: 0 images were given. A mean needs 1 at least. Generate some.")
-        return self.sum / self.n
+        return self._rounded(self.sum / self.n).double()
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        return values.half() if self.in_half else values
 
 
 def times_100(score: float | Tensor) -> float:
@@ -95,6 +105,7 @@ class ClipPair:
         name: open_clip's name of the architecture, with `random` in it where the weights are.
         fingerprint: SHA-256 of the file; of random weights a digest of their own.
         num_features: E.
+        precision: of the towers; fp32 at first.
     """
 
     def __init__(
@@ -103,7 +114,7 @@ class ClipPair:
         self.network = network.eval().requires_grad_(False)
         self.transform, self.name, self.fingerprint = transform, name, fingerprint
         self.num_features = num_features
-        self.device = torch.device("cpu")
+        self.device, self.precision = torch.device("cpu"), "fp32"
         self._texts: dict[str, Tensor] = {}
 
     def to(self, device: torch.device | str) -> ClipPair:
@@ -119,15 +130,15 @@ class ClipPair:
         """
         from torchvision.transforms.functional import to_pil_image
 
-        pictures = (images.float() * 255).to(torch.uint8).cpu()
+        pictures = (images * 255).to(torch.uint8).cpu()
         with ThreadPoolExecutor(THREADS) as pool:
             return torch.stack(list(pool.map(lambda picture: self.transform(to_pil_image(picture)), pictures)))
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Return features of length 1, (B, E) float32; `images`: float32 (B, 3, H, W) in [0, 1]."""
+        """Return features of length 1, (B, E) float32; `images`: (B, 3, H, W) in [0, 1]."""
         assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
-        with full_float32(self.device):
-            return F.normalize(self.network.encode_image(self.preprocess(images).to(self.device)), dim=-1)
+        with computing(self.device, self.precision):
+            return F.normalize(self.network.encode_image(self.preprocess(images).to(self.device)).float(), dim=-1)
 
     def encode_texts(self, captions: Sequence[str]) -> Tensor:
         """Return features of length 1, (N, E) float32. What was encoded before is kept, on the CPU, and not encoded again."""
@@ -137,8 +148,8 @@ class ClipPair:
         for first in range(0, len(new), TEXTS_A_PASS):
             part = new[first : first + TEXTS_A_PASS]
             tokens = open_clip.tokenize(part, context_length=self.network.context_length)
-            with full_float32(self.device):
-                features = F.normalize(self.network.encode_text(tokens.to(self.device)), dim=-1)
+            with computing(self.device, self.precision):
+                features = F.normalize(self.network.encode_text(tokens.to(self.device)).float(), dim=-1)
             self._texts |= zip(part, features.cpu(), strict=True)
         return torch.stack([self._texts[caption] for caption in captions]).to(self.device)
 

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from metrics import shapes
-from metrics.numerics import full_float32
+from metrics.numerics import Precision, computing
 from metrics.weights import RANDOM, RANDOM_SEED, file_digest, fill
 from tensors import fingerprint
 from zoo.weight_files import open_weights
@@ -45,16 +45,18 @@ class Extractor(Protocol):
         fingerprint: of its weights.
         resize: how images are brought to its size.
         num_features: D.
+        precision: of the features; fp32 at first.
     """
 
     name: str
     fingerprint: str
     resize: str
     num_features: int
+    precision: Precision
 
     def to(self, device: torch.device | str) -> Extractor: ...
 
-    def __call__(self, images: Tensor) -> Tensor:  # float32 (B, 3, H, W) in [0, 1] -> float32 (B, D)
+    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, D)
         ...
 
 
@@ -66,20 +68,20 @@ class Inception:
     def __init__(self, network: nn.Module, name: str, fingerprint: str, resize: Resize):
         self.network = network.eval().requires_grad_(False)
         self.name, self.fingerprint, self.resize = name, fingerprint, resize
-        self.device = torch.device("cpu")
+        self.device, self.precision = torch.device("cpu"), "fp32"
 
     def to(self, device: torch.device | str) -> Inception:
         self.device = torch.device(device)
         self.network.to(self.device)
         return self
 
-    def __call__(self, images: Tensor) -> Tensor:  # float32 (B, 3, H, W) in [0, 1] -> float32 (B, 2048)
-        """Return the features, in full float32 whatever autocast is on outside."""
+    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, 2048)
+        """Return the features, in float32 or float16 as `precision` says, whatever autocast is on outside."""
         assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
-        with full_float32(self.device):
+        with computing(self.device, self.precision):
             if self.resize == "bicubic256":
                 images = pil_bicubic(images, FIRST_SIDE_PX)
-            images = images.to(self.device, torch.float32)
+            images = images.to(self.device, torch.float16 if self.precision == "fp16" else torch.float32)
             images = F.interpolate(images, (SIDE_PX, SIDE_PX), mode="bilinear", align_corners=False, antialias=False)
             return self.network(2 * images - 1)
 
@@ -155,6 +157,6 @@ def _random_network() -> nn.Module:
 
 def pil_bicubic(images: Tensor, side_px: int) -> Tensor:  # [0, 1] (B, 3, H, W) -> [0, 1] (B, 3, side, side), on the CPU
     """Cut images to 8 bits, as `to_pil_image` does, and resize each by PIL's bicubic; the aspect is not kept."""
-    pixels = (images.float() * 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    pixels = (images * 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     resized = [Image.fromarray(one).resize((side_px, side_px), Image.Resampling.BICUBIC) for one in pixels]
     return torch.from_numpy(np.stack([np.asarray(one) for one in resized])).permute(0, 3, 1, 2) / 255

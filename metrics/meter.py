@@ -18,18 +18,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from composer.utils import dist
 from torch import Tensor
 from torchmetrics import Metric
 
 from metrics.clip_score import CLIPScore, load_clip, times_100
-from metrics.fid import FeatureSums, covariance_warning, frechet_distance, reference_for
+from metrics.fid import FeatureSums, covariance_warning, frechet_distance, read_facts, reference_for
 from metrics.inception import Resize, load_inception
+from metrics.numerics import Precision
+from tensors import forms
+
+QUEUE_SEC = 3.0  # covers what the host does between two batches
 
 
 class Given(NamedTuple):
@@ -50,18 +56,30 @@ class Meter:
         inception, statistics: of FID: weights of the image network, and what its features are compared with; or neither.
         resize: how images come to that network.
         clip: weights of the CLIP pair; None: no CLIP score.
+        precision: of the networks; fp16: as MLPerf's reference, which also rounds images, cosines and means to float16.
 
     Raises:
         ValueError: a file cannot be read, or is another one than it has to be.
     """
 
-    def __init__(self, *, inception: str | None, statistics: str | None, resize: Resize, clip: str | None):
+    def __init__(
+        self,
+        *,
+        inception: str | None,
+        statistics: str | None,
+        resize: Resize,
+        clip: str | None,
+        precision: Precision = "fp32",
+    ):
         self.extractor = self.reference = self.pair = None
-        self.facts: dict[str, Any] = {}
+        self.in_half = precision == "fp16"
+        self.facts: dict[str, Any] = {"eval_precision": precision}
         if inception is not None:
             assert statistics is not None
             self.extractor = load_inception(inception, resize=resize)
+            self.extractor.precision = precision
             self.reference = reference_for(statistics, self.extractor)
+            self._says_resize = "resize" in read_facts(statistics)
             self.facts |= {
                 "inception": self.extractor.name,
                 "inception_fingerprint": self.extractor.fingerprint,
@@ -70,6 +88,7 @@ class Meter:
             }
         if clip is not None:
             self.pair = load_clip(clip)
+            self.pair.precision = precision
             self.facts |= {"clip_model": self.pair.name, "clip_fingerprint": self.pair.fingerprint}
         self._aside: torch.cuda.Stream | None = None
         self.reset()
@@ -80,6 +99,11 @@ class Meter:
             return
         if self.extractor is not None and (text := covariance_warning(num_images, self.extractor.num_features)):
             print(f"eval: {text}", file=sys.stderr, flush=True)
+        if self.extractor is not None and self.extractor.resize == "bicubic256" and not self._says_resize:
+            asked = (
+                "Give those of pictures that were brought to 256 pixels too (prepare.fid_statistics resize=bicubic256)"
+            )
+            print(f"eval.statistics: does not say its resize, and eval.resize=bicubic256. {asked}.", file=sys.stderr)
         named = (("inception", self.extractor), ("clip", self.pair))
         for key in (key for key, part in named if part is not None and "random" in part.name):
             print(f"eval.{key}: random weights: what is scored with them compares with nothing else.", file=sys.stderr)
@@ -89,7 +113,7 @@ class Meter:
         self._given: Given | None = None
         own = {"sync_on_compute": False}  # the sums are added up here, once, and rank 0 alone computes
         self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features, **own)
-        self.cosines = None if self.pair is None else CLIPScore(**own)
+        self.cosines = None if self.pair is None else CLIPScore(in_half=self.in_half, **own)
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -148,10 +172,36 @@ class Meter:
             raise ValueError(
                 f"images: not finite for the prompts {_some(broken)}. Look at the weights and the precision."
             )
+        images = images.half() if self.in_half else images.float()
         if self.features is not None:
             self.features.update(self.extractor(images)[:num], numbers)
         if self.cosines is not None:
             self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the last batch that was added is not measured yet."""
+        return self._given is not None
+
+    def sums(self) -> dict[str, dict[str, Tensor]]:
+        """Return the sums of what has been measured on this rank, on the CPU: metric -> state -> its copy."""
+        metrics = {"features": self.features, "cosines": self.cosines}
+        return {
+            name: {state: getattr(metric, state).detach().cpu().clone() for state in metric._reductions}
+            for name, metric in metrics.items()
+            if metric is not None
+        }
+
+    def go_on_from(self, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take up kept sums, in the place of nothing measured. Raises ValueError: they are of other metrics."""
+        own, given = ({n: forms(states) for n, states in each.items()} for each in (self.sums(), sums))
+        if own != given:
+            raise ValueError(f"sums: {given}, not {own}")
+        for name, states in sums.items():
+            metric = {"features": self.features, "cosines": self.cosines}[name]
+            for state, value in states.items():
+                getattr(metric, state).copy_(value)
+            metric._update_count = 1  # else torchmetrics warns that nothing was measured
 
     def figures(self) -> dict[str, Any]:
         """Add up the ranks' sums and return the figures, which rank 0 computes for all.
@@ -167,12 +217,36 @@ class Meter:
         if dist.get_global_rank() == 0:
             if self.features is not None:
                 statistics = self.features.compute()
+                if self.in_half:  # numpy's mean of float16 is float16, its covariance float64
+                    statistics = statistics._replace(mean=statistics.mean.astype(np.float16).astype(np.float64))
                 found[0] |= {"fid": frechet_distance(statistics, self.reference), "num_images": statistics.num_images}
             if self.cosines is not None:
                 clip = float(self.cosines.compute())
                 found[0] |= {"clip": clip, "clip_x100": times_100(clip), "num_images": int(self.cosines.n)}
         dist.broadcast_object_list(found)
         return found[0]
+
+
+class Pace:
+    """Keeps the GPU's queue of sampling steps to some seconds: a stop has to wait for what is queued.
+
+    Without it the host would queue a whole batch of images, a quarter of a minute of an H200, and the one before.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[torch.cuda.Event] = deque()
+        self._num_ahead = 2  # until it is known how long one takes
+
+    def step(self) -> None:
+        """Note that a step has been queued; wait where that makes too many."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._steps.append(event)
+        while len(self._steps) > self._num_ahead:
+            first = self._steps.popleft()
+            self._steps[0].synchronize()
+            took_sec = first.elapsed_time(self._steps[0]) / 1000
+            self._num_ahead = max(2, int(QUEUE_SEC / max(took_sec, 1e-3)))
 
 
 def _add_up(metric: Metric) -> None:

@@ -1,13 +1,17 @@
-"""What every score here keeps to: sums in float64, networks in float32, and no number that is none."""
+"""What every score here keeps to: sums in float64, networks in one precision, and no number that is none."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
+
+Precision = Literal["fp32", "fp16"]
+"""fp32: full, whatever the run computes in. fp16: under autocast, as MLPerf's reference has its whole validation."""
 
 
 class Float64Sums(Metric):
@@ -64,3 +68,10 @@ def full_float32(device: torch.device) -> Iterator[None]:
             yield
     finally:
         matmul.allow_tf32, convolution.allow_tf32 = kept
+
+
+@contextlib.contextmanager
+def computing(device: torch.device, precision: Precision) -> Iterator[None]:
+    """Compute without gradients in full float32, or under fp16 autocast; on a CPU by its own list of what stays float32."""
+    with full_float32(device), torch.autocast(device.type, dtype=torch.float16, enabled=precision == "fp16"):
+        yield

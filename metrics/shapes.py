@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metrics.numerics import full_float32
+from metrics.numerics import computing
 from metrics.weights import file_digest, fill
 from zoo.shapes_networks import NUM_FEATURES, SIDE_PX, Reader, build_clip, tokenize
 from zoo.weight_files import WeightsFile, open_weights
@@ -49,17 +49,17 @@ class ReaderFeatures:
     def __init__(self, network: Reader, fingerprint: str):
         self.network = network.eval().requires_grad_(False)
         self.fingerprint = fingerprint
-        self.device = torch.device("cpu")
+        self.device, self.precision = torch.device("cpu"), "fp32"
 
     def to(self, device: torch.device | str) -> ReaderFeatures:
         self.device = torch.device(device)
         self.network.to(self.device)
         return self
 
-    def __call__(self, images: Tensor) -> Tensor:  # float32 (B, 3, 32, 32) in [0, 1] -> float32 (B, 64)
+    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, 32, 32) in [0, 1] -> (B, 64)
         """Return the features. Raises ValueError: images of another size."""
         _require_size(images)
-        with full_float32(self.device):
+        with computing(self.device, self.precision):
             return self.network.features(2 * images.to(self.device, torch.float32) - 1)
 
 
@@ -72,7 +72,7 @@ class ShapesPair:
         self.network = network.eval().requires_grad_(False)
         self.fingerprint = fingerprint
         self.num_features = network.config.projection_dim
-        self.device = torch.device("cpu")
+        self.device, self.precision = torch.device("cpu"), "fp32"
 
     def to(self, device: torch.device | str) -> ShapesPair:
         self.device = torch.device(device)
@@ -80,22 +80,22 @@ class ShapesPair:
         return self
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Return features of length 1, (B, 64) float32. Images, float32 (B, 3, 32, 32) in [0, 1], are cut to 8 bits first.
+        """Return features of length 1, (B, 64) float32. Images, (B, 3, 32, 32) in [0, 1], are cut to 8 bits first.
 
         Raises:
             ValueError: images of another size.
         """
         _require_size(images)
-        pixels = (images.float() * 255).to(torch.uint8).to(self.device) / 127.5 - 1.0
-        with full_float32(self.device):
+        pixels = (images * 255).to(torch.uint8).to(self.device) / 127.5 - 1.0
+        with computing(self.device, self.precision):
             pooled = self.network.vision_model(pixel_values=pixels).pooler_output
-            return F.normalize(self.network.visual_projection(pooled), dim=-1)
+            return F.normalize(self.network.visual_projection(pooled).float(), dim=-1)
 
     def encode_texts(self, captions: Sequence[str]) -> Tensor:
         """Return features of length 1, (N, 64) float32."""
-        with full_float32(self.device):
+        with computing(self.device, self.precision):
             pooled = self.network.text_model(input_ids=tokenize(captions).to(self.device)).pooler_output
-            return F.normalize(self.network.text_projection(pooled), dim=-1)
+            return F.normalize(self.network.text_projection(pooled).float(), dim=-1)
 
 
 def load_reader(file: WeightsFile) -> ReaderFeatures:

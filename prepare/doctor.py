@@ -50,6 +50,8 @@ def store(case: Case) -> list[Finding]:
     without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, *wanted)
     found = data.problems(config.global_batch_size, *wanted)
     case.of_stage = [pair for pair in found if pair not in without]
+    for problem in checks.closed_data_problems(config):
+        case.of_stage.append((problem.keys[0], problem.text.partition(": ")[2]))
     if errors := case.errors("store"):
         return errors
     return [Finding(OK, "store", stage_checks.described(case.stage, case.shards) if case.stage else "no stage")]

@@ -19,7 +19,7 @@ from yaml import YAMLError
 TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
-NUM_IMAGES = 30_000  # of each score of the benchmark
+NUM_SAMPLES, NUM_IMAGES = 6_513_144, 30_000  # of training, and of each score of the benchmark
 NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
 """What the benchmark's scores are made with, as an evaluation's line names it."""
 
@@ -211,6 +211,9 @@ class Run:
         if is_closed and self.foreign_scores:
             asked = f"{NUM_IMAGES:,} images, by the benchmark's networks"
             return f"{', '.join(self.foreign_scores)}: no result of the closed division, which asks for {asked}"
+        if is_closed and {*self.values("train_samples")} - {NUM_SAMPLES}:
+            given = f"trained on {self.values('train_samples')[0]:,} samples"
+            return f"{given}: no result of the closed division, which asks for {NUM_SAMPLES:,}"
         return None
 
     def _of_its_end(self) -> str | None:

@@ -23,6 +23,7 @@ ROW = {
     "partial": False,
     "prompts_sha256": "1234",
     "num_images": 18,
+    "eval_precision": "fp32",
 }
 
 
@@ -33,6 +34,8 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
     assert first == {**ROW, "clip_x100": None} and second == {**other, "clip_x100": None}
     assert path.read_text().startswith("model,snapshot,batch,images,seconds,weights,guidance,fid,clip,clip_x100,")
     assert [p.name for p in tmp_path.iterdir()] == ["eval.csv"]
+    write_rows(path, [{key: value for key, value in ROW.items() if key != "eval_precision"}])
+    assert read_rows(path) == [first], "an older table, which does not say it"
 
 
 def test_no_file_is_an_empty_table_and_another_file_is_refused(tmp_path):
@@ -117,7 +120,14 @@ def test_a_folder_of_images_in_the_table_of_a_run_is_left_out_of_the_pictures_an
 ):
     figures = {"fid": 90.0, "clip": 0.1, "clip_x100": 10.0}
     of_run = [{**ROW, **figures, "images": n, "guidance": g} for n in (8, 16) for g in (1.0, 3.0)]
-    of_images = {"model": "imgs", "images_in_folder": 18, **figures, "partial": False, "num_images": 18}
+    of_images = {
+        "model": "imgs",
+        "images_in_folder": 18,
+        "eval_precision": "fp32",
+        **figures,
+        "partial": False,
+        "num_images": 18,
+    }
     draw([*of_run[::2], of_images], tmp_path / "one", EvalCommand())
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["eval.png"]
     said = f"eval: {tmp_path}/one/eval.png is drawn without imgs, where images is missing. The table has all.\n"

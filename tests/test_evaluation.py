@@ -6,6 +6,7 @@ is in tests/test_miniature.py.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -340,6 +341,41 @@ def test_a_run_is_not_evaluated_in_two_ways(words_of, miniature, watched, tmp_pa
     assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == record
 
 
+def test_a_finished_run_notices_other_prompts_and_statistics_at_the_same_path(
+    words_of, miniature, watched, tmp_path, capsys
+):
+    prompts, statistics = tmp_path / "prompts.tsv", tmp_path / "statistics.npz"
+    shutil.copy(miniature.prompts, prompts)
+    shutil.copy(miniature.statistics, statistics)
+    shutil.copytree(watched, tmp_path / "watched")
+    files = [f"eval.prompts={prompts}", f"eval.statistics={statistics}"]
+    words = words_of(tmp_path, "watched", "eval.when=in_training", *files)
+    after = words_of(tmp_path, "after", "eval.when=after", "target.clip=-1", *files)
+    assert benchmark.main(words) == benchmark.main(after) == eval_command.main([str(tmp_path / "after")]) == 0
+    assert benchmark.main(words) == benchmark.main(after) == 0  # finished, and nothing has changed
+    assert result_of(capsys.readouterr().out)["target"] == "reached"
+    whole, record = prompts.read_bytes(), (tmp_path / "watched" / "metrics.jsonl").read_bytes()
+    prompts.write_bytes(whole.replace(b"\ta ", b"\tthe ", 1))
+    assert benchmark.main(words) == 2
+    at = f"but {tmp_path / 'watched'} was evaluated with"
+    assert f"eval.prompts: prompts_sha256 {sha256(prompts)}, {at} " in capsys.readouterr().err
+    assert benchmark.main(after) == 0
+    said = capsys.readouterr()
+    assert (
+        result_of(said.out)["target"] == "pending" and "its scores are of other prompts or statistics than" in said.err
+    )
+    prompts.write_bytes(whole)
+    made = read_statistics(statistics)
+    write_statistics(statistics, made._replace(mean=made.mean + 1.0), {"resize": "none"})
+    assert benchmark.main(words) == 2
+    assert f"eval.statistics: statistics_sha256 {sha256(statistics)}, {at} " in capsys.readouterr().err
+    assert (tmp_path / "watched" / "metrics.jsonl").read_bytes() == record
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def test_pictures_go_to_wandb_offline_without_asking_its_server(words_of, tmp_path):
     words = words_of(tmp_path, "logged", "eval.when=in_training", "max_duration=3ba")
     words += ["loggers.wandb.project=p", "loggers.wandb.mode=offline"]
@@ -358,6 +394,11 @@ def test_statistics_of_another_resize_and_rows_of_another_precision_are_not_take
     assert "was made with the resize bicubic256, this evaluation has none." in capsys.readouterr().err
     assert eval_command.main(words) == eval_command.main([*words, "precision=bf16"]) == 0
     assert [row["precision"] for row in read_rows(tmp_path / "scores" / "eval.csv")] == ["fp32", "bf16"]
+    for _ in range(2):
+        assert eval_command.main([*words, "eval.precision=fp16"]) == 0
+    first, _, last = read_rows(tmp_path / "scores" / "eval.csv")
+    assert (first["eval_precision"], last["eval_precision"]) == ("fp32", "fp16") and first["fid"] != last["fid"]
+    assert last["clip"] == float(np.float16(last["clip"])) == pytest.approx(first["clip"], abs=2e-3)
     assert eval_command.main([*words, "objective.prediction=epsilon"]) == 2
     assert "objective.prediction: epsilon, but " in capsys.readouterr().err
 

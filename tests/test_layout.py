@@ -46,6 +46,7 @@ FLOORS = [
         "fp8",
         "copy_stream",
     },
+    {"unfinished"},
     {"scoring"},
     {"model", "data", "ema", "optim", "speed", "quiet_trainer", "checkpoints", "callbacks", "loggers"},
     {"machine", "plan", "preflight", "resume", "run_config", "warm_start"},

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+import open_clip
 import pytest
 import torch
+import torch.nn.functional as F
+from pytorch_fid.fid_score import calculate_frechet_distance
+from torchvision.transforms.functional import to_pil_image
 
 from metrics.clip_score import load_clip
+from metrics.fid import Statistics, read_statistics, write_statistics
+from metrics.inception import load_inception
 from metrics.meter import Meter
 
 CAPTIONS = ["a red circle", "two dogs", "", "snow"]
@@ -65,3 +72,96 @@ def test_an_evaluation_that_was_broken_off_hands_no_batch_on(meter, images):
         raise KeyboardInterrupt
     meter.measure_given()
     assert int(meter.cosines.n) == 0
+
+
+# --- fp16, as MLPerf's reference scores: its own formulas in numpy, with its networks under autocast ---
+
+
+def half(clip: str | None = None, **fid) -> Meter:
+    return Meter(**{"inception": None, "statistics": None, **fid}, resize="bilinear299", clip=clip, precision="fp16")
+
+
+def measured(meter: Meter, images: torch.Tensor, captions: list[str]) -> dict:
+    meter.reset()
+    with meter.on(torch.device("cpu")):
+        meter.add(images, range(len(images)), captions)
+        return meter.figures()
+
+
+def test_the_clip_score_in_fp16_is_numpys_mean_of_float16_cosines(meter, images):
+    pair, rows = load_clip("random"), []
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        text = pair.network.encode_text(open_clip.tokenize(CAPTIONS))
+        text /= text.float().norm(dim=-1, keepdim=True)
+        for image in images.half():
+            image = pair.network.encode_image(pair.transform(to_pil_image(image))[None])
+            image /= image.float().norm(dim=-1, keepdim=True)
+            rows.append(image)
+        cosines = (torch.cat(rows) * text).float().sum(dim=1).half().numpy()
+    found = measured(half("random"), images, CAPTIONS)["clip"]
+    assert cosines.dtype == np.float16 and found == float(np.float16(found))
+    assert found == pytest.approx(float(np.mean(cosines)), abs=2 * np.spacing(np.float16(abs(found))))
+    assert found != measured(meter, images, CAPTIONS)["clip"]
+
+
+def test_a_mean_just_below_the_target_is_above_it_in_fp16():
+    """The step of float16 at 0.15 is 2**-13: the reference's 0.150024 may be 0.149964."""
+    score = half("random")
+    for mean, shown in ((0.149964, 0.1500244140625), (0.149963, 0.14990234375)):
+        score.reset()
+        score.go_on_from({"cosines": {"n": torch.tensor(2.0).double(), "sum": torch.tensor(2 * mean).double()}})
+        assert score.figures()["clip"] == shown == float(np.mean(np.array([mean, mean], np.float16)))
+
+
+def test_fid_in_fp16_has_numpys_mean_and_covariance_of_float16_features(tmp_path):
+    generator = torch.Generator().manual_seed(4)
+    ours, theirs = torch.rand(2, 80, 3, 32, 32, generator=generator)
+    reader = load_inception("zoo/shapes_weights/reader/model.safetensors")
+    made = reader(theirs).double().numpy()
+    file = tmp_path / "s.npz"
+    write_statistics(file, Statistics(made.mean(axis=0), np.cov(made, rowvar=False), 80), {})
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        features = reader.network.features(2 * ours.half() - 1)
+    features = features.half().numpy()
+    mean, covariance = np.mean(features, axis=0), np.cov(features, rowvar=False)
+    assert (mean.dtype, covariance.dtype) == (np.float16, np.float64)
+    reference = read_statistics(file)
+    expected = calculate_frechet_distance(mean, covariance, reference.mean, reference.covariance)
+    given = dict(inception="zoo/shapes_weights/reader/model.safetensors", statistics=str(file))
+    found = measured(half(**given), ours, [""] * 80)["fid"]
+    whole = measured(Meter(**given, resize="bilinear299", clip=None), ours, [""] * 80)["fid"]
+    assert found == pytest.approx(expected, rel=1e-6) and found != pytest.approx(whole, rel=1e-6)
+    assert half(**given).facts["eval_precision"] == "fp16"
+
+
+@pytest.mark.slow
+@pytest.mark.budget(200)
+@pytest.mark.parametrize("resize", ["bilinear299", "bicubic256"])
+def test_inception_in_fp16_takes_float16_images_and_gives_float16_features(images, resize):
+    extractor = load_inception("random", resize)
+    plain = extractor(images[:1])
+    extractor.precision = "fp16"
+    found = extractor(images[:1].half())
+    assert found.dtype == torch.float16
+    given = images[:1].half()
+    if resize == "bicubic256":
+        from metrics.inception import pil_bicubic
+
+        given = pil_bicubic(given, 256).half()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        expected = extractor.network(2 * F.interpolate(given, (299, 299), mode="bilinear", align_corners=False) - 1)
+    assert torch.equal(found, expected)
+    assert 0.0 < float((found.float() - plain).abs().max() / plain.abs().max()) < 0.05
+
+
+def test_statistics_that_do_not_say_their_resize_are_pointed_out_where_256_pixels_are_measured(tmp_path, capsys):
+    file = tmp_path / "s.npz"
+    for facts, said in (({}, True), ({"resize": "bicubic256"}, False)):
+        write_statistics(file, Statistics(np.zeros(2048), np.eye(2048)), facts)
+        at_256 = Meter(inception="random", statistics=str(file), resize="bicubic256", clip=None)
+        at_256.say_what_is_short(30_000)
+        text = (
+            "eval.statistics: does not say its resize, and eval.resize=bicubic256. Give those of pictures that were brought "
+            "to 256 pixels too (prepare.fid_statistics resize=bicubic256).\n"
+        )
+        assert (text in capsys.readouterr().err) is said

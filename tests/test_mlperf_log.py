@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -19,7 +20,7 @@ import benchmark
 import eval as eval_command
 from callbacks.mlperf_log import MADE_WITH, TOKEN, MLPerfConfig, conclude, read_events
 from checkpoint_files import WEIGHTS, listed, read, stem, write
-from checks import quick_problems
+from checks import closed_data_problems, quick_problems
 from config import ConfigError, flat, load, parse_command_line
 from reports.mlperf_runs import read_run
 from scoring import TargetConfig
@@ -44,6 +45,16 @@ def keys(log: Path) -> list[str]:
 def only(events: list[dict], key: str) -> dict:
     [found] = [event for event in events if event["key"] == key]
     return found
+
+
+def runs_backwards(log: Path) -> list[tuple[str, str]]:
+    """Keys of neighbours of which the second one is earlier; a run_stop may be dated back to its snapshot."""
+    events = read_events(log)
+    return [
+        (a["key"], b["key"])
+        for a, b in itertools.pairwise(events)
+        if b["time_ms"] < a["time_ms"] and b["key"] != "run_stop"
+    ]
 
 
 HEAD = ["cache_clear", "submission_benchmark", "submission_division", "submission_org", "submission_platform"]
@@ -119,6 +130,43 @@ def test_a_disk_that_is_full_stops_the_run(tmp_path):
         OSError, match=r"mlperf.log cannot be written: No space left on device. The run stops; make room"
     ):
         drive.log.log.event("seed", 1)
+
+
+class Running:
+    """A clock that goes on by a millisecond at each look, as a real one does between two events."""
+
+    def __init__(self, drive: Drive):
+        self.drive = drive
+
+    def __call__(self) -> float:
+        self.drive.time += 0.001
+        return self.drive.time
+
+
+def test_times_never_run_backwards_through_a_whole_run_a_restart_and_evaluations_that_earlier_starts_began(tmp_path):
+    points = curves(512)[0]
+    drive = Drive(tmp_path, closed(), header(512, 1))
+    drive.log.log.now = Running(drive)
+    drive.start()
+    for point in points[:2]:
+        drive.train(point["images"])
+        drive.evaluate(point)
+    drive.train(points[2]["images"])
+    again = Drive(tmp_path, closed(), header(512, 1))
+    again.time = drive.time + 1.0
+    again.log.log.now = Running(again)
+    again.evaluations += points[:3]  # the third took 100 s, of which the log has not heard: before the restart
+    again.start(points[2]["images"])
+    for point in points[3:]:
+        again.train(point["images"])
+        again.evaluate(point)
+    again.end()
+    found = keys(tmp_path / "mlperf.log")
+    assert found.count("eval_stop") == len(points) and "restart" in found and found[-1] == "run_stop"
+    assert runs_backwards(tmp_path / "mlperf.log") == []
+    events = read_events(tmp_path / "mlperf.log")
+    restart, owed = only(events, "restart"), [e for e in events if e["key"] == "eval_start"][2]
+    assert owed["time_ms"] == restart["time_ms"]  # its eval_sec says how long it took
 
 
 # --- restarts ---
@@ -372,8 +420,52 @@ def test_afterwards_the_log_closes_at_the_time_of_the_snapshot_that_passed_first
     }
     assert compliance(tmp_path, tmp_path / "mlperf.log")[0]
     before = (tmp_path / "mlperf.log").read_bytes()
-    conclude(tmp_path, rows, rows[first])  # a closed log stays as it is
+    conclude(tmp_path, rows, rows[first])  # a log that training has closed stays as it is
     assert (tmp_path / "mlperf.log").read_bytes() == before
+
+
+def test_a_log_that_was_closed_afterwards_gets_the_points_before_in_order_and_keeps_its_end(tmp_path, capsys):
+    points = curves(512)[0][:8]
+    rows = waiting(tmp_path, points)
+    first = next(n for n, row in enumerate(rows) if passes(row))
+    assert first >= 3
+    log = tmp_path / "mlperf.log"
+    conclude(tmp_path, rows[first - 1 : first + 1], rows[first], afterwards=True)
+    (tmp_path / "summary.json").write_text(json.dumps({"target": "reached"}))
+    closed_so = log.read_text().splitlines()
+    capsys.readouterr()
+    conclude(tmp_path, rows, rows[first], afterwards=True)
+    assert log.read_text().splitlines()[: len(closed_so) - 1] == closed_so[:-1]  # what stood there stands there
+    events = read_events(log)
+    images = [row["images"] for row in rows]
+    evaluated = [event["metadata"]["samples_count"] for event in events if event["key"] == "eval_stop"]
+    assert evaluated == [*images[first - 1 : first + 1], *images[: first - 1]]
+    stop = {key: only(events, "run_stop")[key] for key in ("time_ms", "value")}
+    assert stop == {"time_ms": 1000 * (BEGAN + images[first] / 1000), "value": None} and events[-1]["key"] == "run_stop"
+    assert events[-1]["metadata"]["status"] == "success" and runs_backwards(log) == []
+    said = (
+        f"mlperf: the log has {first - 1} evaluations more; it ends as before: success at {images[first]:,} images.\n"
+    )
+    assert capsys.readouterr().err == said
+    assert compliance(tmp_path, log)[0]
+    whole = log.read_bytes()
+    conclude(tmp_path, rows, rows[first], afterwards=True)  # nothing is new
+    assert log.read_bytes() == whole
+
+
+def test_a_log_that_was_closed_afterwards_ends_where_an_earlier_snapshot_met_the_target_after_all(tmp_path):
+    rows = waiting(tmp_path, curves(512)[0][:8])
+    conclude(tmp_path, rows[4:6], rows[5], afterwards=True)
+    conclude(tmp_path, rows[:6], rows[2], afterwards=True)
+    events = read_events(tmp_path / "mlperf.log")
+    stop = only(events, "run_stop")
+    assert (stop["metadata"]["samples_count"], stop["time_ms"]) == (
+        rows[2]["images"],
+        1000 * (BEGAN + rows[2]["images"] / 1000),
+    )
+    assert sum(event["key"] == "eval_stop" for event in events) == 5
+    conclude(tmp_path, rows[:2], None, afterwards=True)  # a part of the rows is no other end
+    assert only(read_events(tmp_path / "mlperf.log"), "run_stop") == stop
 
 
 def test_two_commands_that_come_to_their_end_at_once_close_a_log_once(tmp_path):
@@ -506,6 +598,24 @@ def test_the_closed_division_names_every_constant_that_is_another(tmp_path):
     assert f"mlperf.division: closed, but eval.prompts: 1 prompts; the reference: 30,000. {fix}" in lines
 
 
+def test_the_closed_division_refuses_other_data_by_name_before_anything_is_built(stage, tmp_path, capsys):
+    words = [*TINY_RUN, f"data.remote={stage}", "data.stage=images", f"run_folder={tmp_path}", "mlperf.enabled=true"]
+    words += [*(word.format(tmp_path) for word in SCORED), "eval.when=after", "eval.every_images=16", "target.fid=90"]
+    (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
+    assert benchmark.main([*words, "mlperf.division=closed"]) == 2
+    line = (
+        f"mlperf.division: closed, but train_samples: 48 at {stage}; the benchmark: 6,513,144. Give the stage of all of "
+        "them; a subset, if it is meant, is mlperf.division=open."
+    )
+    assert line in capsys.readouterr().err.splitlines()
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    of_run = {"closed": 1, "open": 0}
+    for division, num in of_run.items():
+        given = parse_command_line([*words, f"mlperf.division={division}"], {})
+        config = load(benchmark.RunConfig, given, not_yet={}, check=lambda run: [])
+        assert len(closed_data_problems(config)) == num
+
+
 SHORTCUTS = {
     "model.denoiser": ("runs/other", "runs/other; the reference: null"),  # begun with weights that are trained already
     "model.weights": ("random", "random; the reference: its published weights"),
@@ -563,8 +673,10 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logge
     record = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
     fids = [line["fid"] for line in record if line.get("evaluation")]
     assert [e["value"] for e in events if e["metadata"].get("metric") == "FID"] == fids
+    assert runs_backwards(logged / "mlperf.log") == []
     made_with = [{key: e["metadata"][key] for key in MADE_WITH[1:]} for e in events if e["key"] == "eval_stop"]
-    assert made_with == 2 * [{"num_images": NUM_PROMPTS, "inception": "shapes-reader", "clip_model": "shapes-CLIP"}]
+    judges = {"inception": "shapes-reader", "clip_model": "shapes-CLIP", "eval_precision": "fp32"}
+    assert made_with == 2 * [{"num_images": NUM_PROMPTS, **judges}]
     label = f"mini (batch 8, {NUM_PROMPTS} images a score, scored by shapes-CLIP and shapes-reader)"
     assert read_run(logged).label == label
 
@@ -580,6 +692,7 @@ def test_killed_between_its_last_evaluation_and_its_end_it_closes_its_log(words_
         (tmp_path / "mini/summary.json").unlink(missing_ok=True)
         assert benchmark.main(words_of(tmp_path, "mini", *words)) == 0
         assert keys(log) == [json.loads(line[len(TOKEN) :])["key"] for line in lines] + more
+        assert runs_backwards(log) == []
 
 
 @pytest.mark.slow
@@ -596,6 +709,7 @@ def test_a_run_that_is_scored_afterwards_is_closed_by_eval(words_of, tmp_path, c
     assert stop["time_ms"] == round(1000 * read(snapshot)["unix_time"])
     assert json.loads((folder / "summary.json").read_text())["target"] == "reached"
     assert only(events[-5:-1], "eval_stop")["metadata"]["num_images"] == NUM_PROMPTS
+    assert runs_backwards(log) == []
 
 
 @pytest.mark.slow

@@ -321,6 +321,7 @@ CHANGED = {
     "a score that is none": ("mlperf.log", '"eval_accuracy", "value": 2', '"eval_accuracy", "value": null, "was": 2'),
     "a seed that is none": ("mlperf.log", '"key": "seed", "value": 0', '"key": "seed", "value": "x"'),
     "few images": ("mlperf.log", '"eval_samples", "value": 30000', '"eval_samples", "value": 5'),
+    "few samples": ("mlperf.log", '"train_samples", "value": 6513144', '"train_samples", "value": 6000000'),
     "the name of its parents": (
         "mlperf.log",
         '"submission_org", "value": "Fixture"',
@@ -413,6 +414,7 @@ WHY = {
     "a point left out": "its log has no scores at 2,048,000 images: the rules ask for the first pass and the point before",
     "passed at once": "it passed at its first evaluation, the checkers ask for two: evaluate more often (eval.every_images)",
     "few images": "5 images a score: no result of the closed division, which asks for 30,000 images, by the benchmark's",
+    "few samples": "trained on 6,000,000 samples: no result of the closed division, which asks for 6,513,144",
     "random networks": "random inception: no result of the closed division",
     "the name of its parents": "mlperf.org: '..' cannot be the name of a folder, which it is in a submission",
     "another year": "mlperf.ruleset: '3.1.0' is not known here. Possible: 4.0.0, 4.1.0, 5.0.0",

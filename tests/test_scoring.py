@@ -285,6 +285,8 @@ def test_the_last_evaluation_before_the_start_is_what_the_next_one_has_to_be_lik
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     like = {"guidance": 4.0, "clip_fingerprint": "ab", "eval_weights": "ema", "eval_batch_size": 4}
     check_evaluations(tmp_path, 2, like)
+    with pytest.raises(ConfigError, match=r"eval.precision: eval_precision fp16, but .* with fp32 at 16 images"):
+        check_evaluations(tmp_path, 2, {**like, "eval_precision": "fp16"})
     with pytest.raises(ConfigError) as caught:
         check_evaluations(tmp_path, 2, {**like, "guidance": 3.0, "clip_fingerprint": None})
     ways = "A run's evaluations have to be alike: use that, or another run_name; its snapshots can be scored anew by composer"

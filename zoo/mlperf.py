@@ -19,6 +19,7 @@ from typing import Any
 
 TARGET_FID = 90.0  # at most, and
 TARGET_CLIP = 0.15  # at least, on the same checkpoint (rules)
+TRAIN_SAMPLES = 6_513_144  # in 832 shards, all of them (main.py of the reference)
 NUM_PROMPTS = 30_000  # of val2014_30k.tsv, an image each (reference)
 CHECKPOINT_EVERY_IMAGES = 512_000  # rules; see `checkpoint_batches`
 WARMUP_BATCHES = 1000  # whatever the global batch (configs/ of the reference, and every reference point)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from host_waits import GpuWaits, watched
 import benchmark
 from checkpoint_files import FULL, listed, read
 from copy_stream import CopyStream
-from metrics.meter import Meter
+from metrics.meter import QUEUE_SEC, Meter, Pace
 from model import ModelConfig, build_model
 from scoring import EvalConfig, Scorer
 from zoo.objectives import ObjectiveConfig
@@ -136,6 +137,29 @@ def test_figures_are_those_of_a_cpu_although_the_next_batch_is_in_the_making():
             found.append(meter.figures())
     assert found[0]["num_images"] == found[1]["num_images"] == 48
     assert found[1]["clip"] == pytest.approx(found[0]["clip"], abs=1e-4)
+
+
+def test_a_stop_waits_for_a_few_seconds_of_queued_steps_at_most():
+    busy, pace, began = torch.randn(8192, 8192, device="cuda"), Pace(), time.monotonic()
+    for _ in range(100):
+        for _ in range(4):
+            busy = busy @ busy.T / 128.0  # a step of some 80 ms: 8 s in all
+        pace.step()
+    queued, since = time.monotonic() - began, time.monotonic()
+    torch.cuda.synchronize()
+    left = time.monotonic() - since
+    assert left < QUEUE_SEC + 1.0 and (queued > 1.0 or left < 1.0)
+
+
+def test_in_fp16_a_gpu_rounds_as_a_cpu_does():
+    images = torch.rand(16, 3, 96, 96, generator=torch.Generator().manual_seed(1))
+    found = []
+    for name in ("cpu", "cuda"):
+        meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random", precision="fp16")
+        with meter.on(torch.device(name)):
+            meter.add(images.to(name), range(16), ["a cat"] * 16)
+            found.append(meter.figures()["clip"])
+    assert found[1] == float(np.float16(found[1])) == pytest.approx(found[0], abs=2e-3)
 
 
 def test_a_profile_of_a_gpu_is_of_kernels_and_knows_nearly_all_of_them(tmp_path):

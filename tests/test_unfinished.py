@@ -1,0 +1,235 @@
+"""Evaluations that are left at a signal or killed: they go on with what is not done, and end with the same figures."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, run
+from test_checkpoints import newest, same_training
+from test_evaluation import evaluations, figures, words_of  # noqa: F401
+
+import alarm
+import benchmark
+from checkpoint_files import FULL, listed
+from curves import read_rows
+from metrics.meter import Meter
+from unfinished import NAME, Parts, Work
+
+# --- files and sums ---
+
+
+def test_a_part_is_found_by_its_evaluation_and_rank_alone_and_goes_when_the_score_is_written(tmp_path):
+    mine, others = Parts(tmp_path / "p", is_alone=False), Parts(tmp_path / "p", is_alone=True)
+    assert mine.find("this", 0) is None and not (tmp_path / "p").exists()
+    for chunks in (1, 2):
+        mine.keep("this", 3, {"chunks": chunks})
+    mine.keep("other", 3, {"chunks": 9})
+    path, content = mine.find("this", 3)
+    assert content == {"schema": 1, "of": "this", "chunks": 2} and len(list(path.parent.iterdir())) == 2
+    assert mine.find("this", 0) is None and mine.find("third", 3) is None
+    assert [p.name[:5] for p in mine.of_others("this")] == ["part-"] and len(mine.of_others("third")) == 2
+    mine.remove("this")
+    assert mine.find("this", 3) is None and mine.find("other", 3) is not None
+    others.remove("this")
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "emptied", "renamed", "pickled"])
+def test_a_part_that_is_damaged_or_anothers_is_set_aside_and_said(tmp_path, capsys, how):
+    parts = Parts(tmp_path, is_alone=False)
+    parts.keep("this", 0, {"chunks": 5})
+    path, _ = parts.find("this", 0)
+    whole = path.read_bytes()
+    if how == "renamed":
+        parts.keep("other", 0, {"chunks": 6})
+        shutil.move(
+            parts.find("other", 0)[0], path := path.with_name(f"{path.name[:34]}{parts.find('other', 0)[0].name[34:]}")
+        )
+    elif how == "pickled":
+        torch.save({"schema": 1, "of": tmp_path}, path)
+    else:
+        path.write_bytes({"cut": whole[:-9], "flipped": whole[:80] + b"?" + whole[81:], "emptied": b""}[how])
+    (tmp_path / f".{path.name[:34]}.77.tmp").touch()  # of a killed writer
+    found = parts.find("this", 0)
+    assert found is None or (how == "renamed" and found[1]["chunks"] == 5)
+    assert f"eval: {path} is damaged, or of another evaluation; set aside.\n" == capsys.readouterr().err
+    assert path.with_name(path.name + ".damaged").exists() and not list(tmp_path.glob("*.tmp"))
+
+
+def test_sums_that_are_taken_up_again_give_the_same_figures_to_the_last_bit():
+    images = torch.rand(6, 3, 40, 40, generator=torch.Generator().manual_seed(1))
+    captions = ["a red circle", "two dogs", "", "snow", "rain", "a cat"]
+    meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
+
+    def added(*numbers: int) -> None:
+        for n in numbers:
+            meter.add(images[n : n + 2], range(n, n + 2), captions[n : n + 2])
+
+    meter.reset()
+    added(0, 2, 4)
+    whole = meter.figures()
+    meter.reset()
+    added(0, 2)
+    assert meter.is_waiting and int(meter.sums()["cosines"]["n"]) == 2
+    meter.measure_given()
+    kept = meter.sums()
+    meter.reset()
+    meter.go_on_from(kept)
+    added(4)
+    assert meter.figures() == whole and int(kept["cosines"]["n"]) == 4
+    with pytest.raises(ValueError, match="sums: .* not "):
+        meter.go_on_from({"cosines": {"n": torch.zeros(()), "sum": torch.zeros(())}})
+
+
+def test_a_signal_is_noted_instead_of_ending_and_handlers_come_back():
+    before = [signal.getsignal(number) for number in alarm.STOP_SIGNALS]
+    with alarm.noting_signals() as noted:
+        hearing = alarm.Hearing(noted, 3)
+        assert not hearing.heard() and hearing.agreed() == 0
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert hearing.heard() and hearing.agreed() == signal.SIGUSR1
+    assert [signal.getsignal(number) for number in alarm.STOP_SIGNALS] == before
+
+
+# --- whole runs ---
+
+# A rank that is ended, or gets a signal, after so many batches of images of its first evaluation.
+PROGRAM = """
+import os, signal, sys, time, benchmark, eval, unfinished
+from composer.utils import dist
+command, number, rank, batches = sys.argv[1], *map(int, sys.argv[2:5])
+unfinished.EVERY_SEC, add, count = 0.0 if number == signal.SIGKILL else 60.0, unfinished.Work.add, 0
+
+def counted(self, *given):
+    global count
+    add(self, *given)
+    count += 1
+    if count == batches and dist.get_global_rank() == rank:
+        time.sleep(2.0 * (dist.get_world_size() - 1))  # the others get further meanwhile
+        os.kill(os.getpid(), number)
+
+unfinished.Work.add = counted
+sys.exit({"benchmark": benchmark, "eval": eval}[command].main(sys.argv[5:]))
+"""
+
+OF_FOUR = ("eval.when=in_training", "eval.batch_size=4")  # two evaluations, of 8 batches each
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(words_of, tmp_path_factory) -> Path:  # noqa: F811
+    folder = tmp_path_factory.mktemp("whole")
+    assert benchmark.main(words_of(folder, "whole", *OF_FOUR)) == 0
+    assert not (folder / "whole" / NAME).exists()
+    return folder / "whole"
+
+
+@pytest.mark.slow
+@pytest.mark.budget(200)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figures(
+    number,
+    words_of,  # noqa: F811
+    whole,
+    program,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    words = words_of(tmp_path, "whole", *OF_FOUR)
+    done = run(sys.executable, str(program), "benchmark", str(int(number)), "0", "3", *words, PYTHONPATH=str(ROOT))
+    assert done.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143}[number], done.stderr
+    folder = tmp_path / "whole"
+    assert evaluations(folder) == [] and len(list((folder / NAME).glob("part-*.pt"))) == 1
+    if number == signal.SIGTERM:  # heard at the first step of the fourth batch
+        first, second = done.stderr.splitlines()[-2:]
+        assert first == f"eval: left at a signal: 12 of 32 images were scored; kept in {folder / NAME}."
+        saved = listed(folder / "checkpoints", FULL)[0]
+        assert saved.name.startswith("full-ba000000000003-")
+        assert second == f"SIGTERM: stopped after batch 3; saved {saved}. The same command goes on."
+    made, generate = [], benchmark.LatentDiffusion.generate
+    monkeypatch.setattr(
+        benchmark.LatentDiffusion,
+        "generate",
+        lambda self, *given, **ways: made.append(1) or generate(self, *given, **ways),
+    )
+    assert benchmark.main(words) == 0
+    num_kept = 2 if number == signal.SIGKILL else 3  # the last batch was not measured yet when it was killed
+    said = f"eval: goes on: {4 * num_kept} of 32 images were scored by an earlier start.\n"
+    assert said in capsys.readouterr().err and len(made) == 8 - num_kept + 8
+    assert [figures(line) for line in evaluations(folder)] == [figures(line) for line in evaluations(whole)]
+    assert same_training(newest(tmp_path, "whole"), newest(whole.parent, "whole"))
+    assert (folder / "samples/im000000000024.png").read_bytes() == (whole / "samples/im000000000024.png").read_bytes()
+    assert not (folder / NAME).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.budget(300)
+def test_one_rank_of_two_gets_the_signal_while_the_other_has_no_more_to_do_and_both_stop(
+    words_of,  # noqa: F811
+    program,
+    tmp_path,
+    capsys,
+):
+    """31 prompts in batches of 5: four batches on rank 0, which is stopped in the last one, three on rank 1, which waits."""
+    own = ("eval.when=in_training", "eval.batch_size=5", "eval.num_prompts=31", "max_duration=3ba")
+    words, folder = words_of(tmp_path, "two", *own), tmp_path / "two"
+    done = run("composer", "-n", "2", str(program), "benchmark", "15", "0", "3", *words, PYTHONPATH=str(ROOT))
+    assert done.returncode == 143, done.stdout + done.stderr
+    [kept] = re.findall(
+        f"eval: left at a signal: (\\d+) of 31 images were scored; kept in {folder / NAME}.\n", done.stderr
+    )
+    assert 15 <= int(kept) <= 30
+    assert "SIGTERM: stopped after batch 3; saved " in done.stderr
+    assert len(list((folder / NAME).glob("part-*.pt"))) == 2 and evaluations(folder) == []
+    # On another number of ranks the sums are of other prompts each: nothing of them is used.
+    assert benchmark.main(words) == 0
+    said = "2 parts of other evaluations (weights, settings, prompts or ranks) are not used; they go with this one.\n"
+    assert f"eval: {folder / NAME}: {said}" in capsys.readouterr().err
+    [line] = evaluations(folder)
+    assert line["num_images"] == 31 and not (folder / NAME).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.budget(500)
+def test_eval_is_stopped_by_a_signal_to_one_rank_and_goes_on(whole, program, tmp_path):
+    words = [str(whole), f"out={tmp_path}/table", "eval.batch_size=3", "snapshots=last"]
+    stopped = run("composer", "-n", "2", str(program), "eval", "10", "1", "2", *words, PYTHONPATH=str(ROOT))
+    assert stopped.returncode == 138, stopped.stdout + stopped.stderr
+    assert "SIGUSR1: stopped. The same command goes on.\n" in stopped.stderr
+    assert len(list((tmp_path / "table" / NAME).glob("part-*.pt"))) == 2
+    done = run("composer", "-n", "2", "eval.py", *words)
+    assert done.returncode == 0 and "images were scored by an earlier start" in done.stderr, done.stderr
+    alone = run("composer", "-n", "2", "eval.py", words[0], f"out={tmp_path}/unbroken", *words[2:])
+    assert alone.returncode == 0, alone.stderr
+    rows = [read_rows(tmp_path / name / "eval.csv") for name in ("table", "unbroken")]
+    assert [figures(row) for row in rows[0]] == [figures(row) for row in rows[1]]
+    assert not (tmp_path / "table" / NAME).exists()
+
+
+def test_the_seconds_of_an_evaluation_that_went_on_are_the_sum(tmp_path):
+    """Nothing of a network: only the part says how long it took before."""
+    meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
+    meter.reset()
+    parts, ways = Parts(tmp_path, is_alone=True), dict(num_images=4, batch_size=2, num_samples=0)
+    parts.keep("this", 0, {"chunks": 1, "seconds": 500.0, "samples": [], "sums": meter.sums()})
+    work = Work(parts, "this", meter, **ways, began=time.monotonic())
+    assert work.num_done == 1 and 500.0 <= work.seconds < 510.0
+    for broken in ({"chunks": 1}, {"chunks": 1, "seconds": 1.0, "samples": [], "sums": {"features": {}}}):
+        parts.keep("this", 0, broken)
+        assert Work(parts, "this", meter, **ways, began=0.0).num_done == 0
+    assert len(list(tmp_path.glob("*.damaged"))) == 2
