@@ -24,7 +24,7 @@ FLOORS = [
         "store_errors",
         "time_by_kind",
     },
-    {"zoo.weight_files", "zoo.latent_family", "zoo.shapes_networks", "store_clients"},
+    {"zoo.weight_files", "zoo.latent_family", "zoo.shapes_networks", "store_clients", "images"},
     {"zoo.ldm", "fetch"},
     {"stage", "shard_file"},
     {
