@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from batch_wait import END, files_and_bytes, next_batch
 from fetch import PATIENCE_SEC, StreamFailure
-from images import SampleError, check_caption, decode_image, resize_and_crop
+from images import check_caption, decode_image, resize_and_crop
 from shared_memory import one_at_a_time, remove_dead_segments
 from stage import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stream import BatchStream, MomentsStream
@@ -148,8 +149,15 @@ class DataConfig:
                 f"{self.cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
             )
             return [("data.cache_limit", in_place)] if limit is not None else []
-        if not is_remote(self.remote) and os.path.realpath(self.local) == os.path.realpath(self.remote):
-            return [("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")]
+        if not is_remote(self.remote):
+            local, remote = Path(os.path.realpath(self.local)), Path(os.path.realpath(self.remote))
+            if local == remote:
+                return [("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")]
+            apart = "Give a folder beside it: a stage's own files and the shards of a run are not to mix."
+            if remote in local.parents:
+                return [("data.local", f"{self.local} lies inside of the stage at {self.remote}. {apart}")]
+            if local in remote.parents:
+                return [("data.local", f"{self.local} has the stage at {self.remote} inside of it. {apart}")]
         if holds_another_stage(self.local, stage):
             given = f"{self.local} holds shards of another stage than {stage.location}"
             return [("data.local", f"{given}. Give another folder, or remove this one.")]
@@ -196,26 +204,15 @@ class StreamingLAIONDataset(BatchStream):
         }
 
     def read_sample(self, sample_id: int) -> dict[str, Any]:
-        """Return the sample, or the next good one of its shard; "bad" lists (id, key, reason) of those passed over.
+        """Return the sample, or the next good one of its shard; "bad" lists those passed over. Raises: see `first_good`."""
+        used, bad = self.first_good(sample_id, self._use)
+        return {**used, "bad": bad}
 
-        Raises:
-            ValueError: no sample of the shard can be used.
-        """
-        shard_id, offset = self.spanner[sample_id]
-        shard_start, shard_samples = sample_id - offset, self.shards[shard_id].samples
-        bad = []
-        for step in range(shard_samples):
-            candidate = int(shard_start + (offset + step) % shard_samples)
-            sample = self[candidate]
-            try:
-                caption = check_caption(sample["caption"])
-                images = resize_and_crop(decode_image(sample["jpg"]), self.image_size, self.image_dtype)
-            except SampleError as error:
-                bad.append((candidate, str(sample["key"]), str(error)))
-            else:
-                return {"images": images, "caption": caption, "bad": bad}
-        named = "; ".join(f"{key}: {reason}" for _, key, reason in bad[:3])
-        raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
+    def _use(self, sample_id: int) -> dict[str, Any]:
+        sample = self[sample_id]
+        caption = check_caption(sample["caption"])
+        images = resize_and_crop(decode_image(sample["jpg"]), self.image_size, self.image_dtype)
+        return {"images": images, "caption": caption}
 
 
 class Loader(StreamingDataLoader):

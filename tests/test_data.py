@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 
+import numpy as np
 import pytest
 import torch
 from conftest import picture, sample_files
-from streaming import StreamingDataset
+from streaming import MDSWriter, StreamingDataset
 
 from data import (
     DataConfig,
@@ -16,6 +17,10 @@ from data import (
     SyntheticBatches,
     build_data,
 )
+from fetch import HASH
+from prepare.moments import mds_columns
+from prepare.shards import COLUMNS
+from stage import write_facts
 from zoo import load_family
 from zoo.spec import Column
 
@@ -125,12 +130,6 @@ def test_synthetic_batches_depend_on_the_seed():
 
 def stage_with(tmp_path, broken: dict[str, dict[str, bytes]]):
     """A stage with broken samples in it, as other tools write them: prepare.shards would have left them out."""
-    from streaming import MDSWriter
-
-    from fetch import HASH
-    from prepare.shards import COLUMNS
-    from stage import write_facts
-
     out = tmp_path / "broken"
     with MDSWriter(out=str(out), columns=COLUMNS, hashes=[HASH]) as writer:
         for number in range(16):
@@ -171,6 +170,55 @@ def test_more_broken_samples_than_allowed_stop_the_run_by_name(tmp_path):
         "data.max_bad_samples: 4 samples cannot be used, 3 are allowed. First: 003: image of zero bytes; 004: not an "
         "image; 009: truncated or damaged image; 015: empty caption. Raise data.max_bad_samples, or make the stage again "
         "without them."
+    )
+
+
+def moments_stage_with(out, broken: dict[int, float]):
+    """Moments of 24 samples in two shards; `broken`: number -> a value of its that no encoder writes."""
+    family, random = load_family("sd2", "tiny", "stock"), np.random.default_rng(0)
+    columns = mds_columns(family, (64, 64), text={}, metadata=False)
+    with MDSWriter(out=str(out), columns=columns, hashes=[HASH], size_limit=1 << 14) as writer:
+        for number in range(24):
+            moments = random.normal(size=(8, 8, 8)).astype(np.float16)
+            moments[number % 8, 3, number % 5] = broken.get(number, 65504.0)
+            row = {"moments": moments, "tokens": np.full(77, number, np.uint16)}
+            writer.write({**row, "caption": "x", "key": f"{number:03d}"})
+    write_facts(out, "moments", {})
+    return out
+
+
+def moments_loader(out, **config):
+    section = DataConfig(stage="moments", local=str(out), shuffle=False, **{"workers": 0, **config})
+    LOADERS.append(build_data(section, FAMILY, size=(64, 64), device_batch_size=6, device=CPU, seed=1).dataloader)
+    return LOADERS[-1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_moments_that_are_not_finite_are_named_and_replaced_like_any_broken_sample(tmp_path, workers):
+    out = moments_stage_with(tmp_path / "out", {4: np.inf, 5: -np.inf, 15: np.nan, 23: -np.nan})
+    last = sum(StreamingDataset(local=str(out), batch_size=1).samples_per_shard[:-1])
+    loader = moments_loader(out, workers=workers)
+    batches = list(loader)
+    assert all(set(batch) == {"moments", "tokens"} and batch["moments"].isfinite().all() for batch in batches)
+    numbers = [int(row[0]) for batch in batches for row in batch["tokens"]]
+    assert numbers == [{4: 6, 5: 6, 15: 16, 23: last}.get(number, number) for number in range(24)]
+    reason = "moments are not finite"
+    assert loader.bad_samples == {number: (f"{number:03d}", reason) for number in (4, 5, 15, 23)}
+    with pytest.raises(ValueError) as error:
+        list(moments_loader(out, max_bad_samples=1))
+    assert str(error.value) == (
+        f"data.max_bad_samples: 2 samples cannot be used, 1 are allowed. First: 004: {reason}; 005: {reason}. Raise "
+        f"data.max_bad_samples, or make the stage again without them."
+    )
+
+
+def test_a_shard_of_moments_without_a_good_sample_stops_the_run(tmp_path):
+    out = moments_stage_with(tmp_path / "out", dict.fromkeys(range(24), np.nan))
+    with pytest.raises(ValueError) as error:
+        list(moments_loader(out))
+    assert str(error.value) == (
+        "data: no sample of shard 0 can be used (000: moments are not finite; 001: moments are not finite; 002: moments "
+        "are not finite, ...). Make the stage again."
     )
 
 
@@ -222,6 +270,15 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(stage)
     assert "is data.remote too" in texts(remote=str(stage), local=str(link))[0]
+    apart = "Give a folder beside it: a stage's own files and the shards of a run are not to mix."
+    for inside in (stage / "cache", link / "cache", stage / "not_yet/cache"):
+        assert texts(remote=str(stage), local=str(inside)) == [
+            f"data.local: {inside} lies inside of the stage at {stage}. {apart}"
+        ]
+    assert texts(remote=str(link), local=str(stage.parent)) == [
+        f"data.local: {stage.parent} has the stage at {link} inside of it. {apart}"
+    ]
+    assert texts(remote=str(stage), local=f"{stage}2") == []
     assert texts(local=str(stage), cache_limit="1gb") == [
         "data.cache_limit: 1gb has no effect on a folder that is read in place. Give data.remote and data.local."
     ]
