@@ -16,6 +16,7 @@ FLOORS = [
         "zoo.objectives",
         "zoo.sampling",
         "zoo.ldm_names",
+        "zoo.clip_text",
         "zoo.shapes_world",
         "zoo.closed_pickle",
         "zoo.mlperf",

@@ -166,11 +166,9 @@ def test_mlperf_starts_from_zero_where_the_reference_does_and_from_torchs_defaul
 
 def test_sd15_sees_captions_filled_up_with_the_end_mark():
     """Its tokenizer pads with 49407 where open_clip's pads with 0; batches and stored tokens are alike for all variants."""
-    from transformers import CLIPTextModel
-
     family = load_family("sd2", "tiny", "sd15")
     text = family.build_encoders()["text"].eval()
-    assert isinstance(text, CLIPTextModel)
+    assert all(name.startswith("text_model.") for name in text.state_dict())  # whichever transformers there is
     captions = ["a cat", "", "word " * 200, "a"]
     tokens = family.tokenize(captions)["tokens"]
     assert torch.equal(tokens, load_family("sd2", "tiny", "stock").tokenize(captions)["tokens"])
