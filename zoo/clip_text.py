@@ -25,9 +25,14 @@ class TextModel(nn.Module):
         self.text_model = model
         self.config = model.config
 
+    # Asked for by diffusers' pipelines, as transformers' own models have them.
+
+    @property
+    def device(self) -> torch.device:
+        return self.text_model.device
+
     @property
     def dtype(self) -> torch.dtype:
-        """As transformers' models have it, for diffusers' pipelines."""
         return self.text_model.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
