@@ -3,12 +3,11 @@
 From a stage `images` to a batch (B samples a device, H W the run's image size):
 
     shard (MDS)   jpg bytes, caption str, key str                        streamed from `data.remote`, kept in `data.local`
-    decoded       RGB, any size                                          PIL; transparency over white, EXIF rotation applied
-    resized       uint8 (3, H, W)                                        short side bicubic with antialias, centre crop
-    batch         images uint8 (B, 3, H, W), tokens int64 (B, L)         in a loader worker, captions tokenised in one call
+    resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut around its centre (images.py)
+    batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenised in one call
 
 From a stage `moments` (prepare/latents.py) a batch is read as it lies in the shards: moments float16 (B, 2C, h, w), tokens.
-Images are normalised on the device (model.py): a quarter of the bytes travel. A sample that cannot be used is named,
+Images are normalised on the device (model.py): in uint8 a quarter of the bytes travel. A sample that cannot be used is named,
 counted, and replaced by the next good one of its shard, so that every batch is full and every rank has as many.
 
 `data.synthetic=true` gives one batch of the same columns, drawn once on the device: a run then measures the model.
@@ -18,28 +17,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
-from PIL import Image, ImageOps, UnidentifiedImageError
 from streaming import StreamingDataLoader
 from streaming.base.util import bytes_to_int
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as vision
 
 from batch_wait import END, files_and_bytes, next_batch
 from fetch import PATIENCE_SEC, StreamFailure
+from images import check_caption, decode_image, resize_and_crop
 from limits import limited
 from shared_memory import one_at_a_time, remove_dead_segments
 from stage import Stage, column_problem, holds_another_stage, is_remote, read_stage
@@ -56,7 +51,6 @@ ORDER = {
 }
 SYNTHETIC_EPOCH_BATCHES = 1000
 MOST_BYTES = 10**18  # an exabyte
-MAX_COVER = 4  # times the crop's side: of a longer picture only the middle is scaled
 LOADER_MARGIN_SEC = 120.0  # a loader worker that has said nothing for so long beyond patience_sec hangs
 
 
@@ -148,8 +142,15 @@ class DataConfig:
                 f"{self.cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
             )
             return [("data.cache_limit", in_place)] if limit is not None else []
-        if not is_remote(self.remote) and os.path.realpath(self.local) == os.path.realpath(self.remote):
-            return [("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")]
+        if not is_remote(self.remote):
+            local, remote = Path(os.path.realpath(self.local)), Path(os.path.realpath(self.remote))
+            if local == remote:
+                return [("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")]
+            apart = "Give a folder beside it: a stage's own files and the shards of a run are not to mix."
+            if remote in local.parents:
+                return [("data.local", f"{self.local} lies inside of the stage at {self.remote}. {apart}")]
+            if local in remote.parents:
+                return [("data.local", f"{self.local} has the stage at {self.remote} inside of it. {apart}")]
         if holds_another_stage(self.local, stage):
             given = f"{self.local} holds shards of another stage than {stage.location}"
             return [("data.local", f"{given}. Give another folder, or remove this one.")]
@@ -168,88 +169,23 @@ def _bytes(size: str) -> int | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One sample
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class SampleError(ValueError):
-    """A sample that cannot be used; the message is the reason, in a few words."""
-
-
-def decode_image(data: bytes) -> Image.Image:
-    """Decode a JPEG, PNG or WebP file to RGB, upright, transparency over white.
-
-    Raises:
-        SampleError: empty, not an image, truncated, or with more pixels than PIL holds to be safe.
-    """
-    if not data:
-        raise SampleError("image of zero bytes")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-            image.load()
-            image = ImageOps.exif_transpose(image)
-            if image.mode.startswith("I"):  # 16 bits a pixel: PIL itself would cut everything above 255 to white
-                image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
-            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
-    except UnidentifiedImageError as error:
-        raise SampleError("not an image") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise SampleError("too many pixels") from error
-    except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
-        raise SampleError("truncated or damaged image") from error
-
-
-def check_caption(caption: Any) -> str:
-    """Return the caption, stripped. Raises SampleError: missing or empty."""
-    if not isinstance(caption, str):
-        raise SampleError("missing caption")
-    if not caption.strip():
-        raise SampleError("empty caption")
-    return caption.strip()
-
-
-def resize_and_crop(image: Image.Image, size: ImageSize) -> Tensor:
-    """# RGB of any size -> uint8 (3, H, W): scaled so that it just covers `size`, then cut to it around its centre.
-
-    Bicubic with antialias, both pinned: torchvision's own default of antialias has changed between releases.
-    """
-    width, height = size
-    scale = max(width / image.width, height / image.height)
-    # What the centre crop will cut off anyway need not be scaled first: 1 x 8000 px would become 512 x 4,096,000.
-    kept = [min(have, math.ceil(MAX_COVER * want / scale)) for have, want in zip(image.size, size, strict=True)]
-    left, top = ((have - keep) // 2 for have, keep in zip(image.size, kept, strict=True))
-    image = image.crop((left, top, left + kept[0], top + kept[1]))
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (h, w, 3) -> (3, h, w)
-    covering = [max(height, round(image.height * scale)), max(width, round(image.width * scale))]
-    pixels = vision.resize(pixels, covering, interpolation=InterpolationMode.BICUBIC, antialias=True)
-    return vision.center_crop(pixels, [height, width])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Streamed batches
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class StreamingLAIONDataset(BatchStream):
-    """The stage `images` as batches: {"images": uint8 (B, 3, H, W), text columns int64 (B, L), "bad": [...]}.
+    """The stage `images` as batches: {"images": (B, 3, H, W), text columns int64 (B, L), "bad": [...]}.
 
     Args:
+        family: says the images' type, and how captions become tokens.
         image_size: (width, height), px.
-        tokenize: captions -> the batch's text columns.
         arguments: keyword arguments of StreamingDataset.
     """
 
-    def __init__(
-        self, *, image_size: ImageSize, tokenize: Callable[[Sequence[str]], dict[str, Tensor]], **arguments: Any
-    ):
+    def __init__(self, *, family: Family, image_size: ImageSize, **arguments: Any):
         super().__init__(**arguments)
-        self.image_size = image_size
-        self.tokenize = tokenize
+        self.image_size, self.image_dtype = image_size, family.columns("images", image_size)["images"].dtype
+        self.tokenize = family.tokenize
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
         """Decode and resize the samples, and tokenise their captions in one call."""
@@ -261,26 +197,15 @@ class StreamingLAIONDataset(BatchStream):
         }
 
     def read_sample(self, sample_id: int) -> dict[str, Any]:
-        """Return the sample, or the next good one of its shard; "bad" lists (id, key, reason) of those passed over.
+        """Return the sample, or the next good one of its shard; "bad" lists those passed over. Raises: see `first_good`."""
+        used, bad = self.first_good(sample_id, self._use)
+        return {**used, "bad": bad}
 
-        Raises:
-            ValueError: no sample of the shard can be used.
-        """
-        shard_id, offset = self.spanner[sample_id]
-        shard_start, shard_samples = sample_id - offset, self.shards[shard_id].samples
-        bad = []
-        for step in range(shard_samples):
-            candidate = int(shard_start + (offset + step) % shard_samples)
-            sample = self[candidate]
-            try:
-                caption = check_caption(sample["caption"])
-                images = resize_and_crop(decode_image(sample["jpg"]), self.image_size)
-            except SampleError as error:
-                bad.append((candidate, str(sample["key"]), str(error)))
-            else:
-                return {"images": images, "caption": caption, "bad": bad}
-        named = "; ".join(f"{key}: {reason}" for _, key, reason in bad[:3])
-        raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
+    def _use(self, sample_id: int) -> dict[str, Any]:
+        sample = self[sample_id]
+        caption = check_caption(sample["caption"])
+        images = resize_and_crop(decode_image(sample["jpg"]), self.image_size, self.image_dtype)
+        return {"images": images, "caption": caption}
 
 
 class Loader(StreamingDataLoader):
@@ -426,7 +351,7 @@ def build_data(
         if config.stage == "moments":
             dataset = MomentsStream(columns=kinds, **arguments)
         else:
-            dataset = StreamingLAIONDataset(image_size=size, tokenize=family.tokenize, **arguments)
+            dataset = StreamingLAIONDataset(family=family, image_size=size, **arguments)
     loader = Loader(
         dataset,
         epoch_batches=dataset.size // (device_batch_size * dist.get_world_size()),

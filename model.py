@@ -2,7 +2,7 @@
 
 The order of a training step, for a batch that `BatchRandomness` has given its random numbers:
 
-    images (B, 3, H, W) uint8 --normalise, VAE--> moments (B, 2C, h, w)      stage `images` only
+    images (B, 3, H, W) --normalise, VAE--------> moments (B, 2C, h, w)      stage `images` only
     moments + posterior noise ------------------> latents x_0 (B, C, h, w)   scaled once
     tokens (B, L), some replaced by the empty caption's --text encoder--> condition
     x_0, noise, times --------------------------> x_t --denoiser--> prediction, against the objective's target
@@ -100,11 +100,11 @@ def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: boo
 
 
 def normalize_images(images: Tensor, normalize: str) -> Tensor:
-    """# (B, 3, H, W) uint8 -> float32 in [-1, 1] ("symmetric", what SD's VAE was trained on) or [0, 1] ("unit").
+    """# (B, 3, H, W) uint8, or float32 / 255 -> float32 in [-1, 1] ("symmetric", as SD's VAE was trained) or [0, 1] ("unit").
 
     "unit" is what the MLPerf reference feeds its VAE (its issue 721): needed to compare with it, wrong otherwise.
     """
-    unit = images.float() / 255.0
+    unit = images if images.is_floating_point() else images.float() / 255.0
     return unit if normalize == "unit" else unit * 2.0 - 1.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
 
 from fetch import PATIENCE_SEC, NotWanted, PatientStream, StreamFailure
+from images import SampleError
 from shard_file import ShardError, ShardFile
 from store_clients import lean_on
 
@@ -27,6 +29,10 @@ FAILED = 255  # of a shard's states in shared memory, beside streaming's own: it
 LISTEN_SEC = 1.0
 LOCK_FILE = ".in_use"  # in data.local
 OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
+
+Bad = tuple[int, str, str]
+"""Of a sample that cannot be used: its number, its key, why."""
+Used = TypeVar("Used")
 
 lean_on(StreamingDataset, "_each_sample_id", "_prepare_thread", "_ready_thread", "prepare_shard", "get_item")
 
@@ -137,6 +143,27 @@ class BatchStream(StreamingDataset):
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
         """Return the batch of these samples."""
         raise NotImplementedError
+
+    def first_good(self, sample_id: int, use: Callable[[int], Used]) -> tuple[Used, list[Bad]]:
+        """Return what `use` makes of the sample, or of the next of its shard that it can use, and those passed over.
+
+        Args:
+            use: takes a sample's number, raises SampleError where that one cannot be used.
+
+        Raises:
+            ValueError: no sample of the shard can be used.
+        """
+        shard_id, offset = self.spanner[sample_id]
+        shard_start, shard_samples = sample_id - offset, self.shards[shard_id].samples
+        bad: list[Bad] = []
+        for step in range(shard_samples):
+            candidate = int(shard_start + (offset + step) % shard_samples)
+            try:
+                return use(candidate), bad
+            except SampleError as error:
+                bad.append((candidate, str(super().__getitem__(candidate).get("key", candidate)), str(error)))
+        named = "; ".join(f"{key}: {reason}" for _, key, reason in bad[:3])
+        raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, Failure):
@@ -290,7 +317,9 @@ class BatchStream(StreamingDataset):
 
 
 class MomentsStream(BatchStream):
-    """The stage `moments` in batches: {"moments": float16 (B, 2C, h, w), each text column: int64 (B, L), further columns}.
+    """The stage `moments` in batches: {"moments": float16 (B, 2C, h, w), each text column: int64 (B, L), ..., "bad": [...]}.
+
+    A sample with a value that is not finite is a broken one: in the loss it would look like too high a learning rate.
 
     Args:
         columns: name -> (shape of one sample, numpy type as stored, numpy type of the batch).
@@ -306,15 +335,23 @@ class MomentsStream(BatchStream):
         """Fill one array a column, shard by shard, each row at its place in the batch."""
         batch = {n: np.empty((len(sample_ids), *shape), stored) for n, (shape, stored, _) in self.columns.items()}
         places: dict[int, list[tuple[int, int]]] = {}
+        bad: list[Bad] = []
         for place, sample_id in enumerate(sample_ids):
             shard_id, row = self.spanner[sample_id]
             places.setdefault(shard_id, []).append((place, row))
         for shard_id, wanted in places.items():
             rows = self._rows(shard_id, [row for _, row in wanted])
             for (place, _), found in zip(wanted, rows, strict=True):
-                for name, array in batch.items():
-                    array[place] = np.frombuffer(found[name], array.dtype).reshape(array.shape[1:])
-        return {n: torch.from_numpy(batch[n].astype(last, copy=False)) for n, (*_, last) in self.columns.items()}
+                try:
+                    _put(found, batch, place)
+                except SampleError:
+                    bad += self.first_good(sample_ids[place], functools.partial(self._put_sample, batch, place))[1]
+        tensors = {n: torch.from_numpy(batch[n].astype(last, copy=False)) for n, (*_, last) in self.columns.items()}
+        return {**tensors, "bad": bad}
+
+    def _put_sample(self, batch: Mapping[str, np.ndarray], place: int, sample_id: int) -> None:
+        shard_id, row = self.spanner[sample_id]
+        _put(self._rows(shard_id, [row])[0], batch, place)
 
     def _rows(self, shard_id: int, rows: Sequence[int], retry: int = 7) -> list[dict[str, memoryview]]:
         """Read rows of a shard, fetching it where it is missing or was put out of the cache."""
@@ -328,3 +365,19 @@ class MomentsStream(BatchStream):
             except FileNotFoundError:
                 self.prepare_shard(shard_id)
         raise ShardError(f"data: {self.shards[shard_id].raw_data.basename} cannot be kept: a larger data.cache_limit?")
+
+
+def _put(found: Mapping[str, memoryview], batch: Mapping[str, np.ndarray], place: int) -> None:
+    """Copy a row to its place. Raises SampleError: it has a value that is not finite."""
+    for name, array in batch.items():
+        values = np.frombuffer(found[name], array.dtype)
+        if array.dtype.kind == "f" and not _is_finite(values):
+            raise SampleError(f"{name} are not finite")
+        array[place] = values.reshape(array.shape[1:])
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    if values.dtype != np.float16:
+        return bool(np.isfinite(values).all())
+    # numpy widens each float16 by itself, which takes longer than reading it: the exponent of inf and nan is all ones.
+    return bool((values.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7C00)

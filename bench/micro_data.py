@@ -37,8 +37,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from bench.contest import Figures, take_turns
-from data import DataConfig, build_data, decode_image, resize_and_crop
+from data import DataConfig, build_data
 from fetch import HASH
+from images import decode_image, resize_and_crop
 from stage import write_facts
 from zoo import load_family
 from zoo.spec import Column, Family

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +60,16 @@ def require_finite(values: Tensor, what: str, ids: Sequence[int | str] | Tensor 
 @contextlib.contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
     """Compute without gradients, autocast and TensorFloat-32, so that a score does not depend on a run's precision."""
-    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
-    kept = matmul.allow_tf32, convolution.allow_tf32
+    switches = _tf32_switches()
+    kept = [getattr(owner, name) for owner, name, _ in switches]
     try:
-        matmul.allow_tf32 = convolution.allow_tf32 = False
+        for owner, name, off in switches:
+            setattr(owner, name, off)
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             yield
     finally:
-        matmul.allow_tf32, convolution.allow_tf32 = kept
+        for (owner, name, _), value in zip(switches, kept, strict=True):
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -75,3 +77,15 @@ def computing(device: torch.device, precision: Precision) -> Iterator[None]:
     """Compute without gradients in full float32, or under fp16 autocast; on a CPU by its own list of what stays float32."""
     with full_float32(device), torch.autocast(device.type, dtype=torch.float16, enabled=precision == "fp16"):
         yield
+
+
+def _tf32_switches() -> list[tuple[Any, str, Any]]:
+    """Return (owner, attribute, value for float32) of what allows TensorFloat-32 in this torch.
+
+    From torch 2.9 on `allow_tf32` is a view of `fp32_precision`: it writes "none" where "ieee" or "tf32" may have stood, and
+    cannot be read where matmul, conv and rnn were set apart (aten/src/ATen/Context.cpp).
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if not hasattr(matmul, "fp32_precision"):
+        return [(matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
+    return [(owner, "fp32_precision", "ieee") for owner in (matmul, cudnn.conv, cudnn.rnn)]

@@ -20,9 +20,9 @@ from composer.utils import dist
 from streaming.base.format.mds.reader import MDSReader
 from torch import Tensor
 
-from data import SampleError, check_caption, decode_image, resize_and_crop
 from encoders import build_encoders
 from fetch import HASH, file_digest
+from images import SampleError, check_caption, decode_image, resize_and_crop
 from model import AUTOCAST_DTYPES, ModelConfig, normalize_images
 from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
@@ -40,12 +40,12 @@ class Decoded:
     key: str
     caption: str = ""
     image: Tensor | None = None
-    """uint8 (3, H, W)."""
+    """(3, H, W), of the family's type."""
     metadata: Any = None
     problem: str | None = None
 
 
-def decode_row(reader: MDSReader, size: ImageSize, row: int) -> Decoded:
+def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int) -> Decoded:
     """Read, decode, resize and crop one sample; in a thread."""
     try:
         sample = reader[row]
@@ -53,7 +53,7 @@ def decode_row(reader: MDSReader, size: ImageSize, row: int) -> Decoded:
         raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command goes on.") from error
     try:
         caption = check_caption(sample["caption"])
-        image = resize_and_crop(decode_image(sample["jpg"]), size)
+        image = resize_and_crop(decode_image(sample["jpg"]), size, dtype)
     except SampleError as error:
         return Decoded(str(sample["key"]), problem=str(error))
     return Decoded(str(sample["key"]), caption, image, sample.get("metadata"))
@@ -91,6 +91,7 @@ class Encoder:
         self.normalize = normalize
         self.device = build_device(precision)
         self.family = load_family(config.family, config.preset, config.variant)
+        self.image_dtype = self.family.columns("images", size)["images"].dtype
         self.encoders = build_encoders(self.family, config.weights)
         self.empty_text = self.family.tokenize([""])
         self.encoders.to(self.device, AUTOCAST_DTYPES.get(precision, torch.float32))
@@ -105,7 +106,7 @@ class Encoder:
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> np.ndarray:
-        """# uint8 (B, 3, H, W) -> float16 (B, 2C, h, w): mean | logvar, unscaled."""
+        """# (B, 3, H, W), of the family's type -> float16 (B, 2C, h, w): mean | logvar, unscaled."""
         encoders = self.encoders
         normalized = normalize_images(images.to(self.device), self.normalize).to(encoders.dtype)
         return to_float16(self.family.encode_images(encoders.modules, normalized))

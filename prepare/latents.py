@@ -143,6 +143,7 @@ def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list
         "variant": config.model.variant,
         "image_size": list(config.size),
         "normalize": config.normalize,
+        "resize": f"bicubic, {str(encoder.image_dtype).removeprefix('torch.')}",
         "encoders": encoder.encoders.fingerprints,
         "precision": config.precision,
         "batch_size": config.batch_size,
@@ -182,7 +183,7 @@ def make_parts(
 
         def fill(number: int, part: Part) -> None:
             reader = open_shard(source, shards[number], folder)
-            one = functools.partial(decode_row, reader, encoder.size)
+            one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype)
             samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
             encoder.fill(part, samples, plan.columns, progress.update)
             if Path(reader.dirname) == folder:

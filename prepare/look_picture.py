@@ -25,8 +25,8 @@ from PIL import Image
 from streaming.base.format.mds.encodings import mds_decode
 from torch import nn
 
-from data import SampleError, check_caption, decode_image
 from encoders import RANDOM, build_encoders
+from images import SampleError, check_caption, decode_image
 from prepare.moments import check_finite
 from zoo.spec import Family
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import SampleError
+from images import SampleError
 from stage import array_encoding
 from zoo.spec import Family, ImageSize
 

@@ -37,7 +37,7 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from config import ConfigError, Problem, load, parse_command_line, to_yaml
-from data import SampleError, decode_image
+from images import SampleError, decode_image
 from limits import limited
 from prepare.moments import mds_columns, npy_shape, read_npy, tokens_of
 from prepare.parts import (

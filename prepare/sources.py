@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from data import SampleError, check_caption
+from images import SampleError, check_caption
 from prepare.parts import GO_ON
 from prepare.places import Failed
 

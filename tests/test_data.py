@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from conftest import picture, sample_files
-from PIL import Image
-from streaming import StreamingDataset
+from streaming import MDSWriter, StreamingDataset
 
 from data import (
     DataConfig,
-    SampleError,
     StreamingLAIONDataset,
     SyntheticBatches,
     build_data,
-    check_caption,
-    decode_image,
-    resize_and_crop,
 )
+from fetch import HASH
+from prepare.moments import mds_columns
+from prepare.shards import COLUMNS
+from stage import write_facts
 from zoo import load_family
 from zoo.spec import Column
 
@@ -41,131 +38,21 @@ def close_loaders():
         LOADERS.pop().close()
 
 
-def loader_of(stage, *, batch: int = 8, workers: int = 0, seed: int = 1, size=(64, 64), **config):
+def loader_of(stage, *, batch: int = 8, workers: int = 0, seed: int = 1, size=(64, 64), family=FAMILY, **config):
     section = DataConfig(local=str(stage), workers=workers, **config)
-    LOADERS.append(build_data(section, FAMILY, size=size, device_batch_size=batch, device=CPU, seed=seed).dataloader)
+    LOADERS.append(build_data(section, family, size=size, device_batch_size=batch, device=CPU, seed=seed).dataloader)
     return LOADERS[-1]
-
-
-# --- one sample ---
-
-
-@pytest.mark.parametrize("source", [(300, 200), (200, 300), (64, 64), (65, 300), (40, 30), (1, 1)])
-def test_resize_covers_and_centre_crop_equals_pil(source):
-    """PIL's bicubic always antialiases; torch's uint8 path agrees with it to one step of 255."""
-    image = decode_image(picture(3, source, kind="PNG"))
-    ours = resize_and_crop(image, (64, 64))
-    assert ours.shape == (3, 64, 64) and ours.dtype == torch.uint8
-    scale = max(64 / image.width, 64 / image.height)
-    width, height = max(64, round(image.width * scale)), max(64, round(image.height * scale))
-    theirs = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = round((width - 64) / 2), round((height - 64) / 2)
-    expected = np.array(theirs.crop((left, top, left + 64, top + 64))).transpose(2, 0, 1)
-    assert np.abs(ours.numpy().astype(int) - expected.astype(int)).max() <= 1
-
-
-def test_a_size_that_is_no_square_is_width_by_height():
-    assert resize_and_crop(decode_image(picture(0, (100, 100))), (96, 64)).shape == (3, 64, 96)
-
-
-@pytest.mark.parametrize("mode", ["L", "P", "CMYK", "RGBA"])
-def test_every_colour_mode_becomes_rgb(mode):
-    kind = "JPEG" if mode in ("L", "CMYK") else "PNG"
-    plain = np.array(decode_image(picture(1, kind="PNG"))).astype(int)
-    image = decode_image(picture(1, kind=kind, mode=mode))
-    assert image.mode == "RGB"
-    if mode in ("RGBA", "CMYK"):
-        assert np.abs(np.array(image).astype(int) - plain).mean() < 4
-
-
-def test_transparency_becomes_white_and_not_what_lies_under_it():
-    file = io.BytesIO()
-    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(file, "PNG")
-    assert decode_image(file.getvalue()).getpixel((0, 0)) == (255, 255, 255)
-
-
-def test_exif_rotation_is_applied():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    file = io.BytesIO()
-    Image.new("RGB", (30, 10)).save(file, "JPEG", exif=exif)
-    assert decode_image(file.getvalue()).size == (10, 30)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "image of zero bytes"),
-        (b"<html>not found</html>", "not an image"),
-        (picture(0, (200, 200))[:1500], "truncated or damaged image"),
-        (picture(0, kind="PNG")[:150], "truncated or damaged image"),
-    ],
-    ids=["empty", "html", "jpeg", "png"],
-)
-def test_an_image_that_cannot_be_used_says_why(content, reason):
-    with pytest.raises(SampleError) as error:
-        decode_image(content)
-    assert str(error.value) == reason
-
-
-@pytest.mark.parametrize("bits", ["little", "big"])
-def test_sixteen_bits_a_pixel_are_scaled_and_not_cut_to_white(bits):
-    ramp = np.linspace(0, 65535, 256).astype("<u2" if bits == "little" else ">u2").reshape(16, 16)
-    file = io.BytesIO()
-    Image.fromarray(ramp).save(file, "PNG")
-    decoded = np.array(decode_image(file.getvalue()))[..., 0].reshape(-1)
-    assert np.abs(decoded.astype(int) - np.arange(256)).max() <= 1
-
-
-def test_other_formats_are_no_images_of_a_stage():
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, "BMP")
-    with pytest.raises(SampleError, match="^not an image$"):
-        decode_image(file.getvalue())
-
-
-@pytest.mark.parametrize("source", [(1, 8000), (8000, 1), (30, 3000)])
-def test_an_elongated_picture_costs_no_more_than_its_crop(source):
-    import resource
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    image = decode_image(picture(0, source, kind="PNG"))
-    ours = resize_and_crop(image, (256, 256))
-    assert ours.shape == (3, 256, 256)
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 < 200  # MiB; the whole would take GiB
-    if min(source) > 1:  # the middle of it, as if all had been scaled
-        scale = 256 / min(source)
-        whole = image.resize((round(source[0] * scale), round(source[1] * scale)), Image.Resampling.BICUBIC)
-        left, top = (whole.width - 256) // 2, (whole.height - 256) // 2
-        expected = np.array(whole.crop((left, top, left + 256, top + 256))).transpose(2, 0, 1).astype(int)
-        assert np.abs(ours.numpy().astype(int) - expected).max() <= 2
-
-
-def test_a_decompression_bomb_is_refused_without_being_decoded(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    for size in ((40, 40), (80, 80)):  # PIL warns of the first and raises at the second
-        with pytest.raises(SampleError, match="^too many pixels$"):
-            decode_image(picture(0, size))
-    assert warnings.filters  # the filter of decode_image is its own
-
-
-@pytest.mark.parametrize(
-    ("caption", "reason"),
-    [(None, "missing caption"), (3, "missing caption"), ("", "empty caption"), (" \n", "empty caption")],
-)
-def test_a_caption_that_cannot_be_used_says_why(caption, reason):
-    with pytest.raises(SampleError, match=f"^{reason}$"):
-        check_caption(caption)
-    assert check_caption(" a cat\n") == "a cat"
 
 
 # --- batches ---
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streamed_batches_keep_the_contract_of_the_family(stage, workers):
-    columns = FAMILY.columns("images", (64, 64))
-    batches = list(loader_of(stage, workers=workers))
+@pytest.mark.parametrize("variant", ["stock", "mlperf"])
+def test_streamed_batches_keep_the_contract_of_the_family(stage, workers, variant):
+    family = load_family("sd2", "tiny", variant)
+    columns = family.columns("images", (64, 64))
+    batches = list(loader_of(stage, workers=workers, family=family))
     assert len(batches) == 48 // 8
     for batch in batches:
         assert set(batch) == set(columns)
@@ -243,12 +130,6 @@ def test_synthetic_batches_depend_on_the_seed():
 
 def stage_with(tmp_path, broken: dict[str, dict[str, bytes]]):
     """A stage with broken samples in it, as other tools write them: prepare.shards would have left them out."""
-    from streaming import MDSWriter
-
-    from fetch import HASH
-    from prepare.shards import COLUMNS
-    from stage import write_facts
-
     out = tmp_path / "broken"
     with MDSWriter(out=str(out), columns=COLUMNS, hashes=[HASH]) as writer:
         for number in range(16):
@@ -292,9 +173,58 @@ def test_more_broken_samples_than_allowed_stop_the_run_by_name(tmp_path):
     )
 
 
+def moments_stage_with(out, broken: dict[int, float]):
+    """Moments of 24 samples in two shards; `broken`: number -> a value of its that no encoder writes."""
+    family, random = load_family("sd2", "tiny", "stock"), np.random.default_rng(0)
+    columns = mds_columns(family, (64, 64), text={}, metadata=False)
+    with MDSWriter(out=str(out), columns=columns, hashes=[HASH], size_limit=1 << 14) as writer:
+        for number in range(24):
+            moments = random.normal(size=(8, 8, 8)).astype(np.float16)
+            moments[number % 8, 3, number % 5] = broken.get(number, 65504.0)
+            row = {"moments": moments, "tokens": np.full(77, number, np.uint16)}
+            writer.write({**row, "caption": "x", "key": f"{number:03d}"})
+    write_facts(out, "moments", {})
+    return out
+
+
+def moments_loader(out, **config):
+    section = DataConfig(stage="moments", local=str(out), shuffle=False, **{"workers": 0, **config})
+    LOADERS.append(build_data(section, FAMILY, size=(64, 64), device_batch_size=6, device=CPU, seed=1).dataloader)
+    return LOADERS[-1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_moments_that_are_not_finite_are_named_and_replaced_like_any_broken_sample(tmp_path, workers):
+    out = moments_stage_with(tmp_path / "out", {4: np.inf, 5: -np.inf, 15: np.nan, 23: -np.nan})
+    last = sum(StreamingDataset(local=str(out), batch_size=1).samples_per_shard[:-1])
+    loader = moments_loader(out, workers=workers)
+    batches = list(loader)
+    assert all(set(batch) == {"moments", "tokens"} and batch["moments"].isfinite().all() for batch in batches)
+    numbers = [int(row[0]) for batch in batches for row in batch["tokens"]]
+    assert numbers == [{4: 6, 5: 6, 15: 16, 23: last}.get(number, number) for number in range(24)]
+    reason = "moments are not finite"
+    assert loader.bad_samples == {number: (f"{number:03d}", reason) for number in (4, 5, 15, 23)}
+    with pytest.raises(ValueError) as error:
+        list(moments_loader(out, max_bad_samples=1))
+    assert str(error.value) == (
+        f"data.max_bad_samples: 2 samples cannot be used, 1 are allowed. First: 004: {reason}; 005: {reason}. Raise "
+        f"data.max_bad_samples, or make the stage again without them."
+    )
+
+
+def test_a_shard_of_moments_without_a_good_sample_stops_the_run(tmp_path):
+    out = moments_stage_with(tmp_path / "out", dict.fromkeys(range(24), np.nan))
+    with pytest.raises(ValueError) as error:
+        list(moments_loader(out))
+    assert str(error.value) == (
+        "data: no sample of shard 0 can be used (000: moments are not finite; 001: moments are not finite; 002: moments "
+        "are not finite, ...). Make the stage again."
+    )
+
+
 def test_a_shard_without_a_good_sample_stops_the_run(tmp_path):
     out = stage_with(tmp_path, {f"{number:03d}": {"jpg": b""} for number in range(16)})
-    dataset = StreamingLAIONDataset(image_size=(64, 64), tokenize=FAMILY.tokenize, local=str(out), batch_size=1)
+    dataset = StreamingLAIONDataset(family=FAMILY, image_size=(64, 64), local=str(out), batch_size=1)
     with pytest.raises(ValueError) as error:
         dataset[[0]]
     assert str(error.value) == (
@@ -341,6 +271,15 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(stage)
     assert "is data.remote too" in texts(remote=str(stage), local=str(link))[0]
+    apart = "Give a folder beside it: a stage's own files and the shards of a run are not to mix."
+    for inside in (stage / "cache", link / "cache", stage / "not_yet/cache"):
+        assert texts(remote=str(stage), local=str(inside)) == [
+            f"data.local: {inside} lies inside of the stage at {stage}. {apart}"
+        ]
+    assert texts(remote=str(link), local=str(stage.parent)) == [
+        f"data.local: {stage.parent} has the stage at {link} inside of it. {apart}"
+    ]
+    assert texts(remote=str(stage), local=f"{stage}2") == []
     assert texts(local=str(stage), cache_limit="1gb") == [
         "data.cache_limit: 1gb has no effect on a folder that is read in place. Give data.remote and data.local."
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from metrics.fid import (
     write_statistics,
 )
 from metrics.inception import load_inception
+from metrics.numerics import full_float32
 from prepare import fid_statistics
 
 
@@ -455,6 +457,44 @@ def test_features_are_full_float32_whatever_is_outside(extractor):
     assert extractor.name == "random-inception" and extractor.num_features == 2048 and extractor.resize == "bilinear299"
     torch.manual_seed(5)
     assert load_inception("random").fingerprint == extractor.fingerprint, "the same for every seed"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tensorfloat_is_off_while_a_score_is_computed_and_as_before_after_it(allowed):
+    """Set by the old switches, as Composer does it, and seen through them; a mix of both kinds is an error in torch."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    try:
+        matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+        with pytest.raises(KeyError), full_float32(torch.device("cpu")):
+            if not hasattr(matmul, "fp32_precision"):
+                assert (matmul.allow_tf32, cudnn.allow_tf32) == (False, False)
+            raise KeyError
+        assert (matmul.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
+def test_each_fp32_precision_is_restored_by_itself():
+    owners = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+
+    def read():
+        return tuple(owner.fp32_precision for owner in owners)
+
+    def write(values):
+        for owner, value in zip(owners, values, strict=True):
+            owner.fp32_precision = value
+
+    before = read()
+    try:
+        for values in itertools.product(["ieee", "tf32"], repeat=3):
+            write(values)
+            with full_float32(torch.device("cpu")):
+                assert read() == ("ieee", "ieee", "ieee")
+            assert read() == values
+    finally:
+        write(before)
 
 
 def test_each_resize_is_what_it_says(extractor, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import shutil
@@ -13,15 +14,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_RUN, run, sample_files, started, tree, write_tar
+from PIL import Image
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from test_prepare import IMAGES, skipped
 from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
+from torchvision import transforms
 
 import benchmark
 from checks import wanted_of_stage
-from data import DataConfig, decode_image, resize_and_crop
+from data import DataConfig
 from fetch import HASH
+from images import decode_image, resize_and_crop
 from model import ModelConfig, build_model
 from prepare import encoder, latents, parts, places, shards
 from prepare.shards import COLUMNS
@@ -103,6 +107,7 @@ def test_the_stage_says_by_which_encoders_and_of_what_it_was_made(stage, unbroke
         "variant": "stock",
         "image_size": [64, 64],
         "normalize": "symmetric",
+        "resize": "bicubic, uint8",
         "encoders": fingerprints,
         "precision": "fp32",
         "store_text": False,
@@ -123,6 +128,19 @@ def test_text_states_are_stored_where_asked_for(stage, tmp_path, reference):
     for row, state in zip(made[:5], states, strict=True):
         assert row["text"].dtype == np.float16 and row["text"].shape == (77, 16)
         np.testing.assert_allclose(row["text"].astype(np.float32), state.numpy(), rtol=2**-10, atol=1e-4)
+
+
+def test_the_variant_mlperf_encodes_the_references_images_which_are_not_rounded(stage, tmp_path, reference):
+    words = ["model.preset=tiny", "model.variant=mlperf", "model.weights=random", "image_size=64", "normalize=unit"]
+    assert latents.main([str(stage), str(tmp_path / "out"), *words]) == 0
+    vae, row, sample = reference.encoders.modules["vae"], rows(tmp_path / "out")[3], rows(stage)[3]
+    bicubic = transforms.InterpolationMode.BICUBIC
+    chain = [transforms.ToTensor(), transforms.Resize(64, bicubic, antialias=True), transforms.CenterCrop(64)]
+    image = transforms.Compose(chain)(Image.open(io.BytesIO(sample["jpg"])))[None]
+    with torch.no_grad():
+        expected = vae.encode(image).latent_dist.parameters[0].numpy()
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["resize"] == "bicubic, float32"
+    np.testing.assert_allclose(row["moments"].astype(np.float32), expected, rtol=2**-10, atol=1e-5)
 
 
 def test_size_range_and_precision_are_those_of_the_keys(stage, tmp_path, reference):

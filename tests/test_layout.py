@@ -17,6 +17,7 @@ FLOORS = [
         "zoo.objectives",
         "zoo.sampling",
         "zoo.ldm_names",
+        "zoo.clip_text",
         "zoo.shapes_world",
         "zoo.closed_pickle",
         "zoo.mlperf",
@@ -25,7 +26,7 @@ FLOORS = [
         "store_errors",
         "time_by_kind",
     },
-    {"zoo.weight_files", "zoo.latent_family", "zoo.shapes_networks", "store_clients"},
+    {"zoo.weight_files", "zoo.latent_family", "zoo.shapes_networks", "store_clients", "images"},
     {"zoo.ldm", "fetch"},
     {"stage", "shard_file"},
     {

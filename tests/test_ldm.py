@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tensors import fingerprint
 from zoo import ldm, load_family
+from zoo.clip_text import TextModel, build_text_model
 
 TINY_UNETS = {
     "sd2": dict(use_linear_projection=True, cross_attention_dim=16),
@@ -37,12 +39,12 @@ def tiny_unet(kind: str, shape: str = "four levels") -> nn.Module:
 
 
 def tiny_text(layers: int = 2, width: int = 16, act: str = "gelu") -> nn.Module:
-    from transformers import CLIPTextConfig, CLIPTextModel
+    from transformers import CLIPTextConfig
 
     torch.manual_seed(0)
     sizes = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=2)
     config = CLIPTextConfig(vocab_size=49408, max_position_embeddings=77, hidden_act=act, **sizes)
-    return CLIPTextModel(config).eval()
+    return build_text_model(config).eval()
 
 
 def tiny_networks(seed: int = 0) -> dict[str, tuple[nn.Module, ldm.Network]]:
@@ -271,10 +273,10 @@ def test_text_states_are_those_of_open_clips_tower_before_its_last_block(tmp_pat
     named = {name: t for name, t in tower.state_dict().items() if not name.startswith("visual.")}
     named["attn_mask"] = tower.attn_mask
     path = write({f"cond_stage_model.model.{name}": t for name, t in named.items()}, tmp_path / f"w{suffix}")
-    from transformers import CLIPTextConfig, CLIPTextModel
+    from transformers import CLIPTextConfig
 
     sizes = dict(hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, hidden_act="gelu")
-    module = CLIPTextModel(CLIPTextConfig(vocab_size=49408, max_position_embeddings=77, **sizes)).eval()
+    module = build_text_model(CLIPTextConfig(vocab_size=49408, max_position_embeddings=77, **sizes)).eval()
     assert ldm.load(path, {"text": (module, ldm.open_clip_text(module))}) == []
     with torch.no_grad():
         given = module(input_ids=tokens).last_hidden_state
@@ -334,7 +336,8 @@ def write_special(folder: Path, pad: str):
 def save_folder(root: Path, networks=None, **how) -> str:
     networks = networks or tiny_networks(1)
     for module, network in networks.values():
-        module.save_pretrained(root / network.folder, **how)
+        saved = module.text_model if isinstance(module, TextModel) else module  # as whoever uses transformers 5 has it
+        saved.save_pretrained(root / network.folder, **how)
     return str(root)
 
 
@@ -394,6 +397,29 @@ def test_the_attention_of_a_vae_may_have_its_older_names(tmp_path):
     save_file(text, tmp_path / "text_encoder/model.safetensors")
     assert ldm.load(path, target) == []
     assert_equal(target["vae"][0], source["vae"][0])
+
+
+def without_prefix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("text_model.", ""): tensor for name, tensor in tensors.items()}
+
+
+def test_a_text_encoder_saved_by_transformers_5_has_names_without_text_model(tmp_path):
+    """In a folder and in a file, with and without what old versions stored beside it: the same weights, the same digest."""
+    source, target = tiny_networks(1), tiny_networks(2)
+    path, position_ids = save_folder(tmp_path, source), {"text_model.embeddings.position_ids": torch.arange(77)[None]}
+    assert all(name.startswith("text_model.") for name in source["text"][0].state_dict())
+    text = source["text"][0].state_dict()
+    for tensors in (without_prefix(text), without_prefix({**text, **position_ids}), {**text, **position_ids}):
+        save_file(tensors, tmp_path / "text_encoder/model.safetensors")
+        assert ldm.load(path, target) == []
+        assert_equal(target["text"][0], source["text"][0])
+    assert fingerprint(target["text"][0]) == fingerprint(source["text"][0])
+
+    of_sd15, other = tiny_text(act="quick_gelu"), tiny_text(act="quick_gelu")
+    nn.init.normal_(other.text_model.final_layer_norm.weight)
+    named = {f"cond_stage_model.transformer.{name}": tensor for name, tensor in of_sd15.state_dict().items()}
+    assert ldm.load(write(without_prefix(named), tmp_path / "w.ckpt"), {"text": (other, ldm.clip_text(other))}) == []
+    assert_equal(other, of_sd15)
 
 
 def test_config_json_is_compared_where_no_shape_shows_it(tmp_path):

@@ -175,6 +175,9 @@ def test_images_are_normalised_to_the_range_that_was_asked_for():
     images = torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 1, 1, 2).expand(1, 3, 1, 2)
     assert normalize_images(images, "symmetric")[0, 0, 0].tolist() == [-1.0, 1.0]
     assert normalize_images(images, "unit")[0, 0, 0].tolist() == [0.0, 1.0]
+    of_mlperf = torch.tensor([-0.25, 1.0]).reshape(1, 1, 1, 2).expand(1, 3, 1, 2)  # / 255 already, with its overshoot
+    assert normalize_images(of_mlperf, "symmetric")[0, 0, 0].tolist() == [-1.5, 1.0]
+    assert normalize_images(of_mlperf, "unit")[0, 0, 0].tolist() == [-0.25, 1.0]
 
 
 def test_bf16_on_a_cpu_computes_in_bf16_and_keeps_float32_weights():

@@ -40,7 +40,8 @@ def test_three_seeds_and_a_run_from_images_meet_the_target_after_more_than_one_e
 
 def test_the_readmes_table_is_that_of_the_records():
     readme = (ROOT / "README.md").read_text()
-    ends = {rung: record_of(rung)["evaluations"] for rung in (path.stem for path in RECORDS.glob("*.json"))}
+    records = {rung: record_of(rung) for rung in (path.stem for path in RECORDS.glob("*.json"))}
+    ends = {rung: record["evaluations"] for rung, record in records.items()}
     named = {
         **{f"seed {seed}": f"seed{seed}" for seed in (17, 18, 19)},
         "seed 17, from images, with the encoders online": "online",
@@ -52,14 +53,17 @@ def test_the_readmes_table_is_that_of_the_records():
     for name, rung in named.items():
         first = next((f"{scores['images']:,} images" for scores in ends[rung] if meets(scores)), "never")
         fid, clip = ends[rung][-1]["fid"], ends[rung][-1]["clip"]
-        assert f"| {name} | {fid:.1f} | {clip:.3f} | {first} |" in readme
+        assert f"| {name} | {fid:.1f} | {clip:.3f} | {first} | {records[rung]['commit'][:7]} |" in readme
     unguided = next(row for row in read_rows(RECORDS / "guidance/eval.csv") if row["guidance"] == 1)
     [other] = read_rows(RECORDS / "other_world/eval.csv")
     for name, row in (
         ("scored without guidance", unguided),
         ("against the statistics of a world of one object", other),
     ):
-        assert f"| seed 17, {name} | {row['fid']:.1f} | {row['clip']:.3f} | not at its end |" in readme
+        # A table of scores names the snapshot, which is seed 17's, and no commit.
+        assert row["snapshot"].startswith("weights-im000000064000-") and row["model"] == "seed17"
+        commit = records["seed17"]["commit"][:7]
+        assert f"| seed 17, {name} | {row['fid']:.1f} | {row['clip']:.3f} | not at its end | {commit} |" in readme
 
 
 def test_make_demo_met_it_with_three_seeds_within_eight_minutes_on_two_cores():

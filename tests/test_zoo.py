@@ -28,7 +28,8 @@ def test_every_family_goes_from_its_columns_to_a_prediction(name, variant, size)
     torch.manual_seed(0)
     encoders, denoiser = family.build_encoders(), family.build_denoiser()
     images, moments = family.columns("images", size)["images"], family.columns("moments", size)["moments"]
-    assert (images.shape, images.dtype) == ((3, size[1], size[0]), torch.uint8)
+    image_dtype = torch.float32 if variant == "mlperf" else torch.uint8  # the benchmark's are not rounded
+    assert (images.shape, images.dtype) == ((3, size[1], size[0]), image_dtype)
     assert moments.dtype == torch.float16
 
     encoded = family.encode_images(encoders, torch.zeros(2, *images.shape))
@@ -165,11 +166,9 @@ def test_mlperf_starts_from_zero_where_the_reference_does_and_from_torchs_defaul
 
 def test_sd15_sees_captions_filled_up_with_the_end_mark():
     """Its tokenizer pads with 49407 where open_clip's pads with 0; batches and stored tokens are alike for all variants."""
-    from transformers import CLIPTextModel
-
     family = load_family("sd2", "tiny", "sd15")
     text = family.build_encoders()["text"].eval()
-    assert isinstance(text, CLIPTextModel)
+    assert all(name.startswith("text_model.") for name in text.state_dict())  # whichever transformers there is
     captions = ["a cat", "", "word " * 200, "a"]
     tokens = family.tokenize(captions)["tokens"]
     assert torch.equal(tokens, load_family("sd2", "tiny", "stock").tokenize(captions)["tokens"])

@@ -24,6 +24,7 @@ class LatentFamily:
 
     Attributes:
         name, objective: see `zoo.spec.Family`.
+        image_dtype: of the stage `images` in a batch; float32: not rounded, see `images.resize_and_crop`.
         pixels_per_latent: p.
         latent_scale: 1 / standard deviation of the latents.
         num_tokens, vocabulary: of the tokenizer: L, and one more than its greatest token.
@@ -32,6 +33,7 @@ class LatentFamily:
     name: str
     objective: Mapping[str, Any]
     predictions = ("epsilon", "v")
+    image_dtype = torch.uint8
     pixels_per_latent: int
     latent_scale: float
     num_tokens: int
@@ -45,8 +47,9 @@ class LatentFamily:
 
     def columns(self, stage: str, size: ImageSize) -> dict[str, Column]:
         channels, height, width = self.latent_shape(size)
+        images = Column((3, size[1], size[0]), self.image_dtype, below=256 if self.image_dtype == torch.uint8 else None)
         pictures = {
-            "images": {"images": Column((3, size[1], size[0]), torch.uint8, below=256)},
+            "images": {"images": images},
             "moments": {"moments": Column((2 * channels, height, width), torch.float16)},
         }
         if stage not in pictures:

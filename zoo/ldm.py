@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.clip_text import stored_name
 from zoo.ldm_names import (
     CLIP_PREFIX,
     OPEN_CLIP_PREFIX,
@@ -127,7 +128,11 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
     places = {}
     for label, (module, network) in networks.items():
         sources = {name: network.source(name) for name in module.state_dict()}
-        places[label] = _Place(weights, {ours: replace(s, name=network.prefix + s.name) for ours, s in sources.items()})
+        for ours, source in sources.items():
+            sources[ours] = replace(
+                source, name=stored_name(network.prefix + source.name, weights.forms, network.prefix)
+            )
+        places[label] = _Place(weights, sources)
     wanted = {source.name for place in places.values() for source in place.sources.values()}
     if extra := _extra_prefix(weights.forms, wanted):
         return {}, [_one_prefix_too_many(weights, extra)]
@@ -207,7 +212,7 @@ def _name_in_folder(name: str, forms: Collection[str]) -> str:
     older = name
     for new, old in OLD_ATTENTION.items():
         older = older.replace(new, old)
-    return older if name not in forms and older in forms else name
+    return older if name not in forms and older in forms else stored_name(name, forms)
 
 
 # --- likely causes ---
@@ -239,7 +244,7 @@ def _no_such_prefix(weights: WeightsFile, prefix: str) -> str:
 def _other_text_encoder(module: nn.Module, place: _Place) -> str | None:
     """Name the model of a folder's text encoder where its width tells it, and it is not ours."""
     table = "text_model.embeddings.token_embedding.weight"
-    shape = place.weights.forms.get(table, (None, ()))[1]
+    shape = place.weights.forms.get(stored_name(table, place.weights.forms), (None, ()))[1]
     known = {768: "SD 1.x's text encoder: use model.variant=sd15", 1024: "SD 2's text encoder: use model.variant=stock"}
     ours = module.state_dict().get(table)
     if ours is None or len(shape) != 2 or shape[1] == ours.shape[1] or ours.shape[1] not in known:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo.ldm_names as ldm_names
+from zoo.clip_text import build_text_model
 from zoo.latent_family import LatentFamily
 
 LATENT_SCALE = 0.18215  # 1 / standard deviation of SD's latents; Rombach et al. 2022, appendix G, and the SD2 config
@@ -132,6 +133,8 @@ class SD2(LatentFamily):
         self.architecture = architecture
         self.variant = variant
         self.objective = objective
+        if variant == "mlperf":
+            self.image_dtype = torch.float32  # the benchmark's images are not rounded once they are resized
 
     def build_denoiser(self) -> nn.Module:
         from diffusers import UNet2DConditionModel
@@ -155,7 +158,7 @@ class SD2(LatentFamily):
 
     def build_encoders(self) -> dict[str, nn.Module]:
         from diffusers import AutoencoderKL
-        from transformers import CLIPTextConfig, CLIPTextModel
+        from transformers import CLIPTextConfig
 
         depth = len(self.architecture.vae["block_out_channels"])
         vae = AutoencoderKL(
@@ -167,7 +170,7 @@ class SD2(LatentFamily):
             **self.architecture.vae,
         )
         config = CLIPTextConfig(vocab_size=VOCABULARY, max_position_embeddings=NUM_TOKENS, **self.architecture.text)
-        return {"vae": vae, "text": CLIPTextModel(config)}
+        return {"vae": vae, "text": build_text_model(config)}
 
     def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
         text = ldm_names.clip_text if self.variant == "sd15" else ldm_names.open_clip_text

@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo.clip_text import build_text_model
 from zoo.shapes_world import ATTRIBUTES, WORDS
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
-    from transformers import CLIPModel, CLIPTextConfig, CLIPTextModel
+    from transformers import CLIPModel, CLIPTextConfig
 
 WEIGHTS = Path(__file__).parent / "shapes_weights"
 """What is shipped: a diffusers folder, and two folders more of the same kind."""
@@ -94,11 +95,9 @@ def text_config() -> CLIPTextConfig:
     )
 
 
-def build_text_encoder() -> CLIPTextModel:
+def build_text_encoder() -> nn.Module:
     """Build the text encoder: tokens (B, 16) -> states (B, 16, 64)."""
-    from transformers import CLIPTextModel
-
-    return CLIPTextModel(text_config())
+    return build_text_model(text_config())
 
 
 def build_clip() -> CLIPModel:
@@ -115,7 +114,7 @@ def build_clip() -> CLIPModel:
         hidden_act="gelu",
         projection_dim=64,
     )
-    return CLIPModel(CLIPConfig(text_config().to_dict(), vision.to_dict(), projection_dim=64))
+    return CLIPModel(CLIPConfig(text_config=text_config().to_dict(), vision_config=vision.to_dict(), projection_dim=64))
 
 
 class Reader(nn.Module):

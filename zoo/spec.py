@@ -6,7 +6,7 @@ Shapes: B batch, C latent channels, H W height and width in pixels, h w height a
 A batch is a dict of tensors with B first. What it holds is the family's to say (`Family.columns`), by stage:
 
     stage     column     type     one sample, SD2 at 512 px
-    images    images     uint8    (3, H, W), e.g. (3, 512, 512), not normalised
+    images    images     uint8    (3, H, W), e.g. (3, 512, 512), not normalised; float32, / 255 (the variant mlperf)
     moments   moments    float16  (2C, h, w), e.g. (8, 64, 64): mean then logvar of the posterior, unscaled
     both      tokens     int64    (L,), e.g. (77,); a family with two tokenizers has a second such column
     both      ...                 further columns by the family (SDXL: original size and crop; video: conditions)

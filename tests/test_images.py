@@ -1,0 +1,207 @@
+"""images.py: files of every kind, and pixels against the MLPerf reference's own chain of torchvision's transforms."""
+
+from __future__ import annotations
+
+import io
+import resource
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from conftest import picture
+from PIL import Image
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
+
+from images import SampleError, check_caption, covering_size, decode_image, resize_and_crop
+
+# --- decoded ---
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "CMYK", "RGBA"])
+def test_every_colour_mode_becomes_rgb(mode):
+    kind = "JPEG" if mode in ("L", "CMYK") else "PNG"
+    plain = np.array(decode_image(picture(1, kind="PNG"))).astype(int)
+    image = decode_image(picture(1, kind=kind, mode=mode))
+    assert image.mode == "RGB"
+    if mode in ("RGBA", "CMYK"):
+        assert np.abs(np.array(image).astype(int) - plain).mean() < 4
+
+
+def test_transparency_becomes_white_and_not_what_lies_under_it():
+    file = io.BytesIO()
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(file, "PNG")
+    assert decode_image(file.getvalue()).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_exif_rotation_is_applied():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    Image.new("RGB", (30, 10)).save(file, "JPEG", exif=exif)
+    assert decode_image(file.getvalue()).size == (10, 30)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "image of zero bytes"),
+        (b"<html>not found</html>", "not an image"),
+        (picture(0, (200, 200))[:1500], "truncated or damaged image"),
+        (picture(0, kind="PNG")[:150], "truncated or damaged image"),
+    ],
+    ids=["empty", "html", "jpeg", "png"],
+)
+def test_an_image_that_cannot_be_used_says_why(content, reason):
+    with pytest.raises(SampleError) as error:
+        decode_image(content)
+    assert str(error.value) == reason
+
+
+@pytest.mark.parametrize("bits", ["little", "big"])
+def test_sixteen_bits_a_pixel_are_scaled_and_not_cut_to_white(bits):
+    ramp = np.linspace(0, 65535, 256).astype("<u2" if bits == "little" else ">u2").reshape(16, 16)
+    file = io.BytesIO()
+    Image.fromarray(ramp).save(file, "PNG")
+    decoded = np.array(decode_image(file.getvalue()))[..., 0].reshape(-1)
+    assert np.abs(decoded.astype(int) - np.arange(256)).max() <= 1
+
+
+def test_other_formats_are_no_images_of_a_stage():
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, "BMP")
+    with pytest.raises(SampleError, match="^not an image$"):
+        decode_image(file.getvalue())
+
+
+def test_a_decompression_bomb_is_refused_without_being_decoded(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    for size in ((40, 40), (80, 80)):  # PIL warns of the first and raises at the second
+        with pytest.raises(SampleError, match="^too many pixels$"):
+            decode_image(picture(0, size))
+    assert warnings.filters  # the filter of decode_image is its own
+
+
+@pytest.mark.parametrize(
+    ("caption", "reason"),
+    [(None, "missing caption"), (3, "missing caption"), ("", "empty caption"), (" \n", "empty caption")],
+)
+def test_a_caption_that_cannot_be_used_says_why(caption, reason):
+    with pytest.raises(SampleError, match=f"^{reason}$"):
+        check_caption(caption)
+    assert check_caption(" a cat\n") == "a cat"
+
+
+# --- scaled and cut ---
+
+# Width and height of files: no side a multiple of the other, of 8 or of 512; upwards, downwards, both, not at all.
+FILES = [
+    *((640, 480, "RGB"), (480, 640, "L"), (800, 600, "P"), (1024, 768, "RGB"), (1200, 900, "CMYK")),
+    *((427, 640, "RGB"), (333, 500, "1"), (500, 333, "RGBA"), (511, 513, "RGB"), (512, 512, "RGB"), (513, 512, "LA")),
+    *(
+        (512, 511, "RGB"),
+        (1, 1, "RGB"),
+        (1, 3, "L"),
+        (17, 5, "RGB"),
+        (96, 256, "P"),
+        (255, 97, "RGB"),
+        (300, 301, "RGB"),
+    ),
+    *((1999, 1001, "RGB"), (769, 1531, "CMYK"), (1537, 1023, "L"), (2048, 512, "RGB"), (511, 2044, "RGB")),
+    *((2600, 650, "RGB"), (701, 2803, "RGB")),
+]
+
+
+def file_of(width: int, height: int, mode: str) -> bytes:
+    """A file of noise: every pixel is an edge."""
+    file, levels = io.BytesIO(), np.random.default_rng(width * height).integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(levels).convert(mode).save(file, "JPEG" if mode in ("CMYK", "RGB") else "PNG")
+    return file.getvalue()
+
+
+def reference(image: Image.Image, side_px: int = 512, antialias: bool = True) -> torch.Tensor:
+    """What mlcommons/training does with an image: retired_benchmarks/stable_diffusion, webdataset_images2latents.py."""
+    bicubic = transforms.InterpolationMode.BICUBIC
+    chain = [
+        transforms.ToTensor(),
+        transforms.Resize(side_px, interpolation=bicubic, antialias=antialias),
+        transforms.CenterCrop(side_px),
+    ]
+    return transforms.Compose(chain)(image.convert("RGB"))
+
+
+@pytest.mark.parametrize("width, height, mode", FILES)
+def test_float_images_are_the_references_to_a_thousandth_of_a_level(width, height, mode):
+    content = file_of(width, height, mode)
+    ours = resize_and_crop(decode_image(content), (512, 512), torch.float32)
+    expected = reference(Image.open(io.BytesIO(content)))
+    assert ours.shape == (3, 512, 512) and ours.dtype == torch.float32 and ours.is_contiguous()
+    assert (ours - expected).abs().max() * 255 < 0.001
+
+
+@pytest.mark.parametrize("width, height, mode", FILES[:13])
+def test_byte_images_are_pils_of_the_same_size_and_place(width, height, mode):
+    """Both kernels round and cut to a byte between the two sides, which on noise costs both the same 15 levels."""
+    image = decode_image(file_of(width, height, mode))
+    chain = [transforms.Resize(512, transforms.InterpolationMode.BICUBIC), transforms.CenterCrop(512)]
+    expected = transforms.functional.pil_to_tensor(transforms.Compose(chain)(image))
+    ours = resize_and_crop(image, (512, 512))
+    assert ours.shape == (3, 512, 512) and ours.dtype == torch.uint8
+    assert (ours.int() - expected.int()).abs().max() <= 2
+
+
+def like_a_photograph(width: int, height: int) -> Image.Image:
+    """Noise with the spectrum of photographs, amplitude 1 / frequency (Field 1987)."""
+    generator = np.random.default_rng(0)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+    frequency[0, 0] = np.inf
+    phases = np.exp(2j * np.pi * generator.random((3, *frequency.shape)))
+    values = np.fft.irfft2(phases / frequency, (height, width))
+    values = 127 + 55 * values / values.std(axis=(1, 2), keepdims=True)
+    return Image.fromarray(values.clip(0, 255).round().astype(np.uint8).transpose(1, 2, 0))
+
+
+@pytest.mark.parametrize("source, without_antialias", [((1024, 768), 7.1), ((2048, 1536), 15.6)])
+def test_what_the_readme_says_of_bytes_and_of_antialias(source, without_antialias):
+    """Of the published moments' images we know neither file nor torchvision: before 0.17 it did not antialias tensors."""
+    image = like_a_photograph(*source)
+    expected = reference(image) * 255
+    rounding = (resize_and_crop(image, (512, 512)) - expected).abs()
+    assert rounding.mean() < 0.35 and rounding.max() < 15 and rounding.quantile(0.99) < 1
+    assert (reference(image, antialias=False) * 255 - expected).abs().mean() == pytest.approx(
+        without_antialias, rel=0.1
+    )
+
+
+def test_a_picture_is_scaled_to_torchvisions_size_whatever_its_own():
+    for width, height in ((w, h) for w in range(1, 1200, 7) for h in range(1, 1200, 11)):
+        short, long = sorted((width, height))
+        ours = covering_size((width, height), (512, 512))
+        landscape, portrait = (int(512 * long / short), 512), (512, int(512 * long / short))
+        assert ours == (landscape if width >= height else portrait)
+        assert all(have >= want for have, want in zip(covering_size((width, height), (96, 64)), (96, 64), strict=True))
+
+
+def test_a_size_that_is_no_square_is_width_by_height():
+    image = decode_image(picture(0, (100, 100), kind="PNG"))
+    for dtype in (torch.uint8, torch.float32):
+        assert resize_and_crop(image, (96, 64), dtype).shape == (3, 64, 96)
+    whole = transforms.functional.resize(transforms.functional.to_tensor(image), [96, 96], InterpolationMode.BICUBIC)
+    assert (resize_and_crop(image, (96, 64), torch.float32) - whole[:, 16:80]).abs().max() * 255 < 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("source", [(1, 8000), (8000, 1), (3, 1001), (6000, 1400)])
+def test_an_elongated_picture_is_the_references_and_costs_no_more_than_its_crop(source, dtype):
+    levels = np.random.default_rng(1).integers(0, 256, (source[1], source[0], 3), np.uint8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ours = resize_and_crop(Image.fromarray(levels), (256, 256), dtype).float()
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 < 200  # MiB; the whole would take GiB
+    if 1 in source:  # the whole is 6 GiB: its middle, of which the crop shows one pixel, has the same phase
+        levels = levels[:, 3980:4020] if source[0] == 8000 else levels[3980:4020]
+    expected = reference(Image.fromarray(levels), 256) * 255
+    if dtype == torch.uint8:
+        assert (ours - expected.clamp(0, 255)).abs().max() < 0.6
+    else:  # a row's place is a float32 number: so far from the edge it is known to 0.0002 px
+        assert (ours * 255 - expected).abs().max() < (0.1 if 1 in source else 0.01)
