@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
-from limits import MAX_PART_BYTES, Limits, beyond, file_problem, given_as, kind_of_path, shown
+from limits import MAX_PART_BYTES, Limits, beyond, file_problem, given_as, kind_of_path, shown, text_possible
 
 Config = TypeVar("Config")
 
@@ -107,7 +107,9 @@ def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias], *, tak
     rest = list(argv)
     while rest:
         word = rest.pop(0)
-        if takes_places and (kind_of_path(word) == "folder" or not (word.startswith("-") or "=" in word)):
+        if "=" not in word and (possible := text_possible(word)):
+            problems.append(Problem(f"command line: '{shown(word)}' is no path. Possible: {possible}."))
+        elif takes_places and (kind_of_path(word) == "folder" or not (word.startswith("-") or "=" in word)):
             places.append(word)
         elif word in ("--print_config", "--print-config"):
             print_config = True

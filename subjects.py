@@ -20,6 +20,7 @@ import torch
 import warm_start
 from checkpoint_files import FULL, WEIGHTS, check_whole, is_whole, listed, read
 from config import ConfigError
+from limits import kind_of_path
 from model import LatentDiffusion
 from prompts import Prompt, PromptSet
 from run_config import RunConfig
@@ -31,7 +32,7 @@ Kind = Literal["run", "diffusers", "images"]
 def kind_of(place: str) -> Kind:
     """Return what lies at a path. Raises ValueError: nothing that can be scored."""
     folder = Path(place).expanduser()
-    if not folder.is_dir():
+    if kind_of_path(folder) != "folder":
         raise ValueError(f"{place} is no folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images.")
     if (folder / "config.yaml").is_file():
         return "run"

@@ -38,6 +38,7 @@ from callbacks.quality_target import TARGET_KEYS
 from callbacks.run_record import read_lines
 from config import ConfigError
 from environment import commit, device_name
+from limits import kind_of_path, shown
 from preflight import unwritable
 from tensors import OF_MEMORY
 
@@ -96,9 +97,9 @@ class Ladder:
 
 def read_ladder(path: str) -> Ladder:
     """Read a ladder's file. Raises ConfigError: it is not there, or not a ladder."""
-    if not Path(path).is_file():
+    if kind_of_path(path) != "file":
         known = ", ".join(sorted(str(file) for file in Path(__file__).parent.parent.glob("yamls/ladders/*.yaml")))
-        raise ConfigError([f"{path}: no such file. Known: {known}."])
+        raise ConfigError([f"{shown(path, 300)}: no such file. Known: {known}."])
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
         rungs = tuple(Rung(**{**rung, "keys": tuple(rung["keys"])}) for rung in content["rungs"])

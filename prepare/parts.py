@@ -30,6 +30,7 @@ from streaming import MDSWriter
 from streaming.base.util import bytes_to_int
 
 from fetch import HASH
+from limits import text_possible
 from prepare.places import Failed, Place, Refused
 from stage import FACTS_FILE, write_facts
 
@@ -363,8 +364,8 @@ def where_to_look(account: Account, address: str) -> str:
 
 
 def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line's places and its keys: KEY=VALUE and --flags. ./a=b is a place."""
-    keys = [word for word in argv if re.match(r"--|[\w.]+=", word)]
+    """Return a command line's places and its keys: KEY=VALUE and --flags. ./a=b is a place; what can be none is a key."""
+    keys = [word for word in argv if re.match(r"--|[\w.]+=", word) or text_possible(word)]
     return [word for word in argv if word not in keys], keys
 
 
@@ -372,7 +373,7 @@ def shard_size_problem(size: str) -> str | None:
     """Say that a text is not the size of a shard, or None."""
     try:
         num_bytes = bytes_to_int(size)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of "infgb"
         num_bytes = -1
     if 1024 <= num_bytes < 2**32:  # an MDS shard counts its bytes in 32 bits
         return None

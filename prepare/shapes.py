@@ -39,6 +39,7 @@ from filelock import FileLock, Timeout
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
+from limits import shown, text_possible
 from preflight import unwritable
 from zoo.shapes_world import (
     ARRANGEMENTS,
@@ -285,7 +286,11 @@ def main(argv: Sequence[str]) -> int:
     paths = [word for word in argv if "=" not in word]
     given = [word.partition("=")[0] for word in argv if "=" in word]
     values, problems = parse([word for word in argv if "=" in word], NUMBERS, CHOICES)
-    if len(paths) == 1 and Path(paths[0]).exists():
+    if odd := next(
+        (f"'{shown(path)}' is no path. Possible: {text}" for path in paths if (text := text_possible(path))), None
+    ):
+        problems.append(f"OUT: {odd}.")
+    elif len(paths) == 1 and Path(paths[0]).exists():
         kind = "file" if _is_prompts(paths[0]) else "folder"
         problems.append(f"OUT: {paths[0]} exists. Give a new {kind}, or remove it.")
     else:

@@ -1,0 +1,529 @@
+"""Command lines and YAML files that nobody would write: a configuration comes of each, or problems in words. Nothing else.
+
+    FUZZ_EXAMPLES=2000 FUZZ_SEED=1 python -m pytest -q tests/test_fuzz_config.py -m "not slow"      # some minutes
+    FUZZ_PROCESSES=20 FUZZ_SEED=1 python -m pytest -q tests/test_fuzz_config.py -m slow             # the same as processes
+
+Without FUZZ_SEED the examples are always the same. A command line goes through parser, types, limits and all checks across
+keys, but not through the estimate of the memory, which traces a network: FUZZ_TRACED=20 traces so many of those that would
+run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import sys
+import time
+import typing
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from conftest import ROOT, picture, run
+from hypothesis import HealthCheck, Phase, event, given, seed, settings
+from hypothesis import strategies as st
+
+import bench.data
+import bench.evaluation
+import bench.generate
+import bench.micro
+import bench.predecessor
+import checks
+import config as configuration
+import eval as evaluation
+import stage
+from bench.fid import FidConfig
+from bench.store import StoreConfig
+from config import ConfigError, load, parse_command_line, schema_keys, to_yaml
+from prepare import fid_statistics, latents, look, shards
+from run_config import ALIASES, NOT_YET, RunConfig, resolve
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
+PROCESSES = int(os.environ.get("FUZZ_PROCESSES", "3"))
+TRACED = int(os.environ.get("FUZZ_TRACED", "0"))
+SEED = os.environ.get("FUZZ_SEED")
+LIMIT_SEC = 20.0  # of an example that takes 0.03 s alone
+MAX_PROBLEM = 3000  # characters
+
+# --- what is typed ---
+
+NUMBERS = (
+    *(
+        "0",
+        "1",
+        "-1",
+        "7",
+        "64",
+        "1.5",
+        "1e-4",
+        "1e3",
+        "-0.0",
+        "+5",
+        "1_000",
+        "0123",
+        "0x10",
+        "0b11",
+        "1:30:00",
+        ".5",
+        "1e",
+    ),
+    *(
+        "inf",
+        ".inf",
+        "-.inf",
+        "nan",
+        ".nan",
+        "1e400",
+        "-1e400",
+        "1e-400",
+        "2147483648",
+        "4294967296",
+        "9223372036854775808",
+    ),
+    *("9" * 400, "-" + "9" * 400, "9" * 5000, "0x" + "f" * 5000, "1" + "0" * 400 + ".5", "²", "\uff11\uff12", "½", "٣"),
+)
+DURATIONS = (
+    "30ba",
+    "infba",
+    "1e400ba",
+    "nanep",
+    "9" * 5000 + "ba",
+    "-1ba",
+    "0sp",
+    "1.5ep",
+    "1e3ba",
+    "1dur",
+    "10tok",
+    "ba",
+)
+DURATIONS += (
+    "²ba",
+    "30BA",
+    " 5sp",
+    "1e308ep",
+    "9" * 400 + "sp",
+    "99999999999999999d",
+    "1h",
+    "1_0ba",
+    "3s2m",
+    "infgb",
+    "1e400gb",
+)
+YAMLISH = (
+    *(
+        "null",
+        "~",
+        "true",
+        "off",
+        "No",
+        "[]",
+        "{}",
+        "[1, 2]",
+        "[[[]]]",
+        "{a: 1}",
+        "{a: {b: [c]}}",
+        "[1",
+        "{",
+        "}",
+        "'",
+        '"',
+    ),
+    *(
+        "!!python/object:os.system x",
+        "!!binary aGk=",
+        "!!set {a}",
+        "2020-01-01",
+        "&a [*a]",
+        "*a",
+        "???",
+        "<<",
+        "|",
+        "- - - a",
+    ),
+    *(
+        "a: b",
+        "# c",
+        "%TAG",
+        "\ttab",
+        "@x",
+        "`x`",
+        "? a",
+        "!x y",
+        "[" * 60,
+        "[" * 9000,
+        "{a: " * 40,
+        '"\\0"',
+        '"\\e[31m"',
+    ),
+    *(
+        "${a.b}",
+        "${oc.env:HOME}",
+        "${oc.env:X}",
+        "${",
+        "$",
+        "\\${a}",
+        "${value}",
+        "${seed}",
+        "${now:%Y}",
+        "${oc.decode:[}",
+    ),
+)
+PATHS = (
+    "FILE",
+    "PROMPTS",
+    "FOLDER",
+    "PIPE",
+    "IMAGES",
+    "RUN",
+    "/dev/zero",
+    "/dev/null",
+    "/proc/self/mem",
+    "/",
+    "..",
+    ".",
+    "",
+    " ",
+)
+PATHS += (
+    "FILE/a",
+    "~",
+    "~root",
+    "~nobody-here/a",
+    "a" * 256,
+    "a/" * 2500,
+    "LOOP",
+    "random",
+    "shipped",
+    "/sys/kernel",
+    "//",
+)
+PATHS += (
+    "s3://bucket/a",
+    "s3://",
+    "://",
+    "gs://a@b:c/d",
+    "http://[",
+    "C:\\a",
+    "a\x00b",
+    "a\nb",
+    "a\x1b[2J",
+    "\udcff",
+    "é\u202e",
+)
+ODD = st.one_of(
+    *map(st.sampled_from, (NUMBERS, DURATIONS, YAMLISH, PATHS)),
+    st.text(max_size=20),
+    st.text(st.characters(max_codepoint=127), max_size=20),
+    st.integers(2, 6000).map("ü".__mul__),
+)
+
+
+def fitting(hint: Any) -> st.SearchStrategy[str]:
+    """Values that a key of this type takes, most of them also within its limits."""
+    kinds = (hint, *typing.get_args(hint))
+    choices = [str(choice) for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
+    fits = [st.sampled_from(choices)] if choices else []
+    fits += [st.integers(-2, 1000).map(str)] if int in kinds or hint is Any else []
+    fits += [st.floats(allow_nan=False).map(repr), st.sampled_from(("0.1", "1", "1e-4"))] if float in kinds else []
+    fits += [st.sampled_from(("true", "false"))] if bool in kinds else []
+    fits += (
+        [st.sampled_from((*PATHS, *DURATIONS, "tiny", "sd2", "shapes", "mlperf", "ddim", "v"))] if str in kinds else []
+    )
+    return st.one_of(*fits, st.sampled_from(("null", "[64, 64]", "[0.9, 0.99]")))
+
+
+@functools.cache
+def named(schema: type) -> st.SearchStrategy[str]:
+    """A key with a value, every second time one that fits."""
+    keys = schema_keys(schema)
+    return st.sampled_from(sorted(keys)).flatmap(
+        lambda key: st.one_of(fitting(keys[key]), ODD).map(lambda value: f"{key}={value}")
+    )
+
+
+@functools.cache
+def unnamed(schema: type) -> st.SearchStrategy[str]:
+    """A word without a key of this schema: misspelt, a flag, or neither."""
+    return st.one_of(
+        st.builds(
+            lambda key, at, odd: f"{key[:at]}{odd}{key[at:]}=1",
+            st.sampled_from(sorted(schema_keys(schema))),
+            st.integers(0, 9),
+            ODD,
+        ),
+        st.builds("--{}={}".format, st.sampled_from((*sorted(ALIASES), "batchsize", "")), ODD),
+        st.sampled_from(
+            (*(f"--{name}" for name in ALIASES), "--print_config", "--", "-x", "=", "=1", "a.yaml", "FILE.yml")
+        ),
+        st.builds("{}={}".format, ODD, ODD),
+        ODD,
+    )
+
+
+TREES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(NUMBERS[:20])),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=5,
+)
+SLIPS = (
+    "\t",
+    "  ",
+    "\n",
+    "[",
+    "]",
+    "{",
+    "}",
+    ":",
+    ": ",
+    "- ",
+    "&a ",
+    "*a",
+    "<<: *a\n",
+    "\x00",
+    "\xff",
+    "\ufeff",
+    "#",
+    "|\n",
+    "'",
+    '"',
+    "${",
+    "---\n",
+)
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+FILES = [
+    BOMB,
+    "<<: &a {b: *a}\n",
+    "a: &a\n  b: *a\n",
+    f"seed: {'9' * 5000}\n",
+    "",
+    "- a\n",
+    "3\n",
+    "a\n",
+    "{a: " * 40,
+    "---\n---\n",
+]
+FILES += [path.read_text() for path in sorted((ROOT / "yamls").glob("*.yaml"))]
+
+
+@st.composite
+def yaml_files(draw: st.DrawFn, schema: type) -> bytes:
+    """A file as it is meant, or with slips: cut, flipped, a line twice, letters that have no place there."""
+    if draw(st.booleans()):
+        text = draw(st.sampled_from(FILES))
+    else:
+        keys = draw(st.lists(st.sampled_from(sorted(schema_keys(schema))), max_size=4))
+        tree: dict[str, Any] = {}
+        for key in keys:
+            *sections, name = key.split(".")
+            inner = tree
+            for section in sections:
+                inner = inner.setdefault(section, {}) if isinstance(inner.get(section, {}), dict) else {}
+            inner[name] = draw(st.one_of(TREES, fitting(schema_keys(schema)[key])))
+        text = yaml.safe_dump(tree, allow_unicode=True)
+    for _ in range(max(0, draw(st.integers(-2, 3)))):
+        at, kind = draw(st.integers(0, len(text))), draw(st.sampled_from(("cut", "slip", "twice", "flip", "indent")))
+        lines = text.splitlines(keepends=True)
+        line = at % len(lines) if lines else 0
+        text = {
+            "cut": text[:at],
+            "slip": text[:at] + draw(st.sampled_from(SLIPS)) + text[at:],
+            "twice": "".join([*lines[: line + 1], *lines[line:]]),
+            "flip": text[:at] + text[at : at + 1].swapcase() + chr(draw(st.integers(0, 0x2FF))) + text[at + 2 :],
+            "indent": "".join([*lines[:line], " ", *lines[line:]]),
+        }[kind]
+    encoding = draw(st.sampled_from(("utf-8", "utf-8", "utf-8", "utf-16", "latin-1")))
+    return text.encode(encoding, errors="replace")
+
+
+# --- what comes of it ---
+
+
+def quick(config: RunConfig) -> list[configuration.Problem]:
+    return checks.quick_problems(
+        config, config.data.problems(config.global_batch_size, *checks.wanted_of_stage(config))
+    )
+
+
+def run_of(words: list[str]) -> Any:
+    config = load(RunConfig, parse_command_line(words, ALIASES), not_yet=NOT_YET, check=quick)
+    resolved = resolve(config)
+    assert resolve(resolved) == resolved
+    return resolved
+
+
+def scored(kind: Literal["run", "images"]) -> Callable[[list[str]], Any]:
+    def read(words: list[str]) -> Any:
+        command = parse_command_line(words, ALIASES, takes_places=True)
+        place = "RUN" if kind == "run" else "IMAGES"
+        evaluation._vain(command, [kind])
+        return evaluation.read(str(PLACES[place]), kind, command)
+
+    return read
+
+
+def command_of(schema: type, check: Callable[[Any], Any] = lambda config: []) -> Callable[[list[str]], Any]:
+    return lambda words: load(schema, parse_command_line(words, {}), not_yet={}, check=check)
+
+
+def flagged(check: Callable[[Any], Any]) -> Callable[[list[str]], Any]:
+    return lambda words: load(RunConfig, parse_command_line(words, ALIASES), not_yet=NOT_YET, check=check)
+
+
+COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
+    "benchmark": (RunConfig, run_of),
+    "eval run": (evaluation.EvalCommand, scored("run")),
+    "eval images": (evaluation.EvalCommand, scored("images")),
+    "latents": (latents.LatentsConfig, command_of(latents.LatentsConfig, latents.check)),
+    "shards": (shards.ShardsConfig, command_of(shards.ShardsConfig, shards.check)),
+    "statistics": (
+        fid_statistics.FidStatisticsConfig,
+        command_of(fid_statistics.FidStatisticsConfig, fid_statistics.check),
+    ),
+    "look": (look.LookConfig, command_of(look.LookConfig, functools.partial(look.check, stage=None))),
+    "micro": (bench.micro.MicroConfig, command_of(bench.micro.MicroConfig, bench.micro.check)),
+    "bench.data": (bench.data.DataBenchConfig, command_of(bench.data.DataBenchConfig, bench.data.check)),
+    "bench.fid": (FidConfig, command_of(FidConfig)),
+    "bench.generate": (bench.generate.GenerateConfig, command_of(bench.generate.GenerateConfig, bench.generate.check)),
+    "bench.store": (StoreConfig, command_of(StoreConfig)),
+    "bench.evaluation": (RunConfig, flagged(bench.evaluation.problems_of)),
+    "bench.predecessor": (RunConfig, flagged(lambda config: quick(config) if config.data.synthetic else [])),
+}
+PLACES: dict[str, Path] = {}
+BASE = {
+    "benchmark": ["run_folder=FOLDER", "model.preset=tiny", "image_size=64", "global_batch_size=8", "data.synthetic=true"],
+    "eval run": ["eval.prompts=PROMPTS", "eval.clip=random", "model.preset=tiny", "image_size=64"],
+    "eval images": ["eval.prompts=PROMPTS", "eval.clip=random", "out=FOLDER"],
+}  # fmt: skip
+"""Words with which a command is possible, for every second example."""
+COMMON = ("benchmark", "benchmark", "benchmark", "eval run", "eval images")
+
+
+@st.composite
+def command_lines(draw: st.DrawFn, among: tuple[str, ...]) -> tuple[str, list[str], bytes | None]:
+    """Command, words, and what its YAML file holds: `run.yaml`, or the config.yaml of the run that is scored."""
+    name = draw(st.sampled_from(among))
+    schema = COMMANDS[name][0]
+    base = BASE.get(name, []) if draw(st.booleans()) else []
+    words = [*base, *draw(st.lists(named(schema), max_size=2 if base else 6))]
+    if draw(st.integers(0, 3)) == 0:
+        words.insert(draw(st.integers(0, len(words))), draw(unnamed(schema)))
+    has_file = draw(st.integers(0, 2)) == 0 and name != "eval images"
+    content = draw(yaml_files(RunConfig if name == "eval run" else schema)) if has_file else None
+    return name, words, content
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files and folders that the words name."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    for name in ("FOLDER", "IMAGES", "RUN"):
+        PLACES[name] = folder / name
+        PLACES[name].mkdir()
+    (folder / "IMAGES" / "1.png").write_bytes(picture(1, kind="PNG"))
+    (folder / "FILE").write_text("nothing\n")
+    (folder / "PROMPTS").write_text("image_id\tid\tcaption\n1\t1\ta cat\n2\t2\ta dog\n")
+    (folder / "LOOP").symlink_to(folder / "LOOP")
+    os.mkfifo(folder / "PIPE")
+    PLACES.update({name: folder / name for name in ("FILE", "PIPE", "LOOP", "PROMPTS")})
+    return folder
+
+
+def placed(word: str) -> str:
+    """The word with the names of files in their places."""
+    for name, path in PLACES.items():
+        word = word.replace(name, str(path))
+    return word
+
+
+def write_yaml(name: str, words: list[str], content: bytes | None, folder: Path) -> list[str]:
+    (folder / "RUN" / "config.yaml").write_bytes(content or b"run_folder: runs\n")
+    if content is None or name == "eval run":
+        return words
+    (folder / "run.yaml").write_bytes(content)
+    return [str(folder / "run.yaml"), *words]
+
+
+def is_plain(line: str) -> bool:
+    return not any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in line)
+
+
+def names_a_place(problem: str) -> bool:
+    """True where it begins with what it is about, and goes on."""
+    where, colon, text = problem.partition(":")
+    return bool(colon and where.strip() and text.strip())
+
+
+ABOUT = settings(
+    max_examples=EXAMPLES,
+    derandomize=SEED is None,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate] if SEED is None else [Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+)
+seeded: Callable[[Any], Any] = seed(int(SEED)) if SEED else lambda function: function
+traced: list[RunConfig] = []
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address is as far as a command line goes: no store is asked."""
+
+    def away(remote: str, *_: Any) -> None:
+        raise ConnectionError(f"no network here for {remote}")
+
+    monkeypatch.setattr(stage, "download_once", away)
+
+
+@pytest.mark.budget(150 if EXAMPLES <= 300 else 7200)
+@pytest.mark.usefixtures("no_network")
+@seeded
+@settings(ABOUT)
+@given(example=command_lines((*COMMON, *COMMANDS)))
+def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, example):
+    name, words, content = example
+    words = write_yaml(name, [placed(word) for word in words], content, places)
+    begin, printed = time.monotonic(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            config = COMMANDS[name][1](words)
+    except ConfigError as error:
+        event(f"{name}: refused")
+        assert error.problems
+        for problem in error.problems:
+            assert is_plain(problem) and names_a_place(problem) and len(problem) < MAX_PROBLEM, repr(problem)
+    else:
+        event(f"{name}: possible")
+        (places / "again.yaml").write_text(to_yaml(config))
+        again = load(
+            type(config), parse_command_line([str(places / "again.yaml")], {}), not_yet={}, check=lambda config: []
+        )
+        assert to_yaml(again) == to_yaml(config)
+        if name == "benchmark" and len(traced) < TRACED and max(config.size) <= 64 and config.model.preset == "tiny":
+            traced.append(config)
+            assert all(names_a_place(problem.text) for problem in checks.memory_problems(config))
+    assert printed.getvalue() == ""
+    assert time.monotonic() - begin < LIMIT_SEC or TRACED
+
+
+@pytest.mark.slow
+@pytest.mark.budget(120 * PROCESSES)
+@seeded
+@settings(ABOUT, max_examples=PROCESSES, phases=[Phase.generate])
+@given(example=command_lines(("benchmark",)))
+def test_of_any_process_comes_exit_code_0_or_2_and_no_traceback(places, example):
+    """With --print_config: a run that is possible is printed, and not begun."""
+    name, words, content = example
+    words = write_yaml(name, [placed(word) for word in words], content, places)
+    words = [word for word in words if "\0" not in word and len(word.encode(errors="surrogateescape")) < 100_000]
+    done = run(sys.executable, "benchmark.py", *words, "--print_config", timeout=110)
+    assert done.returncode in (0, 2) and "Traceback" not in done.stderr, (words, done.stderr[-3000:])
+    assert done.returncode == 0 or all(is_plain(line) for line in done.stderr.splitlines())
