@@ -19,12 +19,20 @@ from filelock import FileLock, Timeout
 import alarm
 from callbacks.mlperf_log import lost_events
 from callbacks.quality_target import TARGET_KEYS, outcome, said
-from callbacks.run_record import RESULT_KEYS, found_batch_size, keep_keys, read_config, rounded, write_outcome
+from callbacks.run_record import (
+    RESULT_KEYS,
+    found_batch_size,
+    keep_keys,
+    read_config,
+    rounded,
+    write_config,
+    write_outcome,
+)
 from checkpoint_files import check_whole, find_newest, read
 from checkpoints import Progress, disagreements
-from config import ConfigError, flat
+from config import ConfigError, flat, to_yaml
 from curves import OF_BEFORE, read_rows
-from run_files import evaluations_of, lost_history, read_summary
+from run_files import check_are_files, evaluations_of, lost_history, read_summary
 from speed import SpeedKeys
 from stage import Stage
 
@@ -89,6 +97,8 @@ def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, A
         print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
         if found:
             write_outcome(folder, found)
+        if not (folder / "config.yaml").is_file():  # it was lost; the checkpoint has said that this is the same run
+            write_config(folder, to_yaml(config))
         if config.eval.when != "off":  # so that eval.py scores as this start says
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
@@ -195,6 +205,7 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: lists what differs.
     """
+    check_are_files(folder)
     if not (folder / "config.yaml").is_file():
         return None
     begun = read_config(folder)

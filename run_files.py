@@ -15,6 +15,7 @@ from config import ConfigError
 
 STARTS, METRICS, CUT, BAD_SAMPLES = "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"
 SUMMARY = "summary.json"
+ALL = (STARTS, METRICS, CUT, BAD_SAMPLES, SUMMARY, "config.yaml", "environment.json", "mlperf.log", "eval.csv")
 NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     STARTS: {"start": int, "run_id": str, "device": str, "num_devices": int},
     METRICS: {"batch": int},
@@ -122,8 +123,16 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / METRICS) if line.get("evaluation")]
 
 
+def check_are_files(folder: Path) -> None:
+    """Look for what is no file where one of the run's belongs. Raises ConfigError: there is such."""
+    others = [path for name in ALL if (path := folder / name).exists() and not path.is_file()]
+    if others:
+        raise ConfigError([f"{path}: no file, where one of the run's belongs. Take it away." for path in others])
+
+
 def check_record(folder: Path) -> None:
     """Read what eval.py needs beside config.yaml, before anything is scored. Raises ConfigError: it is broken."""
+    check_are_files(folder)
     read_summary(folder)
     read_lines(folder / STARTS)
 

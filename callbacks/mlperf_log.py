@@ -183,7 +183,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             break
         try:
             event = json.loads(line[len(TOKEN) :]) if line.startswith(TOKEN) else None
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
         if not (isinstance(event, dict) and event.keys() >= {"key", "value", "metadata"}):
             given = f"{path}: line {number:,} is no event of MLPerf's: '{line[:40].rstrip()}'"

@@ -129,8 +129,8 @@ class RunRecord(Callback):
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             names = (STARTS, BAD_SAMPLES, METRICS)
-            earlier, bad, _ = (read_lines(self.folder / name) for name in names)  # all of it before anything is written
-            self.num_starts = len(earlier) + 1
+            earlier, bad, metrics = (read_lines(self.folder / name) for name in names)  # before anything is written
+            self.num_starts = max((line.get("start", 1) for line in [*earlier, *metrics]), default=0) + 1
             self.run_id = run_id_of(self.folder) or uuid.uuid4().hex[:8]
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
@@ -357,6 +357,11 @@ def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] =
         if key.startswith(sections):
             OmegaConf.update(config, key, value, force_add=True)
     _write(path, OmegaConf.to_yaml(config))
+
+
+def write_config(folder: Path, config_yaml: str) -> None:
+    """Write the config.yaml of a run that has lost it."""
+    _write(folder / "config.yaml", config_yaml)
 
 
 def keep_batch_size(folder: Path, batch_size: int) -> None:

@@ -265,7 +265,7 @@ def read_run(folder: Path) -> Run | None:
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} cannot be read: it holds a {type(content).__name__}")
@@ -282,7 +282,7 @@ def _recorded(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(_lines(path), 1):
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         is_whole = isinstance(content, dict) and (not content.get("evaluation") or _is_number(content.get("images")))
         if not is_whole and line.endswith("\n"):
@@ -300,7 +300,7 @@ def _events(path: Path) -> tuple[list[dict[str, Any]], str | None]:
             return found, f"its log ends in the middle of a line: {how}"
         try:
             content = json.loads(line.removeprefix(TOKEN)) if line.startswith(TOKEN) else None
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         if (text := _fault_of(content)) is not None:
             return found, f"line {number:,} of its log {text}: Easel has not written it so"

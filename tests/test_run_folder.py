@@ -1,0 +1,217 @@
+"""A run's folder with a damaged file: whoever reads it says what is wrong and what to do (exit code 2), or goes on rightly.
+
+The commands run in this process: an exception that nobody explains, which a user would see as a traceback, fails the test.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_checkpoints import but_for_shared_memory, newest, same_training
+
+import benchmark
+import eval as eval_command
+from checkpoint_files import FULL, WEIGHTS, listed, read, write
+from prepare import doctor
+from reports import mlperf as report
+
+pytestmark = pytest.mark.budget(200)
+
+CONTENTS = {
+    "emptied": lambda content, draw: b"",
+    "cut": lambda content, draw: content[: draw.randrange(1, len(content))],
+    "cut at a line": lambda content, draw: b"".join(content.splitlines(keepends=True)[: draw.randrange(1, 3)]),
+    "flipped": lambda content, draw: flipped(content, draw),
+    "garbage": lambda content, draw: draw.randbytes(300),
+    "a list": lambda content, draw: b"[1]\n",
+    "nested": lambda content, draw: b"[" * 50_000 + b"\n",
+    "of nothing": lambda content, draw: b"{}\n",
+}
+"""Kind of damage -> content, source of random numbers -> content. Besides: removed, a folder."""
+
+TEXTS = (
+    *("config.yaml", "environment.json", "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"),
+    *("summary.json", "mlperf.log", "eval.csv"),
+)
+CHECKPOINTS: dict[str, Callable[[Path], list[Path]]] = {
+    "newest full": lambda folder: listed(folder / "checkpoints", FULL)[:1],
+    "every full": lambda folder: listed(folder / "checkpoints", FULL),
+    "newest snapshot": lambda folder: listed(folder / "checkpoints", WEIGHTS)[:1],
+    "every snapshot": lambda folder: listed(folder / "checkpoints", WEIGHTS),
+}
+
+
+def flipped(content: bytes, draw: random.Random) -> bytes:
+    at = draw.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+
+
+def damage(folder: Path, what: str, how: str, seed: int) -> None:
+    draw = random.Random(f"{what} {how} {seed}")
+    for path in CHECKPOINTS[what](folder) if what in CHECKPOINTS else [folder / what]:
+        content = path.read_bytes()
+        path.unlink()
+        if how == "a folder":
+            path.mkdir()
+        elif how != "removed":
+            path.write_bytes(CONTENTS[how](content, draw))
+
+
+def words_of(miniature, folder: Path, *more: str) -> list[str]:
+    """Six batches of 8 with points after the third and the sixth, in training; snapshots there, checkpoints each second."""
+    scored = [
+        "eval.when=in_training",
+        "eval.every_images=24",
+        "target.fid=1e-9",
+        "mlperf.enabled=true",
+        "eval.guidance=3",
+    ]
+    saved = ["save.every_images=16", "save.snapshot_every_images=24", "ema.decay=0.5"]
+    return miniature.small(folder, "run", *scored, *saved, *more)
+
+
+@pytest.fixture(scope="module")
+def made(miniature, tmp_path_factory) -> Path:
+    """A run with every file that there can be."""
+    folder = tmp_path_factory.mktemp("made")
+    assert benchmark.main(words_of(miniature, folder, "max_duration=6ba")) == 0
+    assert eval_command.main([str(folder / "run")]) == 0
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "run/metrics.cut.jsonl").write_text(lines[0] + '{"batch": 1, "lo\n')
+    (folder / "run/bad_samples.jsonl").write_text('{"sample": 3, "key": "a", "reason": "b"}\n' * 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gone_on(miniature, made, tmp_path_factory) -> dict:
+    """Where the run comes to when nothing is damaged."""
+    folder = tmp_path_factory.mktemp("gone_on")
+    shutil.copytree(made / "run", folder / "run")
+    assert benchmark.main(words_of(miniature, folder, "max_duration=8ba")) == 0
+    return newest(folder, "run")
+
+
+@pytest.fixture
+def readers(miniature, made, gone_on, tmp_path, capsys, monkeypatch) -> Callable[[str, str, int], list[str]]:
+    """Damages a copy, lets each reader have one of its own, and returns what each has said where it would not go on."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(folder: Path) -> int:
+        return benchmark.main(words_of(miniature, folder, "max_duration=8ba"))
+
+    commands = {
+        "start": start,
+        "again": lambda folder: benchmark.main(words_of(miniature, folder, "max_duration=6ba")),
+        "eval": lambda folder: eval_command.main([str(folder / "run")]),
+        "report": lambda folder: report.main([str(folder / "run"), f"out={folder}/out"]),
+        "doctor": lambda folder: doctor.main(words_of(miniature, folder, "max_duration=8ba")) % 2 * 2,
+    }
+
+    def read(what: str, how: str, seed: int) -> dict[str, str]:
+        said = {}
+        for name, command in commands.items():
+            folder = tmp_path / name
+            shutil.copytree(made / "run", folder / "run")
+            damage(folder / "run", what, how, seed)
+            capsys.readouterr()
+            code = command(folder)
+            told = capsys.readouterr()
+            assert code in (0, 2), (name, told.err)
+            assert "Traceback" not in told.err and "the check itself failed" not in told.out, (name, told)
+            if code == 0 and name == "start":
+                assert same_training(newest(folder, "run"), gone_on), name
+            said |= {name: told.err if name != "doctor" else told.out} if code == 2 else {}
+            shutil.rmtree(folder)
+            gc.collect()
+        return said
+
+    return read
+
+
+KINDS = [(what, how) for what in TEXTS for how in ("emptied", "cut", "flipped", "removed")]
+KINDS += [(what, how) for what in CHECKPOINTS for how in ("cut", "flipped", "removed")]
+MORE = [
+    (what, how) for what in TEXTS for how in ("cut at a line", "garbage", "a list", "nested", "of nothing", "a folder")
+]
+MORE += [(what, how) for what in CHECKPOINTS for how in ("emptied", "garbage")]
+DRAWS = int(os.environ.get("EASEL_DRAWS", "0"))
+"""0: one of each of KINDS (two minutes); more: so many of each of all kinds, by hand."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(DRAWS or 1))
+@pytest.mark.parametrize(("what", "how"), [*KINDS, *MORE] if DRAWS else KINDS)
+def test_no_damage_ends_in_a_traceback_nor_in_another_run(readers, what, how, seed):
+    for name, text in readers(what, how, seed).items():
+        print(f"{what} {how} {seed}, {name}: {text.splitlines()[-1]}")
+
+
+# --- fast: a run that is not evaluated, and what is known before anything is built ---
+
+
+@pytest.fixture(scope="module")
+def short(miniature, tmp_path_factory) -> Path:
+    """Four batches of 8: checkpoints and snapshots after the second and the last."""
+    folder = tmp_path_factory.mktemp("short")
+    assert benchmark.main(short_words(miniature, folder, "max_duration=4ba")) == 0
+    return folder / "run"
+
+
+def short_words(miniature, folder: Path, *more: str) -> list[str]:
+    return miniature.small(folder, "run", "save.every_images=16", "save.snapshot_every_images=16", *more)
+
+
+REMOVE = "Remove it: benchmark.py then goes on from the run's newest checkpoint, and writes it again."
+MEND = "Mend it, or remove that line: what it said is then lost, the others stay."
+TAKE = "Take it away."
+SAID = {
+    ("summary.json", "emptied"): f"{{}} is no whole summary: Expecting value: line 1 column 1 (char 0). {REMOVE}",
+    ("summary.json", "a list"): f"{{}} is no whole summary: it holds a list. {REMOVE}",
+    ("summary.json", "a folder"): f"{{}}: no file, where one of the run's belongs. {TAKE}",
+    ("metrics.jsonl", "a list"): f"{{}}: line 1 cannot be read: '[1]' is no whole JSON object. {MEND}",
+    ("metrics.jsonl", "of nothing"): f"{{}}: line 1 cannot be read: it has no batch. {MEND}",
+    ("metrics.jsonl", "nested"): f"{{}}: line 1 cannot be read: '{40 * '['}' is no whole JSON object. {MEND}",
+    ("starts.jsonl", "of nothing"): f"{{}}: line 1 cannot be read: it has no start. {MEND}",
+    ("starts.jsonl", "a folder"): f"{{}}: no file, where one of the run's belongs. {TAKE}",
+    ("config.yaml", "a list"): (
+        "{}: holds a list. A run is a mapping of keys to values. Bring back a copy, or remove it and summary.json: "
+        "benchmark.py then goes on from the newest checkpoint, with the keys of its command."
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "how"), SAID)
+def test_what_is_broken_is_named_by_a_start_before_anything_is_built(
+    miniature, short, tmp_path, capsys, monkeypatch, what, how
+):
+    monkeypatch.setattr(benchmark, "build_networks", lambda *given: pytest.fail("it was built"))
+    folder = shutil.copytree(short, tmp_path / "run")
+    damage(folder, what, how, 0)
+    assert benchmark.main(short_words(miniature, tmp_path, "max_duration=6ba")) == 2
+    assert but_for_shared_memory(capsys.readouterr().err) == SAID[what, how].format(folder / what) + "\n"
+
+
+@pytest.mark.parametrize("what", ["summary.json", "starts.jsonl"])
+def test_and_by_eval_before_anything_is_scored(short, tmp_path, capsys, monkeypatch, what):
+    monkeypatch.setattr(eval_command, "_ready", lambda *given: pytest.fail("it was built"))
+    folder = shutil.copytree(short, tmp_path / "run")
+    (folder / what).write_text("[1]\n")
+    assert eval_command.main([str(folder)]) == 2
+    how = SAID["summary.json", "a list"] if what == "summary.json" else SAID["metrics.jsonl", "a list"]
+    assert but_for_shared_memory(capsys.readouterr().err) == how.format(folder / what) + "\n"
+
+
+def test_a_snapshot_without_identity_is_named_by_eval(short, tmp_path, capsys):
+    """Its digest is right: it was written so."""
+    folder = shutil.copytree(short, tmp_path / "run")
+    path = listed(folder / "checkpoints", WEIGHTS)[-1]
+    path = write(path.parent, path.name[:22], {key: kept for key, kept in read(path).items() if key != "identity"})
+    assert eval_command.main([str(folder)]) == 2
+    given = f"{path}: its identity is not what a snapshot has. It was not written by this program: remove it."
+    assert but_for_shared_memory(capsys.readouterr().err).splitlines()[-1] == given
