@@ -2,7 +2,7 @@
 
     composer eval.py runs/NAME                                     # its snapshots in order -> runs/NAME/eval.csv, eval.png
     composer eval.py runs/NAME snapshots=to_target                 # to the first that meets target.*, and the one before it
-    composer eval.py runs/NAME eval.guidance=[1.5,2,3,4,5,6,7,8] eval.resize=bicubic256 eval.sampler=plms   # -> guidance.png
+    composer eval.py runs/NAME eval.guidance=[1.5,2,3,4,5,6,7,8] eval.resize=bicubic256 eval.statistics=...  # -> guidance.png
     composer eval.py runs/A runs/B out=compared                    # several models in one table and one plot
     composer -n 8 eval.py checkpoints/stable-diffusion-2-base eval.prompts=... out=published     # a diffusers folder
     composer eval.py samples/ eval.prompts=val2014_30k.tsv eval.clip=... out=scores              # a folder of images
