@@ -154,7 +154,8 @@ def _check_facts(location: str, facts: Mapping[str, Any], digest: str) -> None:
             f"({str(facts.get('index_sha256'))[:12]}). {AGAIN}"
         )
     encoders = facts.get("encoders")
-    if encoders is not None and not (isinstance(encoders, dict) and _are_texts(list(encoders.values()))):
+    known = [digest for digest in encoders.values() if digest is not None] if isinstance(encoders, dict) else None
+    if encoders is not None and not _are_texts(known):  # null: of moments that others have made
         raise _other(where, "encoders", encoders, "an object of names and fingerprints")
     if facts.get("stage") not in list(KINDS):  # of a list: what is given may have no hash
         raise _other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))

@@ -175,7 +175,8 @@ def test_a_run_whose_record_is_broken_is_refused_before_anything_is_built(tmp_pa
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.yaml").write_text("model: [\n")
     [error] = refused(capsys, *words)
-    assert error.startswith(f"{tmp_path}/a/config.yaml: cannot be read as YAML: while parsing a flow node. Bring back")
+    given = "line 2, column 1: while parsing a flow node: did not find expected node content"
+    assert error.startswith(f"{tmp_path}/a/config.yaml: cannot be read as YAML: {given}. Bring back")
     (tmp_path / "a" / "config.yaml").write_text("seed: 17\n")
     (tmp_path / "a" / "metrics.jsonl").write_bytes(b"123\n" + LINES[0])
     [error] = refused(capsys, *words)
