@@ -24,12 +24,11 @@ from callbacks.run_record import (
     keep_keys,
     read_config,
     rounded,
-    write_config,
     write_outcome,
 )
 from checkpoint_files import check_whole, find_newest, read
 from checkpoints import Progress, disagreements
-from config import ConfigError, flat, to_yaml
+from config import ConfigError, flat
 from run_files import check_are_files, evaluations_of, lost_history, read_summary
 from speed import SpeedKeys
 from stage import Stage
@@ -95,8 +94,8 @@ def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, A
         print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
         if found:
             write_outcome(folder, found)
-        if not (folder / "config.yaml").is_file():  # it was lost; the checkpoint has said that this is the same run
-            write_config(folder, to_yaml(config))
+        there = (*read_config(folder), "loggers")  # what it has lost, the checkpoint has said
+        keep_keys(folder, {key: value for key, value in flat(config).items() if not key.startswith(there)})
         if config.eval.when != "off":  # so that eval.py scores as this start says
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
@@ -198,6 +197,8 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
+    if _lasting(config).keys() - begun.keys():
+        return None  # what it does not say (it was cut, or is of an older version) the checkpoint does
     lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
     if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
         return None  # whether its figures would be others is known when the scorer is built

@@ -17,6 +17,7 @@ from test_checkpoints import but_for_shared_memory, newest, same_training
 
 import benchmark
 import eval as eval_command
+from callbacks.run_record import read_config
 from checkpoint_files import FULL, WEIGHTS, listed, read, write
 from prepare import doctor
 from reports import mlperf as report
@@ -124,6 +125,10 @@ def readers(miniature, made, gone_on, tmp_path, capsys, monkeypatch) -> Callable
             told = capsys.readouterr()
             assert code in (0, 2), (name, told.err)
             assert "Traceback" not in told.err and "the check itself failed" not in told.out, (name, told)
+            if code == 0 and name == "again":  # what config.yaml has lost is there again
+                has, had = (read_config(of / "run") for of in (folder, made))
+                lost = {key for key, value in had.items() if key not in has or has[key] != value}
+                assert lost <= {"run_folder", "eval.batch_size"}
             if code == 0 and name == "start":
                 assert same_training(newest(folder, "run"), gone_on), name
             said |= {name: told.err if name != "doctor" else told.out} if code == 2 else {}
