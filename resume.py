@@ -94,8 +94,11 @@ def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, A
         print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
         if found:
             write_outcome(folder, found)
-        there = (*read_config(folder), "loggers")  # what it has lost, the checkpoint has said
-        keep_keys(folder, {key: value for key, value in flat(config).items() if not key.startswith(there)})
+        there = [f"{key}." for key in read_config(folder)]  # what it has lost, the checkpoint has said
+        lost = [
+            key for key in flat(config) if not any(f"{key}.".startswith(t) or t.startswith(f"{key}.") for t in there)
+        ]
+        keep_keys(folder, {key: value for key, value in flat(config).items() if key in lost})
         if config.eval.when != "off":  # so that eval.py scores as this start says
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
