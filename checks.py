@@ -231,7 +231,9 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
     of_log: list[str] = []
     try:
         if config.run_name and not mlperf_log.is_begun(folder) and listed(folder / "checkpoints", FULL):
-            text = f"{folder} was trained before its log was begun. Leave it out, or take another run_name."
+            text = (
+                f"{folder} was trained before its log was begun, or it was cut. Leave it out, or take another run_name."
+            )
             found.append(("run_name", text))
     except ConfigError as error:
         of_log = error.problems

@@ -25,12 +25,11 @@ from callbacks.run_record import (
     keep_keys,
     read_config,
     rounded,
-    write_config,
     write_outcome,
 )
 from checkpoint_files import check_whole, find_newest, read
 from checkpoints import Progress, disagreements
-from config import ConfigError, flat, to_yaml
+from config import ConfigError, flat
 from curves import OF_BEFORE, read_rows
 from run_files import check_are_files, evaluations_of, lost_history, read_summary
 from speed import SpeedKeys
@@ -97,8 +96,11 @@ def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, A
         print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
         if found:
             write_outcome(folder, found)
-        if not (folder / "config.yaml").is_file():  # it was lost; the checkpoint has said that this is the same run
-            write_config(folder, to_yaml(config))
+        there = [f"{key}." for key in read_config(folder)]  # what it has lost, the checkpoint has said
+        lost = [
+            key for key in flat(config) if not any(f"{key}.".startswith(t) or t.startswith(f"{key}.") for t in there)
+        ]
+        keep_keys(folder, {key: value for key, value in flat(config).items() if key in lost})
         if config.eval.when != "off":  # so that eval.py scores as this start says
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
@@ -218,6 +220,8 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
+    if _lasting(config).keys() - begun.keys():
+        return None  # what it does not say (it was cut, or is of an older version) the checkpoint does
     lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
     if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
         return None  # whether its figures would be others is known when the scorer is built

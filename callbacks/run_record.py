@@ -352,16 +352,12 @@ def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] =
     """Write keys of some sections into a run's config.yaml, which may be of before there were such."""
     read_config(folder)  # for what it says of one that is broken
     path = folder / "config.yaml"
-    config = OmegaConf.load(path)
-    for key, value in keys.items():
-        if key.startswith(sections):
-            OmegaConf.update(config, key, value, force_add=True)
-    _write(path, OmegaConf.to_yaml(config))
-
-
-def write_config(folder: Path, config_yaml: str) -> None:
-    """Write the config.yaml of a run that has lost it."""
-    _write(folder / "config.yaml", config_yaml)
+    config = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
+    kept = {key: value for key, value in keys.items() if key.startswith(sections)}
+    for key, value in kept.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    if kept:
+        _write(path, OmegaConf.to_yaml(config))
 
 
 def keep_batch_size(folder: Path, batch_size: int) -> None:

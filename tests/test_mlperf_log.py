@@ -574,8 +574,8 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(tmp_p
     write(tmp_path / "old" / "checkpoints", stem("full-ba", 3), {})
     [line] = refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old")
     assert line == (
-        f"mlperf.enabled: true, but {tmp_path}/old was trained before its log was begun. Leave it out, or take another "
-        "run_name."
+        f"mlperf.enabled: true, but {tmp_path}/old was trained before its log was begun, or it was cut. Leave it out, or "
+        "take another run_name."
     )
     (tmp_path / "old/mlperf.log").touch()  # a log that was taken away, to look as if the run began here
     assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [line]

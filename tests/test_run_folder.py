@@ -13,13 +13,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mlperf_fixture import curves, write_run
 from test_checkpoints import but_for_shared_memory, newest, same_training
 
 import benchmark
 import eval as eval_command
+from callbacks.mlperf_log import is_begun, lost_events
+from callbacks.run_record import read_config
 from checkpoint_files import FULL, WEIGHTS, listed, read, write
+from curves import NEEDED, read_rows, write_rows
 from prepare import doctor
 from reports import mlperf as report
+from reports.mlperf_runs import read_run
+from run_files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 
 pytestmark = pytest.mark.budget(200)
 
@@ -124,6 +130,10 @@ def readers(miniature, made, gone_on, tmp_path, capsys, monkeypatch) -> Callable
             told = capsys.readouterr()
             assert code in (0, 2), (name, told.err)
             assert "Traceback" not in told.err and "the check itself failed" not in told.out, (name, told)
+            if code == 0 and name == "again":  # what config.yaml has lost is there again
+                has, had = (read_config(of / "run") for of in (folder, made))
+                lost = {key for key, value in had.items() if key not in has or has[key] != value}
+                assert lost <= {"run_folder", "eval.batch_size"}
             if code == 0 and name == "start":
                 assert same_training(newest(folder, "run"), gone_on), name
             said |= {name: told.err if name != "doctor" else told.out} if code == 2 else {}
@@ -134,19 +144,26 @@ def readers(miniature, made, gone_on, tmp_path, capsys, monkeypatch) -> Callable
     return read
 
 
-KINDS = [(what, how) for what in TEXTS for how in ("emptied", "cut", "flipped", "removed")]
-KINDS += [(what, how) for what in CHECKPOINTS for how in ("cut", "flipped", "removed")]
-MORE = [
-    (what, how) for what in TEXTS for how in ("cut at a line", "garbage", "a list", "nested", "of nothing", "a folder")
+KINDS = [
+    *(("config.yaml", how) for how in ("emptied", "removed")),
+    *(("metrics.jsonl", how) for how in ("cut", "cut at a line")),
+    ("starts.jsonl", "removed"),
+    ("summary.json", "flipped"),
+    ("mlperf.log", "cut"),
+    ("eval.csv", "removed"),
+    ("newest full", "cut"),
+    ("every full", "removed"),
 ]
-MORE += [(what, how) for what in CHECKPOINTS for how in ("emptied", "garbage")]
+EVERY_KIND = [(what, how) for what in TEXTS for how in (*CONTENTS, "removed", "a folder")]
+EVERY_KIND += [(what, how) for what in CHECKPOINTS for how in ("emptied", "cut", "flipped", "garbage", "removed")]
+EVERY_KIND.remove(("config.yaml", "nested"))  # the reports' own YAML reader would end the process
 DRAWS = int(os.environ.get("EASEL_DRAWS", "0"))
-"""0: one of each of KINDS (two minutes); more: so many of each of all kinds, by hand."""
+"""0: one of each of KINDS, a minute; by hand: so many of each of all kinds, ten minutes for one."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(DRAWS or 1))
-@pytest.mark.parametrize(("what", "how"), [*KINDS, *MORE] if DRAWS else KINDS)
+@pytest.mark.parametrize(("what", "how"), EVERY_KIND if DRAWS else KINDS)
 def test_no_damage_ends_in_a_traceback_nor_in_another_run(readers, what, how, seed):
     for name, text in readers(what, how, seed).items():
         print(f"{what} {how} {seed}, {name}: {text.splitlines()[-1]}")
@@ -215,3 +232,51 @@ def test_a_snapshot_without_identity_is_named_by_eval(short, tmp_path, capsys):
     assert eval_command.main([str(folder)]) == 2
     given = f"{path}: its identity is not what a snapshot has. It was not written by this program: remove it."
     assert but_for_shared_memory(capsys.readouterr().err).splitlines()[-1] == given
+
+
+@pytest.fixture(scope="module")
+def records(short, tmp_path_factory) -> Path:
+    """A folder with a record that has all files, the log of a fixture among them."""
+    folder = tmp_path_factory.mktemp("records")
+    write_run(folder / "fixture", curves(512)[0][:4], seed=1)
+    for path in short.glob("*.*"):
+        shutil.copy(path, folder) if path.is_file() else None
+    shutil.copy(folder / "fixture/mlperf.log", folder)
+    row = {**dict.fromkeys(NEEDED, 1.0), "model": "a", "snapshot": "b", "weights": "ema", "partial": False}
+    write_rows(folder / "eval.csv", [row, {**row, "images": 2}])
+    (folder / "bad_samples.jsonl").write_text('{"sample": 3, "key": "a", "reason": "b"}\n' * 2)
+    shutil.copy(folder / "metrics.jsonl", folder / "metrics.cut.jsonl")
+    return folder
+
+
+READERS: dict[str, list[Callable[[Path], object]]] = {
+    "config.yaml": [read_config],
+    "environment.json": [read_run],
+    "starts.jsonl": [run_id_of, seconds_of_starts, lambda folder: lost_history(folder, None)],
+    "metrics.jsonl": [evaluations_of, seconds_of_starts, read_run],
+    "metrics.cut.jsonl": [seconds_of_starts],
+    "bad_samples.jsonl": [lambda folder: read_lines(folder / "bad_samples.jsonl")],
+    "summary.json": [lambda folder: read_summary(folder, "batches"), read_run],
+    "mlperf.log": [is_begun, lambda folder: lost_events(folder, None), read_run],
+    "eval.csv": [lambda folder: read_rows(folder / "eval.csv")],
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_readers_of_the_record_read_or_name_the_file(records, tmp_path, what):
+    """Twenty damages of each kind that has a place, two of the others; with what they read, nobody is to stumble later."""
+    content, num_named = (records / what).read_bytes(), 0
+    folder = shutil.copytree(records, tmp_path / "run")
+    for how in CONTENTS:
+        if (what, how) not in EVERY_KIND:
+            continue
+        for seed in range(20 if how in ("cut", "flipped") and what != "config.yaml" else 2):
+            (folder / what).write_bytes(content)
+            damage(folder, what, how, seed)
+            for read_it in READERS[what]:
+                try:
+                    read_it(folder)
+                except ValueError as error:
+                    assert str(error).startswith(f"{folder / what}"), (how, seed)
+                    num_named += 1
+    assert num_named > 0 or what == "metrics.cut.jsonl"
