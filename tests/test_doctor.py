@@ -447,6 +447,12 @@ def test_a_stage_that_was_made_for_another_size_is_found(only_error, tmp_path):
     )
 
 
+def test_a_stage_that_has_not_all_of_the_benchmarks_samples_is_found_for_its_closed_division(examine, tmp_path):
+    code, found = examine("mlperf.enabled=true", "mlperf.division=closed")
+    text = f"mlperf.division: closed, but train_samples: 48 at {tmp_path / 'stage'}; the benchmark: 6,513,144. Give the"
+    assert code == 1 and any(told.startswith(text) for level, told in found["stage"] if level == ERROR)
+
+
 def test_no_stage_at_all_is_found(only_error, tmp_path):
     assert only_error("store", "data.remote=null", "data.local=null").startswith("data.remote: not given.")
     assert only_error("store", f"data.remote={tmp_path}/nowhere").startswith(
