@@ -28,6 +28,7 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch import Tensor, nn
 
+import masking
 from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from config import ConfigError
 from tensors import canonical_name, difference, forms, lay_out_like
@@ -228,13 +229,16 @@ def _cloned(state: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def disagreements(content: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> list[str]:
-    """One message for each value of a run's identity that differs between a checkpoint and this run."""
+    """One message for each value of a run's identity that differs between a checkpoint and this run.
+
+    A text behind `${...}` is not compared: a checkpoint does not keep what it stood for.
+    """
     saved, keys = content["identity"], dict.fromkeys([*identity, *content["identity"]])
     return [
         f"{key}: {identity.get(key)!r}, but {path} was made with {saved.get(key)!r}. A run goes on as it began: use that "
         f"value, or another run_name."
         for key in keys
-        if saved.get(key) != identity.get(key)
+        if saved.get(key) != identity.get(key) and not masking.is_interpolated(saved.get(key))
     ]
 
 

@@ -16,6 +16,7 @@ from composer.utils import dist
 from filelock import FileLock, Timeout
 
 import alarm
+import masking
 from callbacks.quality_target import TARGET_KEYS, outcome, said
 from callbacks.run_record import (
     RESULT_KEYS,
@@ -68,6 +69,14 @@ def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str
     """Key -> plain value for what makes a run this run and no other; checkpoints carry it."""
     encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
     return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
+
+
+def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity as a checkpoint has it: the place of the first weights as it was given, with its `${...}`.
+
+    Numbers and the names of choices stay: they are what the checkpoint is of.
+    """
+    return {**identity, **masking.written({"model.denoiser": identity["model.denoiser"]})}
 
 
 def evaluations_of(folder: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from omegaconf import OmegaConf
 
-from config import ConfigError, read_yaml
+import masking
+from config import ConfigError, Problem, read_yaml, resolved
 from environment import environment
 
 if TYPE_CHECKING:
@@ -314,7 +315,7 @@ def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] =
     read_config(folder)  # for what it says of one that is broken
     path = folder / "config.yaml"
     config = OmegaConf.load(path)
-    for key, value in keys.items():
+    for key, value in masking.written(keys).items():
         if key.startswith(sections):
             OmegaConf.update(config, key, value, force_add=True)
     _write(path, OmegaConf.to_yaml(config))
@@ -331,13 +332,20 @@ def found_batch_size(folder: Path) -> int | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return key -> value of a run's config.yaml, or nothing where there is none. Raises ConfigError: it is broken."""
+    """Return key -> value of a run's config.yaml, or nothing where there is none. Raises ConfigError: it is broken.
+
+    What stands for nothing in this environment (`${oc.env:...}`) is left out.
+    """
     path = folder / "config.yaml"
     values, unreadable = read_yaml(str(path)) if path.is_file() else ([], [])
+    values, unresolved = resolved(values, None)
+    unreadable += [
+        Problem(unresolved[id(at)]) for at in values if id(at) in unresolved and "${oc.env:" not in str(at.value)
+    ]
     if unreadable:
         ways = "Bring back a copy, or remove it and summary.json: benchmark.py then goes on from the newest checkpoint"
         raise ConfigError([f"{problem.text} {ways}, with the keys of its command." for problem in unreadable])
-    return {at.key: at.value for at in values}
+    return {at.key: at.value for at in values if id(at) not in unresolved}
 
 
 def run_id_of(folder: Path) -> str | None:

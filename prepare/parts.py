@@ -29,6 +29,7 @@ from filelock import Timeout
 from streaming import MDSWriter
 from streaming.base.util import bytes_to_int
 
+import masking
 from fetch import HASH
 from prepare.places import Failed, Place, Refused
 from stage import FACTS_FILE, write_facts
@@ -365,7 +366,7 @@ def where_to_look(account: Account, address: str) -> str:
 def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a command line's places and its keys: KEY=VALUE and --flags. ./a=b is a place."""
     keys = [word for word in argv if re.match(r"--|[\w.]+=", word)]
-    return [word for word in argv if word not in keys], keys
+    return [masking.without_secrets(word) for word in argv if word not in keys], keys
 
 
 def shard_size_problem(size: str) -> str | None:

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import masking
 from reports.mlperf_band import draw, read_bands, standing
 from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
@@ -227,7 +228,8 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     (systems / f"{name}.json").write_text(json.dumps(filled, indent=2) + "\n")
     code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
     code.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(runs[0].folder / "config.yaml", code / "config.yaml")
+    # A run of an older version has the password of an address in it.
+    (code / "config.yaml").write_text(masking.masked((runs[0].folder / "config.yaml").read_text()))
     commit = runs[0].environment.get("commit")
     command = "composer benchmark.py config.yaml seed=SEED run_name=NAME"
     text = f"Easel at commit {commit}. A run, with the seed of its log: {command}\n"

@@ -16,6 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from config import Assignment, resolved
+
 TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
@@ -251,12 +253,20 @@ def read_run(folder: Path) -> Run | None:
         config = dict(_leaves(OmegaConf.to_container(OmegaConf.load(path))))
     except (YAMLError, OmegaConfBaseException, OSError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    summary = _json(folder / "summary.json")
+    config = _resolved(path, config, summary)
     if not _is_number(config.get("global_batch_size")):
         raise ValueError(f"{path} has no global_batch_size: it is no run's")
     recorded = [line for line in _recorded(folder / "metrics.jsonl") if not line.get("partial")]
     events, fault = _events(folder / "mlperf.log") if (folder / "mlperf.log").is_file() else (None, None)
-    summary = _json(folder / "summary.json")
     return Run(folder, config, _json(folder / "environment.json"), summary, recorded, events, fault)
+
+
+def _resolved(path: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's keys with what stood behind `${...}`: as the summary has it, else in this environment, else None."""
+    values, unresolved = resolved([Assignment(str(path), key, value, key) for key, value in config.items()], None)
+    now = {at.key: at.value for at in values if id(at) not in unresolved}
+    return {key: now[key] if config[key] == now.get(key) else summary.get(key, now.get(key)) for key in config}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 FLOORS = [
+    {"masking"},
     {
         "zoo.spec",
         "zoo.objectives",
