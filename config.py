@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError
 
 import masking
 
@@ -163,6 +164,9 @@ def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
         return None, f"command line: '{word}' has no value. Write {key}=VALUE, or {key}=null for none."
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))["value"]
+    except GrammarParseError:
+        ways = "Write ${oc.env:VARIABLE}, or ${KEY} of another key"
+        return None, f"command line: '{word}' has a '${{' that cannot be read. {ways}."
     except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
         return None, f"command line: the value of '{word}' cannot be read as YAML: {_first_line(error)}"
     return Assignment("command line", key, value, key, raw), None
@@ -313,11 +317,11 @@ def _read(at: Assignment, hint: Any) -> tuple[Any, str | None]:
         or (bool in kinds and not isinstance(value, bool | types.NoneType))
         or (str in kinds and not isinstance(value, str | types.NoneType))
     )
-    if isinstance(value, str) and not refused:
+    if not refused:
         shown = masking.without_secrets(value)
         if shown != value and at.text is None and os.environ.get("RANK", "0") == "0":
             given = f"{at.where}: {_named(at)}: a secret stands in {shown}. It is neither shown nor kept"
-            print(f"{given}. {masking.where_it_belongs(shown)}.", file=sys.stderr, flush=True)
+            print(f"{given}. {masking.where_it_belongs(str(shown))}.", file=sys.stderr, flush=True)
         value = shown
     return value, _misfit(at, hint) if refused else None
 

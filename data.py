@@ -40,6 +40,8 @@ from torchvision.transforms.v2 import functional as vision
 
 from batch_wait import END, files_and_bytes, next_batch
 from fetch import PATIENCE_SEC, StreamFailure
+from masking import printable
+from prompts import MAX_CAPTION
 from shared_memory import one_at_a_time, remove_dead_segments
 from stage import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stream import BatchStream, MomentsStream
@@ -212,11 +214,13 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def check_caption(caption: Any) -> str:
-    """Return the caption, stripped. Raises SampleError: missing or empty."""
+    """Return the caption, stripped. Raises SampleError: missing, empty, or longer than MAX_CAPTION."""
     if not isinstance(caption, str):
         raise SampleError("missing caption")
     if not caption.strip():
         raise SampleError("empty caption")
+    if len(caption) > MAX_CAPTION:
+        raise SampleError(f"caption of more than {MAX_CAPTION:,} characters")
     return caption.strip()
 
 
@@ -286,7 +290,7 @@ class StreamingLAIONDataset(BatchStream):
                 bad.append((candidate, str(sample["key"]), str(error)))
             else:
                 return {"images": images, "caption": caption, "bad": bad}
-        named = "; ".join(f"{key}: {reason}" for _, key, reason in bad[:3])
+        named = "; ".join(f"{printable(key)}: {reason}" for _, key, reason in bad[:3])
         raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
 
 
@@ -346,7 +350,7 @@ def check_bad_samples(bad_samples: Mapping[int, tuple[str, str]], max_bad_sample
     """Raise ValueError with the first few names when there are more than the limit."""
     if len(bad_samples) <= max_bad_samples:
         return
-    named = "; ".join(f"{key}: {reason}" for key, reason in list(bad_samples.values())[:5])
+    named = "; ".join(f"{printable(key)}: {reason}" for key, reason in list(bad_samples.values())[:5])
     raise ValueError(
         f"data.max_bad_samples: {len(bad_samples)} samples cannot be used, {max_bad_samples} are allowed. First: "
         f"{named}. Raise data.max_bad_samples, or make the stage again without them."

@@ -1,4 +1,4 @@
-"""What a process uses and does not show: passwords in addresses, and values that stand behind `${...}`.
+"""What a process uses and does not show: passwords in addresses, values behind `${...}`, control characters of captions.
 
     sftp://user:secret@host/folder       sftp://user:***@host/folder     everywhere; the client alone asks for the password
     data.remote=${oc.env:BUCKET}/laion   ${oc.env:BUCKET}/laion          in every file, message and logger; the value is used
@@ -21,6 +21,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueE
 
 MASK = "***"
 LEAST_CHARACTERS = 4  # of a value that is looked for in texts: a shorter one would be found everywhere
+WITHIN_WORDS = 8  # so many are also looked for within a word
 
 _ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^\s'\"<>]+)")
 _PORT = re.compile(r"[^:]*:[0-9]*|\[[^\]]*\](:[0-9]*)?")  # host and port
@@ -56,8 +57,12 @@ def masked(text: str) -> str:
     return text
 
 
-def without_secrets(address: str) -> str:
-    """Return an address as `masked` does; the password of an sftp:// address is kept for its client."""
+def without_secrets(address: Any) -> Any:
+    """Return a value, where it is an address, as `masked` does; the password of an sftp:// address is kept for its client."""
+    if isinstance(address, list):
+        return [without_secrets(each) for each in address]
+    if not isinstance(address, str):
+        return address
     if not (found := _ADDRESS.fullmatch(address)):
         return masked(address)
     shown, user, password, host = _masked(found[1], found[2])
@@ -153,14 +158,20 @@ def keep(texts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         _values[key] = (value, text)
         both = zip(value, text, strict=False) if isinstance(value, list) and isinstance(text, list) else [(value, text)]
         for given, shown in both if key != "run_name" else ():  # that is the folder's name, for all to see
-            if isinstance(given, str) and is_interpolated(shown):
+            if isinstance(given, str) and "${oc." in str(shown):  # of another key: that one's own text says it
                 remember(given, shown)
 
 
 def written(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return key -> value as it may be written or sent: with `${...}` where that stood, and no password in an address."""
     texts = {key: text for key, (value, text) in _values.items() if key in values and values[key] == value}
-    return {key: masked(value) if isinstance(value, str) else value for key, value in {**values, **texts}.items()}
+    return {key: _masked_each(value) for key, value in {**values, **texts}.items()}
+
+
+def _masked_each(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_masked_each(each) for each in value]
+    return masked(value) if isinstance(value, str) else value
 
 
 def hidden_of(keys: Sequence[str], text: str) -> str:
@@ -190,10 +201,17 @@ def _is_number(text: str) -> bool:
 
 def hidden(text: str) -> str:
     """Return a text as it may be shown: see `masked`, and `${...}` for the values behind it."""
-    for value in sorted(_texts, key=len, reverse=True):  # the longest first: one may hold another
-        if value in text:
-            text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", lambda _, value=value: _texts[value], text)
+    if found := [value for value in sorted(_texts, key=len, reverse=True) if value in text]:  # one may hold another
+        forms = [
+            re.escape(value) if len(value) >= WITHIN_WORDS else rf"(?<!\w){re.escape(value)}(?!\w)" for value in found
+        ]
+        text = re.sub("|".join(forms), lambda match: _texts[match[0]], text)
     return masked(text)
+
+
+def printable(text: str) -> str:
+    """Return a text on one line without control characters, which could lead a terminal or a font astray."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def watch() -> None:

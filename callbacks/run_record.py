@@ -244,7 +244,9 @@ class RunRecord(Callback):
             lines = ({"sample": sample, "key": key, "reason": reason} for sample, (key, reason) in new)
             _append(self.folder / "bad_samples.jsonl", lines)
             key, reason = new[0][1]
-            print(f"data: {len(new)} samples could not be used, e.g. {key}: {reason}", file=sys.stderr)
+            print(
+                f"data: {len(new)} samples could not be used, e.g. {masking.printable(key)}: {reason}", file=sys.stderr
+            )
         self.check_bad_samples(self.all_bad_samples)
 
     def _stop_on_non_finite_loss(self, batch: int, loss: float, is_finite_here: bool) -> None:

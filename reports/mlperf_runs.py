@@ -16,8 +16,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from config import Assignment, resolved
-
 TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
@@ -250,11 +248,12 @@ def read_run(folder: Path) -> Run | None:
         return None
     path = folder / "config.yaml"
     try:
-        config = dict(_leaves(OmegaConf.to_container(OmegaConf.load(path))))
+        tree = OmegaConf.load(path)
+        config = dict(_leaves(OmegaConf.to_container(tree)))
     except (YAMLError, OmegaConfBaseException, OSError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     summary = _json(folder / "summary.json")
-    config = _resolved(path, config, summary)
+    config = _resolved(tree, config, summary)
     if not _is_number(config.get("global_batch_size")):
         raise ValueError(f"{path} has no global_batch_size: it is no run's")
     recorded = [line for line in _recorded(folder / "metrics.jsonl") if not line.get("partial")]
@@ -262,11 +261,14 @@ def read_run(folder: Path) -> Run | None:
     return Run(folder, config, _json(folder / "environment.json"), summary, recorded, events, fault)
 
 
-def _resolved(path: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(tree: Any, config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's keys with what stood behind `${...}`: as the summary has it, else in this environment, else None."""
-    values, unresolved = resolved([Assignment(str(path), key, value, key) for key, value in config.items()], None)
-    now = {at.key: at.value for at in values if id(at) not in unresolved}
-    return {key: now[key] if config[key] == now.get(key) else summary.get(key, now.get(key)) for key in config}
+
+    def look_up(key: str) -> Any:
+        with contextlib.suppress(OmegaConfBaseException):
+            return summary[key] if key in summary else OmegaConf.select(tree, key)
+
+    return {key: look_up(key) if isinstance(value, str) and "${" in value else value for key, value in config.items()}
 
 
 def _json(path: Path) -> dict[str, Any]:
