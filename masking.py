@@ -160,6 +160,8 @@ def keep(texts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         for given, shown in both if key != "run_name" else ():  # that is the folder's name, for all to see
             if isinstance(given, str) and "${oc." in str(shown):  # of another key: that one's own text says it
                 remember(given, shown)
+    if _texts:  # whatever the command is: what it prints is then looked at
+        watch()
 
 
 def written(values: Mapping[str, Any]) -> dict[str, Any]:

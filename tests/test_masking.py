@@ -27,6 +27,7 @@ from PIL import Image
 from test_config import Outer, problems, read
 
 import benchmark
+import eval as evaluation
 import masking
 from callbacks.run_record import keep_keys, read_config
 from callbacks.sample_grid import write_grid
@@ -390,6 +391,40 @@ def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, 
     assert f"data.remote='{shown}'" in args[0]["args"] and not any("git" in metadata for metadata in args)
     config = (runs / "one/config.yaml").read_text()
     assert f"  remote: {shown.replace('***', f'${{oc.env:{VARIABLE}_PW}}')}\n" in config
+
+
+@pytest.mark.slow
+@pytest.mark.budget(300)
+def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniature, tmp_path, capsys, monkeypatch):
+    for name, value in {"SEED": "4711", "BEGIN": str(tmp_path / "old"), "NAME": "blueheron4711"}.items():
+        monkeypatch.setenv(f"EASEL_{name}", value)
+    monkeypatch.setenv("EASEL_PLACE", str(miniature.moments))
+    assert benchmark.main(miniature.small(tmp_path, "old", "seed=1", "max_duration=1ba", "save.every_images=8")) == 0
+    own = ["seed=${oc.env:EASEL_SEED}", "data.remote=${oc.env:EASEL_PLACE}", "model.denoiser=${oc.env:EASEL_BEGIN}"]
+    own += ["loggers.wandb=null", "eval.batch_size=4", "save.every_images=8"]
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=1ba")) == 0
+    for path in (tmp_path / "new").rglob("*"):
+        assert path.is_dir() or str(tmp_path / "old").encode() not in path.read_bytes(), path
+    shutil.copytree(miniature.moments, tmp_path / "moved")
+    monkeypatch.setenv("EASEL_PLACE", str(tmp_path / "moved"))
+    capsys.readouterr()
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba")) == 0
+    said = capsys.readouterr()
+    assert "goes on from batch 1" in said.err and "batches=2 " in said.out
+    monkeypatch.setenv("EASEL_SEED", "4712")
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=3ba")) == 2
+    assert "seed: 4712, but " in capsys.readouterr().err
+    monkeypatch.delenv("EASEL_PLACE")  # scores need no data
+    command = parse_command_line([str(tmp_path / "new")], {}, takes_places=True)
+    assert evaluation.read(str(tmp_path / "new"), "run", command).seed == 4712
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba", "--print_config")) == 2
+    assert capsys.readouterr().err == (
+        "command line: data.remote: '${oc.env:EASEL_PLACE}' has no value: the variable EASEL_PLACE is not set. Set it, or "
+        "write ${oc.env:EASEL_PLACE,DEFAULT}.\n"
+    )
+    monkeypatch.setenv("EASEL_PLACE", str(tmp_path / "moved"))
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba", "--print_config")) == 0
+    assert "  remote: ${oc.env:EASEL_PLACE}\n" in (shown := capsys.readouterr().out) and "moved" not in shown
 
 
 def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tmp_path):

@@ -201,9 +201,9 @@ def test_names_of_runs(tmp_path):
         "run_name: 'a/b' is no folder name. Use letters, digits, - and _, 200 at most."
     )
     for name in ("a\nb", "\x1b[2J", "a\0b", "a\u202eb", "a\tb"):
-        told = f"run_name: {name!r} has a character that cannot be seen. Use letters, digits, - and _."
+        told = f"run_name: {name!r} has a character that cannot be seen. Give one without."
         assert run_folder_problem(str(tmp_path), name) == told
-    told = "run_folder: 'runs\\r' has a character that cannot be seen. Use letters, digits, - and _."
+    told = "run_folder: 'runs\\r' has a character that cannot be seen. Give one without."
     assert run_folder_problem("runs\r", "new") == told
     for name in ("", ".", "..", ".hidden", "x" * 201):
         assert "is no folder name" in run_folder_problem(str(tmp_path), name)
