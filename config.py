@@ -223,7 +223,7 @@ def resolved(assignments: Sequence[Assignment], schema: type | None) -> tuple[li
         return list(assignments), {}
     last = {at.key: at for at in assignments}
     keys: dict[str, Any] = dict.fromkeys(last, Any) if schema is None else schema_keys(schema)
-    tree = OmegaConf.create({} if schema is None else as_written(schema))
+    tree = OmegaConf.create({} if schema is None else OmegaConf.to_container(OmegaConf.structured(schema)))
     for at in last.values():
         if at.key in keys:
             with contextlib.suppress(Exception):  # beneath a key that is no section: named where types are looked at

@@ -34,6 +34,7 @@ from callbacks.sample_grid import write_grid
 from checkpoints import disagreements
 from config import ConfigError, Problem, as_written, load, parse_command_line, to_yaml
 from masking import hidden, masked, password_of, without_secrets
+from prepare import look
 from store_clients import client_of
 from store_errors import address_problem
 
@@ -442,4 +443,7 @@ def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tm
         )
         said = capsys.readouterr().err
         assert "data.remote: " in said and found_in(said.encode(), said) == []
+        assert look.main([remote, str(tmp_path / "look.png")]) == 2
+        said = capsys.readouterr().err
+        assert "REMOTE: " in said and found_in(said.encode(), said) == []
     assert not (tmp_path / "runs/a").exists()
