@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import alarm
+import masking
 import microbatch
 import plan
 import preflight
@@ -49,7 +50,7 @@ from callbacks.run_record import RunRecord, found_batch_size, result_line
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, Progress, restore
 from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device, savings
-from config import ConfigError, flat, load, parse_command_line, to_yaml
+from config import ConfigError, as_written, flat, load, parse_command_line, to_yaml
 from copy_stream import CopyStream
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
@@ -60,7 +61,17 @@ from model import BatchRandomness, LatentDiffusion, build_device, composer_preci
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from quality import build_evaluation, build_mlperf_log, build_scorer, count_unevaluated, draw_evaluations, outcome_of
 from quiet_trainer import LateLosses, QuietTrainer
-from resume import Begun, begin, check_begun, check_checkpoint, check_encoders, check_evaluations, finished, identity_of
+from resume import (
+    Begun,
+    begin,
+    check_begun,
+    check_checkpoint,
+    check_encoders,
+    check_evaluations,
+    finished,
+    identity_of,
+    kept,
+)
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from scoring import Scorer
 from stage import Stage, read_stage
@@ -95,7 +106,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     throughput = build_throughput(config, networks.cost)
     loader = data.dataloader if isinstance(data.dataloader, Loader) else None
     checkpointer = Checkpointer(
-        folder / "checkpoints", config.save, model=model, identity=networks.identity, resume_from=begun.checkpoint
+        folder / "checkpoints", config.save, model=model, identity=kept(networks.identity), resume_from=begun.checkpoint
     )
     record = build_record(folder, networks, learning, throughput, loader, checkpointer)
     record.start(at.batch, images=at.images, began=began, lost=begun.lost)
@@ -117,7 +128,8 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
 
     trainer = build_trainer(config, device, model, data, learning, record, [c for c in callbacks if c is not None])
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
-    trainer.logger.log_hyperparameters(dataclasses.asdict(config))
+    masking.watch()  # again: W&B has taken the streams over
+    trainer.logger.log_hyperparameters({**as_written(config), "commit": record.environment["commit"]})
     with record.clocked():
         if not (is_over or target.reached):
             fit(trainer, config, checkpointer, mlperf_log)
@@ -405,6 +417,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         # Before anything asks the driver, so that no rank opens a context on the first GPU.
         torch.cuda.set_device(dist.get_local_rank())
     command_line = parse_command_line(argv, ALIASES)
+    masking.watch()
+    sys.argv[1:] = map(masking.masked, sys.argv[1:])  # W&B keeps them
     is_speaker = dist.get_global_rank() == 0
     try:
         config = load(RunConfig, command_line, not_yet=NOT_YET, check=check)

@@ -28,6 +28,7 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch import Tensor, nn
 
+import masking
 from alarm import STOP_SIGNALS, let_first_leave
 from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from config import ConfigError
@@ -202,7 +203,8 @@ def disagreements(
     Args:
         defaults: key -> what it is where it is not given, for every key of a configuration. What a checkpoint does not name
             was that: it is of a version without the key. A key that only the checkpoint names may change now; one that is
-            no key at all is of a newer version, and nobody knows what it does.
+            no key at all is of a newer version, and nobody knows what it does. A text behind `${...}` is not compared: a
+            checkpoint does not keep what it stood for.
     """
     saved = content["identity"]
     made = {key: saved.get(key, defaults.get(key)) for key in identity}
@@ -210,7 +212,7 @@ def disagreements(
         f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run goes on as it began: use that value, or another "
         f"run_name."
         for key, value in identity.items()
-        if made[key] != value
+        if made[key] != value and not masking.is_interpolated(made[key])
     ]
     unknown = [key for key, value in saved.items() if key not in (*identity, *defaults) and value is not None]
     return differing + [

@@ -6,15 +6,22 @@ takes the defaults of the entry file's dataclass, lays the YAML over them, then 
 A predecessor's flag (`--batch_size 256`) is an alias of a key. Every key is checked by name and type, and all problems
 are reported in one `ConfigError`, each in the shape "where: what was given. What is possible. What to do."
 
+A value may be `${oc.env:VARIABLE}` or `${another.key}`: it is resolved for use, and stays as it is wherever the
+configuration is shown or written. A password in an address is masked. See masking.py.
+
 This file knows OmegaConf and messages. It has no section of its own: each section is a frozen dataclass beside the code
 that owns it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import functools
 import io
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +31,9 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError
 
+import masking
 from limits import MAX_PART_BYTES, Limits, beyond, file_problem, given_as, kind_of_path, shown, text_possible
 
 Config = TypeVar("Config")
@@ -40,7 +49,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: Sequence[str], config: Any = None):
-        self.problems = list(problems)
+        self.problems = [masking.hidden(text) for text in problems]
         self.config = config
         super().__init__("\n".join(self.problems))
 
@@ -78,6 +87,8 @@ class Assignment:
     """The key as it was typed (a flag keeps its own name in messages)."""
     raw: str | None = None
     """The value as it was typed on the command line: a text is taken from here, so that 0123 stays 0123."""
+    text: Any = None
+    """The value with `${...}` in it, where `value` is what that stands for."""
 
 
 @dataclass(frozen=True)
@@ -171,14 +182,17 @@ def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
         )
     try:
         _check_depth(raw)
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=True)["value"]
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))["value"]
+    except GrammarParseError:
+        ways = "Write ${oc.env:VARIABLE}, or ${KEY} of another key"
+        return None, f"command line: '{shown(word)}' has a '${{' that cannot be read. {ways}."
     except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
         return None, f"command line: the value of '{shown(word)}' cannot be read as YAML: {_why(error)}"
     return Assignment("command line", key, value, key, raw), None
 
 
 def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
-    """All leaf values of a YAML file, in its order."""
+    """All leaf values of a YAML file, in its order; `${...}` stays as it is."""
     where = shown(path, 300)
     if text := file_problem(path):
         there = text.removeprefix(f"{where} ")
@@ -189,7 +203,7 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
             given = f"{len(text):,} characters. Possible: {MAX_YAML_CHARACTERS:,} at most"
             return [], [Problem(f"{where}: {given}. Give a run's file.")]
         _check_depth(text)
-        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except Exception as error:  # of several unrelated classes
         return [], [Problem(f"{where}: cannot be read as YAML: {_why(error)}")]
     if not isinstance(content, dict):
@@ -243,6 +257,49 @@ def _why(error: Exception) -> str:
     text = ": ".join(part for part in parts if part) or (str(error).splitlines() or [type(error).__name__])[0]
     line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return line + shown(text.strip().rstrip("."), 200) + "."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resolving: what `${...}` stands for
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def resolved(assignments: Sequence[Assignment], schema: type | None) -> tuple[list[Assignment], dict[int, str]]:
+    """Resolve `${...}`: in the environment, and in the keys of the whole configuration.
+
+    Args:
+        schema: of the configuration; None: the assignments are all that there is.
+
+    Returns:
+        the assignments, without those that a later one of their key takes the place of, and id -> why it cannot be resolved.
+    """
+    if not any(masking.is_interpolated(at.value) for at in assignments):
+        return list(assignments), {}
+    last = {at.key: at for at in assignments}
+    keys: dict[str, Any] = dict.fromkeys(last, Any) if schema is None else schema_keys(schema)
+    tree = OmegaConf.create({} if schema is None else OmegaConf.to_container(OmegaConf.structured(schema)))
+    for at in last.values():
+        if at.key in keys:
+            with contextlib.suppress(Exception):  # beneath a key that is no section: named where types are looked at
+                OmegaConf.update(tree, at.key, at.value, force_add=True)
+    found, unresolved = [], {}
+    for at in assignments:
+        if not masking.is_interpolated(at.value) or at.key not in keys:
+            found.append(at)
+        elif at is last[at.key]:
+            value, reason = masking.look_up(tree, at.key)
+            found.append(at if reason else _as_typed(at, value, keys[at.key]))
+            if reason:
+                unresolved[id(at)] = f"{at.where}: {_named(at)}: {_quoted(at.value)} {reason}."
+    return found, unresolved
+
+
+def _as_typed(at: Assignment, value: Any, hint: Any) -> Assignment:
+    """Return an assignment with its value, a variable's read as it would be on the command line."""
+    if isinstance(value, str) and str not in (hint, *typing.get_args(hint)):
+        with contextlib.suppress(Exception):  # no YAML: a text
+            value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]
+    return dataclasses.replace(at, value=value, raw=None, text=at.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,19 +386,34 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
     if refused:
         return value, _misfit(at, hint)
     number = float if float in kinds else int if int in kinds else None
-    possible = beyond(value, number, limits)
-    return value, None if possible is None else _misfit(at, hint, possible)
+    if (possible := beyond(value, number, limits)) is not None:
+        return value, _misfit(at, hint, possible)
+    masked = masking.without_secrets(value)
+    if masked != value and at.text is None and os.environ.get("RANK", "0") == "0":
+        given = f"{at.where}: {_named(at)}: a secret stands in {masked}. It is neither shown nor kept"
+        print(f"{given}. {masking.where_it_belongs(str(masked))}.", file=sys.stderr, flush=True)
+    return masked, None
 
 
 def _misfit(at: Assignment, hint: Any, possible: str | None = None) -> str:
     """Say that a value is none of its key's. `possible`: what its limits leave; None: it is of another type."""
-    name = at.key if at.typed == at.key else f"{at.typed} ({at.key})"
     if possible is not None:
         others = [
             part for part in typing.get_args(hint) if typing.get_origin(part) is Literal or part is types.NoneType
         ]
         possible = " or ".join([possible, *map(_possible, others)])
-    return f"{at.where}: {name} is {given_as(at.value)}. Possible: {possible or _possible(hint)}."
+    given = given_as(at.value)
+    if at.text is not None:  # what it stands for may be a secret
+        given = f"{_quoted(at.text)}, which stands for something else"
+    return f"{at.where}: {_named(at)} is {given}. Possible: {possible or _possible(hint)}."
+
+
+def _named(at: Assignment) -> str:
+    return shown(at.key) if at.typed == at.key else f"{at.typed} ({at.key})"
+
+
+def _quoted(text: Any) -> str:
+    return f"'{shown(text)}'" if isinstance(text, str) else shown(str(text))
 
 
 def _merged(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> Any:
@@ -380,6 +452,7 @@ def load(
     *,
     not_yet: Mapping[str, str],
     check: Callable[[Config], Sequence[Problem]],
+    unread: tuple[str, ...] = (),
 ) -> Config:
     """Return the resolved configuration of a run.
 
@@ -388,6 +461,7 @@ def load(
         command_line: from `parse_command_line`.
         not_yet: key or section -> what it is, for keys of the design whose room does not stand: refused by name.
         check: all checks across keys, given the typed configuration.
+        unread: beginnings of keys that nobody reads: what cannot be resolved there is left out.
 
     Raises:
         ConfigError: with every problem of names, types and cross-checks at once.
@@ -400,8 +474,12 @@ def load(
         assignments = from_yaml + assignments
 
     is_read = not problems  # what could not be read may have said what would be missed: nothing is checked across keys
-    keys, limits, values, found = schema_keys(schema), schema_limits(schema), [], {}
+    keys, limits, values = schema_keys(schema), schema_limits(schema), []
+    assignments, found = resolved(assignments, schema)
+    assignments = [at for at in assignments if not (id(at) in found and at.key.startswith(unread))]
     for at in assignments:
+        if id(at) in found:
+            continue
         room = next((text for key, text in not_yet.items() if at.key == key or at.key.startswith(f"{key}.")), None)
         if room is not None:
             name = f"'{shown(at.key)}'" if at.typed == at.key else f"'{at.typed}' ({at.key})"
@@ -420,16 +498,26 @@ def load(
     refused = {at.key for at in assignments if id(at) in found}
 
     config, is_readable = OmegaConf.to_object(tree), not problems
-    if is_read:
-        problems += [problem.text for problem in check(config) if not refused.intersection(problem.keys)]
+    masking.keep({at.key: at.text for at, _ in values if at.text is not None and id(at) not in found}, flat(config))
+    of_keys = [problem for problem in (check(config) if is_read else ()) if not refused.intersection(problem.keys)]
+    problems += [masking.hidden_of(problem.keys, problem.text) for problem in of_keys]
     if problems:
         raise ConfigError(problems, config if is_readable else None)
     return config
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration as YAML, every key with its value; reading it back gives the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The whole configuration as YAML, each key with its value or `${...}`; reading it back gives the same configuration."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_written(config)))
+
+
+def as_written(config: Any) -> dict[str, Any]:
+    """Return a configuration's sections as plain values that may be written or sent, see `masking.written`."""
+    tree: dict[str, Any] = OmegaConf.to_container(OmegaConf.structured(config))  # type: ignore[assignment]
+    for key, value in masking.written(flat(config)).items():
+        *sections, name = key.split(".")
+        functools.reduce(dict.__getitem__, sections, tree)[name] = value
+    return tree
 
 
 def count(num: int, one: str, many: str | None = None) -> str:

@@ -35,6 +35,7 @@ from batch_wait import END, files_and_bytes, next_batch
 from fetch import PATIENCE_SEC, StreamFailure
 from images import check_caption, decode_image, resize_and_crop
 from limits import limited
+from masking import printable
 from shared_memory import one_at_a_time, remove_dead_segments
 from stage import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stream import BatchStream, MomentsStream
@@ -263,7 +264,7 @@ def check_bad_samples(bad_samples: Mapping[int, tuple[str, str]], max_bad_sample
     """Raise ValueError with the first few names when there are more than the limit."""
     if len(bad_samples) <= max_bad_samples:
         return
-    named = "; ".join(f"{key}: {reason}" for key, reason in list(bad_samples.values())[:5])
+    named = "; ".join(f"{printable(key)}: {reason}" for key, reason in list(bad_samples.values())[:5])
     raise ValueError(
         f"data.max_bad_samples: {len(bad_samples)} samples cannot be used, {max_bad_samples} are allowed. First: "
         f"{named}. Raise data.max_bad_samples, or make the stage again without them."

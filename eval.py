@@ -35,6 +35,7 @@ from composer.utils import dist
 
 import alarm
 import curves
+import masking
 import preflight
 import speed
 import unfinished
@@ -88,6 +89,8 @@ EFFECTIVE: dict[Kind, tuple[str, ...]] = {
 }
 
 
+UNREAD = ("run_name", "run_folder", "data.remote", "data.local", "model.denoiser", "loggers.", "mlperf.")
+"""Of a run's config.yaml: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
 DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "model.weights", "snapshots", "from_images"}
 """What a target is met with: given in another way than in a run's config.yaml, its scores are a trial."""
@@ -123,7 +126,7 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
             problems.append(Problem(f"out: {text}", ("out",)))
         return problems
 
-    config = load(EvalCommand, command, not_yet=NOT_YET, check=check)
+    config = load(EvalCommand, command, not_yet=NOT_YET, check=check, unread=UNREAD)
     return resolve(_completed(config, place, kind, given)) if kind != "images" else config
 
 
@@ -419,6 +422,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0 if argv else 2
     command = parse_command_line(argv, ALIASES, takes_places=True)
+    masking.watch()
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())
     try:

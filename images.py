@@ -21,6 +21,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
+from limits import MAX_CAPTION
 from zoo.spec import ImageSize
 
 MAX_COVER = 4  # times the crop's side: of a longer picture only what the crop shows is scaled
@@ -61,11 +62,13 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def check_caption(caption: Any) -> str:
-    """Return the caption, stripped. Raises SampleError: missing or empty."""
+    """Return the caption, stripped. Raises SampleError: missing, empty, or longer than MAX_CAPTION."""
     if not isinstance(caption, str):
         raise SampleError("missing caption")
     if not caption.strip():
         raise SampleError("empty caption")
+    if len(caption) > MAX_CAPTION:
+        raise SampleError(f"caption of more than {MAX_CAPTION:,} characters")
     return caption.strip()
 
 

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 MOST = 10**12  # of a number without a limit of its own: a larger one is a slip, and overflows further on
 MOST_FRACTIONAL = 1e30
-MAX_TEXT_BYTES, MAX_PART_BYTES = (
-    1024,
-    255,
-)  # Linux takes 4,096 for a path, what is added to it included, and 255 for a name
+MAX_TEXT_BYTES = 1024  # Linux takes 4,096 for a path, what is added to it included
+MAX_PART_BYTES = 255  # of a path: a file's or a folder's name
+MAX_CAPTION = 10_000  # characters: a text encoder reads 77 tokens, and whatever is longer than this is no caption
 
 
 @dataclass(frozen=True)

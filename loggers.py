@@ -63,7 +63,14 @@ def build_loggers(config: LoggersConfig, run_name: str, run_id: str, folder: Pat
                 entity=section.entity,
                 group=section.group,
                 tags=section.tags,
-                init_kwargs={"mode": section.mode, "dir": str(folder), "id": run_id, "resume": "allow"},
+                init_kwargs={
+                    "mode": section.mode,
+                    "dir": str(folder),
+                    "id": run_id,
+                    "resume": "allow",
+                    # It would send a remote's address with what stands in it, and changes that are not committed.
+                    "settings": {"disable_git": True},
+                },
             )
         )
     if config.tensorboard is not None:

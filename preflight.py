@@ -263,6 +263,9 @@ def room_problem(
 
 def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
     """Say why a run of this name cannot leave its record there, or None."""
+    for key, given in (("run_name", run_name or ""), ("run_folder", run_folder)):
+        if not given.isprintable():
+            return f"{key}: {given[:80]!r} has a character that cannot be seen. Give one without."
     fits = run_name is None or (run_name == Path(run_name).name and 0 < len(run_name.encode()) <= MAX_NAME_BYTES)
     if run_name is not None and (not fits or run_name.startswith(".")):
         return f"run_name: '{run_name[:80]}' is no folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from limits import MAX_CAPTION
+from masking import printable
+
 COLUMNS = ("image_id", "id", "caption")
 QUOTES = (
     'Its quotation marks do not close, or are not doubled: a caption that has some stands in them, as in """a"" cat"'
@@ -92,7 +95,7 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
 
 def _check_header(path: str, header: Sequence[str]) -> None:
     if missing := [name for name in COLUMNS if name not in header]:
-        found = ", ".join(f"'{name[:30]}'" for name in header[:5]) or "nothing"
+        found = ", ".join(f"'{printable(name[:30])}'" for name in header[:5]) or "nothing"
         raise ValueError(f"{path}: no column {', '.join(missing)} in its first line, which has {found}. {EXAMPLE}.")
     if twice := [name for name in COLUMNS if header.count(name) > 1]:
         raise ValueError(f"{path}: more than one column {', '.join(twice)} in its first line. Keep one of each.")
@@ -105,7 +108,9 @@ def _prompt(path: str, line: int, header: Sequence[str], row: Sequence[str]) -> 
     numbers = {}
     for name in ("id", "image_id"):
         if not re.fullmatch("-?[0-9]{1,4000}", cells[name]):  # int() takes 1_0 and other scripts' digits, too
-            raise ValueError(f"{path}: line {line:,} has {name} '{cells[name][:40]}', no whole number. Mend it.")
+            raise ValueError(
+                f"{path}: line {line:,} has {name} '{printable(cells[name][:40])}', no whole number. Mend it."
+            )
         numbers[name] = int(cells[name])
     caption = cells["caption"].strip()
     if not caption:
@@ -113,4 +118,9 @@ def _prompt(path: str, line: int, header: Sequence[str], row: Sequence[str]) -> 
     if "\0" in caption:
         given = f"{path}: line {line:,} (id {numbers['id']}) has a NUL character in its caption"
         raise ValueError(f"{given}. Take it out: no text encoder knows it.")
+    if len(caption) > MAX_CAPTION:
+        given = f"{path}: line {line:,} (id {numbers['id']}) has a caption of {len(caption):,} characters"
+        raise ValueError(
+            f"{given}. Possible: {MAX_CAPTION:,} at most. Shorten it: a text encoder reads the first 77 tokens."
+        )
     return Prompt(numbers["id"], numbers["image_id"], caption)

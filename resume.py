@@ -17,6 +17,7 @@ from composer.utils import dist
 from filelock import FileLock, Timeout
 
 import alarm
+import masking
 from callbacks.mlperf_log import lost_events
 from callbacks.quality_target import TARGET_KEYS, outcome, said
 from callbacks.run_record import (
@@ -70,6 +71,14 @@ def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str
     """Key -> plain value for what makes a run this run and no other; checkpoints carry it."""
     encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
     return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
+
+
+def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity as a checkpoint has it: the place of the first weights as it was given, with its `${...}`.
+
+    Numbers and the names of choices stay: they are what the checkpoint is of.
+    """
+    return {**identity, **masking.written({"model.denoiser": identity["model.denoiser"]})}
 
 
 def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, Any] | None:
@@ -220,9 +229,9 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
+    lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
     if _lasting(config).keys() - begun.keys():
         return None  # what it does not say (it was cut, or is of an older version) the checkpoint does
-    lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
     if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
         return None  # whether its figures would be others is known when the scorer is built
     return finished(folder, config.max_duration, config)

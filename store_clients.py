@@ -19,6 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 import streaming
 from streaming.base.storage.download import CloudDownloader, S3Downloader, SFTPDownloader
 
+import masking
+
 PINNED = "0.13.0"
 READ_TIMEOUT_SEC = 20.0  # without a byte
 
@@ -133,7 +135,7 @@ class BriefSFTPDownloader(SFTPDownloader):
                         str(place.hostname),
                         place.port or 22,
                         place.username,
-                        place.password,
+                        masking.password_of(place),
                         key_filename=os.environ.get("COMPOSER_SFTP_KEY_FILE"),
                         timeout=timeout,
                         banner_timeout=timeout,

@@ -5,7 +5,7 @@ leaves out after a '#', and none that could be understood of a port that cannot 
 
 A client asks for an object's head first, and an answer to that has no body: an absent bucket, an empty prefix and a key that
 nobody knows all arrive as "404" or "403". So where S3 refuses, the bucket is asked once more, for one name under the prefix;
-that answer has a code. Nothing is written, and nothing of ours is imported here.
+that answer has a code. Nothing is written, and a password in an address is in no message (masking.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
+
+import masking
 
 SECOND_LOOK_SEC = 5.0  # for a connection, and again for an answer
 FILES_OF_A_STAGE = (".mds", ".json")
@@ -83,7 +85,7 @@ def address_problem(location: str) -> str | None:
     scheme = scheme_of(location)
     if not scheme:
         return None
-    write, place = f"Write {FORMS.get(scheme, f'{scheme}://...')}", _split(location)
+    write, place, location = f"Write {FORMS.get(scheme, f'{scheme}://...')}", _split(location), masking.masked(location)
     if not location.isprintable() or location != location.strip():
         return f"{location!r} is no address: there is a blank at an end, or a character that cannot be seen. {write}."
     if mark := next((mark for mark in "#?" if mark in location), None):
@@ -93,6 +95,10 @@ def address_problem(location: str) -> str | None:
         return f"{location} names no dataset of a hub. {write}."
     if scheme in FORMS and not place.netloc:
         return f"{location} names no {'host' if scheme == 'sftp' else 'bucket'}. {write}."
+    if scheme == "s3" and "@" in place.netloc:
+        return f"{location} has credentials in it. {masking.where_it_belongs(location)}. {write}."
+    if scheme == "sftp" and masking.is_lost(place):
+        return f"{location} is an address as a record shows it, without its password. {masking.where_it_belongs(location)}."
     if scheme != "s3":
         return None
     if not S3_BUCKET.fullmatch(place.netloc):
@@ -111,7 +117,7 @@ def _endpoint_problem() -> str | None:
     if name is None:
         return None
     parts = _split(os.environ[name])
-    given = f"{name}={_without_password(os.environ[name])} is no address"
+    given = f"{name}={masking.masked(_without_password(os.environ[name]))} is no address"
     todo = "Write http://HOST:PORT or https://HOST:PORT"
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", os.environ[name]):
         return f"{given}. {todo}."
@@ -156,7 +162,7 @@ def explain_store_error(error: Exception, location: str) -> str:
     )
     if _split(location).scheme != "s3":
         todo = todo.replace("S3_ENDPOINT_URL", "the address")
-    return f"{location} cannot be read: {what}. {todo}."
+    return masking.masked(f"{location} cannot be read: {what}. {todo}.")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -22,6 +22,7 @@ from streaming.base.dataset import _ShardState
 
 from fetch import PATIENCE_SEC, NotWanted, PatientStream, StreamFailure
 from images import SampleError
+from masking import printable
 from shard_file import ShardError, ShardFile
 from store_clients import lean_on
 
@@ -162,7 +163,7 @@ class BatchStream(StreamingDataset):
                 return use(candidate), bad
             except SampleError as error:
                 bad.append((candidate, str(super().__getitem__(candidate).get("key", candidate)), str(error)))
-        named = "; ".join(f"{key}: {reason}" for _, key, reason in bad[:3])
+        named = "; ".join(f"{printable(key)}: {reason}" for _, key, reason in bad[:3])
         raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
 
     def __getitem__(self, at: Any) -> Any:

@@ -39,7 +39,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ from bench.micro_data import (
     write_images,
     write_moments,
 )
-from config import Problem
+from config import Problem, as_written
 from limits import limited
 
 SCHEMA = 1
@@ -316,7 +316,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         torch.set_num_threads(usual_threads)
     ends = {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - started, 1)}
-    record = {**begin, "config": asdict(config), **ends, **measured}
+    record = {**begin, "config": as_written(config), **ends, **measured}
     write_record(config.results, record)
     print("\n".join(rows(record)))
     return 0

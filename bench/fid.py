@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, rounded, take_turns
+from config import as_written
 from limits import limited
 from metrics.fid import FeatureSums, Statistics, frechet_distance
 
@@ -178,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
     begin = {
         **head(SCHEMA),
         "measured": "fid_speed",
-        "config": asdict(config),
+        "config": as_written(config),
     }
     usual_threads, started = torch.get_num_threads(), time.monotonic()
     try:

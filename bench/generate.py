@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
-from config import Problem
+from config import Problem, as_written
 from limits import limited
 from model import LatentDiffusion, ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig
@@ -159,7 +159,7 @@ def measure(config: GenerateConfig) -> dict[str, Any]:
     torch.set_num_threads(config.threads)
     begin = {
         **head(SCHEMA),
-        "config": asdict(config),
+        "config": as_written(config),
     }
     images: dict[str, Tensor] = {}
 

@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from bench.contest import Figures
 from bench.micro_data import IMAGES_BATCH, MOMENTS_BATCH, measure_data
 from bench.micro_ema import measure_ema
 from bench.micro_run import measure_checkpoint, measure_first_step
-from config import Problem
+from config import Problem, as_written
 from limits import limited
 
 SCHEMA = 1
@@ -161,7 +161,7 @@ def measure(config: MicroConfig) -> dict[str, Any]:
         by_round |= found.by_round
         print(f"{name}: measured in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     seconds = round(time.monotonic() - started, 1)
-    return {**begin, "seconds": seconds, "config": asdict(config), **figures, "by_round": by_round}
+    return {**begin, "seconds": seconds, "config": as_written(config), **figures, "by_round": by_round}
 
 
 def table(record: Mapping[str, Any]) -> str:

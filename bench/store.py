@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,7 +41,7 @@ from boto3.s3.transfer import TransferConfig
 from bench.command import head, write_record
 from bench.contest import Figures, take_turns
 from bench.micro_data import MOMENTS_BATCH, SEED, SIZE, build_family, write_moments
-from config import ConfigError, load, parse_command_line
+from config import ConfigError, as_written, load, parse_command_line
 from data import DataConfig, build_data
 from fetch import file_digest
 from limits import limited
@@ -161,7 +161,7 @@ def measure(address: str, config: StoreConfig) -> dict[str, Any]:
         "megabytes": round(contest.megabytes, 1),
         "num_shards": len(contest.names),
     }
-    return {**begin, "config": asdict(config), **figures.flat, "by_round": figures.by_round}
+    return {**begin, "config": as_written(config), **figures.flat, "by_round": figures.by_round}
 
 
 def store_name(client: Any) -> str:

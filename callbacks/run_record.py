@@ -28,7 +28,8 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from omegaconf import OmegaConf
 
-from config import ConfigError, read_yaml
+import masking
+from config import ConfigError, Problem, read_yaml, resolved
 from environment import environment
 from run_files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, read_summary, run_id_of, seconds_of_starts
 
@@ -283,7 +284,9 @@ class RunRecord(Callback):
             lines = ({"sample": sample, "key": key, "reason": reason} for sample, (key, reason) in new)
             _append(self.folder / BAD_SAMPLES, lines)
             key, reason = new[0][1]
-            print(f"data: {len(new)} samples could not be used, e.g. {key}: {reason}", file=sys.stderr)
+            print(
+                f"data: {len(new)} samples could not be used, e.g. {masking.printable(key)}: {reason}", file=sys.stderr
+            )
         self.check_bad_samples(self.all_bad_samples)
 
     def _stop_on_non_finite_loss(self, batch: int, loss: float, is_finite_here: bool) -> None:
@@ -353,7 +356,7 @@ def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] =
     read_config(folder)  # for what it says of one that is broken
     path = folder / "config.yaml"
     config = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
-    kept = {key: value for key, value in keys.items() if key.startswith(sections)}
+    kept = {key: value for key, value in masking.written(keys).items() if key.startswith(sections)}
     for key, value in kept.items():
         OmegaConf.update(config, key, value, force_add=True)
     if kept:
@@ -371,13 +374,20 @@ def found_batch_size(folder: Path) -> int | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return key -> value of a run's config.yaml, or nothing where there is none. Raises ConfigError: it is broken."""
+    """Return key -> value of a run's config.yaml, or nothing where there is none. Raises ConfigError: it is broken.
+
+    What stands for nothing in this environment (`${oc.env:...}`) is left out.
+    """
     path = folder / "config.yaml"
     values, unreadable = read_yaml(str(path)) if path.is_file() else ([], [])
+    values, unresolved = resolved(values, None)
+    unreadable += [
+        Problem(unresolved[id(at)]) for at in values if id(at) in unresolved and "${oc.env:" not in str(at.value)
+    ]
     if unreadable:
         ways = "Bring back a copy, or remove it and summary.json: benchmark.py then goes on from the newest checkpoint"
         raise ConfigError([f"{problem.text} {ways}, with the keys of its command." for problem in unreadable])
-    return {at.key: at.value for at in values}
+    return {at.key: at.value for at in values if id(at) not in unresolved}
 
 
 def result_line(result: Mapping[str, Any]) -> str:

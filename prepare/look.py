@@ -43,10 +43,11 @@ from tqdm import tqdm
 
 from config import Assignment, CommandLine, ConfigError, Problem, load, parse_command_line, to_yaml
 from limits import limited
+from masking import printable
 from model import ModelConfig, model_problems
 from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
-from prepare.look_picture import Histogram, Sample, Tile, first_of, printable, share, size_in_words, spread
+from prepare.look_picture import Histogram, Sample, Tile, first_of, share, size_in_words, spread
 from prepare.parts import split_words
 from prepare.places import Failed, Place, address_problem, open_place, out_problem
 from shard_file import ShardError, ShardFile

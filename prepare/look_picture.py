@@ -27,6 +27,8 @@ from torch import nn
 
 from encoders import RANDOM, build_encoders
 from images import SampleError, check_caption, decode_image
+from limits import MAX_CAPTION
+from masking import printable
 from prepare.moments import check_finite
 from zoo.spec import Family
 
@@ -175,7 +177,7 @@ def look_at(encodings: dict[str, str], row: dict[str, memoryview]) -> Sample:
     raw = {name: bytes(row[name]) for name in ("key", "caption", "jpg", "moments", "tokens") if name in row}
     caption, data = raw.get("caption", b"").decode(errors="replace"), raw.get("jpg", b"")
     sample = Sample(raw.get("key", b"").decode(errors="replace"), caption, num_bytes=len(data))
-    sample = dataclasses.replace(sample, num_tokens=len(_tokenizer().encode(caption)) + 2)
+    sample = dataclasses.replace(sample, num_tokens=len(_tokenizer().encode(caption[:MAX_CAPTION])) + 2)
     try:
         if "moments" in encodings:
             has_tokens = encodings.get("tokens", "").startswith("ndarray")
@@ -199,11 +201,6 @@ def look_at(encodings: dict[str, str], row: dict[str, memoryview]) -> Sample:
 
 
 # --- texts and bars ---
-
-
-def printable(text: str) -> str:
-    """Return a text on one line without control characters, which could lead a terminal or a font astray."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def size_in_words(num_bytes: float) -> str:

@@ -29,6 +29,7 @@ from filelock import Timeout
 from streaming import MDSWriter
 from streaming.base.util import bytes_to_int
 
+import masking
 from fetch import HASH
 from limits import text_possible
 from prepare.places import Failed, Place, Refused
@@ -366,7 +367,7 @@ def where_to_look(account: Account, address: str) -> str:
 def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a command line's places and its keys: KEY=VALUE and --flags. ./a=b is a place; what can be none is a key."""
     keys = [word for word in argv if re.match(r"--|[\w.]+=", word) or text_possible(word)]
-    return [word for word in argv if word not in keys], keys
+    return [masking.without_secrets(word) for word in argv if word not in keys], keys
 
 
 def shard_size_problem(size: str) -> str | None:

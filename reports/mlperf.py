@@ -22,6 +22,7 @@ Source: mlcommons/training_policies at d73e20f1, training_rules.adoc; mlcommons/
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -227,7 +228,8 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     (systems / f"{name}.json").write_text(json.dumps(filled, indent=2) + "\n")
     code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
     code.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(runs[0].folder / "config.yaml", code / "config.yaml")
+    config = (runs[0].folder / "config.yaml").read_text()  # an older version's may have a password in an address
+    (code / "config.yaml").write_text(re.sub(r"(?<=://)[^\s/@]*:[^\s@]*@", "***@", config))
     commit = runs[0].environment.get("commit")
     command = "composer benchmark.py config.yaml seed=SEED run_name=NAME"
     text = f"Easel at commit {commit}. A run, with the seed of its log: {command}\n"

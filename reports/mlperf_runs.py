@@ -251,15 +251,27 @@ def read_run(folder: Path) -> Run | None:
         return None
     path = folder / "config.yaml"
     try:
-        config = dict(_leaves(OmegaConf.to_container(OmegaConf.load(path))))
+        tree = OmegaConf.load(path)
+        config = dict(_leaves(OmegaConf.to_container(tree)))
     except (YAMLError, OmegaConfBaseException, OSError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    summary = _json(folder / "summary.json")
+    config = _resolved(tree, config, summary)
     if not _is_number(config.get("global_batch_size")):
         raise ValueError(f"{path} has no global_batch_size: it is no run's")
     recorded = [line for line in _recorded(folder / "metrics.jsonl") if not line.get("partial")]
     events, fault = _events(folder / "mlperf.log") if (folder / "mlperf.log").is_file() else (None, None)
-    summary = _json(folder / "summary.json")
     return Run(folder, config, _json(folder / "environment.json"), summary, recorded, events, fault)
+
+
+def _resolved(tree: Any, config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's keys with what stood behind `${...}`: as the summary has it, else in this environment, else None."""
+
+    def look_up(key: str) -> Any:
+        with contextlib.suppress(OmegaConfBaseException):
+            return summary[key] if key in summary else OmegaConf.select(tree, key)
+
+    return {key: look_up(key) if isinstance(value, str) and "${" in value else value for key, value in config.items()}
 
 
 def _json(path: Path) -> dict[str, Any]:

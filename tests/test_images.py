@@ -85,12 +85,18 @@ def test_a_decompression_bomb_is_refused_without_being_decoded(monkeypatch):
 
 @pytest.mark.parametrize(
     ("caption", "reason"),
-    [(None, "missing caption"), (3, "missing caption"), ("", "empty caption"), (" \n", "empty caption")],
+    [
+        (None, "missing caption"),
+        (3, "missing caption"),
+        ("", "empty caption"),
+        (" \n", "empty caption"),
+        ("a" * 10_001, "caption of more than 10,000 characters"),
+    ],
 )
 def test_a_caption_that_cannot_be_used_says_why(caption, reason):
     with pytest.raises(SampleError, match=f"^{reason}$"):
         check_caption(caption)
-    assert check_caption(" a cat\n") == "a cat"
+    assert check_caption(" a cat\n") == "a cat" and len(check_caption("a" * 10_000)) == 10_000
 
 
 # --- scaled and cut ---

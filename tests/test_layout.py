@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 FLOORS = [
-    {"limits"},
+    {"limits", "masking"},
     {
         "zoo.spec",
         "zoo.objectives",

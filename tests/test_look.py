@@ -20,6 +20,7 @@ from test_prepare import IMAGES, moments, npy
 from test_prepare_parts import bucket  # noqa: F401  bucket is a fixture
 
 from encoders import build_encoders
+from masking import printable
 from prepare import latents, look, look_picture, shards
 from prepare.look_picture import Histogram, Tile, bar_edges, bars, break_lines
 from prepare.shards import COLUMNS
@@ -308,7 +309,7 @@ def test_lines_fit_are_the_beginning_of_the_text_and_say_where_it_is_cut():
     for text in [*CAPTIONS, "", "one", "twelve chars", "a b c d e f g h i j k l m n o p q r s t u v w x y z"]:
         lines = break_lines(text, fits, max_lines=3)
         assert len(lines) <= 3 and all(fits(line) and line.isprintable() for line in lines)
-        whole, got = look_picture.printable(text), " ".join(lines)
+        whole, got = printable(text), " ".join(lines)
         is_cut = got.endswith("…")
         assert whole.replace(" ", "").startswith(got.removesuffix("…").replace(" ", ""))
         assert is_cut == (got.removesuffix("…").replace(" ", "") != whole.replace(" ", ""))

@@ -220,6 +220,11 @@ def test_names_of_runs(tmp_path):
     assert run_folder_problem(str(tmp_path), "a/b") == (
         "run_name: 'a/b' is no folder name. Use letters, digits, - and _, 200 at most."
     )
+    for name in ("a\nb", "\x1b[2J", "a\0b", "a\u202eb", "a\tb"):
+        told = f"run_name: {name!r} has a character that cannot be seen. Give one without."
+        assert run_folder_problem(str(tmp_path), name) == told
+    told = "run_folder: 'runs\\r' has a character that cannot be seen. Give one without."
+    assert run_folder_problem("runs\r", "new") == told
     for name in ("", ".", "..", ".hidden", "x" * 201):
         assert "is no folder name" in run_folder_problem(str(tmp_path), name)
     assert run_folder_problem(str(tmp_path), "old") == (

@@ -69,6 +69,13 @@ def test_the_first_prompts_of_a_file_are_partial_and_all_of_them_are_not(tmp_pat
             'caption that has some stands in them, as in """a"" cat".',
         ),
         (HEADER + '1\t1\t"b\n1\t2\ta\n1\t3\t"c"\n', "line 2 cannot be read: 'TAB' expected after '\"'. Its quotation"),
+        pytest.param(
+            HEADER + f"1\t7\t{'a' * 10_001}\n",
+            "line 2 (id 7) has a caption of 10,001 characters. Possible: 10,000 at most. Shorten it: a text encoder reads "
+            "the first 77 tokens.",
+            id="10,001 characters",
+        ),
+        (HEADER + "1\t\x1b[2J7\ta\n", "line 2 has id '[2J7', no whole number. Mend it."),
         (HEADER + "1\t2\n", "line 2 has 2 columns, its header 3. Mend that line."),
         (HEADER + '1\t2\t"never closed\n', "line 2 cannot be read: unexpected end of data. Its quotation marks do not"),
         ('image_id\tid\t"caption" \n', "line 1 cannot be read: 'TAB' expected after '\"'. Its first line has to be"),

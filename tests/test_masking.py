@@ -1,0 +1,453 @@
+"""masking.py: passwords and values behind `${...}` are used, and are nowhere to be found afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import threading
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import paramiko
+import pytest
+import torch
+from conftest import run
+from PIL import Image
+from test_config import Outer, problems, read
+
+import benchmark
+import eval as evaluation
+import masking
+from callbacks.run_record import keep_keys, read_config
+from callbacks.sample_grid import write_grid
+from checkpoints import disagreements
+from config import ConfigError, Problem, as_written, load, parse_command_line, to_yaml
+from masking import hidden, masked, password_of, without_secrets
+from prepare import look
+from store_clients import client_of
+from store_errors import address_problem
+
+SECRETS = {
+    "password": "hunter2pw/+x",
+    "token": "q8f3token77",
+    "variable": "blueheron4711",
+}
+VARIABLE = "EASEL_TEST_SECRET"
+
+
+def found_in(data: bytes, where: str) -> list[str]:
+    """The secrets in some bytes, also packed, and as JSON, YAML, URLs and UTF-16 would have them."""
+    hits = []
+    for name, secret in SECRETS.items():
+        forms = {secret, secret.replace("/", "%2F").replace("+", "%2B"), secret.replace("/", "\\/")}
+        hits += [f"{name} in {where}" for form in forms if form.encode() in data or form.encode("utf-16-le") in data]
+    for start in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01", b"\x78\xda"):
+        for at in (found.start() for found in re.finditer(re.escape(start), data)):
+            try:
+                inner = (zlib.decompressobj() if start[:1] == b"\x78" else zlib.decompressobj(31)).decompress(data[at:])
+            except zlib.error:
+                continue
+            hits += found_in(inner, f"{where} (packed)") if len(inner) > 16 and inner != data else []
+    return hits
+
+
+def found_under(folder: Path) -> list[str]:
+    """The secrets in the names and bytes of all files of a folder, archives opened."""
+    hits, num = [], 0
+    for path in sorted(folder.rglob("*")):
+        hits += found_in(str(path.relative_to(folder)).encode(), f"the name {path}")
+        if not path.is_file():
+            continue
+        num += 1
+        hits += found_in(path.read_bytes(), str(path))
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for name in archive.namelist():
+                    hits += found_in(archive.read(name), f"{path}:{name}")
+    assert num > 10
+    return hits
+
+
+def test_the_search_itself_finds_what_is_packed(tmp_path):
+    for number in range(11):
+        (tmp_path / str(number)).write_text("nothing here")
+    assert found_under(tmp_path) == []
+    (tmp_path / "k").write_bytes(b"some " + gzip.compress(b"a text with q8f3token77 in it"))
+    with zipfile.ZipFile(tmp_path / "l", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.pkl", b"x" * 50 + b"blueheron4711")
+    assert {hit.split()[0] for hit in found_under(tmp_path)} == {"token", "variable"}
+
+
+# --- addresses ---
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("sftp://user:pw@host/x", "sftp://user:***@host/x"),
+        ("sftp://user:p@w@host:22/x", "sftp://user:***@host:22/x"),
+        ("sftp://user:p/w#+?@host/x", "sftp://user:***@host/x"),
+        ("sftp://user@host/x", "sftp://user@host/x"),
+        ("s3://AKIA:a/b+c@bucket/p", "s3://AKIA:***@bucket/p"),
+        ("s3://bucket/p?X-Amz-Signature=1&x=2", "s3://bucket/p?***"),
+        ("https://token@host/x#access_token=b", "https://***@host/x#***"),
+        ("http://user:pw@proxy:8080", "http://***@proxy:8080"),
+        ("http://host:9000/a@b", "http://host:9000/a@b"),
+        ("http://[::1]:9000/a@b", "http://[::1]:9000/a@b"),
+        ("oci://bucket@namespace/p", "oci://bucket@namespace/p"),
+        ("sftp://user:${oc.env:PW}@host/x", "sftp://user:${oc.env:PW}@host/x"),
+        (
+            "sftp://${oc.env:USER}:${oc.decode:${oc.env:PW}}@host/x",
+            "sftp://${oc.env:USER}:${oc.decode:${oc.env:PW}}@host/x",
+        ),
+        ("sftp://user:plain@${oc.env:HOST,a b}/x", "sftp://user:***@${oc.env:HOST,a b}/x"),
+        ("see (https://h/p?x=y), or 's3://b/ha#sh'.", "see (https://h/p?***), or 's3://b/ha#sh'."),
+        ("no address: a@b:c?d", "no address: a@b:c?d"),
+    ],
+)
+def test_what_is_secret_in_an_address_is_masked_and_nothing_else(address, shown):
+    assert masked(address) == shown == masked(shown)
+
+
+def test_a_password_is_taken_out_of_an_address_and_given_to_its_client_alone():
+    assert without_secrets("sftp://one:pw1@host:2222/x") == "sftp://one:***@host:2222/x"
+    assert without_secrets("sftp://two:pw2@host:2222/x") == "sftp://two:***@host:2222/x"
+    assert without_secrets("sftp://one:***@host:2222/y") == "sftp://one:***@host:2222/y"
+    assert password_of(urlsplit("sftp://one:***@host:2222/x/y.mds")) == "pw1"
+    assert password_of(urlsplit("sftp://two:***@host:2222/x")) == "pw2"
+    assert password_of(urlsplit("sftp://three:plain@host/x")) == "plain"  # given to the client itself
+    assert password_of(urlsplit("sftp://three@host/x")) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        (
+            "s3://AKIA:hunter2@bucket/p",
+            "s3://AKIA:***@bucket/p has credentials in it. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile "
+            "in AWS_PROFILE, and leave it out. Write s3://BUCKET/PREFIX.",
+        ),
+        (
+            "s3://bucket/p?token=hunter2",
+            "s3://bucket/p?*** has a '?', and '?***' would be left out. Write s3://BUCKET/PREFIX, with other names.",
+        ),
+        (
+            "sftp://nobody:***@host/x",
+            "sftp://nobody:***@host/x is an address as a record shows it, without its password. Name a key's file in "
+            "COMPOSER_SFTP_KEY_FILE, or a variable in its place: 'sftp://nobody:${oc.env:VARIABLE}@host/x'.",
+        ),
+    ],
+)
+def test_an_address_with_a_secret_where_none_belongs_is_refused_without_it(address, told):
+    assert address_problem(address) == told
+
+
+def test_a_password_typed_in_is_used_and_the_user_is_told_where_it_belongs(capsys):
+    config = read("text=sftp://user:hunter2@host/x")
+    assert config.text == "sftp://user:***@host/x" and "text: sftp://user:***@host/x\n" in to_yaml(config)
+    assert capsys.readouterr().err == (
+        "command line: text: a secret stands in sftp://user:***@host/x. It is neither shown nor kept. Name a key's file in "
+        "COMPOSER_SFTP_KEY_FILE, or a variable in its place: 'sftp://user:${oc.env:VARIABLE}@host/x'.\n"
+    )
+
+
+# --- `${...}` ---
+
+
+def test_a_value_behind_a_variable_is_used_and_its_text_is_written(tmp_path, monkeypatch):
+    for name, value in {"A": "s3://blueheron/x", "B": "18", "C": "true", "D": "2e-4"}.items():
+        monkeypatch.setenv(f"EASEL_{name}", value)
+    path = tmp_path / "run.yaml"
+    path.write_text("text: ${oc.env:EASEL_A}/y\nlogger: {project: '${text}'}\noptimizer: {lr: '${oc.env:EASEL_D}'}\n")
+    words = ["batch=${oc.env:EASEL_B}", "flag=${oc.env:EASEL_C}", "optimizer.betas=['0.${batch}',0.999]"]
+    config = read(str(path), *words)
+    assert (config.text, config.batch, config.flag, config.optimizer.lr) == ("s3://blueheron/x/y", 18, True, 2e-4)
+    assert config.logger.project == "s3://blueheron/x/y" and list(config.optimizer.betas) == [0.18, 0.999]
+    written = to_yaml(config)
+    for line in (
+        "batch: ${oc.env:EASEL_B}",
+        "text: ${oc.env:EASEL_A}/y",
+        "flag: ${oc.env:EASEL_C}",
+        "  project: ${text}",
+    ):
+        assert f"{line}\n" in written
+    assert "blueheron" not in written and "18" not in written and as_written(config)["batch"] == "${oc.env:EASEL_B}"
+    path.write_text(written)
+    assert read(str(path)) == config
+    assert hidden("no s3://blueheron/x/y/index.json") == "no ${oc.env:EASEL_A}/y/index.json"
+    assert hidden("in as3://blueheron/xb") == "in a${oc.env:EASEL_A}b" and "${" not in to_yaml(read("batch=18"))
+
+
+def test_of_two_values_for_a_key_the_first_needs_no_variable(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("text: ${oc.env:EASEL_UNSET}\n")
+    assert read(str(path), "text=here").text == "here"
+    assert problems(str(path)) == [
+        f"{path}: text: '${{oc.env:EASEL_UNSET}}' has no value: the variable EASEL_UNSET is not set. Set it, or write "
+        "${oc.env:EASEL_UNSET,DEFAULT}."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (
+            "batch=${oc.env:EASEL_A}",
+            "batch is '${oc.env:EASEL_A}', which stands for something else. Possible: an integer.",
+        ),
+        (
+            "optimizer.name=${oc.env:EASEL_A}",
+            "optimizer.name is '${oc.env:EASEL_A}', which stands for something else. Possible: one of adamw, sgd.",
+        ),
+        (
+            "optimizer.betas=['${oc.env:EASEL_A}',1]",
+            "optimizer.betas is ['${oc.env:EASEL_A}', 1], which stands for something else. Possible: a list of 2 numbers.",
+        ),
+        ("text=${text}", "text: '${text}' leads back to itself. Give a value."),
+        (
+            "text=${none}",
+            "text: '${none}' names a key that has no value. Possible: another key, or ${oc.env:VARIABLE}.",
+        ),
+        (
+            "text=${vault:x}",
+            "text: '${vault:x}' is of a kind that is not known. Possible: ${oc.env:VARIABLE}, or another key.",
+        ),
+        ("text=${optimizer}", "text: '${optimizer}' stands for a section. Give its keys one by one."),
+        (
+            "text=${oc.env:EASEL_LOOP}",
+            "text: '${oc.env:EASEL_LOOP}' stands for a text that has ${ in it. Possible: a value.",
+        ),
+        (
+            "text='${oc.env:'",
+            "'text='${oc.env:'' has a '${' that cannot be read. Write ${oc.env:VARIABLE}, or ${KEY} of another key.",
+        ),
+    ],
+)
+def test_what_stands_for_nothing_that_fits_is_said_without_its_value(word, told, monkeypatch):
+    monkeypatch.setenv("EASEL_A", SECRETS["variable"])
+    monkeypatch.setenv("EASEL_LOOP", "${oc.env:EASEL_A}")
+    assert problems(word) == [f"command line: {told}"]
+
+
+def test_a_number_behind_a_variable_is_not_in_the_message_that_refuses_it(monkeypatch):
+    monkeypatch.setenv("EASEL_A", "471147")
+
+    def check(config: Outer) -> list[Problem]:
+        return [Problem(f"batch: {config.batch} is above 9. Possible: 1 to 9.", ("batch",))]
+
+    assert problems("batch=${oc.env:EASEL_A}", check=check) == [
+        "batch: ${oc.env:EASEL_A} is above 9. Possible: 1 to 9."
+    ]
+    monkeypatch.setenv("EASEL_A", "-471147")
+    assert problems("batch=${oc.env:EASEL_A}") == [
+        "command line: batch is '${oc.env:EASEL_A}', which stands for something else. Possible: 1 and up."
+    ]
+
+
+def test_a_run_goes_on_where_only_what_may_change_stands_behind_another_value(tmp_path, monkeypatch):
+    monkeypatch.setenv("EASEL_A", "4")
+    (tmp_path / "config.yaml").write_text(
+        "seed: 17\neval: {batch_size: '${oc.env:EASEL_A}'}\ntext: '${oc.env:EASEL_B}'\n"
+    )
+    assert read_config(tmp_path) == {"seed": 17, "eval.batch_size": 4}  # EASEL_B is not set here
+    keep_keys(tmp_path, {"eval.steps": 50})
+    assert "batch_size: ${oc.env:EASEL_A}\n" in (tmp_path / "config.yaml").read_text()
+    saved = {"identity": {"seed": 17, "model.denoiser": "${oc.env:EASEL_B}/old"}}
+    assert disagreements(saved, {"seed": 17, "model.denoiser": "/here/old"}, tmp_path, {}) == []
+    assert disagreements(saved, {"seed": 18, "model.denoiser": "/here/old"}, tmp_path, {}) != []
+
+
+def test_what_is_not_read_need_not_be_there(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("batch: 3\ntext: ${oc.env:EASEL_UNSET}\n")
+    command = parse_command_line([str(path)], {})
+    assert load(Outer, command, not_yet={}, check=lambda config: [], unread=("text",)) == Outer(batch=3)
+    with pytest.raises(ConfigError):
+        load(Outer, command, not_yet={}, check=lambda config: [], unread=("flag",))
+
+
+# --- what is printed, and captions ---
+
+
+def test_a_stream_that_is_watched_shows_no_password_also_when_a_library_has_taken_it_over(monkeypatch):
+    stream, heard = io.StringIO(), []
+    monkeypatch.setattr(sys, "stderr", stream)
+    masking.watch()
+    below = stream.write
+    stream.write = lambda text: (heard.append(text), below(text))  # as W&B does it
+    masking.watch()
+    masking.watch()
+    print("Traceback: sftp://user:hunter2@host/x is away", file=stream)
+    assert "".join(heard) == stream.getvalue() == "Traceback: sftp://user:***@host/x is away\n"
+
+
+def test_a_caption_is_shown_without_control_characters(tmp_path):
+    sample = ("\x1b[31mred\0 \u202ecat\r\n dog", torch.zeros(3, 4, 4, dtype=torch.uint8))
+    write_grid(tmp_path, 8, [sample], SimpleNamespace(log_images=lambda *args, **more: None))
+    assert (tmp_path / "samples/captions.txt").read_text() == "[31mred cat dog\n"
+    assert Image.open(next(tmp_path.rglob("*.png"))).info == {}
+
+
+# --- whole runs ---
+
+
+class Files(paramiko.SFTPServerInterface):
+    """The files of this machine, to read."""
+
+    def open(self, path, flags, attr):
+        handle = paramiko.SFTPHandle(flags)
+        handle.readfile = Path(path).open("rb")  # noqa: SIM115  the handle closes it
+        handle.stat = lambda: paramiko.SFTPAttributes.from_stat(os.fstat(handle.readfile.fileno()))
+        return handle
+
+    def stat(self, path):
+        return paramiko.SFTPAttributes.from_stat(Path(path).stat())
+
+    lstat = stat
+
+
+class ByPassword(paramiko.ServerInterface):
+    def check_auth_password(self, username, password):
+        is_right = (username, password) == ("user", SECRETS["password"])
+        return paramiko.AUTH_SUCCESSFUL if is_right else paramiko.AUTH_FAILED
+
+    def check_channel_request(self, kind, number):
+        return paramiko.OPEN_SUCCEEDED
+
+
+@pytest.fixture
+def by_password(tmp_path, monkeypatch) -> Iterator[str]:
+    """HOST:PORT of an SFTP server that lets in whoever knows the password, and a client that knows the server."""
+    key, transports = paramiko.RSAKey.generate(2048), []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the socket was closed
+                while True:
+                    transport = paramiko.Transport(server.accept()[0])
+                    transport.add_server_key(key)
+                    transport.set_subsystem_handler("sftp", paramiko.SFTPServer, Files)
+                    transport.start_server(event=threading.Event(), server=ByPassword())
+                    transports.append(transport)
+
+        threading.Thread(target=serve, daemon=True).start()
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        hosts = tmp_path / "known_hosts"
+        hosts.write_text(f"[127.0.0.1]:{server.getsockname()[1]} {key.get_name()} {key.get_base64()}\n")
+        monkeypatch.setenv("COMPOSER_SFTP_KNOWN_HOSTS_FILE", str(hosts))
+        monkeypatch.delenv("COMPOSER_SFTP_KEY_FILE", raising=False)
+        yield place
+        server.shutdown(socket.SHUT_RDWR)
+    for transport in transports:
+        transport.close()
+
+
+def test_the_client_logs_in_with_a_password_that_no_longer_stands_in_the_address(by_password, tmp_path):
+    (tmp_path / "file").write_text("what it holds")
+    address = without_secrets(f"sftp://user:{SECRETS['password']}@{by_password}{tmp_path}/file")
+    assert address == f"sftp://user:***@{by_password}{tmp_path}/file"
+    client = client_of(address)
+    client.download(address, str(tmp_path / "copy"), 20.0)
+    client.clean_up()
+    assert (tmp_path / "copy").read_text() == "what it holds"
+
+
+@pytest.mark.slow
+@pytest.mark.budget(600)
+def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, by_password, tmp_path, capsys):
+    """Two starts from a store with a password: as it was typed, and behind a variable. Every file and line is searched."""
+    runs, prompts = tmp_path / "runs", tmp_path / SECRETS["variable"] / "prompts.tsv"
+    prompts.parent.mkdir()
+    shutil.copyfile(miniature.prompts, prompts)
+    own = ["data.workers=2", "eval.when=in_training", "eval.every_images=16", "target.clip=2.0", "mlperf.enabled=true"]
+    own += ["loggers.wandb.project=easel", "loggers.wandb.mode=offline", "loggers.tensorboard.log_dir=null"]
+    own += [f"eval.prompts='{tmp_path}/${{oc.env:{VARIABLE}}}/prompts.tsv'"]
+    # What is not used stands in all that is written, too.
+    own += ["model.denoiser=null", f"loggers.wandb.tags=['https://x.invalid/?token={SECRETS['token']}']"]
+    printed = ""
+    for password, batches in ((SECRETS["password"], 4), (f"${{oc.env:{VARIABLE}_PW}}", 6)):
+        place = [
+            f"data.remote='sftp://user:{password}@{by_password}{miniature.moments}'",
+            f"data.local={tmp_path}/cache",
+        ]
+        words = miniature.small(runs, "one", *place, *own, f"max_duration={batches}ba")
+        variables = {VARIABLE: SECRETS["variable"], f"{VARIABLE}_PW": SECRETS["password"]}
+        done = run(sys.executable, "benchmark.py", *words, **variables)
+        printed += done.stdout + done.stderr
+        assert done.returncode == 0, printed
+        assert f"batches={batches} " in done.stdout
+    assert "goes on from batch 4" in printed and "a secret stands in sftp://user:***@" in printed
+    assert found_in(printed.encode(), "what is printed") == [] and found_under(runs) == []
+    names = {path.name for path in runs.rglob("*")}
+    assert {"mlperf.log", "config.yaml", "wandb-metadata.json"} <= names and any("tfevents" in name for name in names)
+    shown = f"sftp://user:***@{by_password}{miniature.moments}"
+    args = [json.loads(path.read_text()) for path in sorted(runs.rglob("wandb-metadata.json"))]
+    assert f"data.remote='{shown}'" in args[0]["args"] and not any("git" in metadata for metadata in args)
+    config = (runs / "one/config.yaml").read_text()
+    assert f"  remote: {shown.replace('***', f'${{oc.env:{VARIABLE}_PW}}')}\n" in config
+
+
+@pytest.mark.slow
+@pytest.mark.budget(300)
+def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniature, tmp_path, capsys, monkeypatch):
+    for name, value in {"SEED": "4711", "BEGIN": str(tmp_path / "old"), "NAME": "blueheron4711"}.items():
+        monkeypatch.setenv(f"EASEL_{name}", value)
+    monkeypatch.setenv("EASEL_PLACE", str(miniature.moments))
+    assert benchmark.main(miniature.small(tmp_path, "old", "seed=1", "max_duration=1ba", "save.every_images=8")) == 0
+    own = ["seed=${oc.env:EASEL_SEED}", "data.remote=${oc.env:EASEL_PLACE}", "model.denoiser=${oc.env:EASEL_BEGIN}"]
+    own += ["loggers.wandb=null", "eval.batch_size=4", "save.every_images=8"]
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=1ba")) == 0
+    for path in (tmp_path / "new").rglob("*"):
+        assert path.is_dir() or str(tmp_path / "old").encode() not in path.read_bytes(), path
+    shutil.copytree(miniature.moments, tmp_path / "moved")
+    monkeypatch.setenv("EASEL_PLACE", str(tmp_path / "moved"))
+    capsys.readouterr()
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba")) == 0
+    said = capsys.readouterr()
+    assert "goes on from batch 1" in said.err and "batches=2 " in said.out
+    monkeypatch.setenv("EASEL_SEED", "4712")
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=3ba")) == 2
+    assert "seed: 4712, but " in capsys.readouterr().err
+    monkeypatch.delenv("EASEL_PLACE")  # scores need no data
+    command = parse_command_line([str(tmp_path / "new")], {}, takes_places=True)
+    assert evaluation.read(str(tmp_path / "new"), "run", command).seed == 4712
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba", "--print_config")) == 2
+    assert capsys.readouterr().err == (
+        "command line: data.remote: '${oc.env:EASEL_PLACE}' has no value: the variable EASEL_PLACE is not set. Set it, or "
+        "write ${oc.env:EASEL_PLACE,DEFAULT}.\n"
+    )
+    monkeypatch.setenv("EASEL_PLACE", str(tmp_path / "moved"))
+    assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba", "--print_config")) == 0
+    assert "  remote: ${oc.env:EASEL_PLACE}\n" in (shown := capsys.readouterr().out) and "moved" not in shown
+
+
+def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tmp_path):
+    for address in ("s3://AKIA:{password}@easel/x", "s3://easel/x?token={token}", "https://{token}@host/x?{password}"):
+        remote = address.format(**SECRETS)
+        words = [
+            "model.preset=tiny",
+            "image_size=64",
+            f"data.remote={remote}",
+            f"data.local={tmp_path}/c",
+            "run_name=a",
+        ]
+        assert (
+            benchmark.main([*words, f"run_folder={tmp_path}/runs", "global_batch_size=8", "model.weights=random"]) == 2
+        )
+        said = capsys.readouterr().err
+        assert "data.remote: " in said and found_in(said.encode(), said) == []
+        assert look.main([remote, str(tmp_path / "look.png")]) == 2
+        said = capsys.readouterr().err
+        assert "REMOTE: " in said and found_in(said.encode(), said) == []
+    assert not (tmp_path / "runs/a").exists()
