@@ -3,6 +3,8 @@
 The ranks' own store (torch.distributed's, at rank 0) carries the message and the exit code. A rank that hears it prints the
 message and leaves with that code. A machine's first rank leaves first: composer's launcher then ends its others, and returns
 the code of the first one that has not ended well. If another left before it, that would be 143, of its SIGTERM.
+
+How a process ends is here too: what it says (`tell`), and that its exit code is its own (`command`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed
 from composer.utils import dist
@@ -24,9 +28,11 @@ from config import ConfigError
 
 Result = TypeVar("Result")
 
+ROOT = Path(__file__).resolve().parent
 KEY = "stopped"
 POLL_SEC = 2.0
 STAY_SEC = 3 * POLL_SEC  # of the rank that failed: with rank 0 the store would go before the others have heard
+LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
 FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may be long in reading what they have read
 
 _quiet = threading.Event()
@@ -81,6 +87,61 @@ def on_rank_zero(work: Callable[[], Result]) -> Result:
     if outcome[1] is not None:
         raise ConfigError(outcome[1])
     return outcome[0]
+
+
+def is_foreseen(error: BaseException) -> bool:
+    """True for an end that may come to any run, and whose text says what to do.
+
+    That is what this project raises as ValueError, OSError, or an error of its own; what the system says of a file or a
+    connection; and what W&B says. A library's ValueError is a defect, of which the trace is wanted.
+    """
+    steps = list(traceback.walk_tb(error.__traceback__))
+    is_ours = bool(steps) and _is_ours(steps[-1][0].f_code.co_filename)
+    module = type(error).__module__
+    of_own_kind = isinstance(error, ValueError) or _is_ours(getattr(sys.modules.get(module), "__file__", None) or "/")
+    return (is_ours and of_own_kind) or isinstance(error, OSError) or module.startswith("wandb.")
+
+
+def _is_ours(file: str) -> bool:
+    path = Path(file).resolve()
+    return path.is_relative_to(ROOT) and "site-packages" not in path.parts
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says; where its text is not ours, what it is comes first."""
+    own = getattr(error, "errno", None) is None and is_foreseen(error)
+    return str(error) if own else f"{type(error).__name__}: {error}"
+
+
+def tell(error: BaseException, *, debug: bool) -> None:
+    """Print the text of an error that is foreseen; with `debug`, or of another one, its trace before."""
+    if debug or not is_foreseen(error):
+        traceback.print_exception(error)
+    print(text_of(error), file=sys.stderr, flush=True)
+
+
+def command(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command in a process of its own, and end with its code, whatever the launcher sends in the meantime.
+
+    The first rank to leave has the launcher send SIGTERM to the others. SIGUSR1 ends it as SIGTERM does, see Composer.
+    """
+    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(128 + number))
+    code = main(sys.argv[1:])
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter goes down; a handler would not
+    if code > 128:
+        threading.Thread(target=lambda: (time.sleep(LEAVE_SEC), os._exit(code)), daemon=True).start()
+    sys.exit(code)
+
+
+def stopped(stop: SystemExit) -> int:
+    """Say that a signal has ended this rank, perhaps alone, and tell the others; return the code."""
+    code = int(stop.code or 0)
+    if code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):  # Ctrl-C comes to all of them
+        text = f"{signal.Signals(code - 128).name}: stopped"
+        sound(text, code)
+        print(f"{text}.", file=sys.stderr, flush=True)
+    return code
 
 
 def be_quiet() -> None:

@@ -45,14 +45,13 @@ from callbacks.profile import Profile
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord, found_batch_size, result_line
 from callbacks.throughput import Throughput, peak_tflops
-from checkpoints import Checkpointer, Progress, restore
+from checkpoints import Checkpointer, Progress, Stopped, restore
 from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device
 from config import ConfigError, flat, load, parse_command_line, to_yaml
 from copy_stream import CopyStream
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
 from environment import device_name
-from fetch import StreamFailure
 from loggers import build_loggers
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
@@ -242,7 +241,7 @@ def build_record(
     )
     checkpointer.before_saving = record.settle
     if loader is not None:
-        loader.while_waiting = checkpointer.while_waiting
+        loader.all_ready = checkpointer.all_ready
     return record
 
 
@@ -389,10 +388,11 @@ def main(argv: Sequence[str]) -> int:
     if dist.get_local_rank() < torch.cuda.device_count():
         # Before anything asks the driver, so that no rank opens a context on the first GPU.
         torch.cuda.set_device(dist.get_local_rank())
-    command_line = parse_command_line(argv, ALIASES)
+    command_line, debug = parse_command_line(argv, ALIASES), False
     is_speaker = dist.get_global_rank() == 0
     try:
         config = load(RunConfig, command_line, not_yet=NOT_YET, check=check)
+        debug = config.loggers.debug
         if command_line.print_config:
             return show(config)
         config = resolve(config)
@@ -401,15 +401,17 @@ def main(argv: Sequence[str]) -> int:
         if command_line.print_config and error.config is not None:
             show(error.config)
         alarm.sound(str(error), code=2)
-        print(error, file=sys.stderr, flush=True)
+        alarm.tell(error, debug=debug)
         return 2
     except Exception as error:
-        is_explained = isinstance(error, StreamFailure | microbatch.OutOfMemory)
-        alarm.sound(str(error) if is_explained else f"{type(error).__name__}: {error}")
-        if not is_explained:
-            raise
-        print(error, file=sys.stderr, flush=True)
+        alarm.sound(alarm.text_of(error))
+        alarm.tell(error, debug=debug)
         return 1
+    except Stopped as stop:  # all ranks at once
+        alarm.be_quiet()
+        return int(stop.code)
+    except SystemExit as stop:  # a signal before or after the training, or where nothing is saved
+        return alarm.stopped(stop)
     alarm.be_quiet()
     if is_speaker:
         if result["images_per_sec"] is None:
@@ -420,4 +422,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    alarm.command(main)

@@ -37,6 +37,8 @@ class LoggersConfig:
     """The `loggers` section; none is forced."""
 
     progress_bar: bool = True
+    debug: bool = False
+    """Show the trace of an error whose message would stand alone."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
 
