@@ -10,6 +10,7 @@ How a process ends is here too: what it says (`tell`), and that its exit code is
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import signal
 import sys
@@ -89,28 +90,55 @@ def on_rank_zero(work: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
+# What libraries say, in plain RuntimeErrors, of a process that was ended from outside.
+ENDED = {
+    "DataLoader worker (pid": "Too little memory or /dev/shm ends a worker so. Lower data.workers, or give more of it.",
+    "by peer": "Another rank has ended without a word: the kernel ends a process where the machine's memory is short.",
+}
+
+
 def is_foreseen(error: BaseException) -> bool:
     """True for an end that may come to any run, and whose text says what to do.
 
-    That is what this project raises as ValueError, OSError, or an error of its own; what the system says of a file or a
-    connection; and what W&B says. A library's ValueError is a defect, of which the trace is wanted.
+    That is what this project raises itself as a ValueError, or as an error of its own; what the system says of a file or a
+    connection; and what W&B says. Any other is a defect, of which the trace is wanted.
     """
-    steps = list(traceback.walk_tb(error.__traceback__))
-    is_ours = bool(steps) and _is_ours(steps[-1][0].f_code.co_filename)
-    module = type(error).__module__
-    of_own_kind = isinstance(error, ValueError) or _is_ours(getattr(sys.modules.get(module), "__file__", None) or "/")
-    return (is_ours and of_own_kind) or isinstance(error, OSError) or module.startswith("wandb.")
+    is_known = isinstance(error, OSError) or type(error).__module__.startswith("wandb.")
+    return is_known or _is_own(error) or _why_ended(error) is not None
+
+
+def _why_ended(error: BaseException) -> str | None:
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return next((why for part, why in ENDED.items() if part in said), None)
+
+
+def _is_own(error: BaseException) -> bool:
+    """True where a `raise` of this project's has raised it, and it is a ValueError or of a kind of this project's."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    if step is None or step.tb_frame.f_code.co_code[step.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
+        return False  # a function that is not Python's has raised it, or nothing yet
+    module = sys.modules.get(type(error).__module__)
+    is_kind = isinstance(error, ValueError) or _is_ours(getattr(module, "__file__", None) or "")
+    return is_kind and _is_ours(step.tb_frame.f_code.co_filename)
 
 
 def _is_ours(file: str) -> bool:
     path = Path(file).resolve()
-    return path.is_relative_to(ROOT) and "site-packages" not in path.parts
+    return path.is_file() and path.is_relative_to(ROOT) and "site-packages" not in path.parts
 
 
 def text_of(error: BaseException) -> str:
     """Return what an error says; where its text is not ours, what it is comes first."""
-    own = getattr(error, "errno", None) is None and is_foreseen(error)
-    return str(error) if own else f"{type(error).__name__}: {error}"
+    if (why := _why_ended(error)) is not None and not _is_own(error):
+        return f"{str(error).splitlines()[0]} {why} The same command goes on from the last checkpoint."
+    return str(error) if _is_own(error) or _is_message(error) else f"{type(error).__name__}: {error}"
+
+
+def _is_message(error: BaseException) -> bool:
+    """True for an OSError that has a text of ours instead of the system's number."""
+    return isinstance(error, OSError) and error.errno is None
 
 
 def tell(error: BaseException, *, debug: bool) -> None:

@@ -52,7 +52,7 @@ from copy_stream import CopyStream
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
 from environment import device_name
-from loggers import build_loggers
+from loggers import WandbMode, build_loggers, wandb_mode
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from quality import build_evaluation, build_mlperf_log, build_scorer, count_unevaluated, draw_evaluations, outcome_of
@@ -78,15 +78,18 @@ def train(config: RunConfig) -> dict[str, Any]:
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
-    begun = begin(folder)  # at its newest whole checkpoint, or at the beginning
+    begun = begin(folder, config.data)  # at its newest whole checkpoint, or at the beginning
     at = begun.progress
-    networks = build_networks(config, folder, begun, device)
-    config, model, scorer = networks.config, networks.model, networks.scorer
-    data = build_batches(config, networks, device, at)
-    learning = build_learning(config, model, begun, epoch_batches=len(data.dataloader))
-    is_over = at.batch >= learning.num_batches
-    if result := finished(folder, None if is_over else config.max_duration, config):
-        return result
+    with begun.or_nothing():
+        logged = alarm.on_rank_zero(lambda: wandb_mode(config.loggers, folder))
+        networks = build_networks(config, folder, begun, device)
+        config, model, scorer = networks.config, networks.model, networks.scorer
+        data = build_batches(config, networks, device, at)
+        learning = build_learning(config, model, begun, epoch_batches=len(data.dataloader))
+        is_over = at.batch >= learning.num_batches
+        if result := finished(folder, None if is_over else config.max_duration, config):
+            return result
+        dist.barrier()  # what one rank refuses is not on record
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
     peak = peak_tflops(device_name(), config.precision)
@@ -95,25 +98,23 @@ def train(config: RunConfig) -> dict[str, Any]:
     checkpointer = Checkpointer(
         folder / "checkpoints", config.save, model=model, identity=networks.identity, resume_from=begun.checkpoint
     )
-    record = build_record(folder, networks, learning, throughput, loader, checkpointer)
-    record.start(at.batch)
-    begun.say(record.num_starts)
-    if scorer is not None:
-        record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
-    evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs)
-    target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
-    mlperf_log = build_mlperf_log(config, networks.stage, record)
-    callbacks = [
-        build_profile(config, record, throughput),
-        networks.graphs,
-        BatchRandomness(model, config.seed),
-        learning.gradient_norm,
-        *(throughput, record, checkpointer, evaluation),
-        None if evaluation is None else target,
-        mlperf_log,
-    ]
-
-    trainer = build_trainer(config, device, model, data, learning, record, [c for c in callbacks if c is not None])
+    with begun.or_nothing():
+        record = build_record(folder, networks, learning, throughput, loader, checkpointer)
+        record.start(at.batch)
+        begun.say(record.num_starts)
+        if scorer is not None:
+            record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
+        evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs)
+        target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
+        mlperf_log = build_mlperf_log(config, networks.stage, record)
+        callbacks = [
+            build_profile(config, record, throughput),
+            *(networks.graphs, BatchRandomness(model, config.seed), learning.gradient_norm),
+            *(throughput, record, checkpointer, evaluation),
+            None if evaluation is None else target,
+            mlperf_log,
+        ]
+        trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     if not is_over and not target.reached:
@@ -265,7 +266,8 @@ def build_trainer(
     data: DataSpec,
     learning: Learning,
     record: RunRecord,
-    callbacks: Sequence[Callback],
+    callbacks: Sequence[Callback | None],
+    logged: WandbMode,
 ) -> Trainer:
     """Build Composer's Trainer, or the one that does not wait for losses."""
     assert config.precision is not None and config.run_name is not None
@@ -280,8 +282,8 @@ def build_trainer(
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader has been told where to begin
         algorithms=[] if learning.average is None else [learning.average],
-        callbacks=callbacks,
-        loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder),
+        callbacks=[callback for callback in callbacks if callback is not None],
+        loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder, logged),
         progress_bar=config.loggers.progress_bar,
         device=device,
         precision=composer_precision(device, config.precision),

@@ -6,8 +6,10 @@ config.yaml, before anything is built; then, with the encoders and the stage at 
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,11 @@ from callbacks.run_record import (
 from checkpoint_files import find_newest, read
 from checkpoints import Progress, check_whole, disagreements
 from config import ConfigError, flat
+from data import DataConfig
+from fetch import INDEX
 from speed import SpeedKeys
 from stage import Stage
+from stream import LOCK_FILE
 
 # What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
 MAY_CHANGE = (
@@ -225,13 +230,15 @@ def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None
 class Begun:
     """A run that this process has taken for itself, and how far it is.
 
-    checkpoint: path and content of the one to go on from, or None; lock: held by rank 0 to the end of the process.
+    checkpoint: path and content of the one to go on from, or None; lock: held by rank 0 to the end of the process; made:
+    folders and files that this start has made, the outermost first.
     """
 
     folder: Path
     progress: Progress
     checkpoint: tuple[Path, dict[str, Any]] | None
     lock: FileLock | None
+    made: list[Path]
 
     def say(self, num_starts: int) -> None:
         """Tell the person who started it from where the run goes on, if it was begun before."""
@@ -245,32 +252,79 @@ class Begun:
         if self.lock is not None:
             self.lock.release()
 
+    @contextlib.contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """Leave no folder behind where the start ends in the block; any rank may be the one that knows of its end.
 
-def begin(folder: Path) -> Begun:
+        Raises:
+            ConfigError: instead of a ValueError: a start that cannot be.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.release()
+            _remove(self.made, self.folder)
+            if isinstance(error, ValueError) and not isinstance(error, ConfigError) and alarm.is_foreseen(error):
+                raise ConfigError([str(error)]) from error
+            raise
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return a folder and those above it as far as they are not there, the outermost first."""
+    return [path for path in reversed((folder.absolute(), *folder.absolute().parents)) if not path.exists()]
+
+
+def _remove(made: Sequence[Path], own: Path) -> None:
+    """Remove what a start has made: its own folder and a cache with what is in it, those above where nothing else is."""
+    for path in reversed(made):
+        with contextlib.suppress(OSError):  # another rank was first; or it is no longer this start's alone
+            if path.is_file():
+                path.unlink()
+            elif path == own.absolute():
+                shutil.rmtree(path)
+            else:
+                for name in (INDEX, f"{INDEX}.tmp", LOCK_FILE):
+                    (path / name).unlink(missing_ok=True)
+                path.rmdir()
+
+
+def begin(folder: Path, data: DataConfig) -> Begun:
     """Take a run's folder and find where it stands; all ranks call it.
+
+    Args:
+        data: says where shards will be fetched to.
 
     Raises:
         ConfigError: another process has it, its checkpoints are all damaged, or the newest cannot be read.
     """
     lock = FileLock(folder / ".lock")
 
-    def find() -> Path | None:
+    def find() -> tuple[Path | None, list[Path]]:
+        made = _missing(folder / ".lock")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
-            return find_newest(folder / "checkpoints")
+            return find_newest(folder / "checkpoints"), made
         except Timeout as error:
             given = f"another process is training in {folder}"
             raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
-        except OSError as error:
-            raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
+        except BaseException as error:
+            lock.release()
+            _remove(made, folder)
+            if isinstance(error, OSError):
+                raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
+            raise
 
-    newest = alarm.on_rank_zero(find)
-    checkpoint = None if newest is None else (newest, read(newest))
-    if checkpoint is not None:
-        check_whole(checkpoint[1], checkpoint[0])
-    progress = Progress(**checkpoint[1]["progress"]) if checkpoint else Progress(0, 0, 0, 0, 0, 0.0)
-    return Begun(folder, progress, checkpoint, lock if dist.get_global_rank() == 0 else None)
+    of_cache = _missing(Path(data.local)) if data.remote and data.local and not data.synthetic else []
+    newest, made = alarm.on_rank_zero(find)
+    made = [*made, *(path for path in of_cache if path not in made)]
+    begun = Begun(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
+    if newest is not None:
+        with begun.or_nothing():
+            begun.checkpoint = (newest, read(newest))
+            check_whole(begun.checkpoint[1], newest)
+        begun.progress = Progress(**begun.checkpoint[1]["progress"])
+    return begun
 
 
 def check_checkpoint(begun: Begun, identity: Mapping[str, Any]) -> None:

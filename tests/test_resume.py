@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_the_whole_job_gets_sigterm_workers_included_and_two_ranks_save_and_stop
             time.sleep(0.01)
         for child in psutil.Process(process.pid).children(recursive=True):
             child.terminate()
-        assert process.wait(timeout=60) != 0
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
     [path] = listed(tmp_path / "a" / "checkpoints", FULL)
     assert is_whole(path)
     done = composer(2, [*words_of(tmp_path, "a"), f"max_duration={int(path.name[7:19]) + 2}ba"])
