@@ -103,7 +103,7 @@ def is_foreseen(error: BaseException) -> bool:
     That is what this project raises itself as a ValueError, or as an error of its own; what the system says of a file or a
     connection; and what W&B says. Any other is a defect, of which the trace is wanted.
     """
-    is_known = isinstance(error, OSError) or type(error).__module__.startswith("wandb.")
+    is_known = isinstance(error, OSError | MemoryError) or type(error).__module__.startswith("wandb.")
     return is_known or _is_own(error) or _why_ended(error) is not None
 
 

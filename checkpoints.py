@@ -314,7 +314,7 @@ class Checkpointer(Callback):
         if _passed(self.config.snapshot_every_images, before, now):
             self._save(state, full=False)
         if self._handlers:
-            number, waited_sec, _ = self._agree()
+            number, waited_sec = self._agree_on_signal()
             if number:
                 self._stop(state, number, waited_sec)
         if _passed(self.config.every_images, before, now):
@@ -348,8 +348,13 @@ class Checkpointer(Callback):
                 signal.signal(number, handler)
         self._handlers = {}
 
-    def _agree(self, is_here: bool = True) -> tuple[int, float, bool]:
-        """Return the signal of any rank, or 0, the longest time since one, and whether all have their batch."""
+    def _agree_on_signal(self) -> tuple[int, float]:
+        """Return the signal that any rank has had, or 0, and the longest that one has waited: the same on all ranks."""
+        number, waited_sec, _ = self._agree(True)
+        return number, waited_sec
+
+    def _agree(self, is_here: bool) -> tuple[int, float, bool]:
+        """Return the same, and whether all ranks have their batch."""
         waited = time.monotonic() - self._signal_at if self._signal else 0.0
         if self._group is None:
             return self._signal, waited, is_here
