@@ -78,6 +78,11 @@ def _of_workers(iterator: Iterator[Any]) -> Callable[[], Any]:
             if not str(error).startswith("DataLoader timed out"):
                 raise
             return NOT_YET
+        except ValueError as error:  # of a worker: torch puts its whole trace into the text
+            text = str(error).rstrip().rpartition("\nValueError: ")[2]
+            if not text.startswith("data"):
+                raise
+            raise StreamFailure(text) from error
 
     return poll
 

@@ -147,7 +147,7 @@ class BatchStream(StreamingDataset):
             return super().__getitem__(at)
         try:
             return self.read_batch(at)
-        except (RuntimeError, OSError, ValueError) as error:  # streaming's own are RuntimeErrors; ours StreamFailures
+        except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
             return {"failure": [self._fail(str(error))]}
 
     # --- one epoch ---

@@ -74,6 +74,16 @@ def test_an_error_of_the_reader_is_its_own():
     assert next_batch(iter(DataLoader(Slow(), batch_size=None)), lambda: (0, 0), 0, nothing) == 0  # without workers
 
 
+def test_what_a_worker_says_of_its_data_stands_without_its_trace():
+    class Bad(Slow):
+        def __getitem__(self, number: int) -> int:
+            raise ValueError("data: no sample of shard 0 can be used. Make the stage again.")
+
+    with pytest.raises(StreamFailure) as error:
+        next_batch(iter(DataLoader(Bad(), num_workers=1, timeout=60)), lambda: (0, 0), 60, nothing)
+    assert str(error.value) == "data: no sample of shard 0 can be used. Make the stage again."
+
+
 def test_a_signal_is_heard_without_workers_too(monkeypatch):
     """The batch is read beside the main thread, which waits in slices; the next one comes from where that one ended."""
     monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.1)
