@@ -48,15 +48,14 @@ from callbacks.profile import Profile
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord, found_batch_size, result_line
 from callbacks.throughput import Throughput, peak_tflops
-from checkpoints import Checkpointer, Progress, restore
+from checkpoints import Checkpointer, Progress, Stopped, restore
 from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device, savings
 from config import ConfigError, as_written, flat, load, parse_command_line, to_yaml
 from copy_stream import CopyStream
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
 from environment import device_name
-from fetch import StreamFailure
-from loggers import build_loggers
+from loggers import WandbMode, build_loggers, wandb_mode
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
 from quality import build_evaluation, build_mlperf_log, build_scorer, count_unevaluated, draw_evaluations, outcome_of
@@ -92,15 +91,20 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
-    begun = begin(folder, with_log=config.mlperf.enabled)  # at its newest whole checkpoint, or at the beginning
+    begun = begin(
+        folder, config.data, with_log=config.mlperf.enabled
+    )  # at its newest whole checkpoint, or at the beginning
     at = begun.progress
-    networks = build_networks(config, folder, begun, device)
-    config, model, scorer = networks.config, networks.model, networks.scorer
-    data = build_batches(config, networks, device, at)
-    learning = build_learning(config, model, begun, epoch_batches=len(data.dataloader))
-    is_over = at.batch >= learning.num_batches
-    if result := finished(folder, None if is_over else config.max_duration, config):
-        return result
+    with begun.or_nothing():
+        logged = alarm.on_rank_zero(lambda: wandb_mode(config.loggers, folder))
+        networks = build_networks(config, folder, begun, device)
+        config, model, scorer = networks.config, networks.model, networks.scorer
+        data = build_batches(config, networks, device, at)
+        learning = build_learning(config, model, begun, epoch_batches=len(data.dataloader))
+        is_over = at.batch >= learning.num_batches
+        if result := finished(folder, None if is_over else config.max_duration, config):
+            return result
+        dist.barrier()  # what one rank refuses is not on record
 
     # Measuring and the record. Throughput closes a window before RunRecord writes it.
     throughput = build_throughput(config, networks.cost)
@@ -108,25 +112,23 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     checkpointer = Checkpointer(
         folder / "checkpoints", config.save, model=model, identity=kept(networks.identity), resume_from=begun.checkpoint
     )
-    record = build_record(folder, networks, learning, throughput, loader, checkpointer)
-    record.start(at.batch, images=at.images, began=began, lost=begun.lost)
-    begun.say(record.num_starts)
-    if scorer is not None:
-        record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
-    evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs, checkpointer)
-    target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
-    mlperf_log = build_mlperf_log(config, networks.stage, record)
-    callbacks = [
-        build_profile(config, record, throughput),
-        networks.graphs,
-        BatchRandomness(model, config.seed),
-        learning.gradient_norm,
-        *(throughput, record, checkpointer, evaluation),
-        None if evaluation is None else target,
-        mlperf_log,
-    ]
-
-    trainer = build_trainer(config, device, model, data, learning, record, [c for c in callbacks if c is not None])
+    with begun.or_nothing():
+        record = build_record(folder, networks, learning, throughput, loader, checkpointer)
+        record.start(at.batch, images=at.images, began=began, lost=begun.lost)
+        begun.say(record.num_starts)
+        if scorer is not None:
+            record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
+        evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs, checkpointer)
+        target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
+        mlperf_log = build_mlperf_log(config, networks.stage, record)
+        callbacks = [
+            build_profile(config, record, throughput),
+            *(networks.graphs, BatchRandomness(model, config.seed), learning.gradient_norm),
+            *(throughput, record, checkpointer, evaluation),
+            None if evaluation is None else target,
+            mlperf_log,
+        ]
+        trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
     begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     masking.watch()  # again: W&B has taken the streams over
     trainer.logger.log_hyperparameters({**as_written(config), "commit": record.environment["commit"]})
@@ -263,7 +265,7 @@ def build_record(
     )
     checkpointer.before_saving = record.settle
     if loader is not None:
-        loader.while_waiting = checkpointer.while_waiting
+        loader.all_ready = checkpointer.all_ready
     return record
 
 
@@ -287,7 +289,8 @@ def build_trainer(
     data: DataSpec,
     learning: Learning,
     record: RunRecord,
-    callbacks: Sequence[Callback],
+    callbacks: Sequence[Callback | None],
+    logged: WandbMode,
 ) -> Trainer:
     """Build Composer's Trainer, or the one that does not wait for losses."""
     assert config.precision is not None and config.run_name is not None
@@ -302,8 +305,8 @@ def build_trainer(
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader has been told where to begin
         algorithms=[] if learning.average is None else [learning.average],
-        callbacks=callbacks,
-        loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder),
+        callbacks=[callback for callback in callbacks if callback is not None],
+        loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder, logged),
         progress_bar=config.loggers.progress_bar,
         device=device,
         precision=composer_precision(device, config.precision),
@@ -416,12 +419,13 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     if dist.get_local_rank() < torch.cuda.device_count():
         # Before anything asks the driver, so that no rank opens a context on the first GPU.
         torch.cuda.set_device(dist.get_local_rank())
-    command_line = parse_command_line(argv, ALIASES)
+    command_line, debug = parse_command_line(argv, ALIASES), False
     masking.watch()
     sys.argv[1:] = map(masking.masked, sys.argv[1:])  # W&B keeps them
     is_speaker = dist.get_global_rank() == 0
     try:
         config = load(RunConfig, command_line, not_yet=NOT_YET, check=check)
+        debug = config.loggers.debug
         if command_line.print_config:
             return show(config)
         config = resolve(config)
@@ -430,15 +434,17 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         if command_line.print_config and error.config is not None:
             show(error.config)
         alarm.sound(str(error), code=2)
-        print(error, file=sys.stderr, flush=True)
+        alarm.tell(error, debug=debug)
         return 2
     except Exception as error:
-        is_explained = isinstance(error, StreamFailure | microbatch.OutOfMemory)
-        alarm.sound(str(error) if is_explained else f"{type(error).__name__}: {error}")
-        if not is_explained:
-            raise
-        print(error, file=sys.stderr, flush=True)
+        alarm.sound(alarm.text_of(error))
+        alarm.tell(error, debug=debug)
         return 1
+    except Stopped as stop:  # all ranks at once
+        alarm.be_quiet()
+        return int(stop.code)
+    except SystemExit as stop:  # a signal before or after the training, or where nothing is saved
+        return alarm.stopped(stop)
     alarm.be_quiet()
     if is_speaker:
         if result["images_per_sec"] is None:
@@ -449,4 +455,4 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], began=psutil.Process().create_time()))
+    alarm.command(functools.partial(main, began=psutil.Process().create_time()))

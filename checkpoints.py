@@ -29,7 +29,7 @@ from composer.utils import dist
 from torch import Tensor, nn
 
 import masking
-from alarm import STOP_SIGNALS, let_first_leave
+from alarm import STOP_SIGNALS
 from checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from config import ConfigError
 from limits import limited
@@ -226,6 +226,10 @@ def disagreements(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class Stopped(SystemExit):
+    """The end of a run after a signal, on all ranks at once; its code is 128 + signal."""
+
+
 class Checkpointer(Callback):
     """Writes checkpoints at batch edges on rank 0, and stops at a signal.
 
@@ -299,29 +303,23 @@ class Checkpointer(Callback):
         if _passed(self.config.every_images, before, now):
             self._save(state, full=True)
 
-    def while_waiting(self) -> None:
-        """Stop at a signal while this rank waits for data: no batch's edge may come for a long time.
+    def all_ready(self, is_here: bool) -> bool:
+        """Take whether this rank's next batch is here, and return whether every rank's is; stop at a signal to any of them.
 
-        Several ranks can agree on no checkpoint then: some may be within a batch. What the last one has is not lost.
+        A rank that has its batch waits here for the others, not within the step, in a collective that cannot be left: so
+        all stand at the last batch's edge when a signal comes, and save and stop together. Nobody hangs: every rank calls
+        this for each batch, again and again until all have theirs, those that wait for data about once a second.
         """
-        if not self._signal or self._state is None:
-            return
-        waited_sec = time.monotonic() - self._signal_at
-        if dist.get_world_size() == 1 and self._state.timestamp.batch.value:
-            self._stop(self._state, self._signal, waited_sec)
-        name, last = signal.Signals(self._signal).name, self.last_full
-        print(
-            f"{name}: stopped while waiting for data; the last whole checkpoint is {last}.", file=sys.stderr, flush=True
-        )
-        self._give_back_signals()
-        raise SystemExit(128 + self._signal)
+        if not self._handlers or self._state is None:
+            return is_here
+        number, waited_sec, are_here = self._agree(is_here)
+        if number:
+            self._stop(self._state, number, waited_sec)
+        return are_here
 
     def stop_between_batches(self, state: State) -> None:
         """Stop as at a batch's edge, where an evaluation was left at a signal; all ranks call it."""
-        try:
-            self._stop(state, *self._agree_on_signal())
-        finally:
-            let_first_leave()
+        self._stop(state, *self._agree_on_signal())
 
     @property
     def signal(self) -> int:
@@ -344,18 +342,25 @@ class Checkpointer(Callback):
 
     def _agree_on_signal(self) -> tuple[int, float]:
         """Return the signal that any rank has had, or 0, and the longest that one has waited: the same on all ranks."""
+        number, waited_sec, _ = self._agree(True)
+        return number, waited_sec
+
+    def _agree(self, is_here: bool) -> tuple[int, float, bool]:
+        """Return the same, and whether all ranks have their batch."""
         waited = time.monotonic() - self._signal_at if self._signal else 0.0
         if self._group is None:
-            return self._signal, waited
-        seen = torch.tensor([float(self._signal), waited], dtype=torch.float64)
+            return self._signal, waited, is_here
+        seen = torch.tensor([float(self._signal), waited, float(not is_here)], dtype=torch.float64)
         torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, group=self._group)
-        return int(seen[0]), float(seen[1])
+        return int(seen[0]), float(seen[1]), not seen[2]
 
     def _stop(self, state: State, number: int, waited_sec: float) -> None:
-        """Leave with 128 + signal, after a checkpoint if there is time for one."""
+        """Leave with 128 + signal, after a checkpoint if there is time for one; all ranks are at the same batch's edge."""
         name, batch = signal.Signals(number).name, state.timestamp.batch.value
         needed = self._slowest_write_sec()
-        if self._last_batch == batch:
+        if not batch:
+            outcome = "nothing has been trained"
+        elif self._last_batch == batch:
             outcome = f"batch {batch} is saved already"
         elif waited_sec + needed > self.config.grace_sec:
             outcome = (
@@ -371,8 +376,8 @@ class Checkpointer(Callback):
                 file=sys.stderr,
                 flush=True,
             )
-        self._give_back_signals()
-        raise SystemExit(128 + number)
+        self._handlers = {}  # not given back: the first rank to leave has the launcher send SIGTERM to the others
+        raise Stopped(128 + number)
 
     def _slowest_write_sec(self) -> float:
         """Seconds of the last write, which rank 0 knows; 0 before the first: trying costs nothing that was whole."""

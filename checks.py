@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from composer.utils import dist
 
+import machine
 import microbatch as microbatch_search
 import preflight
 import warm_start
@@ -89,7 +91,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
     found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
     found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
-    found += _mlperf_problems(config)
+    found += _mlperf_problems(config) + _log_folder_problems(config) + _shared_memory_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
@@ -108,6 +110,40 @@ def _run_problems(config: RunConfig) -> list[Problem]:
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
     return found + precision_problems(config) + _batch_problems(config)
+
+
+def _log_folder_problems(config: RunConfig) -> list[Problem]:
+    """Look at the folders that loggers write into: they are made when the run has begun."""
+    places, given = {}, config.loggers
+    folder = Path(config.run_folder, config.run_name) if config.run_name else None
+    if given.tensorboard is not None and given.tensorboard.log_dir is not None:
+        places["loggers.tensorboard.log_dir"] = Path(given.tensorboard.log_dir, config.run_name or "")
+    elif given.tensorboard is not None and folder is not None:
+        places["loggers.tensorboard"] = folder / "tensorboard"
+    if given.wandb is not None and folder is not None:
+        places["loggers.wandb"] = folder / "wandb"
+    texts = {key: preflight.unwritable(place) for key, place in places.items()}
+    return [Problem(f"{key}: {text}", (key,)) for key, text in texts.items() if text]
+
+
+def _shared_memory_problems(config: RunConfig) -> list[Problem]:
+    """Compare the batches that workers hand over with /dev/shm: too little of it ends a worker with a bus error."""
+    if config.data.synthetic or config.data.workers < 1:
+        return []
+    with contextlib.suppress(ValueError):  # named by model_problems
+        num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers)
+        found = machine.shared_memory_room(batch_gib(config), num)
+        texts = [finding.text for finding in found if finding.level == machine.ERROR]
+        return [Problem(f"/dev/shm: {text}", ("data.workers",)) for text in texts]
+    return []
+
+
+def batch_gib(config: RunConfig) -> float:
+    """Return the size of one rank's batch as the loader gives it, GiB. Raises ValueError: there is no such network."""
+    family = load_family(config.model.family, config.model.preset, config.model.variant)
+    columns = family.columns(config.data.stage, config.size).values()
+    sample_bytes = sum(math.prod(column.shape) * column.dtype.itemsize for column in columns)
+    return config.global_batch_size // dist.get_world_size() * sample_bytes / 2**30
 
 
 def _num_batches(config: RunConfig) -> int | None:

@@ -216,12 +216,13 @@ class Loader(StreamingDataLoader):
     run that is resumed there goes on in its place (mosaicml/streaming issue 869).
 
     `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
-    `while_waiting`: called every few seconds of a wait for a batch; what it raises ends the wait.
+    `all_ready`: told about each second of a wait that this rank's next batch is not here, and once it is: that it is; says
+    whether all ranks have theirs, before which none begins with it. What it raises ends the wait.
     """
 
     def __init__(self, dataset: BatchStream, *, epoch_batches: int, max_bad_samples: int, **arguments: Any):
         super().__init__(dataset, batch_size=None, worker_init_fn=live_as_worker, **arguments)
-        self.while_waiting: Callable[[], None] = lambda: None
+        self.all_ready: Callable[[bool], bool] = lambda is_here: is_here
         self.epoch_batches = epoch_batches
         self.max_bad_samples = max_bad_samples
         self.bad_samples: dict[int, tuple[str, str]] = {}
@@ -246,13 +247,15 @@ class Loader(StreamingDataLoader):
         batches = DataLoader.__iter__(self)  # not StreamingDataLoader's: a generator, which the end of a wait would end
         arrived = functools.partial(files_and_bytes, self.dataset.stream.local)
         while num_batches < self.epoch_batches:
-            batch = next_batch(batches, arrived, self.timeout, self.while_waiting)
+            batch = next_batch(batches, arrived, self.timeout, lambda: self.all_ready(False))
             if batch is END:
                 break
             if "failure" in batch:
                 raise StreamFailure(batch["failure"][0])
             self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
             check_bad_samples(self.bad_samples, self.max_bad_samples)
+            while not self.all_ready(True):
+                pass  # each time the others have waited for another second
             num_batches += 1
             yield batch
         if num_batches < self.epoch_batches:

@@ -16,7 +16,8 @@ settings, are not made again, so that a command that was killed goes on where it
                 scored, backwards to the one that does not), or last; null: last for a list of guidances, to_target where a
                 target is given, else all
 
-Exit code: 0, 2 when something cannot be scored (each problem on a line of stderr), 128 + signal after SIGTERM or SIGUSR1.
+Exit code: 0, 2 when something cannot be scored (each problem on a line of stderr), 1 when it failed otherwise, 128 + signal
+after a signal.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +79,7 @@ class EvalCommand(RunConfig):
 
 # What changes a score, which are made, or how fast: any other key would be given in vain.
 OF_METERS = ("eval.statistics", "eval.inception", "eval.resize", "eval.precision", "eval.clip", "eval.batch_size")
-OF_IMAGES = ("out", "eval.prompts", "eval.num_prompts", *OF_METERS)
+OF_IMAGES = ("out", "eval.prompts", "eval.num_prompts", "loggers.debug", *OF_METERS)
 OF_MODELS = ("model.family", "model.preset", "model.variant", "objective.prediction", "image_size", "precision", "seed")
 OF_GENERATING = ("eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "loggers.progress_bar")
 OF_SPEED = tuple(key.name for key in dataclasses.fields(speed.SpeedKeys) if key.name not in speed.OF_TRAINING)
@@ -92,7 +94,15 @@ EFFECTIVE: dict[Kind, tuple[str, ...]] = {
 UNREAD = ("run_name", "run_folder", "data.remote", "data.local", "model.denoiser", "loggers.", "mlperf.")
 """Of a run's config.yaml: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
-DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "model.weights", "snapshots", "from_images"}
+DECIDING -= {
+    "out",
+    "eval.batch_size",
+    "loggers.progress_bar",
+    "loggers.debug",
+    "model.weights",
+    "snapshots",
+    "from_images",
+}
 """What a target is met with: given in another way than in a run's config.yaml, its scores are a trial."""
 
 
@@ -423,6 +433,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     command = parse_command_line(argv, ALIASES, takes_places=True)
     masking.watch()
+    debug = any(at.key == "loggers.debug" and at.value is True for at in command.assignments)
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())
     try:
@@ -435,20 +446,24 @@ def main(argv: Sequence[str]) -> int:
         evaluate(command)
     except ValueError as error:
         alarm.sound(str(error), code=2)
+        if debug:
+            traceback.print_exc()
         print(error, file=sys.stderr, flush=True)
         return 2
     except alarm.Signalled as stop:
         if dist.get_global_rank() == 0:
             print(f"{stop}: stopped. The same command goes on.", file=sys.stderr, flush=True)
         alarm.be_quiet()
-        alarm.let_first_leave()
         return 128 + stop.number
     except Exception as error:
-        alarm.sound(f"{type(error).__name__}: {error}")
-        raise
+        alarm.sound(alarm.text_of(error))
+        alarm.tell(error, debug=debug)
+        return 1
+    except SystemExit as stop:
+        return alarm.stopped(stop)
     alarm.be_quiet()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    alarm.command(main)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
+
+from config import ConfigError
+
+SERVER_SEC = 5.0  # for W&B's server to answer; its own client waits for 90
+WandbMode = Literal["online", "offline"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +28,8 @@ class WandbConfig:
     entity: str | None = None
     group: str | None = None
     tags: list[str] | None = None
-    mode: Literal["online", "offline"] = "online"
-    """offline: no account needed; the run lies under wandb/ in the run's folder."""
+    mode: WandbMode = "online"
+    """offline: no account needed; the run lies under wandb/ in the run's folder. So it does where no server answers."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,8 @@ class LoggersConfig:
     """The `loggers` section; none is forced."""
 
     progress_bar: bool = True
+    debug: bool = False
+    """Show the trace of an error whose message would stand alone."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
 
@@ -48,11 +58,67 @@ class LoggersConfig:
         for section, wanted in (("wandb", self.wandb), ("tensorboard", self.tensorboard)):
             if wanted is not None and importlib.util.find_spec(section) is None:
                 found.append((f"loggers.{section}", f"the package {section} is not installed. Leave the section out."))
+        if not found and self.wandb is not None and self.wandb.mode == "online" and _wandb_login()[1] is None:
+            ways = "Run `wandb login`, set WANDB_API_KEY, or say loggers.wandb.mode=offline"
+            found.append(("loggers.wandb", f"no login at {_wandb_login()[0]} on this machine. {ways}."))
         return found
 
 
-def build_loggers(config: LoggersConfig, run_name: str, run_id: str, folder: Path) -> list[LoggerDestination]:
-    """Build the loggers that were asked for; a run that is resumed goes on under its `run_id` at W&B."""
+def _wandb_login() -> tuple[str, str | None]:
+    """Return the address of W&B's server and what this user logs in with, or None: there is no login."""
+    import wandb
+
+    token = os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    return wandb.api.settings("base_url").rstrip("/"), wandb.api.api_key or token
+
+
+def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
+    """Return how this start is logged at W&B: offline where its server does not answer within seconds, which is said.
+
+    For one rank alone. Raises ConfigError: the server does not take the login.
+    """
+    if config.wandb is None or config.wandb.mode == "offline":
+        return "offline"
+    server, login = _wandb_login()
+    if (refusal := _refusal(server, login)) is None:
+        return "online"
+    if refusal == "login":
+        ways = "Run `wandb login --relogin`, mend WANDB_API_KEY, or say loggers.wandb.mode=offline"
+        raise ConfigError([f"loggers.wandb: {server} does not take this machine's login. {ways}."])
+    later = f"wandb sync {folder}/wandb/offline-run-*"
+    print(f"loggers.wandb: {server} {refusal}: logged offline. To send it later: {later}", file=sys.stderr, flush=True)
+    return "offline"
+
+
+def _refusal(server: str, login: str | None) -> str | None:
+    """Ask W&B's server who we are; return None, `login`, or why there is no answer. In a thread: names may resolve slowly."""
+    import requests
+
+    outcome: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            query: dict[str, Any] = {"query": "query Viewer { viewer { id } }"}
+            answer = requests.post(f"{server}/graphql", json=query, auth=("api", login or ""), timeout=SERVER_SEC)
+        except requests.RequestException as error:
+            outcome.append(f"cannot be reached ({type(error).__name__})")
+            return
+        is_key = not os.environ.get("WANDB_IDENTITY_TOKEN_FILE")  # a token is changed for a key by W&B's own client
+        if answer.status_code >= 500:
+            outcome.append(f"answers with {answer.status_code}")
+        else:
+            outcome.append("login" if is_key and answer.status_code in (401, 403) else None)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(SERVER_SEC)
+    return outcome[0] if outcome else f"does not answer within {SERVER_SEC:g} s"
+
+
+def build_loggers(
+    config: LoggersConfig, run_name: str, run_id: str, folder: Path, mode: WandbMode
+) -> list[LoggerDestination]:
+    """Build the loggers that were asked for; a run that is resumed goes on under its `run_id` at W&B, `mode` see there."""
     loggers: list[LoggerDestination] = []
     if config.wandb is not None:
         section = config.wandb
@@ -64,7 +130,7 @@ def build_loggers(config: LoggersConfig, run_name: str, run_id: str, folder: Pat
                 group=section.group,
                 tags=section.tags,
                 init_kwargs={
-                    "mode": section.mode,
+                    "mode": mode,
                     "dir": str(folder),
                     "id": run_id,
                     "resume": "allow",

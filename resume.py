@@ -6,9 +6,11 @@ config.yaml, before anything is built; then, with the encoders and the stage at 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,12 @@ from checkpoint_files import check_whole, find_newest, read
 from checkpoints import Progress, disagreements
 from config import ConfigError, flat
 from curves import OF_BEFORE, read_rows
+from data import DataConfig
+from fetch import INDEX
 from run_files import check_are_files, evaluations_of, lost_history, read_summary
 from speed import SpeedKeys
 from stage import Stage
+from stream import LOCK_FILE
 
 # What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
 MAY_CHANGE = (
@@ -257,13 +262,16 @@ def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None
 class Begun:
     """A run that this process has taken for itself, and how far it is.
 
-    checkpoint: path and content of the one to go on from, or None; lock: held by rank 0 to the end of the process.
+    checkpoint: path and content of the one to go on from, or None; lock: held by rank 0 to the end of the process; made:
+    folders and files that this start has made, the outermost first.
     """
 
     folder: Path
     progress: Progress
     checkpoint: tuple[Path, dict[str, Any]] | None
     lock: FileLock | None
+    made: list[Path]
+    """Folders that were not there before this start, the outermost first."""
     lost: dict[str, str] = field(default_factory=dict)
     """File of the record -> what it lacks of what it had at the checkpoint."""
 
@@ -282,11 +290,47 @@ class Begun:
         if self.lock is not None:
             self.lock.release()
 
+    @contextlib.contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """Leave no folder behind where the start ends in the block; any rank may be the one that knows of its end.
 
-def begin(folder: Path, *, with_log: bool = False) -> Begun:
+        Raises:
+            ConfigError: instead of a ValueError: a start that cannot be.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.release()
+            _remove(self.made, self.folder)
+            if isinstance(error, ValueError) and not isinstance(error, ConfigError) and alarm.is_foreseen(error):
+                raise ConfigError([str(error)]) from error
+            raise
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return a folder and those above it as far as they are not there, the outermost first."""
+    return [path for path in reversed((folder.absolute(), *folder.absolute().parents)) if not path.exists()]
+
+
+def _remove(made: Sequence[Path], own: Path) -> None:
+    """Remove what a start has made: its own folder and a cache with what is in it, those above where nothing else is."""
+    for path in reversed(made):
+        with contextlib.suppress(OSError):  # another rank was first; or it is no longer this start's alone
+            if path.is_file():
+                path.unlink()
+            elif path == own.absolute():
+                shutil.rmtree(path)
+            else:
+                for name in (INDEX, f"{INDEX}.tmp", LOCK_FILE):
+                    (path / name).unlink(missing_ok=True)
+                path.rmdir()
+
+
+def begin(folder: Path, data: DataConfig, *, with_log: bool = False) -> Begun:
     """Take a run's folder and find where it stands; all ranks call it.
 
     Args:
+        data: says where shards will be fetched to.
         with_log: the run goes on with its MLPerf log.
 
     Raises:
@@ -294,27 +338,35 @@ def begin(folder: Path, *, with_log: bool = False) -> Begun:
     """
     lock = FileLock(folder / ".lock")
 
-    def find() -> Path | None:
+    def find() -> tuple[Path | None, list[Path]]:
+        made = _missing(folder / ".lock")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
-            return find_newest(folder / "checkpoints")
+            return find_newest(folder / "checkpoints"), made
         except Timeout as error:
             given = f"another process is training in {folder}"
             raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
-        except OSError as error:
-            raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
+        except BaseException as error:
+            lock.release()
+            _remove(made, folder)
+            if isinstance(error, OSError):
+                raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
+            raise
 
-    newest = alarm.on_rank_zero(find)
-    checkpoint = None if newest is None else (newest, read(newest))
-    if checkpoint is not None:
-        check_whole(checkpoint[1], checkpoint[0])
-    content = checkpoint[1] if checkpoint else None
-    lost = alarm.on_rank_zero(
-        lambda: lost_history(folder, content) | (lost_events(folder, content) if with_log else {})
-    )
-    progress = Progress(**content["progress"]) if content else Progress(0, 0, 0, 0, 0, 0.0)
-    return Begun(folder, progress, checkpoint, lock if dist.get_global_rank() == 0 else None, lost)
+    of_cache = _missing(Path(data.local)) if data.remote and data.local and not data.synthetic else []
+    newest, made = alarm.on_rank_zero(find)
+    made = [*made, *(path for path in of_cache if path not in made)]
+    begun = Begun(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
+    with begun.or_nothing():
+        content = None if newest is None else read(newest)
+        if newest is not None and content is not None:
+            check_whole(content, newest)
+            begun.checkpoint, begun.progress = (newest, content), Progress(**content["progress"])
+        begun.lost = alarm.on_rank_zero(
+            lambda: lost_history(folder, content) | (lost_events(folder, content) if with_log else {})
+        )
+    return begun
 
 
 def check_checkpoint(begun: Begun, identity: Mapping[str, Any], config: Any, resolve: Callable[[Any], Any]) -> None:

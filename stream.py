@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
 
+from config import ConfigError
 from fetch import PATIENCE_SEC, NotWanted, PatientStream, StreamFailure
 from images import SampleError
 from masking import printable
@@ -46,18 +47,22 @@ class Failure:
 
 
 def _on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
-    """Let one process of each machine do what the others wait for. Raises StreamFailure: on all ranks, if it does on one."""
-    text = None
+    """Let one process of each machine do what the others wait for.
+
+    Raises:
+        StreamFailure, ConfigError: on all ranks, if it does on one.
+    """
+    error: StreamFailure | ConfigError | None = None
     if dist.get_local_rank() == 0:
         try:
             work()
-        except StreamFailure as failure:
-            text = str(failure)
-        except OSError as error:
-            text = f"data.local: {error}. Give a folder that this user may write in."
-    failures = [text for text in dist.all_gather_object(text) if text is not None]
-    if failures:
-        raise StreamFailure(failures[0])
+        except (StreamFailure, ConfigError) as failure:
+            error = failure
+        except OSError as failure:
+            error = ConfigError([f"data.local: {failure}. Give a folder that this user may write in."])
+    said = None if error is None else (isinstance(error, ConfigError), str(error))
+    for is_refusal, text in filter(None, dist.all_gather_object(said)):
+        raise ConfigError([text]) if is_refusal else StreamFailure(text)
 
 
 class BatchStream(StreamingDataset):
@@ -83,8 +88,8 @@ class BatchStream(StreamingDataset):
         arguments: further keyword arguments of StreamingDataset.
 
     Raises:
-        StreamFailure: on all ranks, when one of them cannot have the stage's index, or `local` is in use by another run.
-        ValueError: `local` is in use by another run, says shared memory of it.
+        StreamFailure: on all ranks, when one of them cannot have the stage's index.
+        ConfigError: on all ranks, when `local` cannot be written, or is in use by another run.
     """
 
     def __init__(
@@ -106,10 +111,8 @@ class BatchStream(StreamingDataset):
         except ValueError as error:
             if "Reused local directory" not in str(error):
                 raise
-            raise ValueError(
-                f"data.local: {local} is in use by another run on this machine, or by shared memory that a "
-                f"run has left (then a line above says so). {OWN_FOLDER}"
-            ) from error
+            given = f"{local} is in use by another run on this machine, or by shared memory that a run has left"
+            raise ConfigError([f"data.local: {given} (then a line above says so). {OWN_FOLDER}"]) from error
         lean_on(self, "_shard_states", "_shard_access_times", "_cache_filelock_path", "_shm_prefix_int")
         # Beside streaming's own locks of this number; one that is left goes when the number is used again.
         name = f"{self._shm_prefix_int:06d}_reason_{os.getuid()}"
@@ -131,9 +134,8 @@ class BatchStream(StreamingDataset):
                 self._lock.acquire(timeout=0)
             except Timeout as error:
                 folder = Path(self._lock.lock_file).parent
-                raise StreamFailure(
-                    f"data.local: {folder} is in use by another run on this machine. {OWN_FOLDER}"
-                ) from error
+                given = f"{folder} is in use by another run on this machine"
+                raise ConfigError([f"data.local: {given}. {OWN_FOLDER}"]) from error
 
     def let_go(self) -> None:
         """Let another run have the cache folder, once all of this process's streams have let it go."""

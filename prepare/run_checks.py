@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import math
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import machine
 import microbatch as microbatch_search
 import preflight
 from checkpoint_files import FULL, WEIGHTS, is_whole, listed
-from checks import cost_of, planned_microbatch, quick_problems, savings
+from checks import batch_gib, cost_of, planned_microbatch, quick_problems, savings
 from config import ConfigError, Problem, count
 from data import SYNTHETIC_EPOCH_BATCHES
 from encoders import RANDOM, own_weights
@@ -46,6 +45,7 @@ CHECK_OF_KEY = {
     "run_folder": "folders",
     "data.local": "folders",
     "run_name": "run",
+    "/dev/shm": "/dev/shm",
 }
 # The same for what the stage says about the run.
 CHECK_OF_STAGE_KEY = {
@@ -104,16 +104,6 @@ class Case:
         assert run is not None and run.precision is not None
         network = dataclasses.replace(run.model, weights=None, denoiser=None)  # with others it is the same
         return cost_of(dataclasses.replace(run, model=network))
-
-    @property
-    def batch_gib(self) -> float:
-        """One rank's batch as the loader gives it."""
-        run = self.resolved
-        assert run is not None
-        family = load_family(run.model.family, run.model.preset, run.model.variant)
-        columns = family.columns(run.data.stage, run.size).values()
-        sample_bytes = sum(math.prod(column.shape) * column.dtype.itemsize for column in columns)
-        return run.global_batch_size // dist.get_world_size() * sample_bytes / 2**30
 
     @property
     def num_batches(self) -> int | None:
@@ -202,7 +192,7 @@ def host_memory(case: Case) -> list[Finding]:
     workers = 0 if run.data.synthetic else run.data.workers
     need = {
         count(ranks * workers, "worker"): ranks * workers * machine.WORKER_GIB,
-        "batches": ranks * machine.batches_on_their_way(workers) * case.batch_gib,
+        "batches": ranks * machine.batches_on_their_way(workers) * batch_gib(run),
     }
     if torch.cuda.is_available():
         of_ema = case.cost.trained_parameters if run.ema.enabled and run.ema.device == "cpu" else 0
@@ -214,11 +204,13 @@ def host_memory(case: Case) -> list[Finding]:
 def shared_memory_room(case: Case) -> list[Finding]:
     """Compare the batches that workers hand over with /dev/shm."""
     run = case.resolved
+    if found := case.errors("/dev/shm"):
+        return found
     if run is None:
         return not_looked_at("/dev/shm")
     workers = 0 if run.data.synthetic else run.data.workers
     num = dist.get_local_world_size() * machine.batches_on_their_way(workers)
-    return machine.shared_memory_room(case.batch_gib, num)
+    return machine.shared_memory_room(batch_gib(run), num)
 
 
 # --- the run ---

@@ -27,6 +27,7 @@ class Slow(Dataset):
 @pytest.fixture
 def batches(monkeypatch):
     monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.1)
+    monkeypatch.setattr(batch_wait, "LOOK_SEC", 0.1)
     monkeypatch.setattr(batch_wait, "SAY_SEC", 0.5)
     loader = DataLoader(Slow(), batch_size=None, num_workers=1, timeout=60, persistent_workers=True)
     yield iter(loader)
@@ -71,6 +72,33 @@ def test_an_error_of_the_reader_is_its_own():
     with pytest.raises(RuntimeError, match="broken"):
         next_batch(iter(DataLoader(Broken(), batch_size=None)), lambda: (0, 0), 60, nothing)
     assert next_batch(iter(DataLoader(Slow(), batch_size=None)), lambda: (0, 0), 0, nothing) == 0  # without workers
+
+
+def test_what_a_worker_says_of_its_data_stands_without_its_trace():
+    class Bad(Slow):
+        def __getitem__(self, number: int) -> int:
+            raise ValueError("data: no sample of shard 0 can be used. Make the stage again.")
+
+    with pytest.raises(StreamFailure) as error:
+        next_batch(iter(DataLoader(Bad(), num_workers=1, timeout=60)), lambda: (0, 0), 60, nothing)
+    assert str(error.value) == "data: no sample of shard 0 can be used. Make the stage again."
+
+
+def test_a_signal_is_heard_without_workers_too(monkeypatch):
+    """The batch is read beside the main thread, which waits in slices; the next one comes from where that one ended."""
+    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.1)
+    batches, waited = iter(DataLoader(Slow(), batch_size=None)), []
+    found = [next_batch(batches, lambda: (1, 5), 0, lambda: waited.append(1)) for _ in range(4)]
+    assert found == [0, 1, 2, END] and len(waited) >= 5
+
+    def stop() -> None:
+        raise SystemExit(143)
+
+    batches, began = iter(DataLoader(Slow(), batch_size=None)), time.monotonic()
+    assert next_batch(batches, lambda: (1, 5), 0, stop) == 0
+    with pytest.raises(SystemExit):
+        next_batch(batches, lambda: (1, 5), 0, stop)
+    assert time.monotonic() - began < 1
 
 
 def test_unfinished_files_count(tmp_path):

@@ -141,19 +141,18 @@ def test_with_no_yaml_and_too_little_memory_it_stops_with_the_estimate(tmp_path)
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_wandb_offline_tensorboard_and_the_progress_bar(tmp_path):
-    """No account, no network: the offline run holds the metrics under their names."""
-    words = [
-        "--use_synth_data",
-        "--wandb_project",
-        "easel-test",
-        "--wandb_name",
-        "my-run",
-        "loggers.wandb.mode=offline",
-    ]
+def test_wandb_whose_server_is_away_tensorboard_and_the_progress_bar(tmp_path):
+    """The run goes on offline and says so; the offline run holds the metrics under their names."""
+    words = ["--use_synth_data", "--wandb_project", "easel-test", "--wandb_name", "my-run"]
     words += ["loggers.tensorboard.log_dir=null", "loggers.progress_bar=true"]
-    done = run("composer", "-n", "1", "benchmark.py", *TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=logged")
+    words += [f"run_folder={tmp_path}", "run_name=logged"]
+    away = {"WANDB_BASE_URL": "http://127.0.0.1:1", "WANDB_API_KEY": 8 * "12345"}
+    done = run("composer", "-n", "1", "benchmark.py", *TINY_RUN, *words, **away)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        f"loggers.wandb: http://127.0.0.1:1 cannot be reached (ConnectionError): logged offline. To send it later: wandb "
+        f"sync {tmp_path}/logged/wandb/offline-run-*\n"
+    ) in done.stderr
     assert "loss/train/total=" in done.stderr  # Composer's bar
     [start] = [json.loads(line) for line in (tmp_path / "logged" / "starts.jsonl").read_text().splitlines()]
     [binary] = (tmp_path / "logged" / "wandb").glob(

@@ -124,20 +124,3 @@ def test_ten_kills_while_checkpoints_are_written_lose_nothing_but_the_batches_si
     assert same_training(newest(tmp_path, "a"), newest(tmp_path, "whole"))
     starts = (folder / "starts.jsonl").read_text().splitlines()
     assert len(starts) == 11 and not list((folder / "checkpoints").glob(".*"))
-
-
-@pytest.mark.budget(400)
-def test_the_whole_job_gets_sigterm_workers_included_and_two_ranks_save_and_stop(words_of, tmp_path):
-    """As a batch system sends it: to every process of the job. A worker that obeyed would take its trainer down first."""
-    words = words_of(tmp_path, "a", "max_duration=400ba", "save.every_images=320000")
-    with started("composer", "-n", "2", "benchmark.py", *words) as process:
-        while batches_written(tmp_path / "a") < 3:
-            assert process.poll() is None
-            time.sleep(0.01)
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.terminate()
-        assert process.wait(timeout=60) != 0
-    [path] = listed(tmp_path / "a" / "checkpoints", FULL)
-    assert is_whole(path)
-    done = composer(2, [*words_of(tmp_path, "a"), f"max_duration={int(path.name[7:19]) + 2}ba"])
-    assert f"goes on from batch {int(path.name[7:19])}, " in done.stderr

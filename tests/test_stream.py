@@ -21,6 +21,7 @@ from streaming.base.hashing import get_hash
 
 import fetch
 import store_clients
+from config import ConfigError
 from fetch import StreamFailure
 from shard_file import DAMAGED, ShardError
 from stage import holds_another_stage, read_stage, write_facts
@@ -122,7 +123,7 @@ def test_another_process_has_the_cache_folder_also_after_its_first_batch(moments
     hold += "; time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold, str(cache / ".in_use")], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"1\n"
-        with pytest.raises(StreamFailure) as error:
+        with pytest.raises(ConfigError) as error:
             stream_of(link if by_a_link else cache, remote=str(moments))
         other.kill()
     assert str(error.value) == (

@@ -1,0 +1,268 @@
+"""Starts that are refused: what they say, exit code 2, and that nothing is left which was not there before."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from conftest import TINY_RUN, tree
+from filelock import FileLock
+
+import alarm
+import benchmark
+import loggers
+from checkpoint_files import FULL, listed
+from config import ConfigError
+from fetch import StreamFailure
+from loggers import LoggersConfig, WandbConfig, wandb_mode
+
+pytestmark = pytest.mark.budget(90)
+
+SYNTHETIC = [*TINY_RUN, "--use_synth_data"]
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """Files and folders below: path -> content, None for a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def refused(capsys, *words: str) -> str:
+    assert benchmark.main(list(words)) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+# --- no folder is left ---
+
+
+def test_a_cache_that_is_in_use_is_refused_and_leaves_no_folder(miniature, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    words = miniature.small(tmp_path / "runs" / "deep", "a", f"data.local={cache}")
+    with FileLock(cache / ".in_use"):
+        before = everything(tmp_path)
+        said = refused(capsys, *words)
+        assert everything(tmp_path) == before
+    assert said.endswith(
+        f"data.local: {cache} is in use by another run on this machine. Give each run a folder of its own, or wait for the "
+        f"other one.\n"
+    )
+
+
+def late_refusals() -> dict[str, tuple[str, Exception]]:
+    """Where in a start something is found out after the run's folder was taken, and as what."""
+    return {
+        "build_networks": ValueError("model.weights: they do not fit. Take others."),
+        "build_batches": StreamFailure("data: s3://b/index.json is away."),
+        "build_learning": OSError(28, "No space left on device"),
+        "build_mlperf_log": ValueError("mlperf.enabled: its log cannot be read. Mend it."),
+        "build_trainer": SystemExit(143),
+    }
+
+
+@pytest.mark.parametrize("place", late_refusals())
+def test_whatever_ends_a_start_no_folder_stays_that_was_not_there(miniature, tmp_path, capsys, monkeypatch, place):
+    """As the library of each place does it; the cache, which has been begun by then, goes too."""
+    error = late_refusals()[place]
+
+    def fails(*arguments, **more):
+        raise error
+
+    monkeypatch.setattr(benchmark, place, fails)
+    words = miniature.small(tmp_path / "runs", "a", f"data.local={tmp_path}/caches/a")
+    code = benchmark.main(words)
+    assert code == {ValueError: 2, StreamFailure: 1, OSError: 1, SystemExit: 143}[type(error)]
+    assert everything(tmp_path) == {}
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_begun_runs_folder_stays_as_it_was(miniature, tmp_path, capsys, monkeypatch):
+    words = miniature.small(tmp_path, "a", "save.every_images=8", "max_duration=2ba")
+    assert benchmark.main(words) == 0 and listed(tmp_path / "a" / "checkpoints", FULL)
+    (tmp_path / "a" / ".lock").unlink()  # as a run of an older version
+    before = tree(tmp_path)
+    capsys.readouterr()
+
+    def fails(*arguments, **more):
+        raise ValueError("objective: no such thing. Take another.")
+
+    monkeypatch.setattr(benchmark, "build_learning", fails)
+    assert refused(capsys, *words, "max_duration=4ba") == "objective: no such thing. Take another.\n"
+    assert tree(tmp_path) == before
+
+
+# --- loggers ---
+
+
+@pytest.fixture
+def wandb_at(tmp_path, monkeypatch):
+    """Say where W&B's server is, and with which key."""
+
+    def at(address: str, key: str | None) -> LoggersConfig:
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # none of this user's
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        if key is not None:
+            monkeypatch.setenv("WANDB_API_KEY", key)
+        return LoggersConfig(wandb=WandbConfig(project="p"))
+
+    return at
+
+
+def test_no_login_at_wandb_is_said_before_anything_starts(wandb_at, tmp_path, capsys):
+    wandb_at("https://api.wandb.ai", None)
+    words = [*SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs"]
+    assert refused(capsys, *words) == (
+        "loggers.wandb: no login at https://api.wandb.ai on this machine. Run `wandb login`, set WANDB_API_KEY, or say "
+        "loggers.wandb.mode=offline.\n"
+    )
+    assert everything(tmp_path) == {}
+    (tmp_path / "netrc").write_text(
+        "machine api.wandb.ai login user password 1234567890123456789012345678901234567890\n"
+    )
+    assert LoggersConfig(wandb=WandbConfig(project="p")).problems() == []
+
+
+@pytest.mark.parametrize(("status", "mode"), [(200, "online"), (503, "offline"), (401, None)])
+def test_what_the_server_of_wandb_answers_decides(wandb_at, capsys, status, mode):
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self):
+            assert self.path == "/graphql" and "Authorization" in self.headers
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        config = wandb_at(address, "k" * 40)
+        if mode is None:
+            with pytest.raises(ConfigError) as error:
+                wandb_mode(config, Path("runs/a"))
+            assert str(error.value) == (
+                f"loggers.wandb: {address} does not take this machine's login. Run `wandb login --relogin`, mend "
+                f"WANDB_API_KEY, or say loggers.wandb.mode=offline."
+            )
+        else:
+            assert wandb_mode(config, Path("runs/a")) == mode
+        server.shutdown()
+    later = "logged offline. To send it later: wandb sync runs/a/wandb/offline-run-*\n"
+    said = {503: f"loggers.wandb: {address} answers with 503: {later}"}
+    assert capsys.readouterr().err == said.get(status, "")
+
+
+def test_a_server_that_says_nothing_is_waited_for_some_seconds_only(wandb_at, capsys, monkeypatch):
+    monkeypatch.setattr(loggers, "SERVER_SEC", 0.3)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        config, began = wandb_at(f"http://127.0.0.1:{mute.getsockname()[1]}", "k" * 40), time.monotonic()
+        assert wandb_mode(config, Path("runs/a")) == "offline" and time.monotonic() - began < 10.0
+    assert " logged offline. To send it later: wandb sync runs/a/wandb/offline-run-*\n" in capsys.readouterr().err
+
+
+def test_log_folders_that_cannot_be_are_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    words = [*SYNTHETIC, f"run_folder={tmp_path}/runs", "run_name=a"]
+    said = refused(capsys, *words, f"loggers.tensorboard.log_dir={tmp_path}/file/logs")
+    assert said == (
+        f"loggers.tensorboard.log_dir: {tmp_path}/file/logs/a cannot be written: {tmp_path}/file: Not a directory. Give a "
+        f"folder that this user may write in.\n"
+    )
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    for name in ("config.yaml", "wandb", "tensorboard"):
+        (tmp_path / "runs" / "a" / name).write_text("")
+    more = ["loggers.wandb.project=p", "loggers.wandb.mode=offline", "loggers.tensorboard.log_dir=null"]
+    way_out = "Not a directory. Give a folder that this user may write in."
+    assert refused(capsys, *words, *more).splitlines() == [
+        f"loggers.{name}: {tmp_path}/runs/a/{name} cannot be written: {tmp_path}/runs/a/{name}: {way_out}"
+        for name in ("tensorboard", "wandb")
+    ]
+
+
+# --- shared memory ---
+
+
+def test_too_little_shared_memory_is_refused_with_the_figure(miniature, tmp_path, capsys):
+    """A real one: no machine has that much of it."""
+    words = miniature.small(tmp_path, "a", "data.workers=4", f"data.local={tmp_path}/c", f"global_batch_size={2**40}")
+    said = [line for line in refused(capsys, *words).splitlines() if line.startswith("/dev/shm: ")]
+    assert len(said) == 1 and re.fullmatch(
+        r"/dev/shm: 10 batches of [\d.e+]+ GiB need [\d.e+]+ GiB there; [\d.e+]+ GiB, [\d.e+]+ free\. A worker would die of "
+        r"a bus error\. Enlarge it \(docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm\), or lower "
+        r"data\.workers\.",
+        said[0],
+    )
+    assert everything(tmp_path) == {}
+    enough = refused(capsys, *miniature.small(tmp_path, "a", "data.workers=0", f"global_batch_size={2**40}"))
+    assert "/dev/shm" not in enough
+
+
+# --- what is foreseen ---
+
+
+def own_error(kind: type[Exception], text: str) -> None:
+    raise kind(text)
+
+
+class Killed(torch.utils.data.Dataset):
+    """Its worker is ended from outside."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+
+def test_a_loader_worker_that_the_kernel_ends_is_foreseen():
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(torch.utils.data.DataLoader(Killed(), num_workers=1)))
+    assert alarm.is_foreseen(caught.value) and re.fullmatch(
+        r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Killed\.|exited unexpectedly) Too little memory or "
+        r"/dev/shm ends a worker so\. Lower data\.workers, or give more of it\. The same command goes on from the last "
+        r"checkpoint\.",
+        alarm.text_of(caught.value).replace("  ", " "),
+    )
+
+
+@pytest.mark.parametrize(
+    ("work", "is_foreseen", "text"),
+    [
+        (lambda: own_error(ValueError, "loss: nan. Lower it."), True, "loss: nan. Lower it."),
+        (lambda: own_error(StreamFailure, "data: away."), True, "data: away."),
+        (
+            lambda: Path("/dev/null/x").read_bytes(),
+            True,
+            "NotADirectoryError: [Errno 20] Not a directory: '/dev/null/x'",
+        ),
+        (lambda: wandb.init(mode="none"), True, "UsageError: "),
+        (lambda: int("x"), False, "ValueError: invalid literal for int() with base 10: 'x'"),
+        (lambda: json.loads("x"), False, "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        (lambda: own_error(AssertionError, "never"), False, "AssertionError: never"),
+    ],
+)
+def test_what_is_foreseen_prints_its_message_alone_and_a_defect_its_trace(work, is_foreseen, text, capsys):
+    with pytest.raises(Exception) as caught:
+        work()
+    alarm.tell(caught.value, debug=False)
+    said = capsys.readouterr().err
+    assert said.startswith(text if is_foreseen else "Traceback (most recent call last):\n")
+    assert said.splitlines()[-1].startswith(text)
+    alarm.tell(caught.value, debug=True)
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last):\n")
