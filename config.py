@@ -187,7 +187,7 @@ def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
         ways = "Write ${oc.env:VARIABLE}, or ${KEY} of another key"
         return None, f"command line: '{shown(word)}' has a '${{' that cannot be read. {ways}."
     except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
-        return None, f"command line: the value of '{shown(word)}' cannot be read as YAML: {_why(error)}"
+        return None, f"command line: the value of '{shown(word)}' cannot be read as YAML: {_why(error, b'')}"
     return Assignment("command line", key, value, key, raw), None
 
 
@@ -197,18 +197,20 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
     if text := file_problem(path):
         there = text.removeprefix(f"{where} ")
         return [], [Problem(f"{where}: {there if kind_of_path(path) else _no_such_yaml(Path(path).parent)}")]
+    content = b""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        content = Path(path).expanduser().read_bytes()
+        text = content.decode()
         if len(text) > MAX_YAML_CHARACTERS:
             given = f"{len(text):,} characters. Possible: {MAX_YAML_CHARACTERS:,} at most"
             return [], [Problem(f"{where}: {given}. Give a run's file.")]
         _check_depth(text)
-        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except Exception as error:  # of several unrelated classes
-        return [], [Problem(f"{where}: cannot be read as YAML: {_why(error)}")]
-    if not isinstance(content, dict):
-        return [], [Problem(f"{where}: holds a {type(content).__name__}. A run is a mapping of keys to values.")]
-    return [Assignment(where, key, value, key) for key, value in _leaves(content)], []
+        return [], [Problem(f"{where}: cannot be read as YAML: {_why(error, content)}")]
+    if not isinstance(tree, dict):
+        return [], [Problem(f"{where}: holds a {type(tree).__name__}. A run is a mapping of keys to values.")]
+    return [Assignment(where, key, value, key) for key, value in _leaves(tree)], []
 
 
 def _no_such_yaml(folder: Path) -> str:
@@ -248,14 +250,18 @@ def _check_depth(text: str) -> None:
             raise yaml.MarkedYAMLError(problem=given, problem_mark=event.start_mark)
 
 
-def _why(error: Exception) -> str:
-    """Say in a line what the YAML reader found, and in which line."""
+def _why(error: Exception, content: bytes) -> str:
+    """Say in a line what the YAML reader found, and in which line of the content."""
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
         return "it has a number of more than 4,300 digits. Give a smaller one, or a text in quotes."
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    begin = getattr(
+        error, "start" if isinstance(error, UnicodeDecodeError) else "position", None
+    )  # a byte that cannot be
     parts = [getattr(error, name, None) for name in ("context", "problem")]
     text = ": ".join(part for part in parts if part) or (str(error).splitlines() or [type(error).__name__])[0]
     line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    line = line or ("" if begin is None else f"line {content[:begin].count(10) + 1}: ")
     return line + shown(text.strip().rstrip("."), 200) + "."
 
 
@@ -385,8 +391,11 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
     )
     if refused:
         return value, _misfit(at, hint)
-    number = float if float in kinds else int if int in kinds else None
-    if (possible := beyond(value, number, limits)) is not None:
+    is_choice = any(typing.get_origin(kind) is Literal for kind in kinds)
+    kind = float if float in kinds else int if int in kinds else None if is_choice else str
+    is_of_type = kind is str or typing.get_origin(hint) is tuple or not isinstance(value, list | dict)
+    possible = beyond(value, kind, limits) if is_of_type else None  # else its type says what is possible
+    if possible is not None:
         return value, _misfit(at, hint, possible)
     masked = masking.without_secrets(value)
     if masked != value and at.text is None and os.environ.get("RANK", "0") == "0":

@@ -57,25 +57,28 @@ def limited(
 # --- numbers and texts ---
 
 
-def beyond(value: Any, number: type | None, limits: Limits) -> str | None:
+def beyond(value: Any, kind: type | None, limits: Limits) -> str | None:
     """Say what is possible where a value, or one in it, is beyond all limits, else None.
 
     Args:
-        number: what its key takes where that is a number: a text is read as one, as OmegaConf does.
+        kind: what its key takes: int or float, as which a text is read then, as OmegaConf does; str, or anything; None: a
+            choice, of which its type says what there is.
     """
+    if kind is None:
+        return None
     if isinstance(value, list | tuple | dict):
         inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        return next((text for part in inner if (text := beyond(part, number, limits))), None)
-    if isinstance(value, str):
+        return next((text for part in inner if (text := beyond(part, kind, limits))), None)
+    if isinstance(value, str) and kind in (int, float):
         try:
-            value = value if number is None else number(value)
+            value = kind(value)
         except ValueError:  # no number, as its type will say; or one of more than 4,300 digits
-            value = MOST + 1 if value.strip("+-").isdecimal() else value
+            value = MOST + 1 if value.strip("+-").isdecimal() else None
     if isinstance(value, str):
         return text_possible(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and isinstance(value, float)):
         return None
-    value = float(value) if number is float and abs(value) < MOST_FRACTIONAL else value
+    value = float(value) if kind is float and abs(value) < MOST_FRACTIONAL else value
     is_own = limits != Limits() or isinstance(value, int)  # else what nan and inf are there, the key's section says
     return limits.possible(value) if is_own and not limits.allow(value) else None
 

@@ -45,6 +45,7 @@ ALIASES = {
     "use_ema": Alias("ema.enabled", bare="true"),
     "preset": Alias("text", choices={"a": ["text=x", "batch=3"], "b": ["text=y"]}),
 }
+ALL = "-1,000,000,000,000 to 1,000,000,000,000"
 NEITHER = "at most 1,024 bytes, 255 between slashes or null."
 KNOWN = "Known: batch, flag, logger, optimizer, scale, text, workers. --print_config shows every key."
 LINE = "a text without control characters and line ends or null."
@@ -210,8 +211,12 @@ def test_a_yaml_that_grows_without_end_or_is_none_is_refused_at_once(tmp_path: P
     assert "alias" in bomb and len(bomb) < 400
     path.write_text("a: &a [*a]\n")
     assert len(problems(str(path))) == 1
-    path.write_bytes(b"text: \xff\n")
-    assert "can't decode byte 0xff in position 6" in problems(str(path))[0]
+    path.write_bytes(b"a: 1\na: \xc3\xa4 \xff\n")
+    said = "line 2: 'utf-8' codec can't decode byte 0xff in position 11: invalid start byte."
+    assert problems(str(path)) == [f"{path}: cannot be read as YAML: {said}"]
+    path.write_text("batch: 1\ntext: a\0b\n")
+    said = "line 2: unacceptable character #x0000: control characters are not allowed."
+    assert problems(str(path)) == [f"{path}: cannot be read as YAML: {said}"]
     path.write_text("#" * (MAX_YAML_CHARACTERS + 1))
     assert problems(str(path)) == [f"{path}: 1,048,577 characters. Possible: 1,048,576 at most. Give a run's file."]
     pipe = tmp_path / "pipe.yaml"
@@ -244,6 +249,18 @@ def test_what_cannot_be_read_stands_alone(words: list[str]):
         ("optimizer.lr=.nan", "optimizer.lr is nan. Possible: above 0 or null."),
         ("optimizer.lr=.inf", "optimizer.lr is inf. Possible: above 0, to 1e+30 or null."),
         ("optimizer.lr=1e400", "optimizer.lr is inf. Possible: above 0, to 1e+30 or null."),
+        ("workers=1.5", "workers is 1.5. Possible: an integer or one of auto or null."),
+        ("batch=.inf", "batch is inf. Possible: an integer."),
+        ("batch=[0]", "batch is [0]. Possible: an integer."),
+        (f"batch={'a' * 300}", f"batch is '{'a' * 59}... (302 characters). Possible: an integer."),
+        (
+            f"optimizer.name={'a' * 300}",
+            f"optimizer.name is '{'a' * 59}... (302 characters). Possible: one of adamw, sgd.",
+        ),
+        (
+            f"optimizer.betas=[0.9, 1{'0' * 400}]",
+            f"optimizer.betas is [0.9, 1{'0' * 53}... (408 characters). Possible: {ALL}.",
+        ),
         ("optimizer.share=1.5", "optimizer.share is 1.5. Possible: 0 to 1."),
         ("optimizer={share: 2}", "optimizer.share is 2. Possible: 0 to 1."),
         (
