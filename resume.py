@@ -200,9 +200,9 @@ def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
                 for key, value in differing.items()
             ]
         )
+    lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
     if _lasting(config).keys() - begun.keys():
         return None  # what it does not say (it was cut, or is of an older version) the checkpoint does
-    lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
     if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
         return None  # whether its figures would be others is known when the scorer is built
     return finished(folder, config.max_duration, config)
