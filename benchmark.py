@@ -49,8 +49,9 @@ from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord, found_batch_size, result_line
 from callbacks.throughput import Throughput, peak_tflops
 from checkpoints import Checkpointer, Progress, Stopped, restore
-from checks import check, cost_of, has_average_on_device, planned_microbatch, ranks_on_device, savings
-from config import ConfigError, as_written, flat, load, parse_command_line, to_yaml
+from checks import check, cost_of, has_average_on_device, microbatch_of, planned_microbatch, ranks_on_device, savings
+from command_line import parse_command_line
+from config import ConfigError, as_written, flat, load, to_yaml
 from copy_stream import CopyStream
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
@@ -58,7 +59,7 @@ from environment import device_name
 from loggers import WandbMode, build_loggers, wandb_mode
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
 from optim import GradientNorm, build_optimizer, build_schedule, total_batches
-from quality import build_evaluation, build_mlperf_log, build_scorer, count_unevaluated, draw_evaluations, outcome_of
+from quality import build_evaluation, build_mlperf_log, build_scorer, draw_evaluations, outcome_of
 from quiet_trainer import LateLosses, QuietTrainer
 from resume import (
     Begun,
@@ -91,10 +92,8 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
-    begun = begin(
-        folder, config.data, with_log=config.mlperf.enabled
-    )  # at its newest whole checkpoint, or at the beginning
-    at = begun.progress
+    begun = begin(folder, config.data, with_log=config.mlperf.enabled)
+    at = begun.progress  # its newest whole checkpoint, or the beginning
     with begun.or_nothing():
         logged = alarm.on_rank_zero(lambda: wandb_mode(config.loggers, folder))
         networks = build_networks(config, folder, begun, device)
@@ -116,8 +115,6 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         record = build_record(folder, networks, learning, throughput, loader, checkpointer)
         record.start(at.batch, images=at.images, began=began, lost=begun.lost)
         begun.say(record.num_starts)
-        if scorer is not None:
-            record.facts["points_not_evaluated"] = count_unevaluated(config, at.images, record.evaluations)
         evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs, checkpointer)
         target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
         mlperf_log = build_mlperf_log(config, networks.stage, record)
@@ -340,20 +337,6 @@ def end(trainer: Trainer, loader: Loader | None, mlperf_log: MLPerfLog | None, t
     trainer.close()
     if loader is not None:
         loader.close()
-
-
-def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: preflight.Cost) -> int:
-    """Return how many images a pass take, found where that is asked for. Raises ConfigError: not one fits."""
-    if config.device_train_microbatch_size != microbatch.AUTO:
-        return planned_microbatch(config, cost)
-    columns = model.family.columns(config.data.stage, config.size)
-    device_batch = config.global_batch_size // dist.get_world_size()
-    try:
-        ema = has_average_on_device(config)
-        ways = savings(config)
-        return microbatch.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema, savings=ways)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
 
 
 def load_start(config: RunConfig, model: LatentDiffusion, begun: Begun) -> str | None:

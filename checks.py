@@ -12,14 +12,15 @@ from composer.utils import dist
 
 import machine
 import microbatch as microbatch_search
+import mlperf_events
 import preflight
 import warm_start
-from callbacks import mlperf_log
 from checkpoint_files import FULL, listed
-from config import ConfigError, Problem, flat
+from command_line import Problem
+from config import ConfigError, flat
 from data import SYNTHETIC_EPOCH_BATCHES
 from limits import kind_of_path, read_duration
-from model import model_problems
+from model import LatentDiffusion, model_problems
 from optim import total_batches
 from prompts import read_prompts
 from run_config import RunConfig, resolve, wants_own_rate
@@ -266,7 +267,7 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
         found.append(("target.fid", "no target, so that it would never end well. The benchmark's: 90 and 0.15."))
     of_log: list[str] = []
     try:
-        if config.run_name and not mlperf_log.is_begun(folder) and listed(folder / "checkpoints", FULL):
+        if config.run_name and not mlperf_events.is_begun(folder) and listed(folder / "checkpoints", FULL):
             text = (
                 f"{folder} was trained before its log was begun, or it was cut. Leave it out, or take another run_name."
             )
@@ -370,3 +371,17 @@ def cost_of(config: RunConfig) -> preflight.Cost:
         is_compiled=config.compile != "off",
         gradient_checkpointing=config.gradient_checkpointing,
     )
+
+
+def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: preflight.Cost) -> int:
+    """Return how many images a pass take, found where that is asked for. Raises ConfigError: not one fits."""
+    if config.device_train_microbatch_size != microbatch_search.AUTO:
+        return planned_microbatch(config, cost)
+    columns = model.family.columns(config.data.stage, config.size)
+    device_batch = config.global_batch_size // dist.get_world_size()
+    try:
+        ema = has_average_on_device(config)
+        ways = savings(config)
+        return microbatch_search.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema, savings=ways)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import xxhash
 from composer.utils import dist
 
 import alarm
@@ -46,7 +45,8 @@ from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
 from callbacks.run_record import keep_batch_size, read_config, result_line, rounded, write_outcome
 from checks import precision_problems, speed_problems
-from config import Assignment, CommandLine, ConfigError, Problem, flat, load, parse_command_line, read_yaml, schema_keys
+from command_line import Assignment, CommandLine, Problem, parse_command_line, read_yaml
+from config import ConfigError, flat, load, schema_keys
 from image_folder import image_batches, list_images
 from limits import limited
 from model import LatentDiffusion, build_device, model_problems
@@ -54,7 +54,7 @@ from prompts import read_prompts
 from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from run_files import check_record, run_id_of
 from scoring import FIGURES, Scorer
-from subjects import Kind, kind_of, load_snapshot, match_prompts, of_diffusers_folder, snapshots_of
+from subjects import Kind, digest_of, kind_of, load_snapshot, match_prompts, named, of_diffusers_folder, snapshots_of
 from tensors import fingerprint
 from unfinished import Parts
 from zoo import load_family
@@ -94,15 +94,8 @@ EFFECTIVE: dict[Kind, tuple[str, ...]] = {
 UNREAD = ("run_name", "run_folder", "data.remote", "data.local", "model.denoiser", "loggers.", "mlperf.")
 """Of a run's config.yaml: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
-DECIDING -= {
-    "out",
-    "eval.batch_size",
-    "loggers.progress_bar",
-    "loggers.debug",
-    "model.weights",
-    "snapshots",
-    "from_images",
-}
+DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "loggers.debug"}
+DECIDING -= {"model.weights", "snapshots", "from_images"}
 """What a target is met with: given in another way than in a run's config.yaml, its scores are a trial."""
 
 
@@ -324,20 +317,6 @@ def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.
 
     what = {"model": named(folder), "images_in_folder": len(paths), "images_fingerprint": digest_of(paths)}
     return [table.get({**what, **facts, **meter.facts}, score)]
-
-
-def named(folder: Path) -> str:
-    """Return what a table calls a folder: its path from here where it lies below, so that a record names no machine."""
-    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
-
-
-def digest_of(paths: Sequence[Path]) -> str:
-    """Return 32 hex digits over the names and bytes of files."""
-    digest = xxhash.xxh3_128()
-    for path in paths:
-        digest.update(path.name)
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _scored(table: Table, where: Row, scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:

@@ -36,7 +36,7 @@ from composer.utils import dist
 from torch import Tensor, nn
 
 import fp8
-from config import Problem
+from command_line import Problem
 from encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
 from zoo import load_family
 from zoo.objectives import Objective, ObjectiveConfig

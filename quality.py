@@ -66,6 +66,7 @@ def build_evaluation(
     if scorer is None:
         return None
     scorer.signal = lambda: checkpointer.signal
+    record.facts["points_not_evaluated"] = count_unevaluated(config, throughput.images, record.evaluations)
 
     def keep(line: dict[str, Any], logger: Logger) -> None:
         record.add_evaluation(line, logger)

@@ -20,7 +20,6 @@ from filelock import FileLock, Timeout
 
 import alarm
 import masking
-from callbacks.mlperf_log import lost_events
 from callbacks.quality_target import TARGET_KEYS, outcome, said
 from callbacks.run_record import (
     RESULT_KEYS,
@@ -36,6 +35,7 @@ from config import ConfigError, flat
 from curves import OF_BEFORE, read_rows
 from data import DataConfig
 from fetch import INDEX
+from mlperf_events import lost_events
 from run_files import check_are_files, evaluations_of, lost_history, read_summary
 from speed import SpeedKeys
 from stage import Stage

@@ -15,7 +15,7 @@ from callbacks.mlperf_log import MLPerfConfig
 from callbacks.profile import ProfileConfig
 from callbacks.throughput import MeasureConfig
 from checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
-from config import Alias
+from command_line import Alias
 from data import DataConfig
 from ema import EMAConfig
 from encoders import own_weights

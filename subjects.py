@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import xxhash
 
 import warm_start
 from checkpoint_files import FULL, WEIGHTS, check_whole, is_whole, listed, read
@@ -176,3 +177,17 @@ def match_prompts(paths: Sequence[Path], prompt_set: PromptSet) -> list[Prompt]:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+
+
+def named(folder: Path) -> str:
+    """Return what a table calls a folder: its path from here where it lies below, so that a record names no machine."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
+
+def digest_of(paths: Sequence[Path]) -> str:
+    """Return 32 hex digits over the names and bytes of files."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        digest.update(path.name)
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -20,7 +20,8 @@ from torch import nn
 
 import zoo.ldm as ldm
 from checkpoint_files import FULL, NAME, WEIGHTS, check_whole, is_whole, listed, read
-from config import ConfigError, Problem
+from command_line import Problem
+from config import ConfigError
 from model import LatentDiffusion, ModelConfig
 from tensors import canonical_name, difference, forms, on_meta
 from zoo import load_family

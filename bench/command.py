@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from command_line import Problem, parse_command_line
+from config import ConfigError, load, to_yaml
 from environment import environment
 from preflight import unwritable
 

@@ -64,7 +64,8 @@ from bench.micro_data import (
     write_images,
     write_moments,
 )
-from config import Problem, as_written
+from command_line import Problem
+from config import as_written
 from limits import limited
 
 SCHEMA = 1

@@ -37,7 +37,8 @@ import speed
 from callbacks.run_record import result_line, rounded
 from callbacks.throughput import peak_mem_gib
 from checks import model_problems, precision_problems, speed_problems
-from config import ConfigError, Problem, load, parse_command_line
+from command_line import Problem, parse_command_line
+from config import ConfigError, load
 from environment import environment
 from metrics.clip_score import load_clip
 from metrics.weights import RANDOM

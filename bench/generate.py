@@ -28,7 +28,8 @@ from torch import Tensor
 
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
-from config import Problem, as_written
+from command_line import Problem
+from config import as_written
 from limits import limited
 from model import LatentDiffusion, ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig

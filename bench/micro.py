@@ -35,7 +35,8 @@ from bench.contest import Figures
 from bench.micro_data import IMAGES_BATCH, MOMENTS_BATCH, measure_data
 from bench.micro_ema import measure_ema
 from bench.micro_run import measure_checkpoint, measure_first_step
-from config import Problem, as_written
+from command_line import Problem
+from config import as_written
 from limits import limited
 
 SCHEMA = 1

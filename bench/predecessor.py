@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from callbacks.run_record import result_line, rounded
 from callbacks.throughput import Throughput, peak_tflops
 from checks import check, cost_of, planned_microbatch
-from config import ConfigError, Problem, load, parse_command_line
+from command_line import Problem, parse_command_line
+from config import ConfigError, load
 from environment import device_name, environment
 from microbatch import AUTO
 from model import BatchRandomness, build_device, composer_precision

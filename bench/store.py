@@ -41,7 +41,8 @@ from boto3.s3.transfer import TransferConfig
 from bench.command import head, write_record
 from bench.contest import Figures, take_turns
 from bench.micro_data import MOMENTS_BATCH, SEED, SIZE, build_family, write_moments
-from config import ConfigError, as_written, load, parse_command_line
+from command_line import parse_command_line
+from config import ConfigError, as_written, load
 from data import DataConfig, build_data
 from fetch import file_digest
 from limits import limited

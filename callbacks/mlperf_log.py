@@ -27,11 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
-import logging
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,19 +42,14 @@ from filelock import FileLock, Timeout
 
 from checkpoint_files import read as read_checkpoint
 from config import ConfigError
+from mlperf_events import NAME, EventLog, close, evaluated, is_begun, num_lasting, read_events, reopen, say
 from run_files import read_summary
 
 Line = Mapping[str, Any]
 
-NAME = "mlperf.log"
-TOKEN = ":::MLLOG "
 INIT_LIMIT_MIN = {"closed": 30, "open": 240}  # from init_start to init_stop (compliance_checker, common.yaml)
 LOCK_TIMEOUT_SEC = 60.0
 STATUS = "research"  # of submission_status, which 4.0.0 asks for: what it is until somebody submits it
-METRICS = {"fid": "FID", "clip": "CLIP"}
-"""Our names -> those of the checkers. The CLIP score is the mean cosine, not times 100."""
-MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model", "eval_precision")
-"""What an eval_stop says of its scores: how long they took, of how many images, by which networks and in which precision."""
 
 
 @dataclass(frozen=True)
@@ -90,155 +82,6 @@ class MLPerfConfig:
                 text = f"'{value}' cannot be the name of a folder, which it is in a submission. Use letters, digits, . _ - +"
                 found.append((f"mlperf.{key}", text))
         return found
-
-
-# --- the file ---
-
-
-class _Lines(logging.Handler):
-    """Hands each line of mlperf-logging to the file at once, so that a killed run has lost none."""
-
-    def __init__(self, path: Path):
-        super().__init__()
-        self.path = path
-        self.error: OSError | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno > logging.INFO:  # mlperf-logging catches what went wrong, and would log that instead
-            raise self.error or ValueError(record.getMessage())
-        try:
-            with open(self.path, "a") as file:
-                file.write(record.getMessage() + "\n")
-        except OSError as error:
-            given = f"run_folder: {self.path} cannot be written: {error.strerror}"
-            self.error = OSError(f"{given}. The run stops; make room, and start the same command again.")
-            raise
-
-
-class EventLog:
-    """Appends events to a log.
-
-    Args:
-        path: of the log; made by the first event.
-        now: seconds since 1970.
-    """
-
-    def __init__(self, path: Path, now: Callable[[], float] = time.time):
-        from mlperf_logging.mllog.mllog import MLLogger
-
-        logger = logging.Logger(
-            "easel.mlperf"
-        )  # not in logging's table: two logs of one process have nothing in common
-        logger.addHandler(_Lines(path))
-        self.now, self.path = now, path
-        self._last_ms: int | None = None  # of the last event; None: not read yet
-        root = re.escape(str(Path(__file__).resolve().parent.parent))
-        # Each line names the place that asks for the event: the checker of seeds compares them there.
-        self._events = MLLogger(logger=logger, default_stack_offset=2, root_dir=root)
-
-    def event(
-        self, key: str, value: Any = None, *, at: float | None = None, dated_back: bool = False, **metadata: Any
-    ) -> None:
-        """Append one; an interval's first or last where its name ends so.
-
-        Args:
-            at: seconds since 1970; None: now. Not before the last event, unless `dated_back`.
-        """
-        kind = {"start": self._events.start, "stop": self._events.end}.get(key.rpartition("_")[2], self._events.event)
-        if self._last_ms is None:
-            self._last_ms = max((event["time_ms"] for event in read_events(self.path)), default=0)
-        time_ms = round(1000 * (self.now() if at is None else at))
-        if not dated_back:
-            time_ms = self._last_ms = max(time_ms, self._last_ms)
-        kind(key, value, metadata=metadata, time_ms=time_ms)
-
-    def evaluation(self, line: Line, began: float) -> None:
-        """Append an evaluation: its line in the record, or its row in the table of eval.py.
-
-        One that earlier starts had a part in began before the last event: its eval_sec says how long it took.
-        """
-        where = {"samples_count": line["images"]}
-        self.event("eval_start", line["images"], at=began, **where)
-        for key, metric in METRICS.items():
-            if line.get(key) is not None:
-                self.event("eval_accuracy", line[key], metric=metric, **where)
-        made_with = {key: line[key] for key in MADE_WITH if line.get(key) is not None}
-        self.event("eval_stop", line["images"], **made_with, **where)
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a log, without a last line that a killed writer left unfinished; none where there is no file.
-
-    Raises:
-        ConfigError: another line is no event, or it is a folder; names it, and what to do.
-    """
-    if path.is_dir():
-        raise ConfigError(
-            [f"{path}: a folder, where the log of the run belongs. Take it away, or take another run_name."]
-        )
-    found = []
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            break
-        try:
-            event = json.loads(line[len(TOKEN) :]) if line.startswith(TOKEN) else None
-        except (ValueError, RecursionError):
-            event = None
-        if not (isinstance(event, dict) and event.keys() >= {"key", "value", "metadata"}):
-            given = f"{path}: line {number:,} is no event of MLPerf's: '{line[:40].rstrip()}'"
-            raise ConfigError([f"{given}. Mend it or take it out, or go on without a log (mlperf.enabled=false)."])
-        found.append(event)
-    return found
-
-
-def is_begun(folder: Path) -> bool:
-    """True where a run's log has come to run_start. Raises ConfigError as `read_events` does."""
-    return any(event["key"] == "run_start" for event in read_events(folder / NAME))
-
-
-def lost_events(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what a run's log lacks of what it had when a checkpoint was written, as run_files.lost_history does."""
-    had = (checkpoint or {"callbacks": {}})["callbacks"].get("MLPerfLog", {}).get("events", 0)
-    there = _num_lasting(folder / NAME)
-    return {NAME: f"has {there} of {had} events"} if there < had else {}
-
-
-def _num_lasting(path: Path) -> int:
-    """Return how many events a log has; a run_stop does not count: it goes when the run goes on."""
-    return sum(event["key"] != "run_stop" for event in read_events(path))
-
-
-def _reopen(path: Path) -> list[dict[str, Any]]:
-    """Leave the whole lines of a log without its run_stop, and return their events."""
-    events = read_events(path)
-    lines = path.read_text().splitlines(keepends=True)[: len(events)]
-    kept = [line for line, event in zip(lines, events, strict=True) if event["key"] != "run_stop"]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
-    return [event for event in events if event["key"] != "run_stop"]
-
-
-def _evaluated(events: Sequence[Mapping[str, Any]]) -> set[int]:
-    return {event["metadata"]["samples_count"] for event in events if event["key"] == "eval_stop"}
-
-
-def _close(log: EventLog, reached: Line | None, images: int, at: float | None = None) -> None:
-    """Append run_stop, and say so.
-
-    Args:
-        reached: the evaluation that met the target, None: the run is aborted.
-        images: seen by now, of a run that is aborted.
-        at: seconds since 1970; None: now.
-    """
-    status, images = ("aborted", images) if reached is None else ("success", reached["images"])
-    log.event("run_stop", at=at, dated_back=at is not None, status=status, samples_count=images)
-    _say(f"the log is closed: {status} at {images:,} images")
-
-
-def _say(text: str) -> None:
-    print(f"mlperf: {text}.", file=sys.stderr, flush=True)
 
 
 # --- while the run trains ---
@@ -282,7 +125,7 @@ class MLPerfLog(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: how many events there were."""
-        return {"events": _num_lasting(self.path)}
+        return {"events": num_lasting(self.path)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take nothing over: `lost_events` has compared it."""
@@ -326,7 +169,7 @@ class MLPerfLog(Callback):
                 return
             self._open(images)
             self._write_evaluations()
-        _close(self.log, reached, images)
+        close(self.log, reached, images)
 
     @contextlib.contextmanager
     def aborted_by_divergence(self, state: State) -> Iterator[None]:
@@ -336,7 +179,7 @@ class MLPerfLog(Callback):
         except ValueError:
             loss = (state.total_loss_dict or {}).get("loss/train/total", 0.0)
             if self.is_writer and self._is_open and not math.isfinite(loss):
-                _close(self.log, None, state.timestamp.sample.value)
+                close(self.log, None, state.timestamp.sample.value)
             raise
 
     def _open(self, images: int) -> None:
@@ -346,11 +189,11 @@ class MLPerfLog(Callback):
             self._begin()
             if not images:
                 return  # else its log was taken away, and it must not look as if it began here
-        events = _reopen(self.path)
+        events = reopen(self.path)
         # What lies behind the checkpoint that the run goes on from comes again.
-        self._written = {count for count in _evaluated(events) if count <= images}
+        self._written = {count for count in evaluated(events) if count <= images}
         self.log.event("restart", 1 + sum(event["key"] == "restart" for event in events), samples_count=images)
-        _say(f"restarted at {images:,} images: no result of the closed division; for one, take another run_name")
+        say(f"restarted at {images:,} images: no result of the closed division; for one, take another run_name")
 
     def _begin(self) -> None:
         """Write everything up to run_start; init_start is when the process began."""
@@ -367,7 +210,7 @@ class MLPerfLog(Callback):
         self.log.event("init_stop")
         self.log.event("run_start", samples_count=0)
         over = "" if took_sec < 60 * limit else ": TOO LONG, the checker will refuse this log"
-        _say(f"initialised in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
+        say(f"initialised in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
 
     def _close_block(self, state: State) -> None:
         if not self.is_writer or self._block is None:
@@ -432,21 +275,21 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None, *,
         end = reached or evaluations[-1]
         stays = stop is not None and not _ends_elsewhere(stop["metadata"], reached, end["images"])
         images = stop["metadata"]["samples_count"] if stays else end["images"]
-        there = _evaluated(events)
+        there = evaluated(events)
         new = [line for line in evaluations if line["images"] <= images and line["images"] not in there]
         if stays and not new:
             return
         ended = None if stays else _written_at(folder / "checkpoints" / end["snapshot"])
-        _reopen(path)
+        reopen(path)
         log = EventLog(path)
         for line in new:
             log.evaluation(line, began=log.now())  # untimed: eval_sec of eval_stop says how long it took
         if stays:
             status, at = stop["metadata"]["status"], stop["time_ms"] / 1000
             log.event("run_stop", at=at, dated_back=True, status=status, samples_count=images)
-            _say(f"the log has {len(new)} evaluations more; it ends as before: {status} at {images:,} images")
+            say(f"the log has {len(new)} evaluations more; it ends as before: {status} at {images:,} images")
         else:
-            _close(log, reached, end["images"], ended)
+            close(log, reached, end["images"], ended)
 
 
 def _written_at(snapshot: Path) -> float:

@@ -29,7 +29,8 @@ from composer.utils import dist
 from omegaconf import OmegaConf
 
 import masking
-from config import ConfigError, Problem, read_yaml, resolved
+from command_line import Problem, read_yaml
+from config import ConfigError, resolved
 from environment import environment
 from run_files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, read_summary, run_id_of, seconds_of_starts
 

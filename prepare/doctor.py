@@ -23,7 +23,8 @@ from composer.utils import dist
 
 import checks
 import machine
-from config import ConfigError, load, parse_command_line
+from command_line import parse_command_line
+from config import ConfigError, load
 from machine import ERROR, OK, WARNING, Finding
 from prepare import run_checks, stage_checks
 from prepare.run_checks import Case, not_looked_at

@@ -26,7 +26,8 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from command_line import Problem, parse_command_line
+from config import ConfigError, load, to_yaml
 from image_folder import image_batches, list_images
 from limits import limited
 from metrics.fid import FeatureSums, Statistics, covariance_warning, write_statistics

@@ -41,7 +41,8 @@ from PIL import Image
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from command_line import Problem, parse_command_line
+from config import ConfigError, load, to_yaml
 from fetch import HASH
 from limits import limited
 from model import ModelConfig, model_problems

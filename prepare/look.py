@@ -41,7 +41,8 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from config import Assignment, CommandLine, ConfigError, Problem, load, parse_command_line, to_yaml
+from command_line import Assignment, CommandLine, Problem, parse_command_line
+from config import ConfigError, load, to_yaml
 from limits import limited
 from masking import printable
 from model import ModelConfig, model_problems

@@ -22,7 +22,8 @@ import microbatch as microbatch_search
 import preflight
 from checkpoint_files import FULL, WEIGHTS, is_whole, listed
 from checks import batch_gib, cost_of, planned_microbatch, quick_problems, savings
-from config import ConfigError, Problem, count
+from command_line import Problem
+from config import ConfigError, count
 from data import SYNTHETIC_EPOCH_BATCHES
 from encoders import RANDOM, own_weights
 from machine import ERROR, OK, WARNING, Finding

@@ -36,7 +36,8 @@ from typing import Any
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from config import ConfigError, Problem, load, parse_command_line, to_yaml
+from command_line import Problem, parse_command_line
+from config import ConfigError, load, to_yaml
 from images import SampleError, decode_image
 from limits import limited
 from prepare.moments import mds_columns, npy_shape, read_npy, tokens_of

@@ -14,7 +14,8 @@ from conftest import TINY_RUN
 import benchmark
 import preflight
 from callbacks.run_record import RESULT_KEYS
-from config import load, parse_command_line
+from command_line import parse_command_line
+from config import load
 
 pytestmark = pytest.mark.budget(60)
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
-from config import MAX_YAML_CHARACTERS, Alias, ConfigError, Problem, load, parse_command_line, to_yaml
+from command_line import MAX_YAML_CHARACTERS, Alias, Problem, parse_command_line
+from config import ConfigError, load, to_yaml
 from limits import limited
 
 

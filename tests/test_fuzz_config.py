@@ -39,7 +39,8 @@ import eval as evaluation
 import stage
 from bench.fid import FidConfig
 from bench.store import StoreConfig
-from config import ConfigError, load, parse_command_line, schema_keys, to_yaml
+from command_line import parse_command_line
+from config import ConfigError, load, schema_keys, to_yaml
 from prepare import fid_statistics, latents, look, shards
 from run_config import ALIASES, NOT_YET, RunConfig, resolve
 

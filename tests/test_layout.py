@@ -12,6 +12,7 @@ from conftest import ROOT
 
 FLOORS = [
     {"limits", "masking"},
+    {"command_line"},
     {
         "zoo.spec",
         "zoo.objectives",
@@ -44,6 +45,7 @@ FLOORS = [
         "batch_wait",
         "environment",
         "run_files",
+        "mlperf_events",
         "fp8",
         "copy_stream",
     },

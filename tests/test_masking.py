@@ -32,7 +32,8 @@ import masking
 from callbacks.run_record import keep_keys, read_config
 from callbacks.sample_grid import write_grid
 from checkpoints import disagreements
-from config import ConfigError, Problem, as_written, load, parse_command_line, to_yaml
+from command_line import Problem, parse_command_line
+from config import ConfigError, as_written, load, to_yaml
 from masking import hidden, masked, password_of, without_secrets
 from prepare import look
 from store_clients import client_of

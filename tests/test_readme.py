@@ -14,7 +14,8 @@ from conftest import ROOT
 import benchmark
 from bench.micro import table
 from callbacks.run_record import rounded
-from config import load, parse_command_line, schema_keys
+from command_line import parse_command_line
+from config import load, schema_keys
 from eval import EvalCommand
 from prepare import latents
 from prepare.parts import split_words

@@ -18,10 +18,10 @@ from test_checkpoints import but_for_shared_memory, newest, same_training
 
 import benchmark
 import eval as eval_command
-from callbacks.mlperf_log import is_begun, lost_events
 from callbacks.run_record import read_config
 from checkpoint_files import FULL, WEIGHTS, listed, read, write
 from curves import NEEDED, read_rows, write_rows
+from mlperf_events import is_begun, lost_events
 from prepare import doctor
 from reports import mlperf as report
 from reports.mlperf_runs import read_run

@@ -20,7 +20,8 @@ from callbacks.evaluation import Evaluation
 from callbacks.quality_target import outcome
 from callbacks.sample_grid import grid_of
 from checkpoints import Progress
-from config import ConfigError, load, parse_command_line
+from command_line import parse_command_line
+from config import ConfigError, load
 from eval import to_target
 from resume import check_evaluations
 from run_config import RunConfig, resolve

@@ -14,7 +14,8 @@ from test_ldm import tiny_networks, whole_ldm_file, write
 
 import benchmark
 from bench.ladder import read_ladder
-from config import flat, load, parse_command_line
+from command_line import parse_command_line
+from config import flat, load
 from optim import lr_multiplier
 from prepare import latents
 from scoring import TargetConfig
