@@ -161,7 +161,7 @@ def test_size_range_and_precision_are_those_of_the_keys(stage, tmp_path, referen
 
 def test_every_kind_of_image_is_encoded_or_skipped_with_its_reason(tmp_path):
     samples = [{"key": name, "jpg": data} for name, (_, data, _) in IMAGES.items()]
-    captions = [" ", "", "word " * 10_000, "one\r\ntwo", "ä世"]
+    captions = [" ", "", "word " * 2_000, "one\r\ntwo", "ä世"]
     samples += [
         {"key": f"caption{n}", "jpg": sample_files(1)["jpg"], "caption": text} for n, text in enumerate(captions)
     ]

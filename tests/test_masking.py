@@ -433,6 +433,7 @@ def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniatur
     assert "  remote: ${oc.env:EASEL_PLACE}\n" in (shown := capsys.readouterr().out) and "moved" not in shown
 
 
+@pytest.mark.budget(60)
 def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tmp_path):
     for address in ("s3://AKIA:{password}@easel/x", "s3://easel/x?token={token}", "https://{token}@host/x?{password}"):
         remote = address.format(**SECRETS)

@@ -253,7 +253,7 @@ def test_where_to_begin_is_refused_where_it_is_not_looked_at(a_run, capsys):
         ),
         (
             b"\xff\xfe",
-            "CONFIG: cannot be read as YAML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte.",
+            "CONFIG: cannot be read as YAML: line 1: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte.",
         ),
         (b"- a\n", "CONFIG: holds a list. A run is a mapping of keys to values."),
         (b"eval: {guidence: 3}\n", "CONFIG: unknown key 'eval.guidence'. Did you mean 'eval.guidance'?"),
@@ -272,8 +272,10 @@ def test_a_run_that_one_may_not_write_in_wants_another_place_for_the_table(a_run
 
 
 def test_a_batch_size_that_cannot_be_kept_is_said_and_the_scoring_goes_on(tmp_path, capsys):
-    eval_command._keep(tmp_path, 16)
-    said = f"eval.batch_size: 16 was found, but {tmp_path}/config.yaml cannot be written: No such file or directory."
+    eval_command._keep(tmp_path / "gone", 16)
+    said = (
+        f"eval.batch_size: 16 was found, but {tmp_path}/gone/config.yaml cannot be written: No such file or directory."
+    )
     assert capsys.readouterr().err.startswith(said)
 
 

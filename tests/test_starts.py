@@ -199,7 +199,7 @@ def test_log_folders_that_cannot_be_are_named(tmp_path, capsys):
 
 def test_too_little_shared_memory_is_refused_with_the_figure(miniature, tmp_path, capsys):
     """A real one: no machine has that much of it."""
-    words = miniature.small(tmp_path, "a", "data.workers=4", f"data.local={tmp_path}/c", f"global_batch_size={2**40}")
+    words = miniature.small(tmp_path, "a", "data.workers=4", f"data.local={tmp_path}/c", f"global_batch_size={10**9}")
     said = [line for line in refused(capsys, *words).splitlines() if line.startswith("/dev/shm: ")]
     assert len(said) == 1 and re.fullmatch(
         r"/dev/shm: 10 batches of [\d.e+]+ GiB need [\d.e+]+ GiB there; [\d.e+]+ GiB, [\d.e+]+ free\. A worker would die of "
@@ -208,7 +208,7 @@ def test_too_little_shared_memory_is_refused_with_the_figure(miniature, tmp_path
         said[0],
     )
     assert everything(tmp_path) == {}
-    enough = refused(capsys, *miniature.small(tmp_path, "a", "data.workers=0", f"global_batch_size={2**40}"))
+    enough = refused(capsys, *miniature.small(tmp_path, "a", "data.workers=0", f"global_batch_size={10**9}"))
     assert "/dev/shm" not in enough
 
 
