@@ -433,7 +433,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         if result["images_per_sec"] is None:
             given = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"
             print(f"{given}. Lower it, or raise max_duration.", file=sys.stderr)
-        print(result_line(result), flush=True)
+        masking.print_as_it_is(result_line(result))
     return 0
 
 

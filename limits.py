@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import masking
+
 MOST = 10**12  # of a number without a limit of its own: a larger one is a slip, and overflows further on
 MOST_FRACTIONAL = 1e30
 MAX_TEXT_BYTES = 1024  # Linux takes 4,096 for a path, what is added to it included
@@ -145,7 +147,8 @@ def file_problem(path: str) -> str | None:
 
 
 def shown(text: str, most: int = 80) -> str:
-    """Return what was given for a message: one printable line, the beginning of a long one."""
+    """Return what was given for a message: one printable line, the beginning of a long one, without an address's password."""
+    text = masking.masked_value(text)  # before it is cut: half an address is not known as one
     plain = text if text.isprintable() else ascii(text)[1:-1]
     return plain if len(plain) <= most else f"{plain[: most - 20]}... ({len(text):,} characters)"
 
@@ -153,6 +156,7 @@ def shown(text: str, most: int = 80) -> str:
 def given_as(value: Any) -> str:
     """Return any value for a message, a text in quotes."""
     try:
-        return "null" if value is None else shown(repr(value))
+        given = masking.masked_value(value) if isinstance(value, str) else value
+        return "null" if value is None else shown(repr(given))
     except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
         return f"a number of about {value.bit_length() * 3 // 10:,} digits" if isinstance(value, int) else "too much"

@@ -24,6 +24,7 @@ LEAST_CHARACTERS = 4  # of a value that is looked for in texts: a shorter one wo
 WITHIN_WORDS = 8  # so many are also looked for within a word
 
 _ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^\s'\"<>]+)")
+_VALUE = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.+)", re.DOTALL)  # an address alone: a password may hold a space
 _PORT = re.compile(r"[^:]*:[0-9]*|\[[^\]]*\](:[0-9]*)?")  # host and port
 _INNERMOST = re.compile(r"\$\{[^{}]+\}")
 _HELD = re.compile(r"(\0[0-9]+\0)+")  # in place of `${...}`, whose ":" says nothing about the address around it
@@ -57,13 +58,19 @@ def masked(text: str) -> str:
     return text
 
 
+def masked_value(value: str) -> str:
+    """Return a value, which may be an address alone, as `masked` does."""
+    found = None if "${" in value else _VALUE.fullmatch(value)
+    return _masked(found[1], found[2])[0] if found else masked(value)
+
+
 def without_secrets(address: Any) -> Any:
     """Return a value, where it is an address, as `masked` does; the password of an sftp:// address is kept for its client."""
     if isinstance(address, list):
         return [without_secrets(each) for each in address]
     if not isinstance(address, str):
         return address
-    if not (found := _ADDRESS.fullmatch(address)):
+    if not (found := _VALUE.fullmatch(address)):
         return masked(address)
     shown, user, password, host = _masked(found[1], found[2])
     if password not in ("", MASK) and found[1] == "sftp":
@@ -207,7 +214,8 @@ def hidden(text: str) -> str:
         forms = [
             re.escape(value) if len(value) >= WITHIN_WORDS else rf"(?<!\w){re.escape(value)}(?!\w)" for value in found
         ]
-        text = re.sub("|".join(forms), lambda match: _texts[match[0]], text)
+        # Not in place of a key of a result line or of YAML, which others read.
+        text = re.sub(rf"({'|'.join(forms)})(?!=|:(\s|$))", lambda match: _texts[match[0]], text)
     return masked(text)
 
 
@@ -221,6 +229,13 @@ def watch() -> None:
     for stream in (sys.stdout, sys.stderr):
         if not getattr(stream.write, "hides", False):
             stream.write = _Hiding(stream.write)  # type: ignore[method-assign]
+
+
+def print_as_it_is(text: str) -> None:
+    """Print a line of figures for others to read, in which nothing is to be hidden."""
+    stdout_write = sys.stdout.write
+    getattr(stdout_write, "write", stdout_write)(text + "\n")
+    sys.stdout.flush()
 
 
 class _Hiding:

@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT
 
 FLOORS = [
-    {"limits", "masking"},
+    {"masking"},
+    {"limits"},
     {"command_line"},
     {
         "zoo.spec",

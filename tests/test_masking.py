@@ -131,6 +131,18 @@ def test_a_password_is_taken_out_of_an_address_and_given_to_its_client_alone():
     assert password_of(urlsplit("sftp://three@host/x")) is None
 
 
+@pytest.mark.parametrize("password", ["SEC RET", "SEC'RET", 'SEC"RET', "<SECRET>", "SECRET" * 20])
+@pytest.mark.parametrize("key", ["text", "batch", "no_such_key", ""])
+def test_no_password_is_in_a_message_whatever_its_letters_and_length(key, password, capsys):
+    """A long one was cut before it was masked, and one with a space was taken for the end of the address."""
+    address = f"sftp://user:{password}@host/x"
+    try:
+        assert read(f"{key}={address}").text == "sftp://user:***@host/x"
+    except ConfigError as error:
+        assert "SEC" not in str(error)
+    assert "SEC" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("address", "told"),
     [
@@ -291,6 +303,15 @@ def test_a_stream_that_is_watched_shows_no_password_also_when_a_library_has_take
     masking.watch()
     print("Traceback: sftp://user:hunter2@host/x is away", file=stream)
     assert "".join(heard) == stream.getvalue() == "Traceback: sftp://user:***@host/x is away\n"
+
+
+def test_a_line_of_figures_and_the_keys_of_a_yaml_keep_their_names(monkeypatch, capsys):
+    """Where a variable holds a common word it stood in place of a key that others read."""
+    monkeypatch.setattr(masking, "_texts", {"loss": "${oc.env:A}", "eval": "${oc.env:B}", "reached": "${oc.env:C}"})
+    masking.watch()
+    print("loss=1 eval:\n  eval: 2, see eval")
+    masking.print_as_it_is("loss=1 target=reached")
+    assert capsys.readouterr().out == "loss=1 eval:\n  eval: 2, see ${oc.env:B}\nloss=1 target=reached\n"
 
 
 def test_a_caption_is_shown_without_control_characters(tmp_path):
