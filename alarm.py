@@ -223,6 +223,22 @@ def noting_signals() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def stopping_together() -> Iterator[Callable[[], int]]:
+    """Note signals, as `noting_signals`, and leave with all ranks at the end where one of them has had any by then.
+
+    Raises:
+        Signalled: on all ranks alike.
+    """
+    with noting_signals() as noted:
+        yield noted
+        dist.barrier()  # a rank may wait long here, and its signal is seen only afterwards
+        if number := max(dist.all_gather_object(noted())):
+            raise Signalled(number)
+    if late := noted():  # too late for the others: this rank ends as by any signal between two pieces of work
+        signal.raise_signal(late)
+
+
 class Hearing:
     """One rank's signal, heard by the others while each has pieces of work to do; all ranks build it together.
 

@@ -253,7 +253,7 @@ def build_record(
         to_yaml(config),
         {**facts, "denoiser_start_fingerprint": networks.identity["denoiser_start"]},
         throughput=throughput,
-        mean_gradient_norm=learning.gradient_norm.mean,
+        gradient_norm=learning.gradient_norm,
         bad_samples=loader.bad_samples if loader else None,
         check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
         last_checkpoint=lambda: checkpointer.last_full,

@@ -193,14 +193,14 @@ class Table:
 
         Args:
             what: everything that the figures depend on.
-            written: is called when it is kept.
+            written: is called when it is in the table, also where it was there before.
         """
         same = (row for row in self.rows if all(row.get(key) == value for key, value in what.items()))
         if (row := next(same, None)) is None:
             row = {**what, **score()}
             self.rows.append(row)
             alarm.on_rank_zero(lambda: curves.add_row(self.path, row, what))
-            written()
+        written()
         if dist.get_global_rank() == 0:
             print(result_line(_shown(row)), flush=True)
         return row
@@ -323,10 +323,10 @@ def _scored(table: Table, where: Row, scorer: Scorer, model: LatentDiffusion, gu
     """Return the row of a model at a guidance. Raises alarm.Signalled: it was stopped, and what is scored is kept."""
 
     def figures() -> Row:
-        with alarm.noting_signals() as scorer.signal:
-            return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
+        return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
 
-    return table.get({**where, **scorer.settings(guidance)}, figures, scorer.written)
+    with alarm.stopping_together() as scorer.signal:
+        return table.get({**where, **scorer.settings(guidance)}, figures, lambda: scorer.forget(model, guidance))
 
 
 def _ready(config: EvalCommand, run: Path | None, folder: Path, device: torch.device) -> tuple[LatentDiffusion, Scorer]:
@@ -382,8 +382,9 @@ def evaluate(command: CommandLine) -> None:
         table = Table(Path(config.out or folder, "eval.csv"))
         score = {"run": score_run, "diffusers": score_diffusers, "images": score_images}[kind]
         rows += score(config, folder, table, device._device)
-    if dist.get_global_rank() == 0:
-        draw(rows, table.path.parent, configs[places[0]])
+    with alarm.stopping_together():
+        if dist.get_global_rank() == 0:
+            draw(rows, table.path.parent, configs[places[0]])
 
 
 def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from composer import Callback, Logger, State, Time, TimeUnit
@@ -139,7 +140,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, global_batch_size
 class GradientNorm(Callback):
     """Takes the norm of all gradients as one foreach norm, clips to it where asked, and keeps it on the device.
 
-    `mean()` reads the mean since the last reading: once a window, so that no step waits for it.
+    `mean()` waits for the device: once a window, so that no step does. A checkpoint keeps what a window has so far.
     """
 
     def __init__(self, clip_norm: float | None):
@@ -157,9 +158,15 @@ class GradientNorm(Callback):
         self._num += 1
 
     def mean(self) -> float | None:
-        """Return the mean norm before clipping since the last call, or None; waits for the device."""
-        if self._sum is None:
-            return None
-        value = float(self._sum) / self._num
+        """Return the mean norm before clipping since `restart`, or None; waits for the device."""
+        return None if self._sum is None else float(self._sum) / self._num
+
+    def restart(self) -> None:
+        """Begin a window."""
         self._sum, self._num = None, 0
-        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._sum is None else {"sum": self._sum, "num": self._num}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sum, self._num = state["sum"].clone(), state["num"]

@@ -337,9 +337,7 @@ class Scorer:
         rank, num_ranks, told = dist.get_global_rank(), dist.get_world_size(), [""]
         if self.parts is not None:
             if rank == 0:
-                of = {"weights": fingerprint(model), "encoders": dict(model.encoders.fingerprints)}
-                of |= {"samples": self.config.samples, "ranks": num_ranks, **self.settings(guidance)}
-                told[0] = json.dumps(of, sort_keys=True)
+                told[0] = self._of(model, guidance)
             dist.broadcast_object_list(told)
         return Work(
             self.parts,
@@ -351,10 +349,21 @@ class Scorer:
             began=began,
         )
 
+    def _of(self, model: Generator, guidance: float) -> str:
+        """Return everything that says which evaluation this is."""
+        of = {"weights": fingerprint(model), "encoders": dict(model.encoders.fingerprints)}
+        of |= {"samples": self.config.samples, "ranks": dist.get_world_size(), **self.settings(guidance)}
+        return json.dumps(of, sort_keys=True)
+
     def written(self) -> None:
         """Note that the last score is written: what was kept of it can go."""
         if self.work is not None:
             self.work.forget()
+
+    def forget(self, model: Generator, guidance: float) -> None:
+        """Remove what was kept of a score that is written, by this start or by one that was killed then."""
+        if self.parts is not None and dist.get_global_rank() == 0 and self.parts.folder.exists():
+            self.parts.remove(self._of(model, guidance))
 
     def _generate(self, model: Generator, chunk: Sequence[Prompt], ways: Mapping[str, Any], hearing: Hearing) -> Tensor:
         """Return the images of a chunk, and more of its last one where it is short: every pass has one shape."""

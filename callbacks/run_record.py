@@ -36,6 +36,7 @@ from run_files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, read_summar
 
 if TYPE_CHECKING:
     from callbacks.throughput import Throughput
+    from optim import GradientNorm
     from quiet_trainer import LateLosses
 
 SCHEMA = 1
@@ -65,7 +66,7 @@ class RunRecord(Callback):
         config_yaml: the resolved configuration.
         facts: what summary.json says beside the figures (device, image_size, stage, preset, ...).
         throughput: the callback that closes windows; it has to stand before this one.
-        mean_gradient_norm: reads the mean norm since the last reading.
+        gradient_norm: the norms since the window began, read and begun again here; it stands before this one.
         bad_samples: this rank's unusable samples so far, sample id -> (key, reason); or None.
         check_bad_samples: raises when there are too many, given those of all ranks.
         last_checkpoint: the newest whole checkpoint, for messages.
@@ -82,7 +83,7 @@ class RunRecord(Callback):
         facts: Mapping[str, Any],
         *,
         throughput: Throughput,
-        mean_gradient_norm: Callable[[], float | None],
+        gradient_norm: GradientNorm,
         bad_samples: Mapping[int, tuple[str, str]] | None,
         check_bad_samples: Callable[[Mapping[int, tuple[str, str]]], None],
         last_checkpoint: Callable[[], Path | None],
@@ -93,7 +94,7 @@ class RunRecord(Callback):
         self.config_yaml = config_yaml
         self.facts = dict(facts)
         self.throughput = throughput
-        self.mean_gradient_norm = mean_gradient_norm
+        self.gradient_norm = gradient_norm
         self.own_bad_samples = bad_samples
         self.check_bad_samples = check_bad_samples
         self.last_checkpoint = last_checkpoint
@@ -206,6 +207,8 @@ class RunRecord(Callback):
         """Take the losses over, so that the next line's mean has every batch since the last edge."""
         num = max(0, state["batch"] - self._last_edge)  # a line may have been written after the checkpoint
         self._losses = state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :]
+        if not self._losses:
+            self.gradient_norm.restart()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self._is_writer:  # a window that the end of a shorter training closed is finished now
@@ -255,9 +258,11 @@ class RunRecord(Callback):
             **window,
             "loss": self.loss,
             "lr": self._lr,
-            "gradient_norm": self.mean_gradient_norm(),
+            "gradient_norm": self.gradient_norm.mean(),
             "bad_samples": len(self.all_bad_samples),
         }
+        if not window["unfinished"]:
+            self.gradient_norm.restart()
         if self._is_writer:
             _append(self.folder / METRICS, [{key: _finite(value) for key, value in line.items()}])
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})

@@ -276,9 +276,9 @@ def test_the_record_is_cut_back_to_the_checkpoint_and_what_is_cut_is_kept(words_
     assert (summary["batches"], summary["starts"], summary["warmup_batches"]) == (10, 2, 4)
 
 
-def windows(folder: Path) -> list[tuple[int, float]]:
+def windows(folder: Path) -> list[tuple[int, float, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["batch"], line["loss"]) for line in lines]
+    return [(line["batch"], line["loss"], line["gradient_norm"]) for line in lines]
 
 
 def summary_of(folder: Path) -> dict:
@@ -286,7 +286,7 @@ def summary_of(folder: Path) -> dict:
 
 
 def has_the_windows_of(whole: Path, folder: Path) -> bool:
-    """The same batches, the same losses to the last bit, on the result line too."""
+    """The same batches, the same losses and norms to the last bit, the loss on the result line too."""
     return windows(folder) == windows(whole) and summary_of(folder)["loss"] == summary_of(whole)["loss"]
 
 
@@ -295,7 +295,7 @@ def test_a_window_that_the_end_of_a_shorter_training_closed_is_finished_as_if_th
 ):
     words = words_of(tmp_path, "part", "max_duration=10ba")
     assert main(*words, "max_duration=5ba") == 0
-    assert [batch for batch, _ in windows(tmp_path / "part")] == [2, 4, 5]
+    assert [batch for batch, *_ in windows(tmp_path / "part")] == [2, 4, 5]
     assert main(*words) == 0
     assert has_the_windows_of(whole / "whole", tmp_path / "part")
 

@@ -106,16 +106,21 @@ def test_gradient_norm_and_clipping_equal_torchs(clip_norm):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
 
 
-def test_gradient_norm_is_the_mean_since_the_last_reading():
+def test_gradient_norm_is_the_mean_since_the_window_began_and_goes_on_from_a_checkpoint():
     class Holder:
         model = torch.nn.Linear(1, 1, bias=False)
 
-    callback = GradientNorm(None)
-    assert callback.mean() is None
-    for value in (3.0, 5.0):
+    whole, resumed = GradientNorm(None), GradientNorm(None)
+    assert whole.mean() is None and whole.state_dict() == {}
+    for n, value in enumerate((0.1, 0.2, 0.7)):
         Holder.model.weight.grad = torch.full((1, 1), value)
-        callback.after_train_batch(Holder, None)
-    assert callback.mean() == 4.0 and callback.mean() is None
+        whole.after_train_batch(Holder, None)
+        if n == 1:
+            resumed.load_state_dict(whole.state_dict())
+    resumed.after_train_batch(Holder, None)
+    assert resumed.mean() == whole.mean() == pytest.approx(1.0 / 3, rel=1e-6)
+    whole.restart()
+    assert whole.mean() is None and whole.state_dict() == {}
 
 
 def test_impossible_values_are_named():

@@ -12,6 +12,7 @@ import benchmark
 from callbacks.run_record import RunRecord, found_batch_size, keep_keys, read_config, write_outcome
 from callbacks.throughput import MeasureConfig, Throughput
 from config import ConfigError
+from optim import GradientNorm
 from run_files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 
 
@@ -46,7 +47,7 @@ def record_of(folder: Path) -> RunRecord:
         "seed: 1\n",
         {},
         throughput=Throughput(MeasureConfig(), flops_per_image=1.0, peak=None),
-        mean_gradient_norm=lambda: None,
+        gradient_norm=GradientNorm(None),
         bad_samples=None,
         check_bad_samples=lambda bad: None,
         last_checkpoint=lambda: None,

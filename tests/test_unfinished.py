@@ -17,8 +17,11 @@ from test_evaluation import evaluations, figures, words_of  # noqa: F401
 
 import alarm
 import benchmark
+import eval as eval_command
+import unfinished
 from checkpoint_files import FULL, listed
 from curves import read_rows
+from eval import Table
 from metrics.meter import Meter
 from unfinished import NAME, Parts, Work
 
@@ -97,6 +100,26 @@ def test_a_signal_is_noted_instead_of_ending_and_handlers_come_back():
         signal.raise_signal(signal.SIGTERM)
         assert hearing.heard() and hearing.agreed() == signal.SIGUSR1
     assert [signal.getsignal(number) for number in alarm.STOP_SIGNALS] == before
+
+
+def test_a_signal_that_comes_when_the_work_is_done_stops_all_after_it():
+    done = []
+    with pytest.raises(alarm.Signalled, match="^SIGUSR1$") as caught, alarm.stopping_together() as noted:
+        signal.raise_signal(signal.SIGUSR1)
+        done.append(noted())
+    assert done == [signal.SIGUSR1] and caught.value.number == signal.SIGUSR1
+    with alarm.stopping_together() as noted:
+        assert noted() == 0
+
+
+def test_a_row_that_is_there_says_so_as_a_new_one_does(tmp_path):
+    """So that what a start kept of a score goes, though it was killed when it had written the row."""
+    told, what = [], {"model": "a", "partial": False}
+    for start in ("first", "second"):
+        table = Table(tmp_path / "eval.csv")
+        row = table.get(what, lambda: {"num_images": 2, "fid": 1.0}, lambda name=start: told.append(name))
+        assert row["fid"] == 1.0
+    assert told == ["first", "second"] and len(read_rows(tmp_path / "eval.csv")) == 1
 
 
 # --- whole runs ---
@@ -219,6 +242,84 @@ def test_eval_is_stopped_by_a_signal_to_one_rank_and_goes_on(whole, program, tmp
     rows = [read_rows(tmp_path / name / "eval.csv") for name in ("table", "unbroken")]
     assert [figures(row) for row in rows[0]] == [figures(row) for row in rows[1]]
     assert not (tmp_path / "table" / NAME).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.budget(200)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_row(
+    whole, tmp_path, monkeypatch, capsys, last
+):
+    words = [str(whole), f"out={tmp_path}", "eval.batch_size=16", f"snapshots={'last' if last else 'all'}"]
+    figures_of = Meter.figures
+
+    def finished(self):
+        found = figures_of(self)
+        signal.raise_signal(signal.SIGTERM)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meter, "figures", finished)
+        assert eval_command.main(words) == 143
+    assert "SIGTERM: stopped. The same command goes on.\n" in capsys.readouterr().err
+    first = read_rows(tmp_path / "eval.csv")
+    assert len(first) == 1 and not (tmp_path / NAME).exists()
+    assert eval_command.main(words) == 0
+    rows = read_rows(tmp_path / "eval.csv")
+    assert rows[:1] == first and len(rows) == (1 if last else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.budget(200)
+def test_parts_of_a_score_that_was_killed_when_its_row_was_written_go_with_the_next_start(whole, tmp_path, monkeypatch):
+    words = [str(whole), f"out={tmp_path}", "eval.batch_size=16", "snapshots=last"]
+
+    def killed(self, of):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(unfinished, "EVERY_SEC", 0.0)
+        patch.setattr(Parts, "remove", killed)
+        eval_command.main(words)
+    others = Parts(tmp_path / NAME, is_alone=False)
+    others.keep("other", 0, {"chunks": 1})
+    assert len(read_rows(tmp_path / "eval.csv")) == 1 and len(list((tmp_path / NAME).iterdir())) == 2
+    assert eval_command.main(words) == 0
+    assert len(list((tmp_path / NAME).iterdir())) == 1 and others.find("other", 0) is not None
+
+
+# A rank that gets a signal when it has its last row, while rank 0 has something to do yet.
+LATE = """
+import os, pathlib, signal, sys, time, alarm, eval
+from composer.utils import dist
+scored, drawn = eval.score_run, eval.draw
+
+def late(*given):
+    rows = scored(*given)
+    if dist.get_global_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return rows
+
+eval.score_run, eval.draw = late, lambda *given: (time.sleep(3.0), drawn(*given))
+
+def main(words):
+    code = eval.main(words)
+    pathlib.Path(f"{__file__}.{dist.get_global_rank()}.{code}").touch()
+    return code
+
+alarm.command(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.budget(300)
+def test_a_signal_to_one_rank_after_its_last_row_is_the_end_of_both(whole, tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    words = [str(whole), f"out={tmp_path}/table", "eval.batch_size=16", "snapshots=last"]
+    done = run("composer", "-n", "2", str(tmp_path / "late.py"), *words, PYTHONPATH=str(ROOT))
+    assert done.returncode == 143, done.stdout + done.stderr
+    assert not list(tmp_path.glob("late.py.*.0"))  # nor has a rank ended as if nothing had been
+    assert len(read_rows(tmp_path / "table" / "eval.csv")) == 1
 
 
 def test_the_seconds_of_an_evaluation_that_went_on_are_the_sum(tmp_path):
