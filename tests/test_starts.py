@@ -148,22 +148,29 @@ CREDENTIALS = (
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        *(("nonsense", NO_SERVER), ("", NO_SERVER), ("localhost:8080", NO_SERVER), ("ftp://x", NO_SERVER)),
-        *(("http://h:99999", NO_SERVER), ("https://[::1", NO_SERVER), ("https://wandb.ai", NO_SERVER)),
-        *(("https://x/?token=SECRET", NO_SERVER), ("https://x ", NO_SERVER), ("k" * 40, NO_SERVER)),
-        *(("https://user:SECRET@host", CREDENTIALS), ("user:SECRET@host", CREDENTIALS)),
-        *(("https://SECRET@host", CREDENTIALS), ("https://user:SE/CRET@host", CREDENTIALS)),
-    ],
-)
-def test_an_address_of_wandb_that_is_none_or_has_a_key_in_it_is_refused(
-    wandb_at, tmp_path, capsys, address, said, mode
-):
+def test_an_address_of_wandb_that_is_none_or_has_a_key_in_it_is_refused(wandb_at, mode):
+    none = [
+        "nonsense",
+        "",
+        "localhost:8080",
+        "ftp://x",
+        "http://",
+        "http://h:99999",
+        "https://[::1",
+        "https://wandb.ai",
+    ]
+    none += ["https://x/?token=SECRET", "https://x ", "k" * 40]
+    with_key = ["https://user:SECRET@host", "user:SECRET@host", "https://SECRET@host", "https://user:SE/CRET@host"]
+    for address in (*none, *with_key):
+        wandb_at(address, "k" * 40)
+        said = (NO_SERVER if address in none else CREDENTIALS).removeprefix("loggers.wandb: ").rstrip("\n")
+        assert LoggersConfig(wandb=WandbConfig(project="p", mode=mode)).problems() == [("loggers.wandb", said)], address
+
+
+@pytest.mark.parametrize(("address", "said"), [("nonsense", NO_SERVER), ("https://user:SECRET@host", CREDENTIALS)])
+def test_and_that_before_anything_starts(wandb_at, tmp_path, capsys, address, said):
     wandb_at(address, "k" * 40)
-    words = [*SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs", f"loggers.wandb.mode={mode}"]
-    assert refused(capsys, *words) == said
+    assert refused(capsys, *SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs") == said
     assert everything(tmp_path) == {}
 
 
