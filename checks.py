@@ -19,6 +19,7 @@ from checkpoint_files import FULL, listed
 from command_line import Problem
 from config import ConfigError, flat
 from data import SYNTHETIC_EPOCH_BATCHES
+from images import resize_name
 from limits import kind_of_path, read_duration
 from model import LatentDiffusion, model_problems
 from optim import total_batches
@@ -61,6 +62,7 @@ def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
     with contextlib.suppress(ValueError):  # named by model_problems
         made_for["image_size"] = list(config.size)
         family = load_family(config.model.family, config.model.preset, config.model.variant)
+        made_for["resize"] = resize_name(family.columns("images", config.size)["images"].dtype)
         columns = family.columns("moments", config.size)
         return made_for, {name: array_encoding(column.stored, column.shape) for name, column in columns.items()}
     return made_for, {}

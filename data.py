@@ -96,7 +96,8 @@ class DataConfig:
         """(key, message) for every value that cannot be, the stage's own facts included.
 
         Args:
-            made_for: key of the configuration -> its value, for what a stage of moments has been made for.
+            made_for: key of the configuration -> its value, for what a stage of moments has been made for; and `resize`, how
+                the variant's images are resized.
             encodings: of that stage's columns, where they are known; see `stage.column_problem`.
         """
         found = []
@@ -123,10 +124,15 @@ class DataConfig:
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
         for key, value in made_for.items():
             made = stage.facts.get(key.rpartition(".")[2])  # an `images` stage is made for nothing in particular
-            if made is not None and made != value:
-                found.append(
-                    (key, f"{value}, but the moments at {stage.location} were made for {made}. Use that value.")
-                )
+            if made is None or made == value:  # nor do moments that others have made say everything
+                continue
+            if key == "resize":
+                given = f"its images are resized by '{value}', but the moments at {stage.location} were made of images"
+                todo = f"Make the moments again with this variant, or use theirs: model.variant={stage.facts.get('variant')}"
+                found.append(("model.variant", f"{given} resized by '{made}'. {todo}."))
+            else:
+                text = f"{value}, but the moments at {stage.location} were made for {made}. Use that value."
+                found.append((key, text))
         if not found and (text := column_problem(stage, encodings)):
             found.append((where, text))
         if stage.num_samples < global_batch_size:

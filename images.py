@@ -83,6 +83,11 @@ def covering_size(source: ImageSize, size: ImageSize) -> ImageSize:
     return int(height * own_width / own_height), height
 
 
+def resize_name(dtype: torch.dtype) -> str:
+    """Return what `resize_and_crop` does to an image, as a stage of moments says it: 'bicubic, uint8'."""
+    return f"bicubic, {str(dtype).removeprefix('torch.')}"
+
+
 def resize_and_crop(image: Image.Image, size: ImageSize, dtype: torch.dtype = torch.uint8) -> Tensor:
     """# RGB of any size -> (3, H, W): scaled so that it just covers `size`, then cut to it around its centre.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 
@@ -58,7 +60,11 @@ class LoggersConfig:
         for section, wanted in (("wandb", self.wandb), ("tensorboard", self.tensorboard)):
             if wanted is not None and importlib.util.find_spec(section) is None:
                 found.append((f"loggers.{section}", f"the package {section} is not installed. Leave the section out."))
-        if not found and self.wandb is not None and self.wandb.mode == "online" and _wandb_login()[1] is None:
+        if found or self.wandb is None:
+            return found
+        if text := _server_problem():
+            found.append(("loggers.wandb", text))
+        elif self.wandb.mode == "online" and _wandb_login()[1] is None:
             ways = "Run `wandb login`, set WANDB_API_KEY, or say loggers.wandb.mode=offline"
             found.append(("loggers.wandb", f"no login at {_wandb_login()[0]} on this machine. {ways}."))
         return found
@@ -70,6 +76,30 @@ def _wandb_login() -> tuple[str, str | None]:
 
     token = os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
     return wandb.api.settings("base_url").rstrip("/"), wandb.api.api_key or token
+
+
+def _server_problem() -> str | None:
+    """Say why nothing can be sent to W&B's server as its address is given, or None; offline, too, wandb looks at it.
+
+    The address is not shown: it may be a key that was put into the wrong variable.
+    """
+    import wandb
+
+    server = wandb.api.settings("base_url")
+    where = "WANDB_BASE_URL" if "WANDB_BASE_URL" in os.environ else "base_url in wandb's settings file"
+    if "@" in server:
+        why = "has credentials in it, and wandb would write them into its log"
+        return f"{where} {why}. Put the key into WANDB_API_KEY, and write https://HOST."
+    try:
+        wandb.Settings(base_url=server)  # its own check, which lets some through
+        is_address = urlsplit(server).port != 0 and not re.search(r"[\s?#]", server)
+    except (wandb.UsageError, ValueError):
+        is_address = False
+    if is_address:
+        return None
+    given = f"{where} is no address of a W&B server (not shown, it may hold a key)"
+    out = "the environment" if where == "WANDB_BASE_URL" else "that file"
+    return f"{given}. Write https://HOST, as https://api.wandb.ai is one, or take it out of {out}."
 
 
 def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:

@@ -102,6 +102,8 @@ def read_ladder(path: str) -> Ladder:
         raise ConfigError([f"{shown(path, 300)}: no such file. Known: {known}."])
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
+        if not isinstance(content, dict) or "rungs" not in content:
+            raise ValueError("it has no rungs")
         rungs = tuple(Rung(**{**rung, "keys": tuple(rung["keys"])}) for rung in content["rungs"])
         seconds = {key: int(content[key]) for key in ("limit_sec", "budget_sec")}
         ladder = Ladder(Path(path).stem, **{**content, **seconds, "rungs": rungs})
@@ -116,10 +118,10 @@ def read_ladder(path: str) -> Ladder:
         wanted = (
             "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program, over or limit_sec; needs_gpu"
         )
-        first_line = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            [f"{path}: is no ladder ({type(error).__name__}: {first_line}). Wanted: {wanted}."]
-        ) from error
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, KeyError):
+            first_line = f"it has no {error.args[0]}"
+        raise ConfigError([f"{path}: is no ladder ({first_line}). Wanted: {wanted}."]) from error
     return ladder
 
 

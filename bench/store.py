@@ -46,7 +46,9 @@ from config import ConfigError, as_written, load
 from data import DataConfig, build_data
 from fetch import file_digest
 from limits import limited
+from masking import masked
 from stage import read_stage
+from store_errors import address_problem, scheme_of
 
 SCHEMA = 1
 
@@ -171,6 +173,14 @@ def store_name(client: Any) -> str:
     return headers.get("server") or ("OpenStack Swift" if "x-openstack-request-id" in headers else "unknown")
 
 
+def place_problem(address: str) -> str | None:
+    """Say why no stage can be measured at an address, or None; nothing is asked for."""
+    if scheme_of(address) != "s3":
+        given = masked(address).rpartition("@")[2]
+        return f"{given} is no address of an S3 store. Write s3://BUCKET/PREFIX."
+    return address_problem(address)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     places, words = [word for word in argv if "=" not in word], [word for word in argv if "=" in word]
@@ -179,6 +189,8 @@ def main(argv: Sequence[str]) -> int:
         return 0 if {"-h", "--help"} & set(argv) else 2
     try:
         config = load(StoreConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+        if text := place_problem(places[0]):
+            raise ConfigError([text])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

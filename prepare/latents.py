@@ -44,6 +44,7 @@ from tqdm import tqdm
 from command_line import Problem, parse_command_line
 from config import ConfigError, load, to_yaml
 from fetch import HASH
+from images import resize_name
 from limits import limited
 from model import ModelConfig, model_problems
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
@@ -144,7 +145,7 @@ def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list
         "variant": config.model.variant,
         "image_size": list(config.size),
         "normalize": config.normalize,
-        "resize": f"bicubic, {str(encoder.image_dtype).removeprefix('torch.')}",
+        "resize": resize_name(encoder.image_dtype),
         "encoders": encoder.encoders.fingerprints,
         "precision": config.precision,
         "batch_size": config.batch_size,

@@ -58,6 +58,7 @@ CHECK_OF_STAGE_KEY = {
     "image_size": "stage",
     "model.family": "stage",
     "data.normalize": "stage",
+    "model.variant": "stage",
     "mlperf.division": "stage",
 }
 # Without these right there is nothing to trace.

@@ -89,13 +89,17 @@ def main(argv: Sequence[str]) -> int:
     problems = [f"{key}: unknown key. Possible: out=FOLDER." for key in keys if key != "out"]
     problems += [f"{place} is no folder. Give runs: runs/NAME ..." for place in places if not Path(place).is_dir()]
     problems += ["out: nothing given. Give a folder: out=FOLDER."] if keys.get("out") == "" else []
-    runs = [] if problems else read_runs(places)
+    runs, broken = ([], []) if problems else read_runs(places)
     with_log = [run for run in runs if run.values("seed")]
-    if not problems and not runs:
+    if broken and not runs:
+        problems += [f"{text}. No run is left. Mend it, or give other runs: runs/NAME ..." for text in broken]
+    elif not problems and not runs:
         problems.append(f"{', '.join(places) or 'nothing'}: no run (config.yaml). Give runs: runs/NAME ...")
     if with_log:
         fix = "A result is of one configuration and ten seeds: leave one of them out."
         problems += [f"{text}. {fix}" for text in [*differences(with_log), *same_seeds(with_log)]]
+    for text in broken if runs else ():
+        print(f"{text}. Left out.", file=sys.stderr)
     if problems:
         print(*problems, sep="\n", file=sys.stderr)
         return 2
@@ -111,24 +115,24 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_runs(places: Sequence[str]) -> list[Run]:
-    """Return the runs among folders, each once, by name; the others are named."""
-    found = {}
+def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """Return the runs among folders, each once, by name, and which file of the others is broken; what is no run is named."""
+    found, broken = {}, []
     for place in places:
         folder = Path(place).resolve()
         try:
             run = read_run(folder)
         except ValueError as error:
-            print(f"{error}. Left out.", file=sys.stderr)
+            broken.append(str(error))
             continue
         except OSError as error:
-            print(f"{error.filename} cannot be read: {error.strerror}. Left out.", file=sys.stderr)
+            broken.append(f"{error.filename} cannot be read: {error.strerror}")
             continue
         if run is None:
             print(f"{place}: no config.yaml: no run, left out.", file=sys.stderr)
         else:
             found[folder] = run
-    return sorted(found.values(), key=lambda run: run.name)
+    return sorted(found.values(), key=lambda run: run.name), broken
 
 
 def report(runs: Sequence[Run], out: Path) -> None:

@@ -12,9 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from command_line import Assignment, read_yaml
+from config import resolved
 
 TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
@@ -250,13 +249,11 @@ def read_run(folder: Path) -> Run | None:
     if not (folder / "config.yaml").is_file():
         return None
     path = folder / "config.yaml"
-    try:
-        tree = OmegaConf.load(path)
-        config = dict(_leaves(OmegaConf.to_container(tree)))
-    except (YAMLError, OmegaConfBaseException, OSError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    assignments, problems = read_yaml(str(path))
+    if problems:
+        raise ValueError(problems[0].text.rstrip("."))
     summary = _json(folder / "summary.json")
-    config = _resolved(tree, config, summary)
+    config = _resolved(assignments, summary)
     if not _is_number(config.get("global_batch_size")):
         raise ValueError(f"{path} has no global_batch_size: it is no run's")
     recorded = [line for line in _recorded(folder / "metrics.jsonl") if not line.get("partial")]
@@ -264,14 +261,12 @@ def read_run(folder: Path) -> Run | None:
     return Run(folder, config, _json(folder / "environment.json"), summary, recorded, events, fault)
 
 
-def _resolved(tree: Any, config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(assignments: Sequence[Assignment], summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's keys with what stood behind `${...}`: as the summary has it, else in this environment, else None."""
-
-    def look_up(key: str) -> Any:
-        with contextlib.suppress(OmegaConfBaseException):
-            return summary[key] if key in summary else OmegaConf.select(tree, key)
-
-    return {key: look_up(key) if isinstance(value, str) and "${" in value else value for key, value in config.items()}
+    found, unresolved = resolved(assignments, None)
+    config = {at.key: None if id(at) in unresolved else at.value for at in found}
+    stood = {at.key for at in found if at.text is not None or id(at) in unresolved}
+    return {**config, **{key: summary[key] for key in stood & summary.keys()}}
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -338,14 +333,6 @@ def _fault_of(event: Any) -> str | None:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
-
-
-def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def differences(runs: Sequence[Run]) -> list[str]:

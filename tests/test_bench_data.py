@@ -20,6 +20,7 @@ import torch
 
 from bench import data as bench_data
 from bench import data_float16
+from bench import store as bench_store
 from bench.micro_data import MOMENTS_BATCH
 
 
@@ -195,3 +196,22 @@ def test_an_interrupt_that_ends_the_loader_processes_too_leaves_no_folder_behind
     finally:
         signal.signal(signal.SIGCHLD, earlier)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("/tmp/stage", "/tmp/stage is no address of an S3 store. Write s3://BUCKET/PREFIX."),
+        ("sftp://u:SECRET@host/x", "host/x is no address of an S3 store. Write s3://BUCKET/PREFIX."),
+        ("s3:///prefix", "s3:///prefix names no bucket. Write s3://BUCKET/PREFIX."),
+        (
+            "s3://key:SECRET@bucket/x",
+            "s3://key:***@bucket/x has credentials in it. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in "
+            "AWS_PROFILE, and leave it out. Write s3://BUCKET/PREFIX.",
+        ),
+    ],
+)
+def test_a_place_in_no_s3_store_or_with_a_password_in_it_is_refused_at_once(capsys, monkeypatch, place, said):
+    monkeypatch.setattr(bench_store, "measure", lambda *given: pytest.fail("it was begun"))
+    assert bench_store.main([place]) == 2
+    assert capsys.readouterr().err == said + "\n"

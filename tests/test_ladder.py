@@ -22,14 +22,23 @@ def test_a_ladder_that_is_not_there_names_those_that_are():
         ladder.read_ladder("nowhere.yaml")
 
 
-def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "missing"),
+    [
+        ("rungs: [{name: a}]\nlimit_sec: 1\nbudget_sec: 1\n", "keys"),
+        ("limit_sec: 1\nbudget_sec: 1\n", "rungs"),
+        ("[]", "rungs"),
+        ("rungs: [{name: a, yaml: y, keys: []}]\n", "limit_sec"),
+    ],
+)
+def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path, content, missing):
     path = tmp_path / "x.yaml"
-    path.write_text("rungs: [{name: a}]\nlimit_sec: 1\nbudget_sec: 1\n")
+    path.write_text(content)
     with pytest.raises(ConfigError) as error:
         ladder.read_ladder(str(path))
     assert str(error.value) == (
-        f"{path}: is no ladder (KeyError: 'keys'). Wanted: limit_sec, budget_sec and rungs, each with name, yaml and keys, "
-        f"and program, over or limit_sec; needs_gpu."
+        f"{path}: is no ladder (it has no {missing}). Wanted: limit_sec, budget_sec and rungs, each with name, yaml and "
+        f"keys, and program, over or limit_sec; needs_gpu."
     )
 
 

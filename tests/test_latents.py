@@ -378,6 +378,35 @@ def test_a_run_looks_for_the_columns_that_are_written(unbroken):
     ]
 
 
+@pytest.mark.parametrize("made_with", ["stock", "mlperf"])
+def test_moments_of_another_resize_than_the_runs_are_refused(unbroken, tmp_path, made_with):
+    """Where the stage says nothing of it, it is taken: moments of others do not say it."""
+    folder = shutil.copytree(unbroken, tmp_path / "moments")
+    facts = json.loads((folder / "dataset.json").read_text())
+    resize, other = {"stock": ("bicubic, uint8", "bicubic, float32"), "mlperf": ("bicubic, float32", "bicubic, uint8")}[
+        made_with
+    ]
+    of_run = {"stock": "mlperf", "mlperf": "stock"}[made_with]
+    (folder / "dataset.json").write_text(json.dumps({**facts, "variant": made_with, "resize": resize}))
+    section = DataConfig(stage="moments", local=str(folder))
+
+    def problems(variant: str) -> list[tuple[str, str]]:
+        model = ModelConfig(preset="tiny", variant=variant, weights="random")
+        return section.problems(8, *wanted_of_stage(RunConfig(model=model, image_size=64)))
+
+    assert problems(made_with) == []
+    assert problems(of_run) == [
+        (
+            "model.variant",
+            f"its images are resized by '{other}', but the moments at {folder} were made of images resized by '{resize}'. "
+            f"Make the moments again with this variant, or use theirs: model.variant={made_with}.",
+        )
+    ]
+    del facts["resize"]
+    (folder / "dataset.json").write_text(json.dumps(facts))
+    assert problems(of_run) == []
+
+
 def test_a_pickled_column_is_not_read(tmp_path, capsys):
     source = images_of(
         [{"jpg": b"", "evil": 1}], tmp_path / "in", {"jpg": "bytes", "caption": "str", "key": "str", "evil": "pkl"}

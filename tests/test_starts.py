@@ -128,10 +128,50 @@ def test_no_login_at_wandb_is_said_before_anything_starts(wandb_at, tmp_path, ca
         "loggers.wandb.mode=offline.\n"
     )
     assert everything(tmp_path) == {}
+    wandb_at("https://wandb.example.org:8443/base/", "k" * 40)
+    assert LoggersConfig(wandb=WandbConfig(project="p")).problems() == []
+    wandb_at("https://api.wandb.ai", None)
     (tmp_path / "netrc").write_text(
         "machine api.wandb.ai login user password 1234567890123456789012345678901234567890\n"
     )
     assert LoggersConfig(wandb=WandbConfig(project="p")).problems() == []
+
+
+NO_SERVER = (
+    "loggers.wandb: WANDB_BASE_URL is no address of a W&B server (not shown, it may hold a key). Write https://HOST, as "
+    "https://api.wandb.ai is one, or take it out of the environment.\n"
+)
+CREDENTIALS = (
+    "loggers.wandb: WANDB_BASE_URL has credentials in it, and wandb would write them into its log. Put the key into "
+    "WANDB_API_KEY, and write https://HOST.\n"
+)
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_an_address_of_wandb_that_is_none_or_has_a_key_in_it_is_refused(wandb_at, mode):
+    none = [
+        "nonsense",
+        "",
+        "localhost:8080",
+        "ftp://x",
+        "http://",
+        "http://h:99999",
+        "https://[::1",
+        "https://wandb.ai",
+    ]
+    none += ["https://x/?token=SECRET", "https://x ", "k" * 40]
+    with_key = ["https://user:SECRET@host", "user:SECRET@host", "https://SECRET@host", "https://user:SE/CRET@host"]
+    for address in (*none, *with_key):
+        wandb_at(address, "k" * 40)
+        said = (NO_SERVER if address in none else CREDENTIALS).removeprefix("loggers.wandb: ").rstrip("\n")
+        assert LoggersConfig(wandb=WandbConfig(project="p", mode=mode)).problems() == [("loggers.wandb", said)], address
+
+
+@pytest.mark.parametrize(("address", "said"), [("nonsense", NO_SERVER), ("https://user:SECRET@host", CREDENTIALS)])
+def test_and_that_before_anything_starts(wandb_at, tmp_path, capsys, address, said):
+    wandb_at(address, "k" * 40)
+    assert refused(capsys, *SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs") == said
+    assert everything(tmp_path) == {}
 
 
 @pytest.mark.parametrize(("status", "mode"), [(200, "online"), (503, "offline"), (401, None)])
