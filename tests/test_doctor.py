@@ -451,7 +451,9 @@ def test_a_stage_that_was_made_for_another_size_is_found(only_error, tmp_path):
 
 def test_a_stage_of_images_that_were_resized_in_another_way_is_found(only_error, tmp_path):
     write_facts(tmp_path / "stage", "images", {"variant": "mlperf", "resize": "bicubic, float32"})
-    assert only_error("stage").startswith("model.variant: its images are resized by 'bicubic, uint8', but the moments at ")
+    assert only_error("stage").startswith(
+        "model.variant: its images are resized by 'bicubic, uint8', but the moments at "
+    )
 
 
 def test_a_stage_that_has_not_all_of_the_benchmarks_samples_is_found_for_its_closed_division(examine, tmp_path):
