@@ -240,18 +240,20 @@ def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, m
     monkeypatch.setattr(os, "statvfs", lambda path: small if str(path) == f"{tmp_path}/shm" else real(path))
     text = only_error("/dev/shm")
     assert text.startswith(
-        "6 batches of 9.61e-05 GiB need 0.000577 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
+        "/dev/shm: 6 batches of 9.61e-05 GiB need 0.000577 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
     )
     assert "docker run --shm-size=16g" in text
     text = only_error("/dev/shm", "model.variant=mlperf")  # whose images travel in float32
-    assert text.startswith("6 batches of 0.000371 GiB need 0.00222 GiB there;")
+    assert text.startswith("/dev/shm: 6 batches of 0.000371 GiB need 0.00222 GiB there;")
     small.f_bavail = 230
     assert [finding.level for finding in machine.shared_memory_room(9.61e-5, 6)] == [WARNING]
 
 
 def test_without_shared_memory_no_worker_can_hand_over_anything(only_error, monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "none")
-    assert only_error("/dev/shm").startswith(f"{tmp_path}/none is not there: loader workers and streaming need it.")
+    assert only_error("/dev/shm").startswith(
+        f"/dev/shm: {tmp_path}/none is not there: loader workers and streaming need it."
+    )
 
 
 def leave(tmp_path: Path, number: str, local: Path) -> None:

@@ -148,7 +148,7 @@ def test_captions_are_measured_before_they_are_cut(tmp_path, capsys):
     assert 2 < cut < 8 and facts["cut off at 77 tokens"].startswith(f"{cut} of 12 ")
     assert (
         facts["caption, tokens"].startswith("median ")
-        and "greatest 10,002; with start and end" in facts["caption, tokens"]
+        and "greatest 2,002; with start and end" in facts["caption, tokens"]
     )
     assert facts["caption, characters"].endswith("greatest 50,000")
     assert facts["empty captions"] == "1 of 12 (8.33 %)"
