@@ -72,9 +72,15 @@ def places(stage, tmp_path_factory) -> dict[str, Path]:
         "images": stage,
         "weights": Path(write(whole_ldm_file(tiny_networks(seed=5)), folder / "512-base-ema.ckpt")),
     }
-    for normalize in ("unit", "symmetric"):
+    for normalize, variant in (("unit", "mlperf"), ("symmetric", "stock")):  # the variant says how images are resized
         made[normalize] = folder / normalize
-        keys = ["model.preset=tiny", "image_size=64", f"model.weights={made['weights']}", f"normalize={normalize}"]
+        keys = [
+            "model.preset=tiny",
+            f"model.variant={variant}",
+            "image_size=64",
+            f"model.weights={made['weights']}",
+            f"normalize={normalize}",
+        ]
         assert latents.main([str(stage), str(made[normalize]), *keys]) == 0
     return made
 
