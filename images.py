@@ -120,10 +120,8 @@ def _resize_float(pixels: Tensor, covering: ImageSize, size: ImageSize) -> Tenso
     512 x 4,096,000 would be 23 GiB.
     """
     (width, height), (whole_width, whole_height) = size, covering
-    left, top = (
-        round((whole_width - width) / 2),
-        round((whole_height - height) / 2),
-    )  # as torchvision: 0.5 to the even one
+    # As torchvision: 0.5 to the even one.
+    left, top = round((whole_width - width) / 2), round((whole_height - height) / 2)
     weights = None
     if whole_height > MAX_COVER * height:
         first, weights = _bicubic_weights(pixels.shape[1], whole_height, top, height)

@@ -83,9 +83,8 @@ def _masked(scheme: str, rest: str) -> tuple[str, str, str, str]:
     end = re.search(r"[/?#]|$", rest).start()  # type: ignore[union-attr]
     if "@" in rest[end:] and "@" not in rest[:end] and ":" in rest[:end] and not _PORT.fullmatch(rest[:end]):
         end = rest.rindex("@") + re.search(r"[/?#]|$", rest[rest.rindex("@") :]).start()  # type: ignore[union-attr]
-    before, at, host = rest[:end].rpartition(
-        "@"
-    )  # a password may hold what ends an address, where nobody has quoted it
+    # A password may hold what ends an address, where nobody has quoted it.
+    before, at, host = rest[:end].rpartition("@")
     user, colon, password = before.partition(":")
     if at and scheme.lower() in ("http", "https"):  # a token stands there alone, too
         shown = before if _HELD.fullmatch(before) else MASK

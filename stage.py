@@ -35,9 +35,8 @@ STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then
 
 MDS_VERSION = 2
 MOST = 2**32 - 1  # a shard's rows, and the bytes of it, are counted in uint32
-BYTES_OF_AN_OFFSET = (
-    4  # a shard begins with the number of its samples, and where each of them and the last one's end is
-)
+# A shard begins with the number of its samples, and where each of them and the last one's end is.
+BYTES_OF_AN_OFFSET = 4
 COUNT = f"a whole number from 1 to {MOST:,}"
 DIGEST = re.compile(r"[0-9a-f]{16}")
 # What streaming's reader of a shard takes, no more and no less.

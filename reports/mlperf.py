@@ -22,13 +22,13 @@ Source: mlcommons/training_policies at d73e20f1, training_rules.adoc; mlcommons/
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import masking
 from reports.mlperf_band import draw, read_bands, standing
 from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
@@ -233,7 +233,7 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
     code.mkdir(parents=True, exist_ok=True)
     config = (runs[0].folder / "config.yaml").read_text()  # an older version's may have a password in an address
-    (code / "config.yaml").write_text(re.sub(r"(?<=://)[^\s/@]*:[^\s@]*@", "***@", config))
+    (code / "config.yaml").write_text(masking.masked(config))
     commit = runs[0].environment.get("commit")
     command = "composer benchmark.py config.yaml seed=SEED run_name=NAME"
     text = f"Easel at commit {commit}. A run, with the seed of its log: {command}\n"

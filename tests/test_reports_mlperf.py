@@ -591,11 +591,11 @@ def test_the_picture_is_drawn(tmp_path, capsys, num):
     assert image.size[0] > 1000 and len(set(image.resize((200, 100)).getdata())) > 50
 
 
-READERS = ("command_line", "config")
-"""What reads any config.yaml: another reader would end the process on 50,000 brackets, and take a variable's 8 for a text."""
+READERS = ("command_line", "config", "masking")
+"""What reads and shows any config.yaml: another reader would end the process on 50,000 brackets, or show a password."""
 
 
-def test_reports_import_no_other_room_but_the_readers_of_a_configuration():
+def test_reports_import_no_other_room_but_what_reads_and_masks_a_configuration():
     for path in (ROOT / "reports").glob("*.py"):
         modules = {name.split(".")[0] for name in imports_of(path)}
         own = {name for name in modules if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()}
