@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,15 @@ from composer.utils import dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from callbacks.losses import Losses
 from callbacks.mlperf_log import MLPerfLog
-from callbacks.profile import Profile
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
-from callbacks.throughput import Throughput, peak_tflops
 from cli import errors, masking, ranks
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
-from config import as_written, flat, load, to_yaml
-from data import Loader, build_data, check_bad_samples
+from config import as_written, flat, load
+from data import Loader, build_data
 from ema import EMA
 from evaluation.scoring import Scorer
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
@@ -53,34 +52,23 @@ from preflight import plan
 from preflight.run import (
     check,
     cost_of,
-    has_average_on_device,
     microbatch_of,
     planned_microbatch,
     ranks_on_device,
     savings,
 )
 from record.config_file import found_batch_size
-from record.environment import device_name
 from record.summary import result_line
 from stages.dataset import Stage, read_stage
 from training import microbatch, speed, warm_start
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
-from training.cost import Cost, room_of_a_rank
+from training.cost import Cost, has_average_on_device, room_of_a_rank
 from training.eval_callbacks import build_evaluation, build_mlperf_log, build_scorer, draw_evaluations, outcome_of
 from training.loggers import WandbMode, build_loggers, wandb_mode
 from training.optimizer import GradientNorm, build_optimizer, build_schedule, total_batches
-from training.resume import (
-    RunState,
-    begin,
-    check_begun,
-    check_checkpoint,
-    check_encoders,
-    check_evaluations,
-    finished,
-    identity_of,
-    kept,
-)
+from training.resume import RunState, check_begun, kept, open_run
+from training.run_callbacks import build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from training.trainer import AsyncLosses, NonBlockingTrainer
 from weights.tensors import fingerprint
@@ -93,6 +81,7 @@ DIST_TIMEOUT_SEC = 1800.0
 
 def train(config: RunConfig, began: float) -> dict[str, Any]:
     """Run one resolved configuration, begun at this time, to its end and return the figures of its result line."""
+    # Set up: the device, the other ranks, a name that all of them have.
     assert config.precision is not None
     device = build_device(config.precision)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
@@ -100,43 +89,68 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
-    begun = begin(folder, config.data, with_log=config.mlperf.enabled)
-    at = begun.progress  # its newest whole checkpoint, or the beginning
-    with begun.or_nothing():
+    # Resume: the run's folder is this start's; it goes on from the newest whole checkpoint, or from the beginning.
+    run = open_run(config)
+    with run.or_nothing():
         logged = ranks.on_rank_zero(lambda: wandb_mode(config.loggers, folder))
-        networks = build_networks(config, folder, begun, device)
-        config, model, scorer = networks.config, networks.model, networks.scorer
-        data = build_batches(config, networks, device, at)
-        learning = build_learning(config, model, begun, epoch_batches=len(data.dataloader))
-        is_over = at.batch >= learning.num_batches
-        if result := finished(folder, None if is_over else config.max_duration, config):
+
+        # Networks: all that is frozen or trained, on the device; what else there is of this run agrees with it.
+        networks = build_networks(config, run, device)
+        config, model, average = networks.config, networks.model, EMA(config.ema) if config.ema.enabled else None
+
+        # Data: from where the run stands on. No rank begins a batch before all have theirs, or have heard a signal.
+        losses = Losses(folder / "checkpoints", AsyncLosses() if config.async_loss else None)
+        checkpointer = Checkpointer(
+            folder / "checkpoints",
+            config.save,
+            model=model,
+            average=average,
+            identity=kept(networks.identity),
+            before_saving=losses.settle,
+            resume_from=run.checkpoint,
+        )
+        data = build_batches(config, networks, device, run.progress, checkpointer.all_ready)
+
+        # Optimizer: with schedule and EMA, brought to where the run stands.
+        learning = build_learning(config, model, average, run, epoch_batches=len(data.dataloader))
+        is_over = run.progress.batch >= learning.num_batches
+        if result := run.finished(config, is_over=is_over):
             return result
         dist.barrier()  # what one rank refuses is not on record
 
-    # Measuring and the record. Throughput closes a window before RunRecord writes it.
-    throughput = build_throughput(config, networks.cost)
-    loader = data.dataloader if isinstance(data.dataloader, Loader) else None
-    checkpointer = Checkpointer(
-        folder / "checkpoints", config.save, model=model, identity=kept(networks.identity), resume_from=begun.checkpoint
-    )
-    with begun.or_nothing():
-        record = build_record(folder, networks, learning, throughput, loader, checkpointer)
-        record.start(at.batch, images=at.images, began=began, lost=begun.lost)
-        begun.say(record.num_starts)
-        evaluation = build_evaluation(config, scorer, model, throughput, record, networks.graphs, checkpointer)
+        # Callbacks: clocks, the record, checkpoints, evaluation, and Composer's Trainer, which calls them.
+        throughput = build_throughput(config, networks.cost)
+        loader = data.dataloader if isinstance(data.dataloader, Loader) else None
+        facts = facts_of(config, networks.cost, model.encoders.fingerprints, networks.identity["denoiser_start"])
+        gradient_norm = GradientNorm(config.optimizer.clip_norm)
+        record = build_record(
+            config, facts, throughput=throughput, gradient_norm=gradient_norm, losses=losses, loader=loader
+        )
+        record.start(run.progress.batch, images=run.progress.images, began=began, lost=run.lost)
+        run.say(record.num_starts)
+        evaluation = build_evaluation(
+            config, networks.scorer, model, throughput, record, networks.graphs, checkpointer, average
+        )
         target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
         mlperf_log = build_mlperf_log(config, networks.stage, record)
-        callbacks = [
-            build_profile(config, record, throughput),
-            *(networks.graphs, BatchRandomness(model, config.seed), learning.gradient_norm),
-            *(throughput, record, checkpointer, evaluation),
-            None if evaluation is None else target,
-            mlperf_log,
-        ]
+        callbacks = in_order(
+            profile=build_profile(config, record, throughput),
+            graphs=networks.graphs,
+            randomness=BatchRandomness(model, config.seed),
+            gradient_norm=gradient_norm,
+            throughput=throughput,
+            record=record,
+            checkpointer=checkpointer,
+            evaluation=evaluation,
+            target=target,
+            mlperf_log=mlperf_log,
+        )
         trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
-    begun.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
+    run.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     masking.watch()  # again: W&B has taken the streams over
     trainer.logger.log_hyperparameters({**as_written(config), "commit": record.environment["commit"]})
+
+    # Fit: to the end, or to the target.
     with record.clocked():
         if not (is_over or target.reached):
             fit(trainer, config, checkpointer, mlperf_log)
@@ -144,11 +158,13 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             checkpointer.fit_start(trainer.state, trainer.logger)  # a signal is heard here too
             evaluation.catch_up(trainer.state, trainer.logger)
     end(trainer, loader, mlperf_log, target)
+
+    # Summary: the figures of all starts, and what evaluation came to.
     is_early = trainer.state.timestamp.batch.value < learning.num_batches
     record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
     result = record.finish(outcome_of(config, target))
     draw_evaluations(config, record)
-    begun.release()
+    run.release()
     return result
 
 
@@ -168,7 +184,7 @@ class Networks:
     """What has to be the same in a checkpoint of this run."""
 
 
-def build_networks(config: RunConfig, folder: Path, begun: RunState, device: Device) -> Networks:
+def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks:
     """Build model and evaluation.
 
     Raises:
@@ -178,27 +194,30 @@ def build_networks(config: RunConfig, folder: Path, begun: RunState, device: Dev
     cost = cost_of(config)
     model = build(config)
     stage = None if config.data.synthetic else read_stage(config.data.location)
-    check_encoders(stage, model.encoders.fingerprints)
-    start = load_start(config, model, begun)
-    identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
-    check_checkpoint(begun, identity, config, resolve)
-    model.place(device._device, config.precision)
-    speed.apply(model, config, config.precision)
-    batch_size = config.eval.batch_size or found_batch_size(folder)
-    config = dataclasses.replace(
-        config,
-        device_train_microbatch_size=microbatch_of(config, model, cost),
-        eval=dataclasses.replace(config.eval, batch_size=batch_size),
-    )
-    scorer = build_scorer(config, folder)
+    start = load_start(config, model, run)
+    batch_size = config.eval.batch_size or found_batch_size(run.folder)
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
+    scorer = build_scorer(config, run.folder)
+    settings = None
     if scorer is not None:
         settings = {**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights}
-        check_evaluations(folder, begun.progress.batch, settings)
+    identity = run.verify(
+        config, stage=stage, encoders=model.encoders.fingerprints, denoiser_start=start, evaluated_with=settings
+    )
+    model.place(device._device, config.precision)
+    speed.apply(model, config, config.precision)
+    config = dataclasses.replace(config, device_train_microbatch_size=microbatch_of(config, model, cost))
     return Networks(config, model, scorer, cost, speed.GraphCounter(config.compile != "off"), stage, identity)
 
 
-def build_batches(config: RunConfig, networks: Networks, device: Device, at: Progress) -> DataSpec:
-    """Build the run's data, from where it stands on."""
+def build_batches(
+    config: RunConfig,
+    networks: Networks,
+    device: Device,
+    at: Progress,
+    all_ready: Callable[[bool], bool] = lambda is_here: is_here,
+) -> DataSpec:
+    """Build the run's data, from where it stands on. `all_ready`: see data.Loader."""
     data = build_data(
         config.data,
         networks.model.family,
@@ -207,6 +226,7 @@ def build_batches(config: RunConfig, networks: Networks, device: Device, at: Pro
         device=device._device,
         seed=config.seed,
         index_sha256=None if networks.stage is None else networks.stage.index_sha256,
+        all_ready=all_ready,
     )
     if config.copy_stream:
         data.batch_transforms = CopyStream(device._device)
@@ -221,70 +241,22 @@ class Learning:
 
     optimizer: Optimizer
     schedule: LRScheduler
-    gradient_norm: GradientNorm
     average: EMA | None
     num_batches: int
     """Of the whole run."""
 
 
-def build_learning(config: RunConfig, model: LatentDiffusion, begun: RunState, *, epoch_batches: int) -> Learning:
+def build_learning(
+    config: RunConfig, model: LatentDiffusion, average: EMA | None, run: RunState, *, epoch_batches: int
+) -> Learning:
     """Build optimizer, schedule and average, and bring them and the weights to where the run stands."""
     batch = config.global_batch_size
     optimizer = build_optimizer(config.optimizer, model, batch)
     num_batches = total_batches(config.max_duration, global_batch_size=batch, epoch_batches=epoch_batches)
     schedule = build_schedule(config.schedule, optimizer, global_batch_size=batch, num_batches=num_batches)
-    average = EMA(config.ema) if config.ema.enabled else None
-    if begun.checkpoint is not None:
-        restore(begun.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
-    return Learning(optimizer, schedule, GradientNorm(config.optimizer.clip_norm), average, num_batches)
-
-
-def build_throughput(config: RunConfig, cost: Cost) -> Throughput:
-    """Build the clocks."""
-    peak = peak_tflops(device_name(), config.precision or "fp32")
-    return Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
-
-
-def build_record(
-    folder: Path,
-    networks: Networks,
-    learning: Learning,
-    throughput: Throughput,
-    loader: Loader | None,
-    checkpointer: Checkpointer,
-) -> RunRecord:
-    """Connect the record with those that it asks, and with those that wait for it."""
-    config, fingerprints = networks.config, networks.model.encoders.fingerprints
-    facts = facts_of(config, networks.cost, fingerprints)
-    record = RunRecord(
-        folder,
-        to_yaml(config),
-        {**facts, "denoiser_start_fingerprint": networks.identity["denoiser_start"]},
-        throughput=throughput,
-        gradient_norm=learning.gradient_norm,
-        bad_samples=loader.bad_samples if loader else None,
-        check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
-        last_checkpoint=lambda: checkpointer.last_full,
-        how={key: facts[key] for key in ("device_train_microbatch_size", *speed.values_of(config))},
-        async_losses=AsyncLosses() if config.async_loss else None,
-    )
-    checkpointer.before_saving = record.settle
-    if loader is not None:
-        loader.all_ready = checkpointer.all_ready
-    return record
-
-
-def build_profile(config: RunConfig, record: RunRecord, throughput: Throughput) -> Profile | None:
-    """Return what records steps, where they are asked for."""
-    if not config.profile.batches:
-        return None
-    return Profile(
-        config.profile,
-        record.folder,
-        about=record.about(),
-        warmup_batches=config.measure.warmup_batches,
-        disturb=throughput.disturb,
-    )
+    if run.checkpoint is not None:
+        restore(run.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
+    return Learning(optimizer, schedule, average, num_batches)
 
 
 def build_trainer(
@@ -294,12 +266,12 @@ def build_trainer(
     data: DataSpec,
     learning: Learning,
     record: RunRecord,
-    callbacks: Sequence[Callback | None],
+    callbacks: Sequence[Callback],
     logged: WandbMode,
 ) -> Trainer:
     """Build Composer's Trainer, or the one that does not wait for losses."""
     assert config.precision is not None and config.run_name is not None
-    late = record.async_losses
+    late = record.losses.on_their_way
     make = Trainer if late is None else functools.partial(NonBlockingTrainer, losses=late)
     return make(
         model=model,
@@ -310,7 +282,7 @@ def build_trainer(
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader has been told where to begin
         algorithms=[] if learning.average is None else [learning.average],
-        callbacks=[callback for callback in callbacks if callback is not None],
+        callbacks=list(callbacks),
         loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder, logged),
         progress_bar=config.loggers.progress_bar,
         device=device,
@@ -347,15 +319,15 @@ def end(trainer: Trainer, loader: Loader | None, mlperf_log: MLPerfLog | None, t
         loader.close()
 
 
-def load_start(config: RunConfig, model: LatentDiffusion, begun: RunState) -> str | None:
+def load_start(config: RunConfig, model: LatentDiffusion, run: RunState) -> str | None:
     """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
 
     Returns:
         the fingerprint of the weights that it begins with, None for random ones.
     """
     notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
-    if begun.checkpoint is not None:
-        start = begun.checkpoint[1]["identity"].get("denoiser_start")
+    if run.checkpoint is not None:
+        start = run.checkpoint[1]["identity"].get("denoiser_start")
     elif config.model.denoiser is not None:
         notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
         start = fingerprint(model.denoiser)
@@ -364,31 +336,6 @@ def load_start(config: RunConfig, model: LatentDiffusion, begun: RunState) -> st
     if notes and dist.get_global_rank() == 0:
         print(*notes, sep="\n", file=sys.stderr, flush=True)
     return start
-
-
-def facts_of(config: RunConfig, cost: Cost, fingerprints: Mapping[str, str]) -> dict[str, Any]:
-    """What summary.json says about a run beside its figures."""
-    return {
-        "run_name": config.run_name,
-        "family": config.model.family,
-        "preset": config.model.preset,
-        "variant": config.model.variant,
-        "stage": config.data.stage,
-        "synthetic": config.data.synthetic,
-        "image_size": list(config.size),
-        "precision": config.precision,
-        "global_batch_size": config.global_batch_size,
-        "device_train_microbatch_size": config.device_train_microbatch_size,
-        "seed": config.seed,
-        "max_duration": config.max_duration,
-        "ema": config.ema.enabled,
-        **speed.values_of(config),
-        **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
-        "trained_parameters": cost.trained_parameters,
-        "estimated_mem_gib": cost.memory_gib(
-            config.device_train_microbatch_size or 1, ema=has_average_on_device(config)
-        ),
-    }
 
 
 def show(config: RunConfig) -> int:

@@ -226,9 +226,17 @@ class Loader(StreamingDataLoader):
     whether all ranks have theirs, before which none begins with it. What it raises ends the wait.
     """
 
-    def __init__(self, dataset: BatchStream, *, epoch_batches: int, max_bad_samples: int, **arguments: Any):
+    def __init__(
+        self,
+        dataset: BatchStream,
+        *,
+        epoch_batches: int,
+        max_bad_samples: int,
+        all_ready: Callable[[bool], bool] = lambda is_here: is_here,
+        **arguments: Any,
+    ):
         super().__init__(dataset, batch_size=None, worker_init_fn=live_as_worker, **arguments)
-        self.all_ready: Callable[[bool], bool] = lambda is_here: is_here
+        self.all_ready = all_ready
         self.epoch_batches = epoch_batches
         self.max_bad_samples = max_bad_samples
         self.bad_samples: dict[int, tuple[str, str]] = {}
@@ -248,6 +256,16 @@ class Loader(StreamingDataLoader):
             self._iterator._shutdown_workers()
         self.dataset.let_go()
 
+    def check(self, bad_samples: Mapping[int, tuple[str, str]]) -> None:
+        """Raise ValueError with the first few names where these are more than the limit."""
+        if len(bad_samples) <= self.max_bad_samples:
+            return
+        named = "; ".join(f"{printable(key)}: {reason}" for key, reason in list(bad_samples.values())[:5])
+        raise ValueError(
+            f"data.max_bad_samples: {len(bad_samples)} samples cannot be used, {self.max_bad_samples} are allowed. First: "
+            f"{named}. Raise data.max_bad_samples, or make the stage again without them."
+        )
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         num_batches, self._batches_before = self._batches_before, 0
         batches = DataLoader.__iter__(self)  # not StreamingDataLoader's: a generator, which the end of a wait would end
@@ -259,7 +277,7 @@ class Loader(StreamingDataLoader):
             if "failure" in batch:
                 raise StreamFailure(batch["failure"][0])
             self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
-            check_bad_samples(self.bad_samples, self.max_bad_samples)
+            self.check(self.bad_samples)
             while not self.all_ready(True):
                 pass  # each time the others have waited for another second
             num_batches += 1
@@ -267,17 +285,6 @@ class Loader(StreamingDataLoader):
         if num_batches < self.epoch_batches:
             given = f"the epoch ended after {num_batches} of {self.epoch_batches} batches, without an error"
             raise StreamFailure(f"data: {given}. Nothing was trained on less than it should; start the run again.")
-
-
-def check_bad_samples(bad_samples: Mapping[int, tuple[str, str]], max_bad_samples: int) -> None:
-    """Raise ValueError with the first few names when there are more than the limit."""
-    if len(bad_samples) <= max_bad_samples:
-        return
-    named = "; ".join(f"{printable(key)}: {reason}" for key, reason in list(bad_samples.values())[:5])
-    raise ValueError(
-        f"data.max_bad_samples: {len(bad_samples)} samples cannot be used, {max_bad_samples} are allowed. First: "
-        f"{named}. Raise data.max_bad_samples, or make the stage again without them."
-    )
 
 
 class SyntheticBatches:
@@ -311,6 +318,21 @@ class SyntheticBatches:
             yield dict(self.batch)
 
 
+def _open_stream(
+    config: DataConfig, family: Family, size: ImageSize, arguments: Mapping[str, Any]
+) -> MomentsStream | StreamingLAIONDataset:
+    """Open the stage's stream, after what runs that are gone have left in shared memory was removed."""
+    columns = family.columns("moments", size).items()
+    kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
+    with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
+        if dist.get_local_rank() == 0:
+            remove_dead_segments()
+        dist.barrier()
+        if config.stage == "moments":
+            return MomentsStream(columns=kinds, **arguments)
+        return StreamingLAIONDataset(family=family, image_size=size, **arguments)
+
+
 def build_data(
     config: DataConfig,
     family: Family,
@@ -320,6 +342,7 @@ def build_data(
     device: torch.device,
     seed: int,
     index_sha256: str | None = None,
+    all_ready: Callable[[bool], bool] = lambda is_here: is_here,
 ) -> DataSpec:
     """Return the run's batches for this rank, as a Composer DataSpec.
 
@@ -330,6 +353,7 @@ def build_data(
         device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
         index_sha256: of the stage's index.json, as dataset.json has it; None: that is read here.
+        all_ready: see Loader.
 
     Raises:
         StreamFailure: the stage's index cannot be had, on all ranks.
@@ -351,18 +375,10 @@ def build_data(
         "shuffle_seed": seed,
         **ORDER,
     }
-    columns = family.columns("moments", size).items()
-    kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
-    with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
-        if dist.get_local_rank() == 0:
-            remove_dead_segments()
-        dist.barrier()
-        if config.stage == "moments":
-            dataset = MomentsStream(columns=kinds, **arguments)
-        else:
-            dataset = StreamingLAIONDataset(family=family, image_size=size, **arguments)
+    dataset = _open_stream(config, family, size, arguments)
     loader = Loader(
         dataset,
+        all_ready=all_ready,
         epoch_batches=dataset.size // (device_batch_size * dist.get_world_size()),
         max_bad_samples=config.max_bad_samples,
         num_workers=config.workers,

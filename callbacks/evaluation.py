@@ -17,11 +17,14 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer import Callback, Logger, State
 
 from cli.ranks import Signalled
+
+if TYPE_CHECKING:
+    from ema import EMA
 
 Line = dict[str, Any]
 
@@ -32,7 +35,7 @@ class Evaluation(Callback):
     Args:
         score: returns figures and settings of the model as it is; called on all ranks.
         every_images: a multiple of the global batch size.
-        with_average: evaluate the average of the weights (ema.EMA), where there is one yet.
+        average: the EMA to evaluate, where there is one yet; None: the training weights.
         clock: has another clock run than training's.
         earlier: evaluations of this run so far.
         keep: takes a new one.
@@ -44,13 +47,13 @@ class Evaluation(Callback):
         score: Callable[[], Line],
         *,
         every_images: int,
-        with_average: bool,
+        average: EMA | None,
         clock: Callable[[], contextlib.AbstractContextManager],
         earlier: Callable[[], Sequence[Line]],
         keep: Callable[[Line, Logger], None],
         stop: Callable[[State], None] = lambda state: None,
     ):
-        self.score, self.every_images, self.with_average = score, every_images, with_average
+        self.score, self.every_images, self.average = score, every_images, average
         self.clock, self.earlier, self.keep, self.stop = clock, earlier, keep, stop
         self._owed_sec = 0.0  # of an evaluation, which Composer's clock will add to the next batch
 
@@ -69,7 +72,7 @@ class Evaluation(Callback):
 
     def catch_up(self, state: State, logger: Logger) -> None:
         """Evaluate where the run is at a point that has not been evaluated yet."""
-        now, average = state.timestamp, self._average(state) if self.with_average else None
+        now, average = state.timestamp, self.average
         is_point = now.sample.value > 0 and now.sample.value % self.every_images == 0
         if not is_point or any(line["batch"] == now.batch.value for line in self.earlier()):
             return
@@ -87,11 +90,6 @@ class Evaluation(Callback):
             "seconds": seconds,
             "seconds_with_eval": seconds + evaluations_sec,
             "weights": "ema" if average is not None and average.weights else "training",
-            "eval_weights": "ema"
-            if self.with_average
-            else "training",  # what was asked for: the average may begin later
+            "eval_weights": "training" if average is None else "ema",  # what was asked for: an average may begin later
         }
         self.keep({**where, **score}, logger)
-
-    def _average(self, state: State) -> Any:
-        return next((algorithm for algorithm in state.algorithms if type(algorithm).__name__ == "EMA"), None)

@@ -101,6 +101,8 @@ class MLPerfLog(Callback):
         now: the clock.
     """
 
+    saved_as = "MLPerfLog"  # in checkpoints
+
     def __init__(
         self,
         folder: Path,

@@ -14,15 +14,13 @@ RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
@@ -34,16 +32,25 @@ from record.summary import RESULT_KEYS, finite, rounded
 from record.writing import append_lines, as_lines, write_json, write_whole
 
 if TYPE_CHECKING:
+    from callbacks.losses import Losses
     from callbacks.throughput import Throughput
     from training.optimizer import GradientNorm
-    from training.trainer import AsyncLosses
 
 SCHEMA = 1
-TOTAL = "loss/train/total"
+
+
+class Samples(Protocol):
+    """What a record asks of the loader."""
+
+    bad_samples: Mapping[int, tuple[str, str]]
+    """sample id -> (key, reason), of this rank so far."""
+
+    def check(self, bad_samples: Mapping[int, tuple[str, str]]) -> None:
+        """Raise ValueError where these, of all ranks, are too many."""
 
 
 class RunRecord(Callback):
-    """Writes the record on rank 0, and stops the run on all ranks when the loss is not finite.
+    """Writes the record on rank 0: a line a window, a line an evaluation, the summary.
 
     Args:
         folder: of this run; made by `start`.
@@ -51,14 +58,14 @@ class RunRecord(Callback):
         facts: what summary.json says beside the figures (device, image_size, stage, preset, ...).
         throughput: the callback that closes windows; it has to stand before this one.
         gradient_norm: the norms since the window began, read and begun again here; it stands before this one.
-        bad_samples: this rank's unusable samples so far, sample id -> (key, reason); or None.
-        check_bad_samples: raises when there are too many, given those of all ranks.
-        last_checkpoint: the newest whole checkpoint, for messages.
+        losses: of every batch; ends the run where one is not finite.
+        samples: the loader, which knows this rank's unusable samples and how many are too many; None: synthetic data.
         how: what else a speed depends on beside the devices (the keys of speed, the microbatch); a run may go on with others.
-        async_losses: losses that are known one batch late; `settle` has to be called before anything of a batch is kept.
 
     `evaluations`: those of this run so far, in order, the same on all ranks.
     """
+
+    saved_as = "RunRecord"  # in checkpoints
 
     def __init__(
         self,
@@ -68,35 +75,29 @@ class RunRecord(Callback):
         *,
         throughput: Throughput,
         gradient_norm: GradientNorm,
-        bad_samples: Mapping[int, tuple[str, str]] | None,
-        check_bad_samples: Callable[[Mapping[int, tuple[str, str]]], None],
-        last_checkpoint: Callable[[], Path | None],
+        losses: Losses,
+        samples: Samples | None,
         how: Mapping[str, Any] | None = None,
-        async_losses: AsyncLosses | None = None,
     ):
         self.folder = folder
         self.config_yaml = config_yaml
         self.facts = dict(facts)
         self.throughput = throughput
         self.gradient_norm = gradient_norm
-        self.own_bad_samples = bad_samples
-        self.check_bad_samples = check_bad_samples
-        self.last_checkpoint = last_checkpoint
+        self.losses = losses
+        self.samples = samples
         self.how = dict(how or {})
-        self.async_losses = async_losses
         self.run_id = ""
         self.num_starts = 0
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
         self.evaluations: list[dict[str, Any]] = []
         self.loss: float | None = None
-        self._losses: list[float] = []  # since the last edge
         self._batch = 0
         self._last_edge = 0
         self._num_lines = 0
         self._starts: list[dict[str, Any]] = []
         self._begun_at = 0
         self._lr: float | None = None
-        self._state: State | None = None
         self._is_writer = dist.get_global_rank() == 0
 
     def start(self, batch: int, *, images: int = 0, began: float | None = None, lost: Collection[str] = ()) -> None:
@@ -182,7 +183,7 @@ class RunRecord(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: the losses since the last edge, the last of them this batch's; what there was."""
         return {
-            "losses": list(self._losses),
+            "losses": list(self.losses.of_window),
             "batch": self._batch,
             "lines": self._num_lines,
             "starts": self.num_starts,
@@ -191,8 +192,8 @@ class RunRecord(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the losses over, so that the next line's mean has every batch since the last edge."""
         num = max(0, state["batch"] - self._last_edge)  # a line may have been written after the checkpoint
-        self._losses = state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :]
-        if not self._losses:
+        self.losses.of_window = state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :]
+        if not self.losses.of_window:
             self.gradient_norm.restart()
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -204,37 +205,21 @@ class RunRecord(Callback):
         self._lr = state.optimizers[0].param_groups[0]["lr"]  # of this batch: at its end the next one's is set already
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self._batch, self._state = state.timestamp.batch.value, state
-        if self.async_losses is None:
-            loss = state.total_loss_dict[TOTAL]  # mean over all ranks; Composer has read it already
-            if not math.isfinite(loss):
-                last = state.loss if isinstance(state.loss, torch.Tensor) else torch.tensor(float("nan"))
-                self._stop_on_non_finite_loss(self._batch - 1, loss, bool(torch.isfinite(last).all()))
-            self._losses.append(loss)
-        else:
-            self.settle(leave=1)
-            logger.log_metrics(state.total_loss_dict)
+        self._batch = state.timestamp.batch.value
+        self.losses.batch_end(state, logger)
         if self.throughput.closed_window is not None:
             self._write_window(state, logger, self.throughput.closed_window)
-
-    def settle(self, leave: int = 0) -> None:
-        """Know every loss up to the batch that has ended, and stop where one is not finite; all ranks call it."""
-        for loss in [] if self.async_losses is None else self.async_losses.take(leave):
-            self._state.total_loss_dict = {TOTAL: loss.mean}  # where Composer has it, for whoever asks
-            if not math.isfinite(loss.mean):
-                self._stop_on_non_finite_loss(loss.batch, loss.mean, math.isfinite(loss.own))
-            self._losses.append(loss.mean)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.throughput.closed_window is not None:
             self._write_window(state, logger, self.throughput.closed_window)
 
     def _write_window(self, state: State, logger: Logger, window: Mapping[str, Any]) -> None:
-        self.settle()
+        self.losses.settle()
         self._gather_bad_samples()
-        self.loss = sum(self._losses) / len(self._losses)
+        self.loss = self.losses.mean()
         if not window["unfinished"]:
-            self._losses = []
+            self.losses.of_window = []
             self._num_lines += 1
         line = {
             "schema": SCHEMA,
@@ -265,10 +250,10 @@ class RunRecord(Callback):
 
     def _gather_bad_samples(self) -> None:
         """Bring the unusable samples of all ranks together, once a window; all ranks then decide alike."""
-        if self.own_bad_samples is None:
+        if self.samples is None:
             return
         known = len(self.all_bad_samples)
-        for of_rank in dist.all_gather_object(dict(self.own_bad_samples)):
+        for of_rank in dist.all_gather_object(dict(self.samples.bad_samples)):
             self.all_bad_samples.update(of_rank)
         if self._is_writer and len(self.all_bad_samples) > known:
             new = list(self.all_bad_samples.items())[known:]
@@ -278,18 +263,7 @@ class RunRecord(Callback):
             print(
                 f"data: {len(new)} samples could not be used, e.g. {masking.printable(key)}: {reason}", file=sys.stderr
             )
-        self.check_bad_samples(self.all_bad_samples)
-
-    def _stop_on_non_finite_loss(self, batch: int, loss: float, is_finite_here: bool) -> None:
-        # Every rank sees the same mean and comes here, so that this gathering cannot hang.
-        finite = dist.all_gather_object(is_finite_here)
-        ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
-        where = f"rank {ranks}" if ranks else "an earlier microbatch of some rank"
-        raise ValueError(
-            f"loss: {loss} in batch {batch} (counted from 0), first seen on {where}. The run stops before anything of this "
-            f"batch is kept; the last good checkpoint is {self.last_checkpoint()}. Lower optimizer.lr, set "
-            f"optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
-        )
+        self.samples.check(self.all_bad_samples)
 
     @contextlib.contextmanager
     def clocked(self) -> Iterator[None]:
@@ -309,8 +283,8 @@ class RunRecord(Callback):
         Args:
             outcome: what a run with a target, or with evaluations, has beside them.
         """
-        if self._losses:  # of batches that no window of this start has closed
-            self.loss = sum(self._losses) / len(self._losses)
+        if self.losses.of_window:  # of batches that no window of this start has closed
+            self.loss = self.losses.mean()
         figures = {**self.throughput.result(), "loss": self.loss}
         figures["batches"] = max(figures["batches"], self._begun_at)
         result = {key: rounded(figures[key]) for key in RESULT_KEYS}

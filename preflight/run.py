@@ -25,7 +25,7 @@ from stages.dataset import array_encoding, read_stage
 from stages.images import resize_name
 from training import microbatch as microbatch_search
 from training import warm_start
-from training.cost import Cost, measure_cost, memory_problem
+from training.cost import Cost, has_average_on_device, measure_cost, memory_problem
 from training.optimizer import total_batches
 from training.run_config import RunConfig, resolve, wants_own_rate
 from zoo import load_family, mlperf
@@ -355,11 +355,6 @@ def planned_microbatch(config: RunConfig, cost: Cost) -> int:
         return config.device_train_microbatch_size
     device_batch = config.global_batch_size // dist.get_world_size()
     return microbatch_search.estimated(cost, device_batch, ranks_on_device(), ema=has_average_on_device(config))
-
-
-def has_average_on_device(config: RunConfig) -> bool:
-    """True where an average of the weights takes the device's memory."""
-    return config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())
 
 
 def cost_of(config: RunConfig) -> Cost:

@@ -433,3 +433,30 @@ def test_model_names_of_the_predecessor_choose_the_prediction():
         "objective.prediction",
         "v",
     )
+
+
+BEFORE = [
+    ("Profile", "Throughput", "its marks enclose the work of the others"),
+    ("BatchRandomness", "GradientNorm", "random numbers are drawn before anything looks at the batch"),
+    ("GradientNorm", "RunRecord", "the norm of a window is known when the window is written"),
+    ("Throughput", "RunRecord", "a window is closed before it is written"),
+    ("RunRecord", "Checkpointer", "a checkpoint keeps the losses of its own batch, too"),
+    ("Checkpointer", "Evaluation", "weights are saved before they are evaluated: a killed evaluation is made again"),
+    ("Evaluation", "QualityTarget", "the target is asked about the newest evaluation"),
+    ("QualityTarget", "MLPerfLog", "the log closes with what the target has decided"),
+]
+
+
+def test_callbacks_come_in_an_order_with_reasons(miniature, tmp_path, monkeypatch):
+    seen, build = [], benchmark.build_trainer
+
+    def kept(*given):
+        trainer = build(*given)
+        seen.extend(type(callback).__name__ for callback in trainer.state.callbacks)
+        raise ValueError("that is all")
+
+    monkeypatch.setattr(benchmark, "build_trainer", kept)
+    own = ["eval.when=in_training", "eval.every_images=16", "target.fid=1", "profile.batches=1", "mlperf.enabled=true"]
+    assert benchmark.main(miniature.small(tmp_path, "a", *own)) == 2
+    for first, second, why in BEFORE:
+        assert seen.index(first) < seen.index(second), why

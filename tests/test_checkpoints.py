@@ -31,7 +31,7 @@ from record import checkpoint_files
 from record.checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
 from stages.stream import MomentsStream
 from training.checkpoints import STOP_SIGNALS, Checkpointer, Progress
-from training.resume import RunState, check_checkpoint, identity_of
+from training.resume import RunState, identity_of
 
 pytestmark = pytest.mark.budget(60)
 
@@ -420,9 +420,9 @@ def test_what_a_checkpoint_does_not_name_had_its_default_and_what_only_it_names_
     """Both directions: one of a version that had not the key yet, and one of a version that has keys unknown today."""
 
     def disagreements(config: benchmark.RunConfig, saved: dict) -> list[str]:
-        begun = RunState(Path(), Progress(0, 0, 0, 0, 0, 0.0), (Path("x.pt"), {"identity": saved}), None, [])
+        state = RunState(Path(), Progress(0, 0, 0, 0, 0, 0.0), (Path("x.pt"), {"identity": saved}), None, [])
         try:
-            check_checkpoint(begun, identity_of(config, None, {}), config, benchmark.resolve)
+            state.verify(config, stage=None, encoders={}, denoiser_start=None, evaluated_with=None)
         except ConfigError as error:
             return error.problems
         return []

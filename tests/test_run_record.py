@@ -9,6 +9,7 @@ import pytest
 from test_benchmark import refused
 
 import benchmark
+from callbacks.losses import Losses
 from callbacks.run_record import RunRecord
 from callbacks.throughput import MeasureConfig, Throughput
 from cli.command_line import parse_command_line
@@ -53,9 +54,8 @@ def record_of(folder: Path) -> RunRecord:
         {},
         throughput=Throughput(MeasureConfig(), flops_per_image=1.0, peak=None),
         gradient_norm=GradientNorm(None),
-        bad_samples=None,
-        check_bad_samples=lambda bad: None,
-        last_checkpoint=lambda: None,
+        losses=Losses(folder / "checkpoints"),
+        samples=None,
     )
 
 

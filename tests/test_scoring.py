@@ -177,7 +177,7 @@ def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
     evaluation = Evaluation(
         lambda: time.sleep(1.0) or {"eval_sec": 1.0},
         every_images=2,
-        with_average=False,
+        average=None,
         clock=contextlib.nullcontext,
         earlier=lambda: lines,
         keep=lambda line, logger: lines.append(line),

@@ -66,9 +66,10 @@ def test_nothing_of_a_batch_whose_loss_is_not_finite_is_kept(tmp_path, every_ima
         loss = plain(model, outputs, batch)
         return loss * float("nan") if broken_in_the_fourth.calls == 4 else loss
 
+    more = ["async_loss=true", f"save.every_images={every_images}", "max_duration=9ba", "measure.window_batches=7"]
+    assert benchmark.main([*words(tmp_path, "a", *more), "--print_config"]) == 0  # traces the loss, once a process
     broken_in_the_fourth.calls = 0
     monkeypatch.setattr(benchmark.LatentDiffusion, "loss", broken_in_the_fourth)
-    more = ["async_loss=true", f"save.every_images={every_images}", "max_duration=9ba", "measure.window_batches=7"]
     assert benchmark.main(words(tmp_path, "a", *more)) == 1
     told = capsys.readouterr().err
     assert re.search(r"^loss: nan in batch 3 \(counted from 0\), first seen on rank 0\. ", told, re.MULTILINE)

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Algorithm, Callback, Logger, State, Timestamp
-from composer.loggers import LoggerDestination
+from composer import Callback, Logger, State, Timestamp
 from composer.utils import dist
 from torch import Tensor, nn
 
@@ -32,6 +31,7 @@ from cli import masking
 from cli.errors import ConfigError
 from cli.limits import limited
 from cli.ranks import STOP_SIGNALS
+from ema import EMA
 from record.checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from weights.tensors import canonical_name, difference, lay_out_like, tensor_specs
 
@@ -100,18 +100,15 @@ def _optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _average(state: State) -> Algorithm | None:
-    """Return the run's EMA, which this file must not import."""
-    return next((algorithm for algorithm in state.algorithms if type(algorithm).__name__ == "EMA"), None)
-
-
 def _own_callbacks(state: State) -> dict[str, Callback]:
-    return {type(c).__name__: c for c in state.callbacks if not isinstance(c, LoggerDestination)}
+    """Name in checkpoints -> callback, of those that keep something there."""
+    return {c.saved_as: c for c in state.callbacks if hasattr(c, "saved_as")}
 
 
-def contents(state: State, model: nn.Module, identity: Mapping[str, Any], *, full: bool) -> dict[str, Any]:
+def contents(
+    state: State, model: nn.Module, average: EMA | None, identity: Mapping[str, Any], *, full: bool
+) -> dict[str, Any]:
     """Return what a checkpoint holds, as tensors and plain values; the tensors are the live ones."""
-    average = _average(state)
     content = {
         "schema": SCHEMA,
         "identity": dict(identity),
@@ -137,7 +134,7 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
-    average: Algorithm | None,
+    average: EMA | None,
 ) -> None:
     """Bring weights, optimizer, schedule and EMA to where a checkpoint was taken, after comparing every name and form.
 
@@ -239,7 +236,9 @@ class Checkpointer(Callback):
         folder: of the checkpoints.
         config: with every_images and snapshot_every_images resolved.
         model: the ComposerModel itself, not what DDP makes of it.
+        average: the EMA of its weights, where there is one.
         identity: key -> plain value that a checkpoint has to agree with.
+        before_saving: stops the run where nothing may be kept; all ranks call it.
         resume_from: path and content of the checkpoint to go on from, or None.
     """
 
@@ -249,13 +248,14 @@ class Checkpointer(Callback):
         config: SaveConfig,
         *,
         model: nn.Module,
+        average: EMA | None,
         identity: Mapping[str, Any],
+        before_saving: Callable[[], None],
         resume_from: tuple[Path, Mapping[str, Any]] | None,
     ):
         assert config.every_images is not None and config.snapshot_every_images is not None
         self.folder, self.config, self.model, self.identity = folder, config, model, dict(identity)
-        self.resume_from = resume_from
-        self.before_saving: Callable[[], None] = lambda: None  # stops the run where nothing may be kept; on all ranks
+        self.average, self.before_saving, self.resume_from = average, before_saving, resume_from
         self.last_full: Path | None = resume_from[0] if resume_from else None
         self._last_batch = -1
         self._last_write_sec: float | None = None
@@ -391,7 +391,7 @@ class Checkpointer(Callback):
         outcome: list[str | None] = [None]
         if dist.get_global_rank() == 0:
             begun = time.monotonic()
-            content = contents(state, self.model, self.identity, full=full)
+            content = contents(state, self.model, self.average, self.identity, full=full)
             batch, images = content["progress"]["batch"], content["progress"]["images"]
             name = stem(FULL, batch) if full else stem(WEIGHTS, images)
             try:

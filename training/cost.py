@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -25,6 +26,9 @@ from weights.tensors import on_meta
 from zoo.encoders import RANDOM
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import Column
+
+if TYPE_CHECKING:
+    from training.run_config import RunConfig
 
 # All float32; AdamW has two moments.
 BYTES_PER_TRAINED_PARAMETER = {"weights": 4, "gradients": 4, "optimizer moments": 8}
@@ -209,3 +213,8 @@ def memory_problem(
         f"encoders and cast weights, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. "
         f"{ways}."
     )
+
+
+def has_average_on_device(config: RunConfig) -> bool:
+    """True where an average of the weights takes the device's memory."""
+    return config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())

@@ -20,6 +20,7 @@ from callbacks.run_record import RunRecord
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput
 from cli.errors import ConfigError
+from ema import EMA
 from evaluation import plots, unfinished
 from evaluation.prompts import read_prompts
 from evaluation.scoring import Scorer
@@ -61,6 +62,7 @@ def build_evaluation(
     record: RunRecord,
     graphs: GraphCounter,
     checkpointer: Checkpointer,
+    average: EMA | None,
 ) -> Evaluation | None:
     """Connect scorer, clock, record, signals and the grid of samples; None where nothing is evaluated in training."""
     if scorer is None:
@@ -75,7 +77,7 @@ def build_evaluation(
             write_grid(record.folder, line["images"], scorer.samples, logger)
 
     def score() -> dict[str, Any]:
-        record.settle()
+        record.losses.settle()
         with graphs.step("evaluation"):
             return scorer.score(model, config.eval.guidances()[0])
 
@@ -83,7 +85,7 @@ def build_evaluation(
     return Evaluation(
         score,
         every_images=config.eval.every_images,
-        with_average=config.eval.weights == "ema",
+        average=average if config.eval.weights == "ema" else None,
         clock=throughput.evaluating,
         earlier=lambda: record.evaluations,
         keep=keep,

@@ -143,6 +143,8 @@ class GradientNorm(Callback):
     `mean()` waits for the device: once a window, so that no step does. A checkpoint keeps what a window has so far.
     """
 
+    saved_as = "GradientNorm"  # in checkpoints
+
     def __init__(self, clip_norm: float | None):
         self.clip_norm = clip_norm
         self._sum: Tensor | None = None

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from callbacks.quality_target import TARGET_KEYS, outcome, said
 from cli import errors, masking, ranks
 from cli.errors import ConfigError
 from config import flat
-from data import DataConfig
 from evaluation.score_table import OF_BEFORE, read_rows
 from record.checkpoint_files import check_whole, find_newest, read
 from record.config_file import found_batch_size, keep_keys, read_config
@@ -33,6 +32,7 @@ from stages.dataset import Stage
 from stages.fetch import INDEX
 from stages.stream import LOCK_FILE
 from training.checkpoints import Progress, disagreements
+from training.run_config import RunConfig, resolve
 from training.speed import SpeedKeys
 
 # What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
@@ -60,13 +60,13 @@ MAY_CHANGE = (
 )
 
 
-def _lasting(config: Any) -> dict[str, Any]:
+def _lasting(config: RunConfig) -> dict[str, Any]:
     """Key -> value of all that has to stay as it was when the run was begun."""
     kept = {key: value for key, value in flat(config).items() if not key.startswith(MAY_CHANGE)}
     return kept if config.schedule.name == "constant" else {**kept, "max_duration": config.max_duration}
 
 
-def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+def identity_of(config: RunConfig, stage: Stage | None, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """Key -> plain value for what makes a run this run and no other; checkpoints carry it."""
     encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
     return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
@@ -80,7 +80,7 @@ def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity, **masking.written({"model.denoiser": identity["model.denoiser"]})}
 
 
-def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, Any] | None:
+def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[str, Any] | None:
     """Return the result of a run that is finished, or None, and say so; its record is told of another target or evaluation.
 
     Args:
@@ -116,7 +116,7 @@ def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, A
     return {key: rounded(summary[key]) for key in (*RESULT_KEYS, *TARGET_KEYS) if key in summary}
 
 
-def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: Any) -> tuple[dict[str, Any], str]:
+def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: RunConfig) -> tuple[dict[str, Any], str]:
     """Return what a finished run came to that has not met its target in training, and what is to be said of it.
 
     Points without an evaluation are eval.py's: a score of the last one alone would say `missed` of a run that may have met
@@ -185,14 +185,14 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
         raise ConfigError(differing)
 
 
-def _is_evaluated_alike(folder: Path, config: Any) -> bool:
+def _is_evaluated_alike(folder: Path, config: RunConfig) -> bool:
     """True where the keys that a score depends on are those of the run's config.yaml, and their small files are the same."""
     evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
     begun = {**flat(type(config)()), **read_config(folder)}  # a key that is not there has its default
     return evaluated.items() <= begun.items() and _has_files_of(evaluations_of(folder)[-1:], config)
 
 
-def _has_files_of(scores: Sequence[Mapping[str, Any]], config: Any) -> bool:
+def _has_files_of(scores: Sequence[Mapping[str, Any]], config: RunConfig) -> bool:
     """True where a score is of these prompts and statistics, or there is none: at the same path there may be others."""
     now = {}
     for setting in ("prompts_sha256", "statistics_sha256"):
@@ -206,7 +206,7 @@ def _as_yaml(value: Any) -> Any:
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
 
-def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
+def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     """Compare with the configuration that a run was begun with, before anything is built.
 
     Returns:
@@ -279,6 +279,43 @@ class RunState:
             told = "it was cut, or is a copy of before. summary.json will say so (history_lost)"
             print(f"run_name: {self.folder / name} {text}: {told}.", file=sys.stderr, flush=True)
 
+    def verify(
+        self,
+        config: RunConfig,
+        *,
+        stage: Stage | None,
+        encoders: Mapping[str, str],
+        denoiser_start: str | None,
+        evaluated_with: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Compare this start with the stage, with the checkpoint that it goes on from, and with the evaluations there are.
+
+        Args:
+            stage: None: synthetic data.
+            encoders: name -> fingerprint.
+            denoiser_start: fingerprint of the weights that training begins with, None for random ones.
+            evaluated_with: settings of scoring.Scorer, and eval_weights; None: nothing is evaluated in training.
+
+        Returns:
+            key -> plain value for what makes a run this run and no other; checkpoints carry it.
+
+        Raises:
+            ConfigError: lists what differs.
+        """
+        check_encoders(stage, encoders)
+        identity = {**identity_of(config, stage, encoders), "denoiser_start": denoiser_start}
+        if self.checkpoint is not None:
+            path, content = self.checkpoint
+            if problems := disagreements(content, identity, path, _defaults(config, content["identity"])):
+                raise ConfigError(problems)
+        if evaluated_with is not None:
+            check_evaluations(self.folder, self.progress.batch, evaluated_with)
+        return identity
+
+    def finished(self, config: RunConfig, *, is_over: bool) -> dict[str, Any] | None:
+        """Return the result of a run that is finished, and say so, or None. `is_over`: no batch is left to train."""
+        return finished(self.folder, None if is_over else config.max_duration, config)
+
     def release(self) -> None:
         """Let others have the folder."""
         if self.lock is not None:
@@ -320,16 +357,13 @@ def _remove(made: Sequence[Path], own: Path) -> None:
                 path.rmdir()
 
 
-def begin(folder: Path, data: DataConfig, *, with_log: bool = False) -> RunState:
+def open_run(config: RunConfig) -> RunState:
     """Take a run's folder and find where it stands; all ranks call it.
-
-    Args:
-        data: says where shards will be fetched to.
-        with_log: the run goes on with its MLPerf log.
 
     Raises:
         ConfigError: another process has it, its checkpoints are all damaged, or the newest or the record cannot be read.
     """
+    data, folder = config.data, Path(config.run_folder, config.run_name or "")
     lock = FileLock(folder / ".lock")
 
     def find() -> tuple[Path | None, list[Path]]:
@@ -351,35 +385,19 @@ def begin(folder: Path, data: DataConfig, *, with_log: bool = False) -> RunState
     of_cache = _missing(Path(data.local)) if data.remote and data.local and not data.synthetic else []
     newest, made = ranks.on_rank_zero(find)
     made = [*made, *(path for path in of_cache if path not in made)]
-    begun = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
-    with begun.or_nothing():
+    state = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
+    with state.or_nothing():
         content = None if newest is None else read(newest)
         if newest is not None and content is not None:
             check_whole(content, newest)
-            begun.checkpoint, begun.progress = (newest, content), Progress(**content["progress"])
-        begun.lost = ranks.on_rank_zero(
-            lambda: lost_history(folder, content) | (lost_events(folder, content) if with_log else {})
+            state.checkpoint, state.progress = (newest, content), Progress(**content["progress"])
+        state.lost = ranks.on_rank_zero(
+            lambda: lost_history(folder, content) | (lost_events(folder, content) if config.mlperf.enabled else {})
         )
-    return begun
+    return state
 
 
-def check_checkpoint(begun: RunState, identity: Mapping[str, Any], config: Any, resolve: Callable[[Any], Any]) -> None:
-    """Compare a run with the checkpoint that it would go on from.
-
-    Args:
-        config: of the run.
-        resolve: fills in what null stands for, so that keys which the checkpoint does not name have their defaults.
-
-    Raises:
-        ConfigError: lists what differs.
-    """
-    if begun.checkpoint is not None:
-        path, content = begun.checkpoint
-        if problems := disagreements(content, identity, path, _defaults(config, content["identity"], resolve)):
-            raise ConfigError(problems)
-
-
-def _defaults(config: Any, named: Collection[str], resolve: Callable[[Any], Any]) -> dict[str, Any]:
+def _defaults(config: RunConfig, named: Collection[str]) -> dict[str, Any]:
     """Return every key with its value, where lasting keys that are not among the named ones have their defaults, resolved."""
     # Where the schedule ends with the run max_duration is named: elsewhere it has no say.
     kept = {*named, "max_duration", *(flat(config).keys() - _lasting(config).keys())}

@@ -1,0 +1,77 @@
+"""Every batch's loss. The host reads it at the batch's end, or one batch late (async_loss=true).
+
+A loss that is not finite ends the run on all ranks, before anything of its batch is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from composer import Logger, State
+from composer.utils import dist
+
+from record.checkpoint_files import FULL, listed
+
+if TYPE_CHECKING:
+    from training.trainer import AsyncLosses
+
+TOTAL = "loss/train/total"
+
+
+class Losses:
+    """The losses since the last window's end.
+
+    Args:
+        checkpoints: folder of the run's checkpoints; the message of an end names the newest one.
+        on_their_way: losses that come one batch late; None: Composer reads each at its batch's end.
+    """
+
+    def __init__(self, checkpoints: Path, on_their_way: AsyncLosses | None = None):
+        self.checkpoints, self.on_their_way = checkpoints, on_their_way
+        self.of_window: list[float] = []
+        self._state: State | None = None
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Take a batch's loss, or ask for those before it; called at its end."""
+        self._state = state
+        if self.on_their_way is not None:
+            self.settle(leave=1)
+            logger.log_metrics(state.total_loss_dict)
+            return
+        loss = state.total_loss_dict[TOTAL]  # mean over all ranks; Composer has read it already
+        if not math.isfinite(loss):
+            last = state.loss if isinstance(state.loss, torch.Tensor) else torch.tensor(float("nan"))
+            self._stop(state.timestamp.batch.value - 1, loss, bool(torch.isfinite(last).all()))
+        self.of_window.append(loss)
+
+    def settle(self, leave: int = 0) -> None:
+        """Know every loss up to the batch that has ended, and stop where one is not finite; all ranks call it.
+
+        Raises:
+            ValueError: a loss is not finite; names batch, ranks and the last good checkpoint.
+        """
+        for loss in [] if self.on_their_way is None else self.on_their_way.take(leave):
+            assert self._state is not None
+            self._state.total_loss_dict = {TOTAL: loss.mean}  # where Composer has it, for whoever asks
+            if not math.isfinite(loss.mean):
+                self._stop(loss.batch, loss.mean, math.isfinite(loss.own))
+            self.of_window.append(loss.mean)
+
+    def mean(self) -> float:
+        """Return the mean since the last window's end."""
+        return sum(self.of_window) / len(self.of_window)
+
+    def _stop(self, batch: int, loss: float, is_finite_here: bool) -> None:
+        # Every rank sees the same mean and comes here, so that this gathering cannot hang.
+        finite = dist.all_gather_object(is_finite_here)
+        ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
+        where = f"rank {ranks}" if ranks else "an earlier microbatch of some rank"
+        newest = next(iter(listed(self.checkpoints, FULL)), None)
+        raise ValueError(
+            f"loss: {loss} in batch {batch} (counted from 0), first seen on {where}. The run stops before anything of this "
+            f"batch is kept; the last good checkpoint is {newest}. Lower optimizer.lr, set optimizer.clip_norm=1, or use "
+            f"precision=bf16 instead of fp16."
+        )

@@ -1,0 +1,120 @@
+"""The callbacks that every run has, but evaluation's: clocks, record, profile; and the order of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer import Callback
+
+from callbacks.evaluation import Evaluation
+from callbacks.losses import Losses
+from callbacks.mlperf_log import MLPerfLog
+from callbacks.profile import Profile
+from callbacks.quality_target import QualityTarget
+from callbacks.run_record import RunRecord
+from callbacks.throughput import Throughput, peak_tflops
+from config import to_yaml
+from data import Loader
+from model import BatchRandomness
+from record.environment import device_name
+from training import speed
+from training.checkpoints import Checkpointer
+from training.cost import Cost, has_average_on_device
+from training.optimizer import GradientNorm
+from training.run_config import RunConfig
+
+
+def build_throughput(config: RunConfig, cost: Cost) -> Throughput:
+    """Build the clocks."""
+    peak = peak_tflops(device_name(), config.precision or "fp32")
+    return Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
+
+
+def build_record(
+    config: RunConfig,
+    facts: Mapping[str, Any],
+    *,
+    throughput: Throughput,
+    gradient_norm: GradientNorm,
+    losses: Losses,
+    loader: Loader | None,
+) -> RunRecord:
+    """Build the run's record. `facts`: what its summary says beside the figures."""
+    return RunRecord(
+        Path(config.run_folder, config.run_name or ""),
+        to_yaml(config),
+        facts,
+        throughput=throughput,
+        gradient_norm=gradient_norm,
+        losses=losses,
+        samples=loader,
+        how={key: facts[key] for key in ("device_train_microbatch_size", *speed.values_of(config))},
+    )
+
+
+def build_profile(config: RunConfig, record: RunRecord, throughput: Throughput) -> Profile | None:
+    """Return what records steps, where they are asked for."""
+    if not config.profile.batches:
+        return None
+    return Profile(
+        config.profile,
+        record.folder,
+        about=record.about(),
+        warmup_batches=config.measure.warmup_batches,
+        disturb=throughput.disturb,
+    )
+
+
+def facts_of(
+    config: RunConfig, cost: Cost, fingerprints: Mapping[str, str], denoiser_start: str | None
+) -> dict[str, Any]:
+    """What summary.json says about a run beside its figures."""
+    return {
+        "run_name": config.run_name,
+        "family": config.model.family,
+        "preset": config.model.preset,
+        "variant": config.model.variant,
+        "stage": config.data.stage,
+        "synthetic": config.data.synthetic,
+        "image_size": list(config.size),
+        "precision": config.precision,
+        "global_batch_size": config.global_batch_size,
+        "device_train_microbatch_size": config.device_train_microbatch_size,
+        "seed": config.seed,
+        "max_duration": config.max_duration,
+        "ema": config.ema.enabled,
+        **speed.values_of(config),
+        **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
+        "denoiser_start_fingerprint": denoiser_start,
+        "trained_parameters": cost.trained_parameters,
+        "estimated_mem_gib": cost.memory_gib(
+            config.device_train_microbatch_size or 1, ema=has_average_on_device(config)
+        ),
+    }
+
+
+def in_order(
+    *,
+    profile: Profile | None,
+    graphs: speed.GraphCounter,
+    randomness: BatchRandomness,
+    gradient_norm: GradientNorm,
+    throughput: Throughput,
+    record: RunRecord,
+    checkpointer: Checkpointer,
+    evaluation: Evaluation | None,
+    target: QualityTarget,
+    mlperf_log: MLPerfLog | None,
+) -> list[Callback]:
+    """Return a run's callbacks in the order in which Composer calls them at each event.
+
+    The profile comes first, so that its marks enclose the others' work. Random numbers are drawn before anything looks at
+    the batch. The gradient's norm is known, and the clocks have closed a window, before the record writes it. A batch is on
+    record before a checkpoint has it, and saved before it is evaluated: a killed evaluation is made again. The target asks
+    for the newest evaluation, and the MLPerf log closes with both.
+    """
+    found = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer, evaluation]
+    found += [None if evaluation is None else target, mlperf_log]
+    return [callback for callback in found if callback is not None]
