@@ -3,11 +3,12 @@
     python -m tests.mutants list                           each anchor is found once; runs nothing
     python -m tests.mutants base                           the tree as it is passes the test files of every mutant
     python -m tests.mutants pass=before                    all mutants; the record is written after each
-    python -m tests.mutants pass=after numbers=1,5 record=none
+    python -m tests.mutants pass=after numbers=1,5 record=none limit=300
 
 A mutant is a copy of the tracked files with one text replaced. Its test files run there with -x, without the slow ones, for
-two minutes at most. The outcome is `killed` by a test, `survived`, or `timed out`, which is no kill. Exit code: 0, 1 where
-a mutant was not killed (base: where a test failed), 2 where the words or an anchor are wrong.
+limit=120 seconds at most (give more on a busy machine). The outcome is `killed` by a test, `survived`, or `timed out`, which
+is no kill. Exit code: 0, 1 where a mutant was not killed (base: where a test failed), 2 where the words or an anchor are
+wrong.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
     numbers = given.get("numbers", ",".join(str(mutant.number) for mutant in mutants)).split(",")
     wanted = [mutant for mutant in mutants if str(mutant.number) in numbers]
     is_pass = not modes and given.get("pass") in ("before", "after")
-    if not (is_pass or modes in (["list"], ["base"])) or given.keys() - {"numbers", "record", "pass"}:
+    if not (is_pass or modes in (["list"], ["base"])) or given.keys() - {"numbers", "record", "pass", "limit"}:
         print(f"mutants: '{' '.join(argv)}' is not possible.\n\n{__doc__}", file=sys.stderr)
         return 2
     problems = [text for mutant in wanted for text in mutant.problems()]
@@ -248,14 +249,19 @@ def main(argv: Sequence[str]) -> int:
     if modes == ["list"]:
         print(*(f"{mutant.number:2d} {mutant.file}: {mutant.what}" for mutant in wanted), sep="\n")
         return 0
-    return run_base(wanted) if modes else run_pass(wanted, given["pass"], given.get("record", RECORD))
+    limit_sec = int(given.get("limit", LIMIT_SEC))
+    return (
+        run_base(wanted, limit_sec)
+        if modes
+        else run_pass(wanted, limit_sec, given["pass"], given.get("record", RECORD))
+    )
 
 
-def run_base(wanted: Sequence[Mutant]) -> int:
+def run_base(wanted: Sequence[Mutant], limit_sec: int) -> int:
     """Run each set of test files once on the tree as it is."""
     num_failed = 0
     for tests in dict.fromkeys(mutant.tests for mutant in wanted):
-        outcome, by, seconds = outcome_of(None, tests)
+        outcome, by, seconds = outcome_of(None, tests, limit_sec)
         num_failed += outcome != "survived"
         print(
             f"{seconds:6.1f} s {' '.join(tests)}: {'passed' if outcome == 'survived' else f'{outcome} {by}'}",
@@ -264,16 +270,16 @@ def run_base(wanted: Sequence[Mutant]) -> int:
     return int(num_failed > 0)
 
 
-def run_pass(wanted: Sequence[Mutant], name: str, record: str) -> int:
+def run_pass(wanted: Sequence[Mutant], limit_sec: int, name: str, record: str) -> int:
     """Run mutants one after another; an earlier result of the same pass and number is replaced in the record."""
     path = None if record == "none" else ROOT / record
     content = json.loads(path.read_text()) if path is not None and path.is_file() else {"schema": 1}
     lines = {line["number"]: line for line in content.get(name, {}).get("mutants", [])}
     commit = commit_of_the_tree()
     for mutant in wanted:
-        outcome, by, seconds = outcome_of(mutant, mutant.tests)
+        outcome, by, seconds = outcome_of(mutant, mutant.tests, limit_sec)
         line = {"number": mutant.number, "file": mutant.file, "what": mutant.what, "outcome": outcome, "by": by}
-        lines[mutant.number] = {**line, "seconds": round(seconds, 1), "commit": commit}
+        lines[mutant.number] = {**line, "seconds": round(seconds, 1), "limit_sec": limit_sec, "commit": commit}
         print(f"{mutant.number:2d} {seconds:6.1f} s {outcome} {by or ''} ({mutant.file}: {mutant.what})", flush=True)
         if path is not None:
             ordered = [lines[number] for number in sorted(lines)]
@@ -292,7 +298,7 @@ def counts(lines: Sequence[dict]) -> dict[str, object]:
     return {"killed": sum(line["outcome"] == "killed" for line in lines), **others}
 
 
-def outcome_of(mutant: Mutant | None, tests: Sequence[str]) -> tuple[str, str | None, float]:
+def outcome_of(mutant: Mutant | None, tests: Sequence[str], limit_sec: int) -> tuple[str, str | None, float]:
     """Return killed, survived or timed out, by which test, and after how many seconds; mutant None: the tree as it is."""
     with tempfile.TemporaryDirectory(prefix="easel-mutant-") as place:
         tree, temporary = Path(place, "tree"), Path(place, "tmp")
@@ -305,7 +311,7 @@ def outcome_of(mutant: Mutant | None, tests: Sequence[str]) -> tuple[str, str | 
             source = (tree / mutant.file).read_text()
             (tree / mutant.file).write_text(source.replace(mutant.old, mutant.new))
         began = time.monotonic()
-        code, text = run_tests(tests, tree, temporary)
+        code, text = run_tests(tests, tree, temporary, limit_sec)
         seconds = time.monotonic() - began
     if code in (0, None):
         return "timed out" if code is None else "survived", None, seconds
@@ -315,7 +321,7 @@ def outcome_of(mutant: Mutant | None, tests: Sequence[str]) -> tuple[str, str | 
     return "killed", by[1], seconds
 
 
-def run_tests(tests: Sequence[str], tree: Path, temporary: Path) -> tuple[int | None, str]:
+def run_tests(tests: Sequence[str], tree: Path, temporary: Path, limit_sec: int) -> tuple[int | None, str]:
     """Return pytest's exit code, None at the limit, and what it printed."""
     command = [
         sys.executable,
@@ -335,7 +341,7 @@ def run_tests(tests: Sequence[str], tree: Path, temporary: Path) -> tuple[int | 
     process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **streams)
     with process, ended(process):
         try:
-            text, _ = process.communicate(timeout=LIMIT_SEC)
+            text, _ = process.communicate(timeout=limit_sec)
             return process.returncode, text
         except subprocess.TimeoutExpired:
             return None, ""
