@@ -250,11 +250,9 @@ def main(argv: Sequence[str]) -> int:
         print(*(f"{mutant.number:2d} {mutant.file}: {mutant.what}" for mutant in wanted), sep="\n")
         return 0
     limit_sec = int(given.get("limit", LIMIT_SEC))
-    return (
-        run_base(wanted, limit_sec)
-        if modes
-        else run_pass(wanted, limit_sec, given["pass"], given.get("record", RECORD))
-    )
+    if modes == ["base"]:
+        return run_base(wanted, limit_sec)
+    return run_pass(wanted, limit_sec, given["pass"], given.get("record", RECORD))
 
 
 def run_base(wanted: Sequence[Mutant], limit_sec: int) -> int:
@@ -372,4 +370,6 @@ def git(*words: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would pytest
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left running
     sys.exit(main(sys.argv[1:]))
