@@ -237,8 +237,11 @@ def main(argv: Sequence[str]) -> int:
     mutants = read_table()
     numbers = given.get("numbers", ",".join(str(mutant.number) for mutant in mutants)).split(",")
     wanted = [mutant for mutant in mutants if str(mutant.number) in numbers]
-    is_pass = not modes and given.get("pass") in ("before", "after")
-    if not (is_pass or modes in (["list"], ["base"])) or given.keys() - {"numbers", "record", "pass", "limit"}:
+    passes, others = (
+        [given[key] for key in given if key == "pass"],
+        given.keys() - {"numbers", "record", "pass", "limit"},
+    )
+    if others or (modes, passes) not in ((["list"], []), (["base"], []), ([], ["before"]), ([], ["after"])):
         print(f"mutants: '{' '.join(argv)}' is not possible.\n\n{__doc__}", file=sys.stderr)
         return 2
     problems = [text for mutant in wanted for text in mutant.problems()]
