@@ -71,7 +71,7 @@ TABLE = """
 - if self._skipped:
 + if False:
 
-10 | optim.py | optim | warm-up one batch early
+10 | training/optimizer.py | optimizer | warm-up one batch early
 - * batch / warmup_batches
 + * (batch + 1) / warmup_batches
 
@@ -87,7 +87,7 @@ TABLE = """
 - torch.cat([empty[name], states])
 + torch.cat([states, empty[name]])
 
-14 | metrics/fid.py | fid | FID: biased covariance
+14 | evaluation/fid.py | fid | FID: biased covariance
 - .T) / (n - 1)
 + .T) / n
 
@@ -95,19 +95,19 @@ TABLE = """
 - return range(rank, num, world_size)
 + return range(rank, num - 1, world_size)
 
-16 | metrics/clip_score.py | clip_score | CLIP score: sum over the batch instead of the features
+16 | evaluation/clip_score.py | clip_score | CLIP score: sum over the batch instead of the features
 - text.double()).sum(dim=1)
 + text.double()).sum(dim=0)
 
-17 | metrics/meter.py | meter | FID: what only fills the batch is measured
+17 | evaluation/meter.py | meter | FID: what only fills the batch is measured
 - self.features.update(self.extractor(images)[:num], numbers)
 + self.features.update(self.extractor(images)[-num:], numbers)
 
-18 | scoring.py | scoring | a partial score meets the target
+18 | evaluation/scoring.py | scoring | a partial score meets the target
 - if not self.is_given or score["partial"]:
 + if not self.is_given:
 
-19 | scoring.py | unfinished scoring | an evaluation that goes on leaves out a batch
+19 | evaluation/scoring.py | unfinished scoring | an evaluation that goes on leaves out a batch
 - [work.num_done :]
 + [work.num_done + 1 :]
 
@@ -115,31 +115,31 @@ TABLE = """
 - self._owed_sec = time.monotonic() - began
 + self._owed_sec = began - time.monotonic()
 
-21 | checkpoint_files.py | checkpoints | a damaged checkpoint counts as whole
+21 | record/checkpoint_files.py | checkpoints | a damaged checkpoint counts as whole
 - return digest.hexdigest() == match["digest"]
 + return True
 
-22 | checkpoints.py | checkpoints | a checkpoint is due one image late
+22 | training/checkpoints.py | checkpoints | a checkpoint is due one image late
 - now // every > before // every
 + (now - 1) // every > before // every
 
-23 | checkpoints.py | checkpoints | one full checkpoint fewer is kept
+23 | training/checkpoints.py | checkpoints | one full checkpoint fewer is kept
 - [self.config.keep :]
 + [self.config.keep - 1 :]
 
-24 | checkpoints.py | checkpoints | the optimizer's parameters are not compared
+24 | training/checkpoints.py | checkpoints | the optimizer's parameters are not compared
 - if saved["names"] != _optimizer_names(model, optimizer):
 + if False:
 
-25 | checkpoints.py | checkpoints | a checkpoint at an epoch's end stays in that epoch
+25 | training/checkpoints.py | checkpoints | a checkpoint at an epoch's end stays in that epoch
 - now = now.to_next_epoch()
 + pass
 
-26 | checkpoints.py | checkpoints | a checkpoint is begun that does not fit into the grace
+26 | training/checkpoints.py | checkpoints | a checkpoint is begun that does not fit into the grace
 - elif waited_sec + needed > self.config.grace_sec:
 + elif waited_sec - needed > self.config.grace_sec:
 
-27 | checkpoints.py | checkpoints | what a checkpoint does not name is not compared with its default
+27 | training/checkpoints.py | checkpoints | what a checkpoint does not name is not compared with its default
 - if made[key] != value and not
 + if key in saved and made[key] != value and not
 
@@ -147,23 +147,23 @@ TABLE = """
 - self._pending_steps, self._pending_images = state["pending_steps"], state["pending_images"]
 + self._pending_steps, self._pending_images = 0, 0
 
-29 | stream.py | stream | an epoch that is one batch short counts as whole
+29 | stages/stream.py | stream | an epoch that is one batch short counts as whole
 - if given < owed and not
 + if given < owed - 1 and not
 
-30 | stream.py | stream data | an infinity among the moments counts as finite
+30 | stages/stream.py | stream data | an infinity among the moments counts as finite
 - < 0x7C00)
 + <= 0x7C00)
 
-31 | stream.py | stream data | the sample behind the wanted one is read
+31 | stages/stream.py | stream data | the sample behind the wanted one is read
 - (offset + step) % shard_samples
 + (offset + step + 1) % shard_samples
 
-32 | stream.py | stream | room in the cache is made without the wanted shard
+32 | stages/stream.py | stream | room in the cache is made without the wanted shard
 - if used + num_bytes <= self.cache_limit:
 + if used <= self.cache_limit:
 
-33 | fetch.py | stream | digests are not compared
+33 | stages/fetch.py | stream | digests are not compared
 - if wanted in (None, found):
 + if wanted is None or found:
 
@@ -171,11 +171,11 @@ TABLE = """
 - self.dataset.resume(epoch, batch_in_epoch * global_batch_size)
 + self.dataset.resume(epoch, batch_in_epoch)
 
-35 | stage.py | stage | index.json is not compared with dataset.json
+35 | stages/dataset.py | dataset | index.json is not compared with dataset.json
 - if facts.get("index_sha256") != digest:
 + if False:
 
-36 | mlperf_events.py | mlperf_log | times of the log run backwards
+36 | record/mlperf_events.py | mlperf_log | times of the log run backwards
 - time_ms = self._last_ms = max(time_ms, self._last_ms)
 + self._last_ms = time_ms
 

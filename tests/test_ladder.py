@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, run
 
 from bench import ladder
-from config import ConfigError
+from cli.errors import ConfigError
 
 
 def test_a_ladder_that_is_not_there_names_those_that_are():
@@ -314,7 +314,7 @@ GAINS = {
     "| `attention` |": ("sd2_tiny_cpu_compile", "attention_math"),
     "| `gradient_checkpointing` |": ("sd2_tiny_cpu", "aside_checkpointing"),
     "| `device_train_microbatch_size=auto` |": ("sd2_tiny_cpu", "mb8"),
-    "| `late_loss` |": ("sd2_tiny_cpu", "late_loss"),
+    "| `async_loss` |": ("sd2_tiny_cpu", "late_loss"),
 }
 """How a row of README's table of keys begins -> the record of its gain over the rung before, or that it names."""
 

@@ -13,12 +13,12 @@ from conftest import ROOT
 
 import benchmark
 from bench.micro import table
-from callbacks.run_record import rounded
-from command_line import parse_command_line
+from cli.command_line import parse_command_line
 from config import load, schema_keys
 from eval import EvalCommand
 from prepare import latents
 from prepare.parts import split_words
+from record.summary import rounded
 from tests.store.__main__ import table as table_of_faults
 
 README = (ROOT / "README.md").read_text()
