@@ -96,6 +96,7 @@ class Drive:
         self.time += (images - self.state.timestamp.sample.value) / self.images_per_sec
         self.state.timestamp.sample.value = images
         self.log.after_train_batch(self.state, None)
+        self.state.optimizers[0].param_groups[0]["lr"] /= 2  # the schedule's step: the next batch's
         self.log.batch_end(self.state, None)
 
     def evaluate(self, point: Point) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import gc
 import json
@@ -18,9 +19,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from composer import Time, Timestamp
 from conftest import ROOT, TINY_RUN, tree
 
 import benchmark
@@ -163,6 +166,17 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_gives_its_reason(tmp_path):
     )
     assert done.stdout.strip() == f"{errno.EFBIG} File too large", done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("batch_in_epoch", "expected"), [(5, (2, 17, 136, 5, 40)), (6, (3, 18, 144, 0, 0))])
+def test_progress_after_the_last_batch_of_an_epoch_is_at_the_begin_of_the_next(batch_in_epoch, expected):
+    """Six batches of eight images an epoch, in the third of them; Composer counts on until the next one begins."""
+    batch, took = 12 + batch_in_epoch, datetime.timedelta(seconds=2.5)
+    in_epoch = dict(batch_in_epoch=batch_in_epoch, sample_in_epoch=8 * batch_in_epoch)
+    now = Timestamp(epoch=2, batch=batch, sample=8 * batch, **in_epoch, total_wct=took)
+    progress = Progress.of(SimpleNamespace(timestamp=now, dataloader_len=Time.from_batch(6)))
+    assert progress == Progress(*expected, seconds=2.5)
+    assert Progress.of(SimpleNamespace(timestamp=progress.timestamp(), dataloader_len=None)) == progress
 
 
 # --- runs ---

@@ -94,6 +94,13 @@ def test_an_epoch_that_ends_early_is_an_error(stage, monkeypatch):
         list(loader)
 
 
+def test_a_loader_goes_on_in_the_middle_of_an_epoch_and_the_next_one_follows(stage):
+    whole, resumed = loader_of(stage), loader_of(stage)
+    first, second = fingerprints(whole), fingerprints(whole)
+    resumed.resume(epoch=0, batch_in_epoch=4, global_batch_size=8)
+    assert fingerprints(resumed) == first[4:] and fingerprints(resumed) == second
+
+
 def test_order_depends_on_the_seed_and_not_on_the_number_of_workers(stage):
     alone, other = fingerprints(loader_of(stage)), fingerprints(loader_of(stage, seed=2))
     assert fingerprints(loader_of(stage, workers=2)) == alone != other

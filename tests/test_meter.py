@@ -11,7 +11,7 @@ from pytorch_fid.fid_score import calculate_frechet_distance
 from torchvision.transforms.functional import to_pil_image
 
 from evaluation.clip_score import load_clip
-from evaluation.fid import Statistics, read_statistics, write_statistics
+from evaluation.fid import FeatureSums, Statistics, read_statistics, write_statistics
 from evaluation.inception import load_inception
 from evaluation.meter import Meter
 
@@ -49,6 +49,15 @@ def test_what_only_fills_a_batch_is_not_measured(meter, images):
     with meter.on(torch.device("cpu")):
         meter.add(images, range(2), CAPTIONS[:2])
         assert meter.figures()["num_images"] == 2
+        clip = meter.sums()["cosines"]
+    both = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
+    both.extractor, both.features = lambda given: given.mean(dim=(2, 3)), FeatureSums(3)
+    both.add(images, range(2), CAPTIONS[:2])
+    both.measure_given()
+    assert both.sums()["cosines"] == clip
+    torch.testing.assert_close(
+        both.sums()["features"]["sum"], images[:2].double().mean(dim=(2, 3)).sum(dim=0), rtol=1e-5, atol=0
+    )
 
 
 def test_the_last_batch_too_is_refused_with_its_prompts_and_leaves_nothing_for_the_next_evaluation(meter, images):

@@ -82,6 +82,7 @@ def test_events_are_in_order_and_all_after_run_start_say_how_many_images(tmp_pat
         (metric.upper(), point[metric], point["images"]) for point in points[:num] for metric in ("fid", "clip")
     ]
     assert only(events, "opt_base_learning_rate")["value"] == 6.4e-5  # scaled by the batch, not an image's
+    assert [event["value"] for event in events if event["key"] == "lr_abs"] == [1e-4 / 2**batch for batch in range(num)]
     assert only(events, "seed")["metadata"]["file"] == "callbacks/mlperf_log.py"
     stop = only(events, "run_stop")
     assert stop["metadata"] | {"lineno": 0} == {

@@ -171,6 +171,15 @@ def test_caption_dropout_of_none_and_all(dropout, num):
     assert int(drawn(tiny(caption_dropout=dropout), images_batch(64))["caption_dropped"].sum()) == num
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.2])
+def test_captions_are_dropped_at_the_rate_that_was_asked_for(rate):
+    """Within four standard deviations of the binomial distribution."""
+    model, num = tiny(caption_dropout=rate), 20_000
+    model.latent_shape = (1, 1, 1)  # noise is drawn too
+    dropped = drawn(model, {"tokens": torch.zeros(num, 77)})["caption_dropped"]
+    assert abs(float(dropped.float().mean()) - rate) < 4.0 * (rate * (1.0 - rate) / num) ** 0.5
+
+
 def test_images_are_normalised_to_the_range_that_was_asked_for():
     images = torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 1, 1, 2).expand(1, 3, 1, 2)
     assert normalize_images(images, "symmetric")[0, 0, 0].tolist() == [-1.0, 1.0]

@@ -228,6 +228,16 @@ def test_room_is_made_for_no_shard_that_another_thread_has_had_in_the_meantime(m
     assert len(list(cache.rglob("shard.*.mds"))) == len(shards)
 
 
+def test_room_is_made_for_the_wanted_shard_beside_those_of_earlier_runs(moments, tmp_path):
+    """One byte is too few for all: the last one goes, and no other."""
+    cache, sizes = tmp_path / "cache", {path.name: path.stat().st_size for path in sorted(moments.glob("shard.*.mds"))}
+    assert len(list(stream_of(cache, remote=str(moments)))) == 9
+    (cache / "shard.00000.mds").unlink()
+    dataset = stream_of(cache, remote=str(moments), cache_limit=sum(sizes.values()) - 1)
+    dataset._make_room(0)
+    assert [path.name for path in sorted(cache.glob("shard.*.mds"))] == list(sizes)[1:-1]
+
+
 def test_a_shard_that_left_the_cache_is_fetched_again(moments, tmp_path):
     dataset = stream_of(tmp_path / "cache", remote=str(moments))
     one = dataset.read_batch([0, 10, 20, 30, 40])
@@ -394,6 +404,14 @@ def test_a_failure_in_a_thread_of_streamings_is_the_iterations(moments, tmp_path
 
     monkeypatch.setattr(fetch.RetryingStream, "prepare_shard", fail)
     assert next(iter(dataset)) == {"failure": ["data: KeyError: 'surprise'"]}
+
+
+def test_an_epoch_that_is_one_batch_short_is_a_failure(moments, monkeypatch):
+    whole = StreamingDataset._each_sample_id
+    monkeypatch.setattr(StreamingDataset, "_each_sample_id", lambda self, it: itertools.islice(whole(self, it), 44))
+    *batches, last = itertools.islice(stream_of(moments), 9)
+    text = "data: the stream ended after 8 of 9 batches of this process, without an error"
+    assert [len(batch["moments"]) for batch in batches] == 8 * [5] and last == {"failure": [text]}
 
 
 def test_a_shard_that_another_process_could_not_have_is_not_waited_for(moments, tmp_path):

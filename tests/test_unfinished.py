@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from eval import Table
 from evaluation import unfinished
 from evaluation.meter import Meter
 from evaluation.score_table import read_rows
+from evaluation.scoring import EvalConfig, Scorer
 from evaluation.unfinished import NAME, Parts, Work
 from record.checkpoint_files import FULL, listed
 
@@ -120,6 +122,42 @@ def test_a_row_that_is_there_says_so_as_a_new_one_does(tmp_path):
         row = table.get(what, lambda: {"num_images": 2, "fid": 1.0}, lambda name=start: told.append(name))
         assert row["fid"] == 1.0
     assert told == ["first", "second"] and len(read_rows(tmp_path / "eval.csv")) == 1
+
+
+class Painter(torch.nn.Module):
+    """As little of a model as can be scored: an image is its prompt's noise. It is killed after some passes."""
+
+    family = SimpleNamespace(
+        tokenize=lambda captions: {"tokens": torch.zeros(len(captions), 1)}, latent_shape=lambda size: (3, *size)
+    )
+    device, encoders = torch.device("cpu"), SimpleNamespace(fingerprints={})
+
+    def __init__(self, passes: int):
+        super().__init__()
+        self.passes = passes
+
+    def generate(self, text, noise, **ways):
+        if not self.passes:
+            raise KeyboardInterrupt
+        self.passes -= 1
+        return noise.sigmoid()
+
+
+def test_a_killed_evaluation_scores_the_rest_alone_and_has_the_figures_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfinished, "EVERY_SEC", 0.0)
+    prompts = "".join(f"{number}\t{number}\tpicture {number}\n" for number in range(7))
+    (tmp_path / "prompts.tsv").write_text(f"image_id\tid\tcaption\n{prompts}")
+    config = EvalConfig(prompts=str(tmp_path / "prompts.tsv"), clip="random", batch_size=2)
+
+    def score(model: Painter, parts: Parts | None) -> tuple[int, float]:
+        found = Scorer(config, size=(32, 32), seed=0, parts=parts).score(model, 1.0)
+        return found["num_images"], found["clip"]
+
+    whole, parts = score(Painter(4), None), Parts(tmp_path / "parts", is_alone=True)
+    with pytest.raises(KeyboardInterrupt):
+        score(Painter(2), parts)  # the second batch was given and not measured yet
+    again = Painter(4)
+    assert score(again, parts) == whole and whole[0] == 7 and again.passes == 1
 
 
 # --- whole runs ---
