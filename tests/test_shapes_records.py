@@ -121,3 +121,4 @@ def test_the_target_lies_above_what_as_many_pictures_of_the_world_itself_score()
     [row] = read_rows(RECORDS / "drawn/eval.csv")
     assert row["num_images"] == record_of("seed17")["evaluations"][-1]["num_images"]
     assert row["fid"] < YAML.target.fid
+    assert f"the prompts' part | {row['fid']:.1f} |" in (ROOT / "docs/miniature.md").read_text()
