@@ -17,7 +17,9 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from conftest import ROOT
@@ -27,10 +29,11 @@ import benchmark
 from bench.ladder import read_ladder
 from bench.micro import table
 from callbacks.run_record import rounded
-from cli.describe import Key, described, keys_of
+from cli.describe import Key, described, keys_of, page_of
 from command_line import parse_command_line
 from config import load, schema_keys
 from eval import EvalCommand
+from limits import limited
 from prepare.parts import split_words
 from reports import samples
 from tests.store.__main__ import table as table_of_faults
@@ -60,8 +63,8 @@ def commands() -> Iterator[tuple[str, str]]:
     for page, block in blocks("bash"):
         yield from ((page, line.split(" #")[0].strip()) for line in block.splitlines() if line.strip())
     for page, text in PAGES.items():
-        begins = ("composer ", "python -m ", "make ")
-        yield from ((page, span) for span in spans(text) if span.startswith(begins))
+        begins = re.compile(r"([A-Z_]+=\S+ )*(composer|python -m|make) ")
+        yield from ((page, span) for span in spans(text) if begins.match(span))
 
 
 # --- commands ---
@@ -81,7 +84,7 @@ COMMANDS = {
 
 RUN_BY = {
     "demo": "tests/test_miniature.py",
-    "test": "tests/conftest.py",
+    "test": "tests/conftest.py",  # this suite
     "test-store": "tests/store/test_harness.py",
     "test-fp8": "tests/test_fp8.py",
     "test-slow": "tests/conftest.py",
@@ -317,6 +320,41 @@ def test_every_key_says_in_at_most_two_sentences_what_it_is(schema):
     }
     assert [name for name, text in texts.items() if not text.endswith(".")] == []
     assert [name for name, text in texts.items() if len(text.split()) > 25] == []
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What lies within."""
+
+    size: int | None = limited(None, 1, 8)
+    """Pixels. null: as they are."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What lies without."""
+
+    name: Literal["one", "two"] = "one"
+    """Which | of them,
+    over two lines."""
+    rate: float = 1e-8
+    flag: bool = False
+    """A flag."""
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_a_table_of_keys_has_default_what_is_possible_and_the_text_under_the_field():
+    head = "| key | default | possible | meaning |\n| --- | --- | --- | --- |\n"
+    own = [
+        "| `name` | `one` | `one`, `two` | Which \\| of them, over two lines. |",
+        "| `rate` | `1e-8` | a number |  |",
+        "| `flag` | `false` | `true`, `false` | A flag. |",
+    ]
+    assert page_of(Outer, own=True) == head + "\n".join(own) + "\n"
+    inner = "| `inner.size` | `null` | 1 to 8, null | Pixels. null: as they are. |"
+    parts = ["### Keys without a section", "What lies without.", head + "\n".join(own)]
+    parts += ["### `inner`", "What lies within.", head + inner]
+    assert page_of(Outer) == "\n" + "\n\n".join(parts) + "\n\n"
 
 
 def test_a_page_that_names_no_class_is_refused():
