@@ -36,33 +36,42 @@ from composer.utils import dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-import alarm
-import masking
-import microbatch
-import plan
-import preflight
-import speed
-import warm_start
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.profile import Profile
 from callbacks.quality_target import QualityTarget
-from callbacks.run_record import RunRecord, found_batch_size, result_line
+from callbacks.run_record import RunRecord
 from callbacks.throughput import Throughput, peak_tflops
-from checkpoints import Checkpointer, Progress, Stopped, restore
-from checks import check, cost_of, has_average_on_device, microbatch_of, planned_microbatch, ranks_on_device, savings
-from command_line import parse_command_line
-from config import ConfigError, as_written, flat, load, to_yaml
-from copy_stream import CopyStream
+from cli import errors, masking, ranks
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import as_written, flat, load, to_yaml
 from data import Loader, build_data, check_bad_samples
 from ema import EMA
-from environment import device_name
-from loggers import WandbMode, build_loggers, wandb_mode
+from evaluation.scoring import Scorer
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
-from optim import GradientNorm, build_optimizer, build_schedule, total_batches
-from quality import build_evaluation, build_mlperf_log, build_scorer, draw_evaluations, outcome_of
-from quiet_trainer import LateLosses, QuietTrainer
-from resume import (
-    Begun,
+from preflight import plan
+from preflight.run import (
+    check,
+    cost_of,
+    has_average_on_device,
+    microbatch_of,
+    planned_microbatch,
+    ranks_on_device,
+    savings,
+)
+from record.config_file import found_batch_size
+from record.environment import device_name
+from record.summary import result_line
+from stages.dataset import Stage, read_stage
+from training import microbatch, speed, warm_start
+from training.checkpoints import Checkpointer, Progress, Stopped, restore
+from training.copy_stream import CopyStream
+from training.cost import Cost, room_of_a_rank
+from training.eval_callbacks import build_evaluation, build_mlperf_log, build_scorer, draw_evaluations, outcome_of
+from training.loggers import WandbMode, build_loggers, wandb_mode
+from training.optimizer import GradientNorm, build_optimizer, build_schedule, total_batches
+from training.resume import (
+    RunState,
     begin,
     check_begun,
     check_checkpoint,
@@ -72,10 +81,9 @@ from resume import (
     identity_of,
     kept,
 )
-from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
-from scoring import Scorer
-from stage import Stage, read_stage
-from tensors import fingerprint
+from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.trainer import AsyncLosses, NonBlockingTrainer
+from weights.tensors import fingerprint
 from zoo import mlperf
 
 DIST_TIMEOUT_SEC = 1800.0
@@ -88,14 +96,14 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     assert config.precision is not None
     device = build_device(config.precision)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
-    alarm.listen()
+    ranks.watch_for_abort()
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
     begun = begin(folder, config.data, with_log=config.mlperf.enabled)
     at = begun.progress  # its newest whole checkpoint, or the beginning
     with begun.or_nothing():
-        logged = alarm.on_rank_zero(lambda: wandb_mode(config.loggers, folder))
+        logged = ranks.on_rank_zero(lambda: wandb_mode(config.loggers, folder))
         networks = build_networks(config, folder, begun, device)
         config, model, scorer = networks.config, networks.model, networks.scorer
         data = build_batches(config, networks, device, at)
@@ -152,7 +160,7 @@ class Networks:
     """With the microbatch, and the batch size of evaluations where it is known."""
     model: LatentDiffusion
     scorer: Scorer | None
-    cost: preflight.Cost
+    cost: Cost
     graphs: speed.GraphCounter
     stage: Stage | None
     """None: synthetic data."""
@@ -160,7 +168,7 @@ class Networks:
     """What has to be the same in a checkpoint of this run."""
 
 
-def build_networks(config: RunConfig, folder: Path, begun: Begun, device: Device) -> Networks:
+def build_networks(config: RunConfig, folder: Path, begun: RunState, device: Device) -> Networks:
     """Build model and evaluation.
 
     Raises:
@@ -175,7 +183,7 @@ def build_networks(config: RunConfig, folder: Path, begun: Begun, device: Device
     identity = {**identity_of(config, stage, model.encoders.fingerprints), "denoiser_start": start}
     check_checkpoint(begun, identity, config, resolve)
     model.place(device._device, config.precision)
-    speed.apply(model, config)
+    speed.apply(model, config, config.precision)
     batch_size = config.eval.batch_size or found_batch_size(folder)
     config = dataclasses.replace(
         config,
@@ -219,7 +227,7 @@ class Learning:
     """Of the whole run."""
 
 
-def build_learning(config: RunConfig, model: LatentDiffusion, begun: Begun, *, epoch_batches: int) -> Learning:
+def build_learning(config: RunConfig, model: LatentDiffusion, begun: RunState, *, epoch_batches: int) -> Learning:
     """Build optimizer, schedule and average, and bring them and the weights to where the run stands."""
     batch = config.global_batch_size
     optimizer = build_optimizer(config.optimizer, model, batch)
@@ -231,7 +239,7 @@ def build_learning(config: RunConfig, model: LatentDiffusion, begun: Begun, *, e
     return Learning(optimizer, schedule, GradientNorm(config.optimizer.clip_norm), average, num_batches)
 
 
-def build_throughput(config: RunConfig, cost: preflight.Cost) -> Throughput:
+def build_throughput(config: RunConfig, cost: Cost) -> Throughput:
     """Build the clocks."""
     peak = peak_tflops(device_name(), config.precision or "fp32")
     return Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
@@ -258,7 +266,7 @@ def build_record(
         check_bad_samples=lambda bad: check_bad_samples(bad, config.data.max_bad_samples),
         last_checkpoint=lambda: checkpointer.last_full,
         how={key: facts[key] for key in ("device_train_microbatch_size", *speed.values_of(config))},
-        late_losses=LateLosses() if config.late_loss else None,
+        async_losses=AsyncLosses() if config.async_loss else None,
     )
     checkpointer.before_saving = record.settle
     if loader is not None:
@@ -291,8 +299,8 @@ def build_trainer(
 ) -> Trainer:
     """Build Composer's Trainer, or the one that does not wait for losses."""
     assert config.precision is not None and config.run_name is not None
-    late = record.late_losses
-    make = Trainer if late is None else functools.partial(QuietTrainer, losses=late)
+    late = record.async_losses
+    make = Trainer if late is None else functools.partial(NonBlockingTrainer, losses=late)
     return make(
         model=model,
         train_dataloader=data,
@@ -339,7 +347,7 @@ def end(trainer: Trainer, loader: Loader | None, mlperf_log: MLPerfLog | None, t
         loader.close()
 
 
-def load_start(config: RunConfig, model: LatentDiffusion, begun: Begun) -> str | None:
+def load_start(config: RunConfig, model: LatentDiffusion, begun: RunState) -> str | None:
     """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
 
     Returns:
@@ -358,7 +366,7 @@ def load_start(config: RunConfig, model: LatentDiffusion, begun: Begun) -> str |
     return start
 
 
-def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+def facts_of(config: RunConfig, cost: Cost, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """What summary.json says about a run beside its figures."""
     return {
         "run_name": config.run_name,
@@ -386,7 +394,7 @@ def facts_of(config: RunConfig, cost: preflight.Cost, fingerprints: Mapping[str,
 def show(config: RunConfig) -> int:
     """Print a run and its plan, also of one that is refused; rank 0 does. Returns the exit code of one that is not."""
     if dist.get_global_rank() == 0:
-        ema, room = has_average_on_device(config), preflight.room_of_a_rank(ranks_on_device())
+        ema, room = has_average_on_device(config), room_of_a_rank(ranks_on_device())
         shown = plan.shown(config, resolve, cost_of, planned_microbatch, room=room, ema_on_device=ema)
         print(shown, end="", flush=True)
     return 0
@@ -416,19 +424,19 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)
-        alarm.sound(str(error), code=2)
-        alarm.tell(error, debug=debug)
+        ranks.abort_all_ranks(str(error), code=2)
+        errors.tell(error, debug=debug)
         return 2
     except Exception as error:
-        alarm.sound(alarm.text_of(error))
-        alarm.tell(error, debug=debug)
+        ranks.abort_all_ranks(errors.text_of(error))
+        errors.tell(error, debug=debug)
         return 1
     except Stopped as stop:  # all ranks at once
-        alarm.be_quiet()
+        ranks.be_quiet()
         return int(stop.code)
     except SystemExit as stop:  # a signal before or after the training, or where nothing is saved
-        return alarm.stopped(stop)
-    alarm.be_quiet()
+        return ranks.stopped(stop)
+    ranks.be_quiet()
     if is_speaker:
         if result["images_per_sec"] is None:
             given = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"
@@ -438,4 +446,4 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
 
 
 if __name__ == "__main__":
-    alarm.command(functools.partial(main, began=psutil.Process().create_time()))
+    errors.command(functools.partial(main, began=psutil.Process().create_time()))

@@ -7,7 +7,7 @@ A predecessor's flag (`--batch_size 256`) is an alias of a key. Every key is che
 are reported in one `ConfigError`, each in the shape "where: what was given. What is possible. What to do."
 
 A value may be `${oc.env:VARIABLE}` or `${another.key}`: it is resolved for use, and stays as it is wherever the
-configuration is shown or written. A password in an address is masked. See masking.py.
+configuration is shown or written. A password in an address is masked. See cli/masking.py.
 
 This file knows OmegaConf and messages. It has no section of its own: each section is a frozen dataclass beside the code
 that owns it.
@@ -28,23 +28,12 @@ from typing import Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
 
-import masking
-from command_line import Assignment, CommandLine, Problem, leaves, read_yaml, spread
-from limits import MAX_PART_BYTES, Limits, beyond, given_as, shown
+from cli import masking
+from cli.command_line import Assignment, CommandLine, Problem, leaves, read_yaml, spread
+from cli.errors import ConfigError
+from cli.limits import MAX_PART_BYTES, Limits, beyond, given_as, shown
 
 Config = TypeVar("Config")
-
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one problem a line.
-
-    config: the typed configuration where every name and type was right and only checks across keys failed, else None.
-    """
-
-    def __init__(self, problems: Sequence[str], config: Any = None):
-        self.problems = [masking.hidden(text) for text in problems]
-        self.config = config
-        super().__init__("\n".join(self.problems))
 
 
 def flat(config: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 From a stage `images` to a batch (B samples a device, H W the run's image size):
 
     shard (MDS)   jpg bytes, caption str, key str                        streamed from `data.remote`, kept in `data.local`
-    resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut around its centre (images.py)
+    resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut at its centre (stages/images.py)
     batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenised in one call
 
 From a stage `moments` (prepare/latents.py) a batch is read as it lies in the shards: moments float16 (B, 2C, h, w), tokens.
@@ -31,16 +31,16 @@ from streaming.base.util import bytes_to_int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from batch_wait import END, files_and_bytes, next_batch
-from fetch import PATIENCE_SEC, StreamFailure
-from images import check_caption, decode_image, resize_and_crop
-from limits import limited
-from masking import printable
-from shared_memory import one_at_a_time, remove_dead_segments
-from stage import Stage, column_problem, holds_another_stage, is_remote, read_stage
-from stream import BatchStream, MomentsStream
-from workers import live_as_worker
-from zoo.spec import Column, Family, ImageSize
+from cli.limits import ImageSize, limited
+from cli.masking import printable
+from stages.batch_wait import END, files_and_bytes, next_batch
+from stages.dataset import Stage, column_problem, holds_another_stage, is_remote, read_stage
+from stages.fetch import PATIENCE_SEC, StreamFailure
+from stages.images import check_caption, decode_image, resize_and_crop
+from stages.shared_memory import one_at_a_time, remove_dead_segments
+from stages.stream import BatchStream, MomentsStream
+from stages.workers import live_as_worker
+from zoo.spec import Column, Family
 
 # All that the order of samples hangs on is set explicitly: it then depends on the seed and the global batch alone.
 ORDER = {

@@ -27,8 +27,8 @@ import torch
 from composer import Algorithm, Event, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
-from limits import limited, read_duration
-from tensors import difference, forms, trained_parameters
+from cli.limits import limited, read_duration
+from weights.tensors import difference, tensor_specs, trained_parameters
 
 DEFAULT_DECAY = 0.9999  # of MosaicML's and NVIDIA's Stable Diffusion recipes; a half-life of 6,931 batches
 
@@ -99,9 +99,9 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _average_forms(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the forms that an average of these parameters has: their local parts, in float32."""
+    """Return the tensor specs that an average of these parameters has: their local parts, in float32."""
     meta = {name: torch.empty(_local(p).shape, dtype=torch.float32, device="meta") for name, p in parameters.items()}
-    return forms(meta)
+    return tensor_specs(meta)
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ class EMA(Algorithm):
     def bind(self, model: nn.Module) -> None:
         """Take the model's trained parameters, whatever wraps them. Raises ValueError: they are not those averaged."""
         parameters = trained_parameters(model)
-        if self.weights and (text := difference(_average_forms(parameters), forms(self.weights))):
+        if self.weights and (text := difference(_average_forms(parameters), tensor_specs(self.weights))):
             raise ValueError(f"ema: the average is not of this model: {text}.")
         self._parameters = parameters
 
@@ -258,7 +258,7 @@ class EMA(Algorithm):
         assert self._parameters, "bind the model first"
         saved = state["weights"]
         if saved or state["steps"]:  # not begun yet: nothing to compare
-            if text := difference(_average_forms(self._parameters), forms(saved)):
+            if text := difference(_average_forms(self._parameters), tensor_specs(saved)):
                 raise ValueError(f"ema: the saved average does not fit the model: {text}.")
             self.weights = {name: self._empty(p).copy_(saved[name]) for name, p in self._parameters.items()}
         self.num_steps = state["steps"]

@@ -34,29 +34,38 @@ from typing import Any, Literal
 import torch
 from composer.utils import dist
 
-import alarm
-import curves
-import masking
-import preflight
-import speed
-import unfinished
-import warm_start
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
-from callbacks.run_record import keep_batch_size, read_config, result_line, rounded, write_outcome
-from checks import precision_problems, speed_problems
-from command_line import Assignment, CommandLine, Problem, parse_command_line, read_yaml
-from config import ConfigError, flat, load, schema_keys
-from image_folder import image_batches, list_images
-from limits import limited
+from cli import errors, masking, ranks
+from cli.command_line import Assignment, CommandLine, Problem, parse_command_line, read_yaml
+from cli.errors import ConfigError
+from cli.limits import limited
+from config import flat, load, schema_keys
+from evaluation import plots, unfinished
+from evaluation.image_folder import image_batches, list_images
+from evaluation.prompts import read_prompts
+from evaluation.score_table import Table
+from evaluation.scoring import FIGURES, Scorer
+from evaluation.unfinished import Parts
 from model import LatentDiffusion, build_device, model_problems
-from prompts import read_prompts
-from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
-from run_files import check_record, run_id_of
-from scoring import FIGURES, Scorer
-from subjects import Kind, digest_of, kind_of, load_snapshot, match_prompts, named, of_diffusers_folder, snapshots_of
-from tensors import fingerprint
-from unfinished import Parts
+from preflight import limits
+from preflight.run import precision_problems, speed_problems
+from record.config_file import keep_batch_size, read_config
+from record.files import check_record, run_id_of
+from record.summary import result_line, rounded, write_outcome
+from training import speed, warm_start
+from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.snapshots import (
+    Kind,
+    digest_of,
+    kind_of,
+    load_snapshot,
+    match_prompts,
+    named,
+    of_diffusers_folder,
+    snapshots_of,
+)
+from weights.tensors import fingerprint
 from zoo import load_family
 from zoo.sampling import shard
 from zoo.spec import as_size
@@ -121,13 +130,13 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
             problems += model_problems(config.model, config.image_size, encoders_wanted=False)
             problems += _size_problems(config) + precision_problems(config)
             problems += speed_problems(config)
-            if text := preflight.batch_problem(config.global_batch_size, 1, 1):
+            if text := limits.batch_problem(config.global_batch_size, 1, 1):
                 problems.append(Problem(f"global_batch_size: {text}", ("global_batch_size",)))
         if kind == "diffusers":
             problems += warm_start.problems(config.model, config.objective.prediction)
         if kind != "run" and config.out is None:
             problems.append(Problem("out: not given. Name the folder that the table goes to.", ("out",)))
-        elif text := preflight.unwritable(config.out or place):
+        elif text := limits.unwritable(config.out or place):
             problems.append(Problem(f"out: {text}", ("out",)))
         return problems
 
@@ -179,48 +188,14 @@ def _completed(config: EvalCommand, place: str, kind: Kind, given: set[str]) -> 
     return of_diffusers_folder(config, Path(place), given) if kind == "diffusers" else config
 
 
-class Table:
-    """The rows of eval.csv as they were found, the same on all ranks, and those of this command; rank 0 writes these.
-
-    Raises:
-        ConfigError: there is a file that is no table, or it cannot be written.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.rows: list[Row] = alarm.on_rank_zero(lambda: curves.read_rows(path))
-
-    def get(self, what: Row, score: Callable[[], Row], written: Callable[[], None] = lambda: None) -> Row:
-        """Return the row of what was scored before in the same way, or score it and keep it.
-
-        Args:
-            what: everything that the figures depend on.
-            written: is called when it is in the table, also where it was there before.
-        """
-        same = (row for row in self.rows if all(row.get(key) == value for key, value in what.items()))
-        if (row := next(same, None)) is None:
-            row = {**what, **score()}
-            self.rows.append(row)
-            alarm.on_rank_zero(lambda: curves.add_row(self.path, row, what))
-        written()
-        if dist.get_global_rank() == 0:
-            print(result_line(_shown(row)), flush=True)
-        return row
-
-
-def _shown(row: Row) -> Row:
-    keys = ("model", "images", "weights", "guidance", "fid", "clip", "clip_x100", "num_images", "partial")
-    return {key: rounded(row[key]) for key in keys if key in row}
-
-
 # --- what is scored ---
 
 
 def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a run's snapshots and return their rows; where one meets the target, the run's summary says so."""
     model, scorer = _ready(config, folder, table.path.parent, device)
-    paths, guidances = alarm.on_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
-    name = {"model": folder.name, "model_id": alarm.on_rank_zero(lambda: run_id_of(folder))}
+    paths, guidances = ranks.on_rank_zero(lambda: snapshots_of(folder)), config.eval.guidances()
+    name = {"model": folder.name, "model_id": ranks.on_rank_zero(lambda: run_id_of(folder))}
 
     def scored(path: Path) -> list[Row]:
         where = {**name, **load_snapshot(model, path, config.eval.weights)}
@@ -297,7 +272,7 @@ def _fingerprints(model: LatentDiffusion) -> Row:
 
 def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a folder of images; their captions are those of the prompts that their names give."""
-    paths, facts = alarm.on_rank_zero(lambda: list_images(folder)), {"partial": False}
+    paths, facts = ranks.on_rank_zero(lambda: list_images(folder)), {"partial": False}
     captions = dict.fromkeys(paths, "")
     numbers: dict[Path, Any] = {path: path.name for path in paths}
     if config.eval.prompts is not None:
@@ -322,12 +297,12 @@ def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.
 
 
 def _scored(table: Table, where: Row, scorer: Scorer, model: LatentDiffusion, guidance: float) -> Row:
-    """Return the row of a model at a guidance. Raises alarm.Signalled: it was stopped, and what is scored is kept."""
+    """Return the row of a model at a guidance. Raises ranks.Signalled: it was stopped, and what is scored is kept."""
 
     def figures() -> Row:
         return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
 
-    with alarm.stopping_together() as scorer.signal:
+    with ranks.stopping_together() as scorer.signal:
         return table.get({**where, **scorer.settings(guidance)}, figures, lambda: scorer.forget(model, guidance))
 
 
@@ -337,7 +312,7 @@ def _ready(config: EvalCommand, run: Path | None, folder: Path, device: torch.de
     if run is None:
         warm_start.load(model, str(config.model.denoiser))
     model.place(device, config.precision or "fp32")
-    speed.apply(model, config)
+    speed.apply(model, config, config.precision)
     of_model = {"precision": config.precision, "prediction": config.objective.prediction}
     is_own = run is not None and config.eval.image_size is None and config.out is None
     scorer = Scorer(
@@ -377,14 +352,14 @@ def evaluate(command: CommandLine) -> None:
     configs = {place: read(place, kind, command) for place, kind in kinds.items()}
     device = build_device(configs[places[0]].precision or "fp32")
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
-    alarm.listen()
+    ranks.watch_for_abort()
     rows: list[Row] = []
     for place, kind in kinds.items():
         config, folder = configs[place], Path(place).expanduser().resolve()
         table = Table(Path(config.out or folder, "eval.csv"))
         score = {"run": score_run, "diffusers": score_diffusers, "images": score_images}[kind]
         rows += score(config, folder, table, device._device)
-    with alarm.stopping_together():
+    with ranks.stopping_together():
         if dist.get_global_rank() == 0:
             draw(rows, table.path.parent, configs[places[0]])
 
@@ -393,10 +368,10 @@ def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:
     """Draw FID against CLIP where guidance varies, both over images where the images do, of the rows that have these."""
 
     def over_images(rows: Sequence[Row], path: Path) -> None:
-        curves.draw_over_images(rows, path, dataclasses.asdict(config.target))
+        plots.draw_over_images(rows, path, dataclasses.asdict(config.target))
 
     for name, along, more, picture in (
-        ("guidance.png", "guidance", ("fid", "clip"), curves.draw_guidance),
+        ("guidance.png", "guidance", ("fid", "clip"), plots.draw_guidance),
         ("eval.png", "images", (), over_images),
     ):
         drawn = [row for row in rows if all(row.get(key) is not None for key in (along, *more))]
@@ -427,25 +402,25 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError([p.text for p in command.problems] or [f"eval.py: nothing to score. {ways}."])
         evaluate(command)
     except ValueError as error:
-        alarm.sound(str(error), code=2)
+        ranks.abort_all_ranks(str(error), code=2)
         if debug:
             traceback.print_exc()
         print(error, file=sys.stderr, flush=True)
         return 2
-    except alarm.Signalled as stop:
+    except ranks.Signalled as stop:
         if dist.get_global_rank() == 0:
             print(f"{stop}: stopped. The same command goes on.", file=sys.stderr, flush=True)
-        alarm.be_quiet()
+        ranks.be_quiet()
         return 128 + stop.number
     except Exception as error:
-        alarm.sound(alarm.text_of(error))
-        alarm.tell(error, debug=debug)
+        ranks.abort_all_ranks(errors.text_of(error))
+        errors.tell(error, debug=debug)
         return 1
     except SystemExit as stop:
-        return alarm.stopped(stop)
-    alarm.be_quiet()
+        return ranks.stopped(stop)
+    ranks.be_quiet()
     return 0
 
 
 if __name__ == "__main__":
-    alarm.command(main)
+    errors.command(main)

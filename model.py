@@ -35,13 +35,13 @@ from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor, nn
 
-import fp8
-from command_line import Problem
-from encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
+from cli.command_line import Problem
+from cli.limits import ImageSize
 from zoo import load_family
+from zoo.encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
 from zoo.objectives import Objective, ObjectiveConfig
 from zoo.sampling import sample
-from zoo.spec import Family, ImageSize, as_size
+from zoo.spec import Family, as_size
 
 # h w of the latents that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB an
 # image there (256 x 512 x 512 in two bytes), where the latent takes 64 KiB: it would bound the batch of the sampler.
@@ -146,8 +146,10 @@ class LatentDiffusion(ComposerModel):
         self.caption_dropout = caption_dropout
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.device = torch.device("cpu")
-        self.memory_format = torch.contiguous_format  # of images and latents on their way into a network: see speed.py
-        self.replays_graphs = False  # the denoiser's kernels come from CUDA graphs: see speed.py
+        self.memory_format = (
+            torch.contiguous_format
+        )  # of images and latents on their way into a network: see training/speed.py
+        self.replays_graphs = False  # the denoiser's kernels come from CUDA graphs: see training/speed.py
         self._autocast_dtype: torch.dtype | None = None
         self._empty_condition: dict[str, Tensor] | None = None
 
@@ -159,12 +161,9 @@ class LatentDiffusion(ComposerModel):
     def place(self, device: torch.device, precision: str) -> LatentDiffusion:
         """Move all parts to the device; encoders are cast to the compute precision, the denoiser stays float32.
 
-        Composer opens autocast on a GPU and refuses it on a CPU, so there the model opens its own. Raises ConfigError: fp8,
-        but no layer of the denoiser is wide enough.
+        Composer opens autocast on a GPU and refuses it on a CPU, so there the model opens its own.
         """
         self.denoiser.to(device)
-        if precision == "fp8":
-            fp8.use(self.denoiser)
         self.encoders.to(device, AUTOCAST_DTYPES.get(precision, torch.float32))
         return self.compute_on(device, precision)
 

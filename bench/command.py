@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from command_line import Problem, parse_command_line
-from config import ConfigError, load, to_yaml
-from environment import environment
-from preflight import unwritable
+from cli.command_line import Problem, parse_command_line
+from cli.errors import ConfigError
+from config import load, to_yaml
+from preflight.limits import unwritable
+from record.environment import environment
 
 Config = TypeVar("Config")
 

@@ -64,9 +64,9 @@ from bench.micro_data import (
     write_images,
     write_moments,
 )
-from command_line import Problem
+from cli.command_line import Problem
+from cli.limits import limited
 from config import as_written
-from limits import limited
 
 SCHEMA = 1
 LAYOUTS = ("ours", "webdataset", "webdataset16", "files", "images")

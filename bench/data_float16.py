@@ -21,9 +21,9 @@ from PIL import Image
 from torch import Tensor
 
 from bench.contest import rounded
-from encoders import build_encoders
 from model import normalize_images
 from zoo import load_family
+from zoo.encoders import build_encoders
 
 SD2_SCALE = 0.18215
 NUM_PICTURES = 256

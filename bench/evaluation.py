@@ -33,18 +33,19 @@ import numpy as np
 import torch
 from composer.utils import dist
 
-import speed
-from callbacks.run_record import result_line, rounded
 from callbacks.throughput import peak_mem_gib
-from checks import model_problems, precision_problems, speed_problems
-from command_line import Problem, parse_command_line
-from config import ConfigError, load
-from environment import environment
-from metrics.clip_score import load_clip
-from metrics.weights import RANDOM
+from cli.command_line import Problem, parse_command_line
+from cli.errors import ConfigError
+from config import load
+from evaluation.clip_score import load_clip
+from evaluation.scoring import Scorer
 from model import build_device
-from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
-from scoring import Scorer
+from preflight.run import model_problems, precision_problems, speed_problems
+from record.environment import environment
+from record.summary import result_line, rounded
+from training import speed
+from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from weights.published import RANDOM
 
 ROUNDS = 3
 NUM_PROMPTS = 128
@@ -98,7 +99,7 @@ def measure(config: RunConfig) -> dict[str, Any]:
     dist.initialize_dist(device)
     model = build(config)
     model.place(device._device, config.precision)
-    speed.apply(model, config)
+    speed.apply(model, config, config.precision)
     scorer = scorer_of(config)
     seconds = []
     for _ in range(1 + ROUNDS):

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, rounded, take_turns
+from cli.limits import limited
 from config import as_written
-from limits import limited
-from metrics.fid import FeatureSums, Statistics, frechet_distance
+from evaluation.fid import FeatureSums, Statistics, frechet_distance
 
 SCHEMA = 1
 CONTESTANTS = ("ours", "torchmetrics")

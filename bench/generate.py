@@ -28,9 +28,9 @@ from torch import Tensor
 
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
-from command_line import Problem
+from cli.command_line import Problem
+from cli.limits import limited
 from config import as_written
-from limits import limited
 from model import LatentDiffusion, ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig
 from zoo.sampling import build_scheduler, prompt_generator, prompt_noise, sampling_problems

@@ -35,12 +35,12 @@ import torch
 from omegaconf import OmegaConf
 
 from callbacks.quality_target import TARGET_KEYS
-from callbacks.run_record import read_lines
-from config import ConfigError
-from environment import commit, device_name
-from limits import kind_of_path, shown
-from preflight import unwritable
-from tensors import OF_MEMORY
+from cli.errors import ConfigError
+from cli.limits import kind_of_path, shown
+from preflight.limits import unwritable
+from record.environment import commit, device_name
+from record.files import read_lines
+from weights.tensors import OF_MEMORY
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", *OF_MEMORY)
 SPEED = "images_per_sec_per_device"

@@ -35,9 +35,9 @@ from bench.contest import Figures
 from bench.micro_data import IMAGES_BATCH, MOMENTS_BATCH, measure_data
 from bench.micro_ema import measure_ema
 from bench.micro_run import measure_checkpoint, measure_first_step
-from command_line import Problem
+from cli.command_line import Problem
+from cli.limits import limited
 from config import as_written
-from limits import limited
 
 SCHEMA = 1
 

@@ -38,9 +38,9 @@ from torch.utils.data import DataLoader
 
 from bench.contest import Figures, take_turns
 from data import DataConfig, build_data
-from fetch import HASH
-from images import decode_image, resize_and_crop
-from stage import write_facts
+from stages.dataset import write_facts
+from stages.fetch import HASH
+from stages.images import decode_image, resize_and_crop
 from zoo import load_family
 from zoo.spec import Column, Family
 

@@ -27,7 +27,7 @@ import torch
 
 from bench.contest import Figures, rounded, take_turns
 from bench.micro_ema import narrow_unet
-from checkpoint_files import FULL, SCHEMA, find_newest, stem, write
+from record.checkpoint_files import FULL, SCHEMA, find_newest, stem, write
 
 MAX_ROUNDS = 3  # of seconds each
 POLL_SEC = 0.02

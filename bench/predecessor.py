@@ -26,16 +26,17 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from callbacks.run_record import result_line, rounded
 from callbacks.throughput import Throughput, peak_tflops
-from checks import check, cost_of, planned_microbatch
-from command_line import Problem, parse_command_line
-from config import ConfigError, load
-from environment import device_name, environment
-from microbatch import AUTO
+from cli.command_line import Problem, parse_command_line
+from cli.errors import ConfigError
+from config import load
 from model import BatchRandomness, build_device, composer_precision
-from run_config import ALIASES, NOT_YET, RunConfig, build, resolve
-from speed import SpeedKeys
+from preflight.run import check, cost_of, planned_microbatch
+from record.environment import device_name, environment
+from record.summary import result_line, rounded
+from training.microbatch import AUTO
+from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.speed import SpeedKeys
 from zoo.spec import Column
 
 EMA_HALF_LIFE = "100ba"

@@ -41,14 +41,15 @@ from boto3.s3.transfer import TransferConfig
 from bench.command import head, write_record
 from bench.contest import Figures, take_turns
 from bench.micro_data import MOMENTS_BATCH, SEED, SIZE, build_family, write_moments
-from command_line import parse_command_line
-from config import ConfigError, as_written, load
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from cli.limits import limited
+from cli.masking import masked
+from config import as_written, load
 from data import DataConfig, build_data
-from fetch import file_digest
-from limits import limited
-from masking import masked
-from stage import read_stage
-from store_errors import address_problem, scheme_of
+from stages.dataset import read_stage
+from stages.fetch import file_digest
+from stages.store_errors import address_problem, scheme_of
 
 SCHEMA = 1
 

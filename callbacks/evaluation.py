@@ -7,7 +7,8 @@ The seconds of an evaluation's line are those of training up to it, from the run
 Composer's clock runs on through what a callback does, and adds that to the next batch. There it is taken off again, from
 the clock itself: checkpoints keep that, so that nothing else has to be kept through stops, and starts without evaluation.
 
-A signal is heard within the evaluation too. What is scored by then is kept (scoring.py), and the next start goes on with it.
+A signal is heard within the evaluation too. What is scored by then is kept, and the next start goes on with it
+(evaluation/scoring.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from composer import Callback, Logger, State
 
-from alarm import Signalled
+from cli.ranks import Signalled
 
 Line = dict[str, Any]
 

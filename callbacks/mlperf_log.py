@@ -40,10 +40,10 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from filelock import FileLock, Timeout
 
-from checkpoint_files import read as read_checkpoint
-from config import ConfigError
-from mlperf_events import NAME, EventLog, close, evaluated, is_begun, num_lasting, read_events, reopen, say
-from run_files import read_summary
+from cli.errors import ConfigError
+from record.checkpoint_files import read as read_checkpoint
+from record.files import read_summary
+from record.mlperf_events import NAME, EventLog, close, evaluated, is_begun, num_lasting, read_events, reopen, say
 
 Line = Mapping[str, Any]
 

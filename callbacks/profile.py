@@ -3,7 +3,7 @@
     composer benchmark.py ... profile.batches=3
 
 RUN_FOLDER/RUN_NAME/profile/trace.json.gz    for chrome://tracing or ui.perfetto.dev
-                            table.txt        time by kind and the kernels that take most (time_by_kind.py)
+                            table.txt        time by kind and the kernels that take most (profile_table.py)
                             table.json       the same
 
 torch.profiler itself, not composer.profiler around it: that one counts its cycles by the batch of the epoch, so that it would
@@ -27,8 +27,8 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-import time_by_kind
-from limits import limited
+from cli.limits import limited
+from record import profile_table
 
 FOLDER = "profile"
 
@@ -140,10 +140,10 @@ class Profile(Callback):
         path = self.folder / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt") as file:
-            table = {"about": self.about, **time_by_kind.tabulate(json.load(file)["traceEvents"])}
+            table = {"about": self.about, **profile_table.tabulate(json.load(file)["traceEvents"])}
         (self.folder / "table.json").write_text(json.dumps(table, indent=2) + "\n")
         (self.folder / "table.txt").write_text(
-            "".join(f"{key}: {value}\n" for key, value in self.about.items()) + "\n" + time_by_kind.text(table)
+            "".join(f"{key}: {value}\n" for key, value in self.about.items()) + "\n" + profile_table.text(table)
         )
 
     def fit_end(self, state: State, logger: Logger) -> None:

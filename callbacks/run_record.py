@@ -14,48 +14,32 @@ RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
-from omegaconf import OmegaConf
 
-import masking
-from command_line import Problem, read_yaml
-from config import ConfigError, resolved
-from environment import environment
-from run_files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, read_summary, run_id_of, seconds_of_starts
+from cli import masking
+from cli.command_line import RENAMED
+from record.environment import environment
+from record.files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, run_id_of, seconds_of_starts
+from record.summary import RESULT_KEYS, finite, rounded
+from record.writing import append_lines, as_lines, write_json, write_whole
 
 if TYPE_CHECKING:
     from callbacks.throughput import Throughput
-    from optim import GradientNorm
-    from quiet_trainer import LateLosses
+    from training.optimizer import GradientNorm
+    from training.trainer import AsyncLosses
 
 SCHEMA = 1
 TOTAL = "loss/train/total"
-RESULT_KEYS = (
-    "images_per_sec",
-    "images_per_sec_min",
-    "images_per_sec_max",
-    "images_per_sec_per_device",
-    "images_per_sec_wall",
-    "mfu",
-    "data_wait_frac",
-    "peak_mem_gib",
-    "batches",
-    "warmup_batches",
-    "windows",
-    "seconds",
-    "loss",
-)
 
 
 class RunRecord(Callback):
@@ -71,7 +55,7 @@ class RunRecord(Callback):
         check_bad_samples: raises when there are too many, given those of all ranks.
         last_checkpoint: the newest whole checkpoint, for messages.
         how: what else a speed depends on beside the devices (the keys of speed, the microbatch); a run may go on with others.
-        late_losses: losses that are known one batch late; `settle` has to be called before anything of a batch is kept.
+        async_losses: losses that are known one batch late; `settle` has to be called before anything of a batch is kept.
 
     `evaluations`: those of this run so far, in order, the same on all ranks.
     """
@@ -88,7 +72,7 @@ class RunRecord(Callback):
         check_bad_samples: Callable[[Mapping[int, tuple[str, str]]], None],
         last_checkpoint: Callable[[], Path | None],
         how: Mapping[str, Any] | None = None,
-        late_losses: LateLosses | None = None,
+        async_losses: AsyncLosses | None = None,
     ):
         self.folder = folder
         self.config_yaml = config_yaml
@@ -99,7 +83,7 @@ class RunRecord(Callback):
         self.check_bad_samples = check_bad_samples
         self.last_checkpoint = last_checkpoint
         self.how = dict(how or {})
-        self.late_losses = late_losses
+        self.async_losses = async_losses
         self.run_id = ""
         self.num_starts = 0
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
@@ -138,10 +122,10 @@ class RunRecord(Callback):
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
             own = {**start, **where, "how": self.how, **({"lost": list(lost)} if lost else {})}
-            _write(self.folder / "config.yaml", self.config_yaml)  # first: a folder without it is no run
+            write_whole(self.folder / "config.yaml", self.config_yaml)  # first: a folder without it is no run
             self._starts = [*earlier, own]
-            _write(self.folder / STARTS, _lines(self._starts))
-            _write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
+            write_whole(self.folder / STARTS, as_lines(self._starts))
+            write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
             (self.folder / "summary.json").unlink(missing_ok=True)  # it would say that the run is finished
             if earlier or batch:
                 earlier_sec = None if {STARTS, METRICS} & set(self.lost) else seconds_of_starts(self.folder)
@@ -156,7 +140,7 @@ class RunRecord(Callback):
             self.loss = kept[-1]["loss"] if kept else None
             self._last_edge = max((line["batch"] for line in kept if not line.get("unfinished")), default=0)
             if bad:
-                _write(self.folder / BAD_SAMPLES, _lines(bad))  # without a line that a killed writer left
+                write_whole(self.folder / BAD_SAMPLES, as_lines(bad))  # without a line that a killed writer left
             for line in bad:
                 self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
         shared = [(self.all_bad_samples, self._last_edge, self.evaluations)]
@@ -176,7 +160,8 @@ class RunRecord(Callback):
     def _has_speed_of(self, start: Mapping[str, Any]) -> bool:
         """True where an earlier start ran as this one does: speeds of another machine or of other keys are not this one's."""
         is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))
-        return is_same and start.get("how", self.how) == self.how  # one of an older version does not say: it counts
+        how = {RENAMED.get(key, key): value for key, value in start.get("how", self.how).items()}
+        return is_same and how == self.how  # one of an older version may not say how: it counts
 
     def _cut_back(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         """Leave the lines to be kept in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""
@@ -189,9 +174,9 @@ class RunRecord(Callback):
         if cut:
             with open(self.folder / CUT, "ab") as file:
                 file.write(b"".join(text + b"\n" for text in cut))
-            _write(path, _lines(kept))
+            write_whole(path, as_lines(kept))
         elif texts and texts[-1]:
-            _write(path, _lines(kept))  # its last line has no end
+            write_whole(path, as_lines(kept))  # its last line has no end
         return kept
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +205,7 @@ class RunRecord(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self._batch, self._state = state.timestamp.batch.value, state
-        if self.late_losses is None:
+        if self.async_losses is None:
             loss = state.total_loss_dict[TOTAL]  # mean over all ranks; Composer has read it already
             if not math.isfinite(loss):
                 last = state.loss if isinstance(state.loss, torch.Tensor) else torch.tensor(float("nan"))
@@ -234,7 +219,7 @@ class RunRecord(Callback):
 
     def settle(self, leave: int = 0) -> None:
         """Know every loss up to the batch that has ended, and stop where one is not finite; all ranks call it."""
-        for loss in [] if self.late_losses is None else self.late_losses.take(leave):
+        for loss in [] if self.async_losses is None else self.async_losses.take(leave):
             self._state.total_loss_dict = {TOTAL: loss.mean}  # where Composer has it, for whoever asks
             if not math.isfinite(loss.mean):
                 self._stop_on_non_finite_loss(loss.batch, loss.mean, math.isfinite(loss.own))
@@ -264,7 +249,7 @@ class RunRecord(Callback):
         if not window["unfinished"]:
             self.gradient_norm.restart()
         if self._is_writer:
-            _append(self.folder / METRICS, [{key: _finite(value) for key, value in line.items()}])
+            append_lines(self.folder / METRICS, [{key: finite(value) for key, value in line.items()}])
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
@@ -274,7 +259,7 @@ class RunRecord(Callback):
         self.evaluations.append(whole)
         self._num_lines += 1
         if self._is_writer:
-            _append(self.folder / METRICS, [{key: _finite(value) for key, value in whole.items()}])
+            append_lines(self.folder / METRICS, [{key: finite(value) for key, value in whole.items()}])
         figures = {key: line[key] for key in ("fid", "clip", "clip_x100", "eval_sec") if line.get(key) is not None}
         logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
 
@@ -288,7 +273,7 @@ class RunRecord(Callback):
         if self._is_writer and len(self.all_bad_samples) > known:
             new = list(self.all_bad_samples.items())[known:]
             lines = ({"sample": sample, "key": key, "reason": reason} for sample, (key, reason) in new)
-            _append(self.folder / BAD_SAMPLES, lines)
+            append_lines(self.folder / BAD_SAMPLES, lines)
             key, reason = new[0][1]
             print(
                 f"data: {len(new)} samples could not be used, e.g. {masking.printable(key)}: {reason}", file=sys.stderr
@@ -316,7 +301,7 @@ class RunRecord(Callback):
             if self._is_writer:
                 self._starts[-1]["seconds"] = self.throughput.start_sec
                 with contextlib.suppress(OSError):  # a disk that is full is said by what follows, or has ended the run
-                    _write(self.folder / STARTS, _lines(self._starts))
+                    write_whole(self.folder / STARTS, as_lines(self._starts))
 
     def finish(self, outcome: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write summary.json and return the result line's figures, rounded as both show them.
@@ -342,94 +327,5 @@ class RunRecord(Callback):
             **self.environment,
         }
         if self._is_writer:
-            _write_json(self.folder / "summary.json", summary)
+            write_json(self.folder / "summary.json", summary)
         return result | {key: rounded(value) for key, value in (outcome or {}).items()}
-
-
-def write_outcome(folder: Path, outcome: Mapping[str, Any], *, over: str | None = None) -> None:
-    """Write what a finished run came to, after all, into its summary.json.
-
-    Args:
-        over: only where its `target` is this.
-    """
-    summary = read_summary(folder)
-    if summary and over in (None, summary.get("target")):
-        _write_json(folder / "summary.json", {**summary, **outcome})
-
-
-def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] = ("",)) -> None:
-    """Write keys of some sections into a run's config.yaml, which may be of before there were such."""
-    read_config(folder)  # for what it says of one that is broken
-    path = folder / "config.yaml"
-    config = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
-    kept = {key: value for key, value in masking.written(keys).items() if key.startswith(sections)}
-    for key, value in kept.items():
-        OmegaConf.update(config, key, value, force_add=True)
-    if kept:
-        _write(path, OmegaConf.to_yaml(config))
-
-
-def keep_batch_size(folder: Path, batch_size: int) -> None:
-    """Write the batch size of evaluation that was found into a run's config.yaml."""
-    keep_keys(folder, {"eval.batch_size": batch_size})
-
-
-def found_batch_size(folder: Path) -> int | None:
-    """Return the batch size of evaluation that a run has, for all its starts, or None."""
-    return read_config(folder).get("eval.batch_size")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return key -> value of a run's config.yaml, or nothing where there is none. Raises ConfigError: it is broken.
-
-    What stands for nothing in this environment (`${oc.env:...}`) is left out.
-    """
-    path = folder / "config.yaml"
-    values, unreadable = read_yaml(str(path)) if path.is_file() else ([], [])
-    values, unresolved = resolved(values, None)
-    unreadable += [
-        Problem(unresolved[id(at)]) for at in values if id(at) in unresolved and "${oc.env:" not in str(at.value)
-    ]
-    if unreadable:
-        ways = "Bring back a copy, or remove it and summary.json: benchmark.py then goes on from the newest checkpoint"
-        raise ConfigError([f"{problem.text} {ways}, with the keys of its command." for problem in unreadable])
-    return {at.key: at.value for at in values if id(at) not in unresolved}
-
-
-def result_line(result: Mapping[str, Any]) -> str:
-    """Format the last line that benchmark.py prints: key=value, `none` for a figure that there is not."""
-    return " ".join(f"{key}={'none' if value is None else value}" for key, value in result.items())
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: fp16's skipped first steps have an infinite gradient norm, which is written as null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def rounded(value: Any) -> Any:
-    """Return a figure as the result line shows it, with six digits."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _lines(content: Iterable[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in content)
-
-
-def _append(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    try:
-        with open(path, "a") as file:
-            file.write(_lines(lines))
-    except OSError as error:
-        given = f"run_folder: {path} cannot be written: {error.strerror}"
-        raise OSError(f"{given}. The run stops; make room, and start the same command again.") from error
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    _write(path, json.dumps(content, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

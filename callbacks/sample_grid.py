@@ -15,7 +15,7 @@ from composer import Logger
 from PIL import Image
 from torch import Tensor
 
-from masking import printable
+from cli.masking import printable
 
 GAP_PX = 2
 

@@ -31,7 +31,7 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from limits import limited
+from cli.limits import limited
 
 CLOCKS = ("train", "data_wait", "eval", "other")
 
@@ -79,7 +79,7 @@ class Throughput(Callback):
 
     Args:
         config: window, warm-up and peak.
-        flops_per_image: of a whole training step, see preflight.py.
+        flops_per_image: of a whole training step, see training/cost.py.
         peak: TFLOP/s that MFU divides by, or None.
     """
 

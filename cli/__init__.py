@@ -1,4 +1,4 @@
-"""What every command shares: the command line, limits of values, errors, hidden passwords, the pages of keys.
+"""What every command shares: words of the command line, limits of values, masked secrets, errors, ranks that stop together.
 
-Everybody may come in. It imports nothing of Easel but itself.
+Anyone may come in. Imports nothing of the project.
 """

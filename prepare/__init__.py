@@ -1,1 +1,4 @@
-"""Data and weights, each a command: `python -m prepare.NAME --help`."""
+"""Data and weights, each a command: python -m prepare.NAME.
+
+bench/ and tests come in for the miniature's data. It may import every room below it.
+"""

@@ -5,7 +5,7 @@
     WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 python -m prepare.doctor RUN.yaml    # as for composer -n 8
 
 A line a check: OK, warning (the run starts, and may not be what was meant) or error (it would fail), with what to do. The
-machine's part is in machine.py, the run's in prepare/run_checks.py, the stage's in prepare/stage_checks.py. A check that
+machine's part is in preflight/machine.py, the run's in preflight/checks.py, the stage's in preflight/stage.py. A check that
 takes too long is an error itself; a store has 20 s.
 
 Exit code: 0 without an error, 1 with one, 2 when the command line cannot be read.
@@ -21,14 +21,16 @@ from dataclasses import dataclass
 
 from composer.utils import dist
 
-import checks
-import machine
-from command_line import parse_command_line
-from config import ConfigError, load
-from machine import ERROR, OK, WARNING, Finding
-from prepare import run_checks, stage_checks
-from prepare.run_checks import Case, not_looked_at
-from run_config import ALIASES, NOT_YET, RunConfig
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import load
+from preflight import checks as run_checks
+from preflight import machine
+from preflight import run as checks
+from preflight import stage as stage_checks
+from preflight.checks import Case, not_looked_at
+from preflight.machine import ERROR, OK, WARNING, Finding
+from training.run_config import ALIASES, NOT_YET, RunConfig
 
 STORE_SEC = 20.0
 CHECK_SEC = 120.0  # a hanging file system; the digest of a large checkpoint

@@ -20,15 +20,15 @@ from composer.utils import dist
 from streaming.base.format.mds.reader import MDSReader
 from torch import Tensor
 
-from encoders import build_encoders
-from fetch import HASH, file_digest
-from images import SampleError, check_caption, decode_image, resize_and_crop
+from cli.limits import ImageSize
 from model import AUTOCAST_DTYPES, ModelConfig, normalize_images
 from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Failed, Place
+from stages.fetch import HASH, file_digest
+from stages.images import SampleError, check_caption, decode_image, resize_and_crop
 from zoo import load_family
-from zoo.spec import ImageSize
+from zoo.encoders import build_encoders
 
 AGAIN = "Make that stage again, or copy it anew"
 

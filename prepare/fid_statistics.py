@@ -26,13 +26,14 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from command_line import Problem, parse_command_line
-from config import ConfigError, load, to_yaml
-from image_folder import image_batches, list_images
-from limits import limited
-from metrics.fid import FeatureSums, Statistics, covariance_warning, write_statistics
-from metrics.inception import Extractor, load_inception
-from preflight import unwritable
+from cli.command_line import Problem, parse_command_line
+from cli.errors import ConfigError
+from cli.limits import limited
+from config import load, to_yaml
+from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
+from evaluation.image_folder import image_batches, list_images
+from evaluation.inception import Extractor, load_inception
+from preflight.limits import unwritable
 from prepare.parts import split_words
 from zoo.spec import MAX_SIDE_PX
 

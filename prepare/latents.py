@@ -41,20 +41,19 @@ from PIL import Image
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from command_line import Problem, parse_command_line
-from config import ConfigError, load, to_yaml
-from fetch import HASH
-from images import resize_name
-from limits import limited
+from cli.command_line import Problem, parse_command_line
+from cli.errors import ConfigError
+from cli.limits import ImageSize, limited
+from config import load, to_yaml
 from model import ModelConfig, model_problems
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
 from prepare.moments import mds_columns
 from prepare.parts import (
     GO_ON,
     PATIENCE_SEC,
-    Account,
     Part,
     Plan,
+    SampleCounts,
     begin,
     finish,
     make_part,
@@ -66,8 +65,10 @@ from prepare.parts import (
     where_to_look,
 )
 from prepare.places import Failed, Place, Refused, address_problem, open_place, out_problem
-from stage import Stage, read_stage
-from zoo.spec import ImageSize, as_size
+from stages.dataset import Stage, read_stage
+from stages.fetch import HASH
+from stages.images import resize_name
+from zoo.spec import as_size
 
 REFUSAL_WAIT_SEC = 30.0  # the launcher ends all ranks when the first one leaves: let the one that a person hears speak
 
@@ -202,11 +203,11 @@ def make_parts(
 
 def write_stage(
     config: LatentsConfig, source: Place, stage: Stage, shards: list[dict], place: Place
-) -> tuple[Account, str] | None:
+) -> tuple[SampleCounts, str] | None:
     """Make the stage, or this rank's share of what is missing of it.
 
     Returns:
-        the account and the speed in words on rank 0, None on the others.
+        the counts and the speed in words on rank 0, None on the others.
 
     Raises:
         Refused: OUT holds something else.
@@ -237,10 +238,10 @@ def write_stage(
         mine = [number for number in todo if number % ranks == 0]
         longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers)
         wait_for_parts(place, len(shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
-        account = finish(place, plan)
+        counts = finish(place, plan)
     seconds, images = time.monotonic() - started, sum(shards[number]["samples"] for number in todo)
     speed = f"; {images / seconds:,.1f} images/s over {seconds:,.0f} s" if images else ""
-    return account, speed
+    return counts, speed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -284,9 +285,9 @@ def main(argv: Sequence[str]) -> int:
         return 1
     if result is None:
         return 0
-    account, speed = result
-    print(f"{account}{speed}; {where_to_look(account, paths[1])}", flush=True)
-    return 0 if account.written else 1
+    counts, speed = result
+    print(f"{counts}{speed}; {where_to_look(counts, paths[1])}", flush=True)
+    return 0 if counts.written else 1
 
 
 def _refuse(text: str) -> int:

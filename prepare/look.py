@@ -41,18 +41,19 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from command_line import Assignment, CommandLine, Problem, parse_command_line
-from config import ConfigError, load, to_yaml
-from limits import limited
-from masking import printable
+from cli.command_line import Assignment, CommandLine, Problem, parse_command_line
+from cli.errors import ConfigError
+from cli.limits import limited
+from cli.masking import printable
+from config import load, to_yaml
 from model import ModelConfig, model_problems
 from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
 from prepare.look_picture import Histogram, Sample, Tile, first_of, share, size_in_words, spread
 from prepare.parts import split_words
 from prepare.places import Failed, Place, address_problem, open_place, out_problem
-from shard_file import ShardError, ShardFile
-from stage import FACTS_FILE, Stage, is_remote, read_stage
+from stages.dataset import FACTS_FILE, Stage, is_remote, read_stage
+from stages.shard_file import ShardError, ShardFile
 from zoo import load_family
 from zoo.spec import Family
 
@@ -251,7 +252,10 @@ class Seen:
         names = ("higher than wide", "square", "wider than high")
         shapes = Counter(names[1 + (width > height) - (width < height)] for width, height in sizes)
         return [
-            ("formats", ", ".join(f"{form} {share(num, len(self.samples))}" for form, num in forms.most_common())),
+            (
+                "formats",
+                ", ".join(f"{form} {share(num, len(self.samples))}" for form, num in forms.most_common()),
+            ),
             ("width, px", spread([width for width, _ in sizes])),
             ("height, px", spread([height for _, height in sizes])),
             ("width / height", spread(ratios, "{:.3g}".format)),

@@ -25,11 +25,11 @@ from PIL import Image
 from streaming.base.format.mds.encodings import mds_decode
 from torch import nn
 
-from encoders import RANDOM, build_encoders
-from images import SampleError, check_caption, decode_image
-from limits import MAX_CAPTION
-from masking import printable
+from cli.limits import MAX_CAPTION
+from cli.masking import printable
 from prepare.moments import check_finite
+from stages.images import SampleError, check_caption, decode_image
+from zoo.encoders import RANDOM, build_encoders
 from zoo.spec import Family
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from images import SampleError
-from stage import array_encoding
-from zoo.spec import Family, ImageSize
+from cli.limits import ImageSize
+from stages.dataset import array_encoding
+from stages.images import SampleError
+from zoo.spec import Family
 
 
 def mds_columns(family: Family, size: ImageSize, *, text: Mapping[str, Tensor], metadata: bool) -> dict[str, str]:

@@ -5,7 +5,7 @@
     OUT/part-00012/part.json         ... and, last, their entries of the index and what became of every sample
     OUT/skipped.jsonl                the finish, when all parts are there: every skipped sample with its reason,
     OUT/index.json                   the index of all parts' shards,
-    OUT/dataset.json                 and, last, what makes it a stage (stage.py reads nothing without it)
+    OUT/dataset.json                 and, last, what makes it a stage (stages/dataset.py reads nothing without it)
 
 A part's bytes depend on its input and the plan alone, not on who makes it or how often the work was interrupted. A part
 with its part.json is done and never made again.
@@ -29,11 +29,11 @@ from filelock import Timeout
 from streaming import MDSWriter
 from streaming.base.util import bytes_to_int
 
-import masking
-from fetch import HASH
-from limits import text_possible
+from cli import masking
+from cli.limits import text_possible
 from prepare.places import Failed, Place, Refused
-from stage import FACTS_FILE, write_facts
+from stages.dataset import FACTS_FILE, write_facts
+from stages.fetch import HASH
 
 PLAN_FILE = "plan.json"
 PLAN_SCHEMA = 1
@@ -54,7 +54,7 @@ def part_name(number: int) -> str:
 
 
 @dataclass
-class Account:
+class SampleCounts:
     """What became of every sample and input; the counters are by reason."""
 
     read: int = 0
@@ -65,7 +65,7 @@ class Account:
     """Files that belong to no sample."""
     ignored_example: str | None = None
 
-    def add(self, other: Account) -> None:
+    def add(self, other: SampleCounts) -> None:
         self.read += other.read
         self.written += other.written
         self.skipped.update(other.skipped)
@@ -73,7 +73,7 @@ class Account:
         self.ignored_files += other.ignored_files
         self.ignored_example = self.ignored_example or other.ignored_example
 
-    def counts(self) -> dict[str, Any]:
+    def as_facts(self) -> dict[str, Any]:
         """Return it as JSON has it, reasons in order."""
         return {
             "read": self.read,
@@ -103,30 +103,30 @@ class Part:
 
     def __init__(self, source: str, writer: MDSWriter):
         self.source = source
-        self.account = Account()
+        self.counts = SampleCounts()
         self.skipped: list[dict[str, Any]] = []
         self._writer = writer
 
     def read(self) -> None:
-        self.account.read += 1
+        self.counts.read += 1
 
     def write(self, row: dict[str, Any]) -> None:
         self._writer.write(row)
-        self.account.written += 1
+        self.counts.written += 1
 
     def skip(self, key: str, reason: str) -> None:
-        self.account.skipped[reason] += 1
+        self.counts.skipped[reason] += 1
         self.skipped.append({"source": self.source, "key": key, "reason": reason})
 
     def fault(self, reason: str) -> None:
         """Note what is wrong with the input itself."""
-        self.account.bad_sources[reason] += 1
+        self.counts.bad_sources[reason] += 1
         self.skipped.append({"source": self.source, "key": None, "reason": reason})
 
     def ignore(self, name: str) -> None:
         """Note a file that belongs to no sample."""
-        self.account.ignored_files += 1
-        self.account.ignored_example = self.account.ignored_example or name
+        self.counts.ignored_files += 1
+        self.counts.ignored_example = self.counts.ignored_example or name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def _missing(place: Place, num_parts: int) -> set[int]:
     return {number for number in range(num_parts) if f"{part_name(number)}/{PART_FILE}" not in names}
 
 
-def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part], None]) -> Account:
+def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part], None]) -> SampleCounts:
     """Make one part and put it, its part.json last.
 
     Args:
@@ -257,7 +257,7 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
         with MDSWriter(out=str(work), columns=plan.columns, hashes=[HASH], size_limit=plan.shard_size) as writer:
             part = Part(plan.inputs[number]["name"], writer)
             fill(number, part)
-        assert part.account.read == part.account.written + part.account.skipped.total()
+        assert part.counts.read == part.counts.written + part.counts.skipped.total()
         for entry in writer.shards:
             basename = entry["raw_data"]["basename"]
             place.put(f"{name}/{basename}", work / basename)
@@ -265,12 +265,12 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
         content = {
             "plan": plan.digest,
             "made_from": plan.inputs[number],
-            "account": {**part.account.counts(), "ignored_example": part.account.ignored_example},
+            "account": {**part.counts.as_facts(), "ignored_example": part.counts.ignored_example},
             "skipped": part.skipped,
             "shards": writer.shards,
         }
         place.put_bytes(f"{name}/{PART_FILE}", (json.dumps(content, indent=1) + "\n").encode())
-        return part.account
+        return part.counts
 
 
 @contextlib.contextmanager
@@ -287,42 +287,42 @@ def _turn(place: Place, name: str) -> Iterator[None]:
         lock.release()
 
 
-def _read_part(place: Place, plan: Plan, number: int) -> tuple[Account, dict[str, Any]]:
-    """Return a done part's account and its whole part.json. Raises Failed: it is not one of this plan."""
+def _read_part(place: Place, plan: Plan, number: int) -> tuple[SampleCounts, dict[str, Any]]:
+    """Return a done part's counts and its whole part.json. Raises Failed: it is not one of this plan."""
     name = part_name(number)
     content = json.loads(place.read(f"{name}/{PART_FILE}"))
     if content["plan"] != plan.digest:
         raise Failed(f"OUT: {place.address}/{name} was made by another command at the same time. Remove OUT.")
-    account = dict(content["account"])
-    counters = {name: Counter(account.pop(name)) for name in ("skipped", "bad_sources")}
-    return Account(**account, **counters), content
+    counts = dict(content["account"])
+    counters = {name: Counter(counts.pop(name)) for name in ("skipped", "bad_sources")}
+    return SampleCounts(**counts, **counters), content
 
 
-def finish(place: Place, plan: Plan) -> Account:
+def finish(place: Place, plan: Plan) -> SampleCounts:
     """Put the index and the facts of a stage whose parts are all done, where they are not there yet.
 
     Returns:
-        the account over all parts. Where nothing was written there is no stage, only `skipped.jsonl`.
+        the counts over all parts. Where nothing was written there is no stage, only `skipped.jsonl`.
     """
-    account, skipped, shards = Account(), [], []
+    counts, skipped, shards = SampleCounts(), [], []
     for number in range(len(plan.inputs)):
         of_part, content = _read_part(place, plan, number)
-        account.add(of_part)
+        counts.add(of_part)
         skipped += content["skipped"]
         for entry in content["shards"]:
             raw = {**entry["raw_data"], "basename": f"{part_name(number)}/{entry['raw_data']['basename']}"}
             shards.append({**entry, "raw_data": raw})
     if FACTS_FILE not in place.names():
         place.put_bytes(SKIPPED_FILE, "".join(json.dumps(line) + "\n" for line in skipped).encode())
-        if account.written:
+        if counts.written:
             with place.scratch_folder() as folder:
                 (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))
-                facts = {"made_by": plan.made_by, **plan.facts, "counts": account.counts()}
+                facts = {"made_by": plan.made_by, **plan.facts, "counts": counts.as_facts()}
                 write_facts(folder, plan.stage, facts)
                 place.put("index.json", folder / "index.json")
                 place.put(FACTS_FILE, folder / FACTS_FILE)
     place.clear_scratch()
-    return account
+    return counts
 
 
 def wait_for_plan(place: Place, plan: Plan, patience_sec: float = PATIENCE_SEC) -> None:
@@ -354,9 +354,9 @@ def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:
         time.sleep(place.poll_sec)
 
 
-def where_to_look(account: Account, address: str) -> str:
+def where_to_look(counts: SampleCounts, address: str) -> str:
     """Return the end of a command's closing line."""
-    return f"in {address}" if account.written else f"no stage; why is in {address.rstrip('/')}/{SKIPPED_FILE}"
+    return f"in {address}" if counts.written else f"no stage; why is in {address.rstrip('/')}/{SKIPPED_FILE}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from streaming.base.storage import upload
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.util import retry
 
-import store_errors
-from checkpoint_files import to_disk
-from preflight import unwritable
-from stage import is_remote
-from store_clients import download_once
+from preflight.limits import unwritable
+from record.checkpoint_files import to_disk
+from stages import store_errors
+from stages.dataset import is_remote
+from stages.stores import download_once
 
 WORK = ".work"
 LOCK_WAIT_SEC = 10.0  # the workers of a command that was killed notice it and end within a second

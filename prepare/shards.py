@@ -36,16 +36,16 @@ from typing import Any
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from command_line import Problem, parse_command_line
-from config import ConfigError, load, to_yaml
-from images import SampleError, decode_image
-from limits import limited
+from cli.command_line import Problem, parse_command_line
+from cli.errors import ConfigError
+from cli.limits import ImageSize, limited
+from config import load, to_yaml
 from prepare.moments import mds_columns, npy_shape, read_npy, tokens_of
 from prepare.parts import (
     GO_ON,
-    Account,
     Part,
     Plan,
+    SampleCounts,
     begin,
     finish,
     make_part,
@@ -65,9 +65,10 @@ from prepare.sources import (
     read_caption,
     read_source,
 )
+from stages.images import SampleError, decode_image
 from zoo import load_family
 from zoo.sd2 import PIXELS_PER_LATENT
-from zoo.spec import Family, ImageSize
+from zoo.spec import Family
 
 COLUMNS = {"jpg": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int", "metadata": "json"}
 MLPERF_FAMILY = ("sd2", "full", "stock")
@@ -203,7 +204,7 @@ def fill_part(sources: Sequence[Path], to_row: Callable[[Sample], dict[str, Any]
         part.fault(str(error))
 
 
-def make_one(place: Place, plan: Plan, sources: Sequence[Path], number: int) -> Account:
+def make_one(place: Place, plan: Plan, sources: Sequence[Path], number: int) -> SampleCounts:
     """Make one part; in a worker process or in this one."""
     to_row = image_row
     if plan.stage == "moments":
@@ -231,13 +232,13 @@ def make_parts(place: Place, plan: Plan, sources: Sequence[Path], workers: int) 
 
 
 def _count(results: Any, num_parts: int) -> None:
-    """Ask for each part's account and show the progress."""
+    """Ask for each part's counts and show the progress."""
     with tqdm(unit=" samples", desc=f"{num_parts} parts", disable=not num_parts) as progress:
         for result in results:
             progress.update(result().read)
 
 
-def write_stage(sources: Sequence[Path], place: Place, config: ShardsConfig) -> Account:
+def write_stage(sources: Sequence[Path], place: Place, config: ShardsConfig) -> SampleCounts:
     """Make the stage of the sources, or what is missing of it. Raises Refused, Failed, or OSError: OUT cannot be written."""
     try:
         plan = plan_for(sources, bytes_to_int(config.shard_size))
@@ -288,7 +289,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(problems), file=sys.stderr)
         return 2
     try:
-        account = write_stage(sources, open_place(paths[-1]), config)
+        counts = write_stage(sources, open_place(paths[-1]), config)
     except Refused as error:
         print(error, file=sys.stderr)
         return 2
@@ -301,8 +302,8 @@ def main(argv: Sequence[str]) -> int:
     except concurrent.futures.BrokenExecutor:
         print(f"workers: one was killed, perhaps for want of memory. {GO_ON}; workers=1 takes least.", file=sys.stderr)
         return 1
-    print(f"{account}; {where_to_look(account, paths[-1])}")
-    return 0 if account.written else 1
+    print(f"{counts}; {where_to_look(counts, paths[-1])}")
+    return 0 if counts.written else 1
 
 
 if __name__ == "__main__":

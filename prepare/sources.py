@@ -13,9 +13,9 @@ from typing import Any
 
 import xxhash
 
-from images import SampleError, check_caption
 from prepare.parts import GO_ON
 from prepare.places import Failed
+from stages.images import SampleError, check_caption
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MOMENTS_SUFFIX = "npy"

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import masking
+from cli import masking
 from reports.mlperf_band import draw, read_bands, standing
 from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from command_line import Assignment, read_yaml
+from cli.command_line import Assignment, read_yaml
 from config import resolved
 
 TOKEN = ":::MLLOG "

@@ -20,7 +20,7 @@ OF_FILES = {
     "test_miniature_speed.py": 900,
     "test_mlperf_log.py": 200,
     "test_profile.py": 120,
-    "test_quiet_trainer.py": 300,
+    "test_trainer.py": 300,
     "test_reports_mlperf.py": 120,
     "test_speed.py": 300,
     "test_sync.py": 60,

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import benchmark
-import speed
+from training import speed
 
 if __name__ == "__main__":
     speed.BACKEND = "aot_eager"

@@ -76,16 +76,17 @@ class Miniature:
 @pytest.fixture(scope="session")
 def miniature(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Miniature]:
     """What `make miniature` makes, of fewer pictures and in several shards."""
-    from prepare import fid_statistics, latents, shapes, shards
+    from prepare import fid_statistics, latents, shards
+    from prepare.shapes import command
 
     made = Miniature(tmp_path_factory.mktemp("miniature"))
     tars, images, moments, shard = str(made.folder / "tars"), str(made.images), str(made.moments), "shard_size=32kb"
-    assert shapes.main([tars, f"num_images={NUM_IMAGES}"]) == 0
+    assert command.main([tars, f"num_images={NUM_IMAGES}"]) == 0
     assert shards.main([tars, images, shard]) == 0
     assert latents.main([images, moments, "model.family=shapes", "image_size=32", shard]) == 0
-    assert shapes.main([str(made.reference), "num_images=256", "part=reference", "layout=files"]) == 0
+    assert command.main([str(made.reference), "num_images=256", "part=reference", "layout=files"]) == 0
     assert fid_statistics.main([str(made.reference), str(made.statistics), READER]) == 0
-    assert shapes.main([str(made.prompts), f"num_images={NUM_PROMPTS}", "part=prompts"]) == 0
+    assert command.main([str(made.prompts), f"num_images={NUM_PROMPTS}", "part=prompts"]) == 0
     before = tree(made.folder)
     yield made
     assert tree(made.folder) == before, "a test has changed what all share"

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from composer.utils import dist
 
-import alarm
 import benchmark
-from stream import MomentsStream
+from cli import errors
+from stages.stream import MomentsStream
 
 
 def stall_after(num_batches: int) -> None:
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     _, ranks, num_batches, *sys.argv[1:] = sys.argv
     if str(dist.get_global_rank()) in ranks.split(","):
         stall_after(int(num_batches))
-    alarm.command(benchmark.main)
+    errors.command(benchmark.main)

@@ -1,4 +1,4 @@
-"""batch_wait.py: a wait for a batch goes on while something arrives, and ends when nothing does, or when it is told to."""
+"""stages/batch_wait.py: a wait for a batch goes on while something arrives, and ends when nothing does, or at a call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-import batch_wait
-from batch_wait import END, files_and_bytes, next_batch
-from fetch import StreamFailure
+from stages import batch_wait
+from stages.batch_wait import END, files_and_bytes, next_batch
+from stages.fetch import StreamFailure
 
 
 class Slow(Dataset):

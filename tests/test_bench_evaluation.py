@@ -8,9 +8,9 @@ import pytest
 from conftest import TINY_RUN, run
 
 from bench import evaluation
-from metrics.clip_score import load_clip
-from run_config import RunConfig
-from scoring import EvalConfig
+from evaluation.clip_score import load_clip
+from evaluation.scoring import EvalConfig
+from training.run_config import RunConfig
 
 WORDS = [*[word for word in TINY_RUN if not word.startswith("max_duration")], "eval.num_prompts=4", "eval.steps=2"]
 

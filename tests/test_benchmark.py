@@ -12,10 +12,10 @@ import torch
 from conftest import TINY_RUN
 
 import benchmark
-import preflight
-from callbacks.run_record import RESULT_KEYS
-from command_line import parse_command_line
+from cli.command_line import parse_command_line
 from config import load
+from record.summary import RESULT_KEYS
+from training import cost
 
 pytestmark = pytest.mark.budget(60)
 
@@ -178,7 +178,7 @@ def test_unusable_samples_are_named_in_the_record(tmp_path, capsys):
 
 def test_print_config_shows_the_resolved_run_and_starts_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        preflight, "available_gib", lambda: (20.0, "this machine (free now)")
+        cost, "available_gib", lambda: (20.0, "this machine (free now)")
     )  # what is free goes up and down
     assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", "--print_config") == 0
     printed = capsys.readouterr().out
@@ -205,7 +205,7 @@ def printed_of(capsys, *words: str) -> tuple[str, list[str], list[str]]:
 
 
 def test_a_run_that_this_machine_cannot_take_is_printed_with_its_plan_all_the_same(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(preflight, "available_gib", lambda: (2.0, "this machine (free now)"))
+    monkeypatch.setattr(cost, "available_gib", lambda: (2.0, "this machine (free now)"))
     words = ["model.preset=tiny", "image_size=64", "global_batch_size=256", "data.remote=/nowhere", "precision=fp16"]
     words.append("model.weights=/not/here")
     rest = ["measure.expected_images_per_sec=128", f"run_folder={tmp_path}", "run_name=a"]
@@ -246,7 +246,7 @@ def test_with_no_yaml_it_is_sd2_at_512_with_a_global_batch_of_2048_for_30_batche
 
 def test_too_little_memory_stops_it_before_anything_is_allocated(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "build", lambda *_, **__: pytest.fail("built a model"))
-    monkeypatch.setattr(preflight, "available_gib", lambda: (20.0, "this machine (free now)"))
+    monkeypatch.setattr(cost, "available_gib", lambda: (20.0, "this machine (free now)"))
     [problem] = refused(capsys, "--use_synth_data", f"run_folder={tmp_path}", "precision=fp32")
     assert problem.startswith("memory: 2048 images a pass need about 3583")
     assert "this machine (free now) has 20.0. Ways out: device_train_microbatch_size=" in problem
@@ -393,7 +393,7 @@ def test_more_ranks_than_gpus_are_refused(capsys, tmp_path, monkeypatch):
 
 
 def test_the_commit_outside_git_is_what_the_environment_says(monkeypatch):
-    import environment
+    from record import environment
 
     def no_git(*_, **__):
         raise FileNotFoundError

@@ -24,14 +24,14 @@ import torch
 from conftest import ROOT, TINY_RUN, tree
 
 import benchmark
-import checkpoint_files
 from callbacks.run_record import RunRecord
 from callbacks.throughput import CLOCKS
-from checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
-from checkpoints import STOP_SIGNALS, Checkpointer, Progress
-from config import ConfigError
-from resume import Begun, check_checkpoint, identity_of
-from stream import MomentsStream
+from cli.errors import ConfigError
+from record import checkpoint_files
+from record.checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
+from stages.stream import MomentsStream
+from training.checkpoints import STOP_SIGNALS, Checkpointer, Progress
+from training.resume import RunState, check_checkpoint, identity_of
 
 pytestmark = pytest.mark.budget(60)
 
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, make, message):
 def test_a_disk_that_fills_leaves_nothing_behind_and_gives_its_reason(tmp_path):
     """A real limit of the kernel on the size of files, in a process of its own."""
     code = (
-        "import resource, signal, sys, torch; from pathlib import Path; import checkpoint_files as c\n"
+        "import resource, signal, sys, torch; from pathlib import Path; from record import checkpoint_files as c\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try: c.write(Path(sys.argv[1]), 'full-ba000000000001', {'schema': 1, 't': torch.zeros(10**6)})\n"
         "except OSError as error: print(error.errno, error.strerror)\n"
@@ -420,7 +420,7 @@ def test_what_a_checkpoint_does_not_name_had_its_default_and_what_only_it_names_
     """Both directions: one of a version that had not the key yet, and one of a version that has keys unknown today."""
 
     def disagreements(config: benchmark.RunConfig, saved: dict) -> list[str]:
-        begun = Begun(Path(), Progress(0, 0, 0, 0, 0, 0.0), (Path("x.pt"), {"identity": saved}), None, [])
+        begun = RunState(Path(), Progress(0, 0, 0, 0, 0, 0.0), (Path("x.pt"), {"identity": saved}), None, [])
         try:
             check_checkpoint(begun, identity_of(config, None, {}), config, benchmark.resolve)
         except ConfigError as error:
@@ -559,7 +559,7 @@ def test_what_a_start_leaves_that_was_killed_at_once_does_not_hinder_the_next(wo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run_record, "_write", killed)
+        patch.setattr(run_record, "write_whole", killed)
         main(*words_of(tmp_path, "a"))
     gc.collect()
     assert main(*words_of(tmp_path, "a")) == 0

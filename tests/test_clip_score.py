@@ -12,8 +12,8 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from safetensors.torch import save_file
 from torchvision.transforms.functional import to_pil_image, to_tensor
 
-from metrics import clip_score
-from metrics.clip_score import TINY, CLIPScore, load_clip, times_100
+from evaluation import clip_score
+from evaluation.clip_score import TINY, CLIPScore, load_clip, times_100
 
 CAPTIONS = ["a red square", "a cat, sleeping", "word " * 100, "Straße & ümlauts"]
 WIDE = {**TINY, "embed_dim": 16, "vision_cfg": {**TINY["vision_cfg"], "image_size": 64, "patch_size": 16}}

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import pytest
 
-from command_line import MAX_YAML_CHARACTERS, Alias, Problem, parse_command_line
-from config import ConfigError, load, to_yaml
-from limits import limited
+from cli.command_line import MAX_YAML_CHARACTERS, Alias, Problem, parse_command_line
+from cli.errors import ConfigError
+from cli.limits import limited
+from config import load, to_yaml
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""copy_stream.py: whose batches it copies; that they are whole is seen on a GPU (tests/gpu)."""
+"""training/copy_stream.py: whose batches it copies; that they are whole is seen on a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import benchmark
 from data import DataConfig
-from run_config import RunConfig
+from training.run_config import RunConfig
 from zoo import load_family
 
 
@@ -18,7 +18,7 @@ def test_the_batches_of_a_stage_are_copied_by_it_where_it_is_asked_for(stage, mo
     cpu = torch.device("cpu")
     monkeypatch.setattr(benchmark, "CopyStream", lambda device: lambda batch: ("copied to", device))
     data = DataConfig(remote=str(stage), workers=0)
-    config = RunConfig(global_batch_size=8, image_size=64, late_loss=True, copy_stream=is_asked_for, data=data)
+    config = RunConfig(global_batch_size=8, image_size=64, async_loss=True, copy_stream=is_asked_for, data=data)
     networks = SimpleNamespace(model=SimpleNamespace(family=load_family("sd2", "tiny", "stock")), stage=None)
     spec = benchmark.build_batches(config, networks, SimpleNamespace(_device=cpu), SimpleNamespace(batch=0))
     try:

@@ -17,10 +17,10 @@ from data import (
     SyntheticBatches,
     build_data,
 )
-from fetch import HASH
 from prepare.moments import mds_columns
 from prepare.shards import COLUMNS
-from stage import write_facts
+from stages.dataset import write_facts
+from stages.fetch import HASH
 from zoo import load_family
 from zoo.spec import Column
 

@@ -18,14 +18,15 @@ import pytest
 from conftest import ROOT, tree
 from filelock import FileLock
 
-import machine
-import preflight
-import shared_memory
-from machine import ERROR, OK, WARNING
-from prepare import doctor, stage_checks
+from preflight import machine
+from preflight import stage as stage_checks
+from preflight.machine import ERROR, OK, WARNING
+from prepare import doctor
 from prepare.doctor import main
-from stage import write_facts
-from store_errors import explain_store_error
+from stages import shared_memory
+from stages.dataset import write_facts
+from stages.store_errors import explain_store_error
+from training import cost
 
 pytestmark = [pytest.mark.slow, pytest.mark.budget(60)]  # each of some sixty faults is a whole examination
 
@@ -374,7 +375,7 @@ def test_ranks_are_those_that_the_variables_say(only_error, monkeypatch):
 
 
 def test_too_little_memory_is_found(only_error, monkeypatch):
-    monkeypatch.setattr(preflight, "available_gib", lambda: (0.01, "this machine (free now)"))
+    monkeypatch.setattr(cost, "available_gib", lambda: (0.01, "this machine (free now)"))
     text = only_error("memory")
     assert text.startswith("8 images a pass need about 0.0 GiB") and "Ways out: gradient_checkpointing=1, " in text
 
@@ -732,7 +733,7 @@ def test_a_run_that_was_begun_otherwise_is_found(only_error, tmp_path):
 
 
 def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_path):
-    from checkpoint_files import FULL, stem, write
+    from record.checkpoint_files import FULL, stem, write
 
     folder = begin_run(tmp_path) / "checkpoints"
     older, newer = (write(folder, stem(FULL, batch), {"batch": batch}) for batch in (1, 2))

@@ -12,7 +12,7 @@ from composer import Event, Timestamp
 from torch import nn
 
 from ema import EMA, EMAConfig, lerp_, power_gamma
-from tensors import canonical_name
+from weights.tensors import canonical_name
 
 
 def problems(**changes) -> list[tuple[str, str]]:

@@ -10,9 +10,9 @@ from conftest import TINY_RUN
 from test_ldm import tiny_networks, whole_ldm_file, write
 
 import benchmark
-from encoders import build_encoders, weights_problems
 from prepare import latents
 from zoo import load_family
+from zoo.encoders import build_encoders, weights_problems
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,11 @@ def last_result(output: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def shapes_stage(tmp_path_factory):
-    from prepare import shapes, shards
+    from prepare import shards
+    from prepare.shapes import command
 
     folder = tmp_path_factory.mktemp("shapes")
-    assert shapes.main([str(folder / "tars"), "num_images=256", "image_size=64"]) == 0
+    assert command.main([str(folder / "tars"), "num_images=256", "image_size=64"]) == 0
     assert shards.main([str(folder / "tars"), str(folder / "images")]) == 0
     return folder / "images"
 

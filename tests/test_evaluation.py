@@ -27,14 +27,14 @@ from test_ldm import copy_tokenizer, save_folder, tiny_networks, vocabulary, who
 
 import benchmark
 import eval as eval_command
-from callbacks.run_record import keep_keys
-from checkpoint_files import WEIGHTS, listed
-from curves import read_rows
-from image_folder import list_images, read_image
-from metrics.clip_score import CLIPScore, load_clip
-from metrics.fid import FeatureSums, frechet_distance, read_statistics, write_statistics
-from metrics.inception import load_inception
-from scoring import Scorer
+from evaluation.clip_score import CLIPScore, load_clip
+from evaluation.fid import FeatureSums, frechet_distance, read_statistics, write_statistics
+from evaluation.image_folder import list_images, read_image
+from evaluation.inception import load_inception
+from evaluation.score_table import read_rows
+from evaluation.scoring import Scorer
+from record.checkpoint_files import WEIGHTS, listed
+from record.config_file import keep_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.budget(200)]
 

@@ -18,8 +18,8 @@ from conftest import picture
 from PIL import Image
 
 from bench import fid as bench_fid
-from metrics import inception
-from metrics.fid import (
+from evaluation import inception
+from evaluation.fid import (
     BLOCK,
     FeatureSums,
     Statistics,
@@ -29,8 +29,8 @@ from metrics.fid import (
     read_statistics,
     write_statistics,
 )
-from metrics.inception import load_inception
-from metrics.numerics import full_float32
+from evaluation.inception import load_inception
+from evaluation.numerics import full_float32
 from prepare import fid_statistics
 
 

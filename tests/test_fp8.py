@@ -1,4 +1,4 @@
-"""fp8.py with torchao's own emulation: the casts are float8's, the products float32's, on a CPU. No speed.
+"""training/fp8.py with torchao's own emulation: the casts are float8's, the products float32's, on a CPU. No speed.
 
 torchao is not in the environment, since diffusers would import it at every start: `make test-fp8` has it in a folder beside.
 """
@@ -12,10 +12,9 @@ import torch
 from test_speed import fresh_dynamo, model_of, train
 from torch import nn
 
-import fp8
-import speed
-from config import ConfigError
-from speed import SpeedKeys
+from cli.errors import ConfigError
+from training import fp8, speed
+from training.speed import SpeedKeys
 from zoo import load_family
 
 with_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao: make test-fp8 has it")

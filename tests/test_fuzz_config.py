@@ -33,16 +33,17 @@ import bench.evaluation
 import bench.generate
 import bench.micro
 import bench.predecessor
-import checks
 import config as configuration
 import eval as evaluation
-import stage
 from bench.fid import FidConfig
 from bench.store import StoreConfig
-from command_line import parse_command_line
-from config import ConfigError, load, schema_keys, to_yaml
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import load, schema_keys, to_yaml
+from preflight import run as checks
 from prepare import fid_statistics, latents, look, shards
-from run_config import ALIASES, NOT_YET, RunConfig, resolve
+from stages import dataset as stage
+from training.run_config import ALIASES, NOT_YET, RunConfig, resolve
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 PROCESSES = int(os.environ.get("FUZZ_PROCESSES", "3"))

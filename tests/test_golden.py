@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from torch import nn
 
-from optim import lr_multiplier
+from training.optimizer import lr_multiplier
 from zoo import load_family
 from zoo.objectives import ObjectiveConfig, scaled_linear_alphas_cumprod
 from zoo.sd2 import ARCHITECTURES, OBJECTIVES, SD2

@@ -10,9 +10,9 @@ import torch
 from conftest import picture
 from PIL import Image
 
-from image_folder import image_batches, list_images, read_image
-from prompts import Prompt, PromptSet
-from subjects import match_prompts
+from evaluation.image_folder import image_batches, list_images, read_image
+from evaluation.prompts import Prompt, PromptSet
+from training.snapshots import match_prompts
 
 
 def test_images_are_listed_by_name_and_nothing_else(tmp_path):

@@ -1,4 +1,4 @@
-"""images.py: files of every kind, and pixels against the MLPerf reference's own chain of torchvision's transforms."""
+"""stages/images.py: files of every kind, and pixels against the MLPerf reference's own chain of torchvision's transforms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from images import SampleError, check_caption, covering_size, decode_image, resize_and_crop
+from stages.images import SampleError, check_caption, covering_size, decode_image, resize_and_crop
 
 # --- decoded ---
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, run
 
 from bench import ladder
-from config import ConfigError
+from cli.errors import ConfigError
 
 
 def test_a_ladder_that_is_not_there_names_those_that_are():

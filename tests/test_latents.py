@@ -1,4 +1,4 @@
-"""prepare/latents.py: moments against the VAE itself, the account, ranks, stores, and what is refused."""
+"""prepare/latents.py: moments against the VAE itself, the counts, ranks, stores, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixtur
 from torchvision import transforms
 
 import benchmark
-from checks import wanted_of_stage
 from data import DataConfig
-from fetch import HASH
-from images import decode_image, resize_and_crop
 from model import ModelConfig, build_model
+from preflight.run import wanted_of_stage
 from prepare import encoder, latents, parts, places, shards
 from prepare.shards import COLUMNS
-from run_config import RunConfig
-from stage import read_stage, write_facts
+from stages.dataset import read_stage, write_facts
+from stages.fetch import HASH
+from stages.images import decode_image, resize_and_crop
+from training.run_config import RunConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.sd2 import SD2
 
@@ -493,10 +493,10 @@ def test_print_config_shows_every_key_and_starts_nothing(stage, tmp_path, capsys
     assert "batch_size: 5\n" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
-def test_the_account_of_the_parts_adds_up_to_the_account_of_the_stage(unbroken):
+def test_the_counts_of_the_parts_add_up_to_the_counts_of_the_stage(unbroken):
     accounts = [json.loads(path.read_text())["account"] for path in unbroken.glob("*/part.json")]
     assert len(accounts) == len(json.loads((unbroken / "plan.json").read_text())["parts"]) > 2
-    assert sum(account["read"] for account in accounts) == 48
+    assert sum(counts["read"] for counts in accounts) == 48
     assert parts.part_name(12) == "part-00012"
 
 

@@ -1,4 +1,4 @@
-"""zoo/ldm.py: names against diffusers' converter and OpenCLIP's own modules, outputs after loading, and what is said."""
+"""weights/ldm.py: names against diffusers' converter and OpenCLIP's own modules, outputs after loading, and what is said."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tensors import fingerprint
-from zoo import ldm, load_family
-from zoo.clip_text import TextModel, build_text_model
+from weights import ldm
+from weights.clip_text import TextModel, build_text_model
+from weights.tensors import fingerprint
+from zoo import load_family
 
 TINY_UNETS = {
     "sd2": dict(use_linear_projection=True, cross_attention_dim=16),

@@ -19,13 +19,13 @@ from test_latents import images_of, rows
 from test_prepare import IMAGES, moments, npy
 from test_prepare_parts import bucket  # noqa: F401  bucket is a fixture
 
-from encoders import build_encoders
-from masking import printable
+from cli.masking import printable
 from prepare import latents, look, look_picture, shards
 from prepare.look_picture import Histogram, Tile, bar_edges, bars, break_lines
 from prepare.shards import COLUMNS
-from stage import write_facts
+from stages.dataset import write_facts
 from zoo import load_family
+from zoo.encoders import build_encoders
 
 pytestmark = [
     pytest.mark.slow,

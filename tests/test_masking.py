@@ -1,4 +1,4 @@
-"""masking.py: passwords and values behind `${...}` are used, and are nowhere to be found afterwards."""
+"""cli/masking.py: passwords and values behind `${...}` are used, and are nowhere to be found afterwards."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from test_config import Outer, problems, read
 
 import benchmark
 import eval as evaluation
-import masking
-from callbacks.run_record import keep_keys, read_config
 from callbacks.sample_grid import write_grid
-from checkpoints import disagreements
-from command_line import Problem, parse_command_line
-from config import ConfigError, as_written, load, to_yaml
-from masking import hidden, masked, password_of, without_secrets
+from cli import masking
+from cli.command_line import Problem, parse_command_line
+from cli.errors import ConfigError
+from cli.masking import hidden, masked, password_of, without_secrets
+from config import as_written, load, to_yaml
 from prepare import look
-from store_clients import client_of
-from store_errors import address_problem
+from record.config_file import keep_keys, read_config
+from stages.store_errors import address_problem
+from stages.stores import client_of
+from training.checkpoints import disagreements
 
 SECRETS = {
     "password": "hunter2pw/+x",

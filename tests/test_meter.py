@@ -1,4 +1,4 @@
-"""metrics/meter.py: each batch is measured once, after the next one has been given; figures are those of all at once."""
+"""evaluation/meter.py: each batch is measured once, after the next one has been given; figures are those of all at once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from pytorch_fid.fid_score import calculate_frechet_distance
 from torchvision.transforms.functional import to_pil_image
 
-from metrics.clip_score import load_clip
-from metrics.fid import Statistics, read_statistics, write_statistics
-from metrics.inception import load_inception
-from metrics.meter import Meter
+from evaluation.clip_score import load_clip
+from evaluation.fid import Statistics, read_statistics, write_statistics
+from evaluation.inception import load_inception
+from evaluation.meter import Meter
 
 CAPTIONS = ["a red circle", "two dogs", "", "snow"]
 
@@ -145,7 +145,7 @@ def test_inception_in_fp16_takes_float16_images_and_gives_float16_features(image
     assert found.dtype == torch.float16
     given = images[:1].half()
     if resize == "bicubic256":
-        from metrics.inception import pil_bicubic
+        from evaluation.inception import pil_bicubic
 
         given = pil_bicubic(given, 256).half()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):

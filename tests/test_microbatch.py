@@ -1,4 +1,4 @@
-"""microbatch.py: the largest microbatch without a rest, found once; and what is said where memory was not enough."""
+"""training/microbatch.py: the largest microbatch without a rest, found once; and what is said where memory was not enough."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from conftest import TINY_RUN
 
 import benchmark
-import microbatch
-import preflight
-from preflight import Cost
+from training import cost, microbatch
+from training.cost import Cost
 
 # 1 GiB each of weights, gradients; 2 of moments; 0.5 an image.
 COST = Cost(2**28, 0, 1e12, activation_gib_per_image=0.5, activation_gib_once=0.0, frozen_gib=0.0)
@@ -30,10 +29,10 @@ COST = Cost(2**28, 0, 1e12, activation_gib_per_image=0.5, activation_gib_once=0.
     ],
 )
 def test_the_estimate_is_the_largest_divisor_that_fits(monkeypatch, available, ranks, ema, largest):
-    monkeypatch.setattr(preflight, "available_gib", lambda: (available, "a test"))
+    monkeypatch.setattr(cost, "available_gib", lambda: (available, "a test"))
     found = microbatch.estimated(COST, 48, ranks, ema=ema)
     assert found == largest
-    room = preflight.USABLE_FRACTION * available / ranks
+    room = cost.USABLE_FRACTION * available / ranks
     fitting = [size for size in range(1, 49) if 48 % size == 0 and COST.memory_gib(size, ema=ema) <= room]
     assert found == max(fitting, default=1)
 
@@ -149,7 +148,7 @@ def test_all_ranks_take_what_fits_the_one_that_has_least(monkeypatch):
     from test_speed import model_of
 
     least_of_all = lambda tensor, reduce_operation: tensor.clamp_(max=4)  # noqa: E731
-    monkeypatch.setattr(preflight, "available_gib", lambda: (100.0, "a test"))
+    monkeypatch.setattr(cost, "available_gib", lambda: (100.0, "a test"))
     monkeypatch.setattr(microbatch.dist, "all_reduce", least_of_all)
     assert microbatch.find(model_of({}), {}, COST, 48, 1, ema=False) == 4
 

@@ -14,9 +14,9 @@ from miniature import READER
 from PIL import Image
 
 import benchmark
-from curves import read_rows
 from eval import main as eval_main
-from prepare import shapes
+from evaluation.score_table import read_rows
+from prepare.shapes import command
 from reports import mlperf
 
 pytestmark = [pytest.mark.slow, pytest.mark.budget(90)]
@@ -52,7 +52,7 @@ def test_a_network_that_has_hardly_begun_misses_the_target_and_has_a_worse_fid_t
     assert "short (batch 32, 32 images a score, scored by shapes-CLIP and shapes-reader) at 256 images: " in said
     assert Image.open(tmp_path / "report/band.png").size > (1000, 500)
     # Pictures of the prompts' own scenes, drawn: what a perfect model would make.
-    assert shapes.main([str(tmp_path / "drawn"), "num_images=600", "part=prompts", "layout=files"]) == 0
+    assert command.main([str(tmp_path / "drawn"), "num_images=600", "part=prompts", "layout=files"]) == 0
     scored = [f"eval.statistics={miniature.statistics}", f"eval.{READER}"]
     assert eval_main([str(tmp_path / "drawn"), *scored, f"out={tmp_path / 'scores'}"]) == 0
     [row] = read_rows(tmp_path / "scores/eval.csv")

@@ -13,24 +13,25 @@ import torch._dynamo
 from conftest import ROOT
 
 import benchmark
-from prepare import latents, shapes, shards
+from prepare import latents, shards
+from prepare.shapes import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # where other work runs beside: 270 s were seen
 KEYS = {
     "channels_last": ["channels_last=true"],
     "attention": ["attention=math"],
     "checkpointing": ["gradient_checkpointing=0.5"],
-    "late_loss": ["late_loss=true"],
+    "async_loss": ["async_loss=true"],
     "microbatch": ["device_train_microbatch_size=8"],
     "compile": ["compile=whole"],
-    "all": ["compile=whole", "channels_last=true", "attention=flash", "gradient_checkpointing=0.5", "late_loss=true"],
+    "all": ["compile=whole", "channels_last=true", "attention=flash", "gradient_checkpointing=0.5", "async_loss=true"],
 }
 
 
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("miniature")
-    assert shapes.main([str(folder / "tars"), "num_images=512"]) == 0
+    assert command.main([str(folder / "tars"), "num_images=512"]) == 0
     assert shards.main([str(folder / "tars"), str(folder / "images")]) == 0
     assert latents.main([str(folder / "images"), str(folder / "moments"), "model.family=shapes", "image_size=32"]) == 0
     return folder / "moments"

@@ -19,13 +19,14 @@ from test_evaluation import words_of  # noqa: F401
 import benchmark
 import eval as eval_command
 from callbacks.mlperf_log import MLPerfConfig, conclude
-from checkpoint_files import WEIGHTS, listed, read, stem, write
-from checks import closed_data_problems, quick_problems
-from command_line import parse_command_line
-from config import ConfigError, flat, load
-from mlperf_events import MADE_WITH, TOKEN, read_events
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import flat, load
+from evaluation.scoring import TargetConfig
+from preflight.run import closed_data_problems, quick_problems
+from record.checkpoint_files import WEIGHTS, listed, read, stem, write
+from record.mlperf_events import MADE_WITH, TOKEN, read_events
 from reports.mlperf_runs import read_run
-from scoring import TargetConfig
 from zoo.mlperf import RULESETS, not_closed
 
 
@@ -84,7 +85,7 @@ def test_events_are_in_order_and_all_after_run_start_say_how_many_images(tmp_pat
     assert only(events, "seed")["metadata"]["file"] == "callbacks/mlperf_log.py"
     stop = only(events, "run_stop")
     assert stop["metadata"] | {"lineno": 0} == {
-        "file": "mlperf_events.py",
+        "file": "record/mlperf_events.py",
         "lineno": 0,
         "status": "success",
         "samples_count": points[num - 1]["images"],

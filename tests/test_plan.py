@@ -1,4 +1,4 @@
-"""plan.py: every figure of the plan against the arithmetic that it stands for, and what it says where there is none."""
+"""preflight/plan.py: every figure of the plan against the arithmetic that it stands for; what it says where there is none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 from test_mlperf import REFERENCE
 
-import plan
-from preflight import Cost
+from preflight import plan
+from training.cost import Cost
 from zoo.mlperf import reference_point
 
 COST = Cost(
@@ -67,9 +67,9 @@ def test_a_whole_plan():
 
 
 def test_the_rows_of_the_memory_sum_to_what_the_check_before_a_run_asks_for(monkeypatch):
-    import preflight
+    from training import cost
 
-    monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(cost.dist, "get_world_size", lambda: 8)
     rows = [line.split() for line in lines(ema=True, ema__enabled=True) if re.match(r" +[\d.]+  ", line)]
     assert {row[1] for row in rows} >= {"EMA", "DDP", "activations"} and rows[-1][1] == "sum;"
     assert sum(float(row[0]) for row in rows[:-1]) == pytest.approx(float(rows[-1][0]), abs=0.05)

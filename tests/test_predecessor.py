@@ -11,12 +11,12 @@ SYNTHETIC = [*TINY_RUN, "data.synthetic=true"]
 
 
 def test_a_key_that_it_has_nothing_for_is_refused(capsys):
-    words = ["compile=whole", "late_loss=true", "profile.batches=1", "device_train_microbatch_size=auto"]
+    words = ["compile=whole", "async_loss=true", "profile.batches=1", "device_train_microbatch_size=auto"]
     assert predecessor.main([*SYNTHETIC, *words]) == 2
     said = "The predecessor has nothing of the kind: leave it out."
     assert capsys.readouterr().err.splitlines() == [
         f"compile: whole. {said}",
-        f"late_loss: True. {said}",
+        f"async_loss: True. {said}",
         f"profile.batches: 1. {said}",
         "device_train_microbatch_size: auto. This program tries none: give a number.",
     ]

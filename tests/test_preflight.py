@@ -1,4 +1,4 @@
-"""preflight.py: the traced cost against published and measured figures, and the messages."""
+"""training/cost.py and preflight/limits.py: the traced cost against published and measured figures, and the messages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ import shutil
 import pytest
 import torch
 
-import preflight
-from checks import savings
 from ema import EMAConfig
 from model import ModelConfig, build_model
-from preflight import (
-    Cost,
-    batch_problem,
-    duration_problem,
-    measure_cost,
-    memory_problem,
-    room_problem,
-    run_folder_problem,
-    unwritable,
-)
-from run_config import RunConfig
+from preflight import limits
+from preflight.limits import batch_problem, duration_problem, room_problem, run_folder_problem, unwritable
+from preflight.run import savings
+from training import cost
+from training.cost import Cost, measure_cost, memory_problem
+from training.run_config import RunConfig
 from zoo.objectives import ObjectiveConfig
 
 GIB = 2**30
@@ -47,11 +40,13 @@ def test_encoding_online_costs_the_vae_on_top():
 
 
 def test_bytes_kept_for_the_backward_pass_equal_those_of_a_real_step():
-    cost = measure_cost(ModelConfig(preset="tiny"), ObjectiveConfig(), stage="images", size=(64, 64), precision="fp32")
+    traced = measure_cost(
+        ModelConfig(preset="tiny"), ObjectiveConfig(), stage="images", size=(64, 64), precision="fp32"
+    )
     model = build_model(ModelConfig(preset="tiny"), ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=0)
     columns = model.family.columns("images", (64, 64))
-    real = [preflight._saved_gib(model, columns, num_images) for num_images in (1, 2)]
-    assert cost.activation_gib_per_image == pytest.approx(real[1] - real[0], rel=1e-6)
+    real = [cost._saved_gib(model, columns, num_images) for num_images in (1, 2)]
+    assert traced.activation_gib_per_image == pytest.approx(real[1] - real[0], rel=1e-6)
 
 
 def test_tracing_takes_no_memory_and_leaves_the_global_generator_alone():
@@ -76,7 +71,7 @@ COST = Cost(
 
 
 def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(monkeypatch):
-    monkeypatch.setattr(preflight, "available_gib", lambda: (10.0, "this machine (free now)"))
+    monkeypatch.setattr(cost, "available_gib", lambda: (10.0, "this machine (free now)"))
     assert memory_problem(COST, 16, 1, ema=False) is None
     assert memory_problem(COST, 64, 1, ema=False) == (
         "64 images a pass need about 33.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
@@ -88,7 +83,7 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(mo
         "image); this machine (free now) has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: "
         "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, or a larger device."
     )
-    monkeypatch.setattr(preflight, "available_gib", lambda: (1.2, "this machine (free now)"))
+    monkeypatch.setattr(cost, "available_gib", lambda: (1.2, "this machine (free now)"))
     assert memory_problem(COST, 16, 1, ema=False, savings=["gradient_checkpointing=1", "precision=bf16"]) == (
         "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
         "image); this machine (free now) has 1.2. No microbatch fits: one image a pass takes 1.6 GiB. Sharding the weights "
@@ -107,7 +102,7 @@ def test_what_would_lower_the_need_is_what_the_run_does_not_do_yet(monkeypatch):
 
 def test_several_ranks_need_ddps_buckets_too_and_an_average_is_a_fifth_copy(monkeypatch):
     assert COST.memory_gib(0, ema=True) == 20 / 16
-    monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(cost.dist, "get_world_size", lambda: 2)
     assert COST.memory_gib(0, ema=False) == 20 / 16
 
 
@@ -115,9 +110,9 @@ def test_several_ranks_need_ddps_buckets_too_and_an_average_is_a_fifth_copy(monk
 @pytest.mark.parametrize("ema", [False, True])
 @pytest.mark.parametrize("microbatch", [0, 1, 32])
 def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
-    monkeypatch.setattr(preflight.dist, "get_world_size", lambda: ranks)
-    cost = dataclasses.replace(COST, frozen_gib=0.75, activation_gib_once=1.5)
-    kinds = cost.memory_by_kind(microbatch, ema=ema)
+    monkeypatch.setattr(cost.dist, "get_world_size", lambda: ranks)
+    cost_of_one = dataclasses.replace(COST, frozen_gib=0.75, activation_gib_once=1.5)
+    kinds = cost_of_one.memory_by_kind(microbatch, ema=ema)
     one = 4 / 16  # GiB: four bytes for each of the trained parameters
     assert kinds == {
         "weights": one,
@@ -129,26 +124,26 @@ def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
         "cast weights": 1.5,
         "activations": 0.5 * microbatch,
     }
-    assert sum(kinds.values()) == cost.memory_gib(microbatch, ema=ema)
+    assert sum(kinds.values()) == cost_of_one.memory_gib(microbatch, ema=ema)
 
 
 def test_what_a_device_has_is_said_with_what_can_be_planned_with(monkeypatch):
-    monkeypatch.setattr(preflight, "available_gib", lambda: (10.0, "this machine (free now)"))
-    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
-    assert preflight.room_of_a_rank(1) == (
+    monkeypatch.setattr(cost, "available_gib", lambda: (10.0, "this machine (free now)"))
+    monkeypatch.setattr(cost.torch.cuda, "is_available", lambda: False)
+    assert cost.room_of_a_rank(1) == (
         "this machine (free now) has 10.0, of which 9.5 can be planned with; a GPU keeps 1.3 times a CPU's activations in "
         "bf16 and fp16"
     )
-    monkeypatch.setattr(preflight, "available_gib", lambda: (80.0, "this GPU (N)"))
-    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: True)
-    assert preflight.room_of_a_rank(2) == (
+    monkeypatch.setattr(cost, "available_gib", lambda: (80.0, "this GPU (N)"))
+    monkeypatch.setattr(cost.torch.cuda, "is_available", lambda: True)
+    assert cost.room_of_a_rank(2) == (
         "this GPU (N) has 80.0, of which 38.0 can be planned with for each of 2 processes"
     )
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_found(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=2 * GIB))
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: usage._replace(free=2 * GIB))
     assert COST.checkpoint_gib(ema=False) == 12 / 16 and COST.checkpoint_gib(ema=True) == 1.0
     assert room_problem(tmp_path / "runs" / "new", 0.75, 2) is None
     assert room_problem(tmp_path / "runs" / "new", 0.75, 3) == (

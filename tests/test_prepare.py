@@ -1,4 +1,4 @@
-"""prepare/shards.py and shapes.py: img2dataset's layout -> stage `images`, MLPerf's -> `moments`, rendered pictures."""
+"""prepare/shards.py and command.py: img2dataset's layout -> stage `images`, MLPerf's -> `moments`, rendered pictures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from conftest import picture, sample_files, tree, write_tar
 from PIL import Image
 from streaming import StreamingDataset
 
-from prepare import shapes, shards
-from stage import read_stage
+from prepare import shards
+from prepare.shapes import command, pictures
+from stages.dataset import read_stage
 from zoo import load_family
+from zoo.shapes import world
 
 
 def rows(stage: Path) -> list[dict]:
@@ -519,41 +521,39 @@ def test_another_tar_of_the_same_name_and_size_is_another_plan(tmp_path, capsys)
 
 def test_shapes_are_the_same_for_the_same_seed_and_others_for_another(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert shapes.main([str(tmp_path / name), "num_images=20", "image_size=32", f"seed={seed}"]) == 0
+        assert command.main([str(tmp_path / name), "num_images=20", "image_size=32", f"seed={seed}"]) == 0
     a, b, c = ((tmp_path / name / "00000.tar").read_bytes() for name in "abc")
     assert a == b != c
 
 
 def test_a_picture_shows_what_its_caption_says():
-    scene = shapes.Scene(size="large", colour="red", shape="square", place="top left", background="white")
+    scene = world.Scene(size="large", colour="red", shape="square", place="top left", background="white")
     assert scene.caption == "a large red square at the top left on a white background"
-    image = shapes.render(scene, 64)
+    image = pictures.render(scene, 64)
     assert image.size == (64, 64)
-    assert image.getpixel((int(0.3 * 64), int(0.3 * 64))) == shapes.COLOURS["red"]
-    assert image.getpixel((60, 60)) == shapes.COLOURS["white"]
+    assert image.getpixel((int(0.3 * 64), int(0.3 * 64))) == world.COLOURS["red"]
+    assert image.getpixel((60, 60)) == world.COLOURS["white"]
 
 
 def test_every_size_shape_and_place_keeps_inside_the_picture_and_differs():
     def ink(**changes: str) -> Image.Image:
         base = {"size": "large", "colour": "black", "shape": "circle", "place": "centre", "background": "white"}
-        return shapes.render(shapes.Scene(**{**base, **changes}), 64)
+        return pictures.render(world.Scene(**{**base, **changes}), 64)
 
-    pictures = {
-        ink(size=s, shape=f, place=p).tobytes() for s in shapes.SIZES for f in shapes.SHAPES for p in shapes.PLACES
-    }
-    assert len(pictures) == 2 * 4 * 9
-    for place in shapes.PLACES:
+    drawn = {ink(size=s, shape=f, place=p).tobytes() for s in world.SIZES for f in world.SHAPES for p in world.PLACES}
+    assert len(drawn) == 2 * 4 * 9
+    for place in world.PLACES:
         corners = [ink(place=place).getpixel(at) for at in ((0, 0), (0, 63), (63, 0), (63, 63))]
-        assert corners == [shapes.COLOURS["white"]] * 4
+        assert corners == [world.COLOURS["white"]] * 4
 
 
 def test_rendered_pictures_go_through_prepare_shards(tmp_path):
-    assert shapes.main([str(tmp_path / "tars"), "num_images=12", "image_size=32"]) == 0
+    assert command.main([str(tmp_path / "tars"), "num_images=12", "image_size=32"]) == 0
     assert shards.main([str(tmp_path / "tars"), str(tmp_path / "images")]) == 0
     found = rows(tmp_path / "images")
     assert len(found) == 12
-    assert found[0]["caption"] == shapes.draw_scene(0, 17).caption
-    assert found[0]["metadata"]["shape"] in shapes.SHAPES
+    assert found[0]["caption"] == world.draw_scene(0, 17).caption
+    assert found[0]["metadata"]["shape"] in world.SHAPES
 
 
 @pytest.mark.parametrize(
@@ -573,5 +573,5 @@ def test_rendered_pictures_go_through_prepare_shards(tmp_path):
     ],
 )
 def test_shapes_says_what_it_cannot_do(tmp_path, capsys, words, message):
-    assert shapes.main([word.format(tmp=tmp_path) for word in words]) == 2
+    assert command.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert capsys.readouterr().err == message.format(tmp=tmp_path) + "\n"

@@ -23,7 +23,7 @@ from streaming import MDSWriter, StreamingDataset
 
 from prepare import parts, places, shards
 from prepare.sources import known_by
-from stage import read_stage
+from stages.dataset import read_stage
 
 LIMIT_SEC = 60
 
@@ -74,8 +74,8 @@ def test_the_tree_has_the_parts_in_order_and_nothing_unfinished(unbroken):
         *(f"part-0000{n}/part.json" for n in range(3)),
         *("plan.json", "skipped.jsonl", "index.json", "dataset.json"),
     }
-    account = json.loads(unbroken["part-00001/part.json"])["account"]
-    assert account["read"] == account["written"] + sum(account["skipped"].values()) == 6
+    counts = json.loads(unbroken["part-00001/part.json"])["account"]
+    assert counts["read"] == counts["written"] + sum(counts["skipped"].values()) == 6
 
 
 def test_killed_before_and_after_every_file_it_leaves_no_stage_and_goes_on_to_the_same_bytes(
@@ -157,12 +157,12 @@ def test_a_killed_command_takes_its_workers_with_it_and_can_be_started_again_at_
 def test_started_again_a_finished_stage_says_so_and_stays_as_it_is(source, unbroken, tmp_path, capsys):
     out = tmp_path / "out"
     assert shards.main(command(source, out)) == 0
-    account = capsys.readouterr().out.splitlines()[-1]
+    counts = capsys.readouterr().out.splitlines()[-1]
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.*")}
     assert shards.main(command(source, out)) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{out}: 3 of 3 parts are done already, nothing is left to make",
-        account,
+        counts,
     ]
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.*")} == times and tree(out) == unbroken
 
@@ -240,9 +240,9 @@ def test_a_part_that_another_process_is_making_is_waited_for_and_not_made_twice(
         assert child.is_alive()
         time.sleep(0.01)
     time.sleep(0.1)
-    account = parts.make_part(place, plan, 1, lambda number, part: pytest.fail("made twice"))
+    counts = parts.make_part(place, plan, 1, lambda number, part: pytest.fail("made twice"))
     child.join(LIMIT_SEC)
-    assert account.written == 1
+    assert counts.written == 1
 
 
 def test_waiting_for_other_ranks_ends_with_the_names_of_what_is_missing(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""callbacks/profile.py and time_by_kind.py: what is recorded, as what kind each piece counts, and that the kinds add up."""
+"""callbacks/profile.py and profile_table.py: what is recorded, as what kind each piece counts, and that the kinds add up."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from conftest import TINY_RUN
 
 import benchmark
-import time_by_kind
 from callbacks.profile import Profile, ProfileConfig
 from callbacks.throughput import MeasureConfig, Throughput
 from config import flat
-from time_by_kind import Piece, counted, kind_of_kernel, kind_of_operator, tabulate
+from record import profile_table
+from record.profile_table import Piece, counted, kind_of_kernel, kind_of_operator, tabulate
 
 # --- each moment counts once ---
 
@@ -240,7 +240,7 @@ def test_time_of_an_operator_is_without_that_of_those_inside_it(tmp_path):
         F.group_norm(F.conv2d(x, weight), 4)
     profiler.export_chrome_trace(str(trace))
     mine: dict[str, float] = {}
-    for piece in time_by_kind.pieces_of(json.loads(trace.read_text())["traceEvents"]):
+    for piece in profile_table.pieces_of(json.loads(trace.read_text())["traceEvents"]):
         mine[piece.name] = mine.get(piece.name, 0.0) + piece.end - piece.start
     theirs = {row.key: row.self_cpu_time_total for row in profiler.key_averages()}
     assert mine == pytest.approx({name: theirs[name] for name in mine}, abs=0.01) and "aten::conv2d" in mine
@@ -265,9 +265,9 @@ def test_a_run_leaves_a_trace_and_a_table_of_the_steps_that_were_asked_for(run):
     table = json.loads((run / "profile" / "table.json").read_text())
     about = table.pop("about")
     assert about["start"] == 1 and about["batches"] == [4, 5] and about["device"].startswith("CPU")
-    assert {"commit", "late_loss", "compile", "device_train_microbatch_size"} <= about.keys()
+    assert {"commit", "async_loss", "compile", "device_train_microbatch_size"} <= about.keys()
     assert table == tabulate(trace["traceEvents"])
-    assert table["steps"] == 2 and set(table["kinds"]) == set(time_by_kind.KINDS)
+    assert table["steps"] == 2 and set(table["kinds"]) == set(profile_table.KINDS)
     assert sum(row["frac"] for row in table["kinds"].values()) == pytest.approx(1.0)
     assert all(
         table["kinds"][kind]["frac"] > 0.0
@@ -276,9 +276,9 @@ def test_a_run_leaves_a_trace_and_a_table_of_the_steps_that_were_asked_for(run):
     assert [row["ms_per_step"] for row in table["top"]] == sorted(
         (r["ms_per_step"] for r in table["top"]), reverse=True
     )
-    assert len(table["top"]) == time_by_kind.NUM_TOP
+    assert len(table["top"]) == profile_table.NUM_TOP
     head, text = (run / "profile" / "table.txt").read_text().split("\n\n", 1)
-    assert text == time_by_kind.text(table) and "batches: [4, 5]" in head
+    assert text == profile_table.text(table) and "batches: [4, 5]" in head
 
 
 def test_windows_of_recorded_batches_are_no_measured_ones(run):

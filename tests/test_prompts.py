@@ -1,4 +1,4 @@
-"""prompts.py: a file of prompts is read as pandas wrote it, and what is no prompt is named with its line."""
+"""evaluation/prompts.py: a file of prompts is read as pandas wrote it, and what is no prompt is named with its line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from prompts import Prompt, read_prompts
+from evaluation.prompts import Prompt, read_prompts
 
 HEADER = "image_id\tid\tcaption\n"
 

@@ -28,13 +28,13 @@ from PIL import Image, ImageChops
 import benchmark
 from bench.ladder import read_ladder
 from bench.micro import table
-from callbacks.run_record import rounded
+from cli.command_line import parse_command_line
 from cli.describe import Key, described, keys_of, page_of
-from command_line import parse_command_line
+from cli.limits import limited
 from config import load, schema_keys
 from eval import EvalCommand
-from limits import limited
 from prepare.parts import split_words
+from record.summary import rounded
 from reports import samples
 from tests.store.__main__ import table as table_of_faults
 
@@ -265,14 +265,19 @@ def test_the_recipes_of_the_readme_are_those_that_there_are():
     assert named == {path.name for path in (ROOT / "yamls").glob("*.yaml")}
 
 
-def test_the_tree_of_the_readme_is_the_tree():
-    """Every folder with code and every file at the root, each once; test_layout.py has the same floors."""
-    from test_layout import sources
+def test_the_tree_of_the_readme_is_the_tree_and_its_floors_are_those_of_the_layout():
+    """Every folder with code and every file at the root, each once, on its floor."""
+    from test_layout import FLOORS, sources
 
     [tree] = [block for page, block in blocks("text") if page == "README.md" and block.startswith("floor 6")]
-    named = re.findall(r"^(?:floor \d)? +([\w.]+/|\w+\.py) ", tree, re.M)
-    parts = [path.relative_to(ROOT).parts for path in sources()]
-    assert sorted(named) == sorted({part[0] + "/" if len(part) > 1 else part[0] for part in parts})
+    named = {}
+    for part in re.split(r"^(?=floor )", tree.split("\n\n")[0], flags=re.M)[1:]:
+        for room in re.findall(r"^(?:floor \d)? +([\w.]+/|\w+\.py) ", part, re.M):
+            assert room not in named
+            named[room] = int(part[6])
+    there = {part[0] + ("/" if len(part) > 1 else "") for part in (path.relative_to(ROOT).parts for path in sources())}
+    floors = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    assert named == {room: floors[room.removesuffix("/").removesuffix(".py")] for room in there}
 
 
 def test_every_key_that_is_named_exists():

@@ -17,7 +17,7 @@ import pytest
 from conftest import run, started
 from test_checkpoints import newest, same_training
 
-from checkpoint_files import FULL, is_whole, listed
+from record.checkpoint_files import FULL, is_whole, listed
 
 pytestmark = pytest.mark.slow
 

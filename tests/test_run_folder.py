@@ -18,14 +18,14 @@ from test_checkpoints import but_for_shared_memory, newest, same_training
 
 import benchmark
 import eval as eval_command
-from callbacks.run_record import read_config
-from checkpoint_files import FULL, WEIGHTS, listed, read, write
-from curves import NEEDED, read_rows, write_rows
-from mlperf_events import is_begun, lost_events
+from evaluation.score_table import NEEDED, read_rows, write_rows
 from prepare import doctor
+from record.checkpoint_files import FULL, WEIGHTS, listed, read, write
+from record.config_file import read_config
+from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
+from record.mlperf_events import is_begun, lost_events
 from reports import mlperf as report
 from reports.mlperf_runs import read_run
-from run_files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 
 pytestmark = pytest.mark.budget(200)
 

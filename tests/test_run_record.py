@@ -9,11 +9,16 @@ import pytest
 from test_benchmark import refused
 
 import benchmark
-from callbacks.run_record import RunRecord, found_batch_size, keep_keys, read_config, write_outcome
+from callbacks.run_record import RunRecord
 from callbacks.throughput import MeasureConfig, Throughput
-from config import ConfigError
-from optim import GradientNorm
-from run_files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import load
+from record.config_file import found_batch_size, keep_keys, read_config
+from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
+from record.summary import write_outcome
+from training.optimizer import GradientNorm
+from training.run_config import ALIASES, RunConfig
 
 
 def window(batch: int, **more) -> dict:
@@ -182,3 +187,15 @@ def test_a_run_whose_record_is_broken_is_refused_before_anything_is_built(tmp_pa
     (tmp_path / "a" / "metrics.jsonl").write_bytes(b"123\n" + LINES[0])
     [error] = refused(capsys, *words)
     assert error.startswith(f"{tmp_path}/a/metrics.jsonl: line 1 cannot be read: '123'")
+
+
+def test_keys_of_earlier_versions_are_still_taken_on_the_command_line_in_files_and_in_old_records(tmp_path):
+    old = tmp_path / "config.yaml"
+    old.write_text("late_loss: true\n")
+    assert read_config(tmp_path) == {"async_loss": True}
+    for words in ([str(old)], ["late_loss=true"], [str(old), "late_loss=true"]):
+        assert load(RunConfig, parse_command_line(words, ALIASES), not_yet={}, check=lambda config: []).async_loss
+    record = RunRecord.__new__(RunRecord)
+    record.environment, record.how = {"device": "cpu", "num_devices": 1}, {"async_loss": True}
+    assert record._has_speed_of({**record.environment, "how": {"late_loss": True}})
+    assert not record._has_speed_of({**record.environment, "how": {"late_loss": False}})

@@ -1,4 +1,4 @@
-"""scoring.py and eval.py without a network: what may be configured, when a target is met, which snapshots are scored."""
+"""evaluation/scoring.py and eval.py without a network: what may be configured, when a target is met, what is scored."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from test_benchmark import refused
 from torch.utils.data import DataLoader, TensorDataset
 
 import eval as eval_command
-import preflight
 from callbacks.evaluation import Evaluation
 from callbacks.quality_target import outcome
 from callbacks.sample_grid import grid_of
-from checkpoints import Progress
-from command_line import parse_command_line
-from config import ConfigError, load
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import load
 from eval import to_target
-from resume import check_evaluations
-from run_config import RunConfig, resolve
-from scoring import EvalConfig, TargetConfig, rounded_up
+from evaluation.scoring import EvalConfig, TargetConfig, rounded_up
+from preflight import limits
+from training.checkpoints import Progress
+from training.resume import check_evaluations
+from training.run_config import RunConfig, resolve
 
 WHOLE = {"partial": False, "fid": 80.0, "clip": 0.2}
 
@@ -267,7 +268,7 @@ def test_a_config_that_is_broken_or_of_another_schema_is_named_with_its_key(a_ru
 
 
 def test_a_run_that_one_may_not_write_in_wants_another_place_for_the_table(a_run, capsys, monkeypatch):
-    monkeypatch.setattr(preflight, "unwritable", lambda folder: f"{folder} cannot be written. Give another.")
+    monkeypatch.setattr(limits, "unwritable", lambda folder: f"{folder} cannot be written. Give another.")
     assert eval_refused(capsys, a_run) == [f"out: {a_run} cannot be written. Give another."]
 
 

@@ -14,16 +14,17 @@ import pytest
 import torch
 from PIL import Image
 
-from encoders import build_encoders, own_weights, weights_problems
-from metrics.clip_score import load_clip
-from metrics.inception import load_inception
+from evaluation.clip_score import load_clip
+from evaluation.inception import load_inception
+from evaluation.prompts import read_prompts
 from model import ModelConfig, model_problems
-from prepare import shapes, shapes_training
-from prepare.shapes import draw_jitter, prompt_scenes, render
-from prompts import read_prompts
+from prepare.shapes import command, pictures
+from prepare.shapes import training as shapes_training
+from prepare.shapes.pictures import draw_jitter, prompt_scenes, render
 from zoo import load_family
-from zoo.shapes_networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, tokenize
-from zoo.shapes_world import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
+from zoo.encoders import build_encoders, own_weights, weights_problems
+from zoo.shapes.networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, tokenize
+from zoo.shapes.world import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
 
 ONE = Scene("large", "red", "square", "top left", "white")
 TWO = Scene("small", "green", "cross", "left of", "orange", "large", "black", "circle")
@@ -125,8 +126,8 @@ def captions_in(folder) -> list[str]:
 
 def test_training_reference_and_prompts_share_no_caption(tmp_path):
     for part in ("training", "reference"):
-        assert shapes.main([str(tmp_path / part), "num_images=300", f"part={part}"]) == 0
-    assert shapes.main([str(tmp_path / "prompts.tsv"), "num_images=300", "part=prompts"]) == 0
+        assert command.main([str(tmp_path / part), "num_images=300", f"part={part}"]) == 0
+    assert command.main([str(tmp_path / "prompts.tsv"), "num_images=300", "part=prompts"]) == 0
     sets = [set(captions_in(tmp_path / part)) for part in ("training", "reference")]
     sets.append({prompt.caption for prompt in read_prompts(str(tmp_path / "prompts.tsv")).prompts})
     assert len(sets[2]) == 300 and min(map(len, sets)) > 280
@@ -134,7 +135,7 @@ def test_training_reference_and_prompts_share_no_caption(tmp_path):
 
 
 def test_a_tar_has_picture_caption_and_scene(tmp_path):
-    assert shapes.main([str(tmp_path / "tars"), "num_images=2", "seed=3"]) == 0
+    assert command.main([str(tmp_path / "tars"), "num_images=2", "seed=3"]) == 0
     with tarfile.open(tmp_path / "tars/00000.tar") as tar:
         files = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
     assert list(files) == [f"00000000{n}.{kind}" for n in (0, 1) for kind in ("png", "txt", "json")]
@@ -147,7 +148,7 @@ def test_a_tar_has_picture_caption_and_scene(tmp_path):
 
 def test_prompts_are_all_different_and_end_where_the_scenes_do(tmp_path, capsys):
     out = tmp_path / "prompts.tsv"
-    assert shapes.main([str(out), "num_images=1000", "part=prompts", "objects=one"]) == 0
+    assert command.main([str(out), "num_images=1000", "part=prompts", "objects=one"]) == 0
     assert capsys.readouterr().out == f"wrote 491 prompts to {out}\n"
     prompts = read_prompts(str(out)).prompts
     assert len({prompt.caption for prompt in prompts}) == 491
@@ -189,15 +190,15 @@ def test_prompts_are_all_different_and_end_where_the_scenes_do(tmp_path, capsys)
 def test_the_command_says_what_it_cannot_do(tmp_path, capsys, words, message):
     (tmp_path / "file").touch()
     (tmp_path / "file.tsv").touch()
-    assert shapes.main([word.format(tmp=tmp_path) for word in words]) == 2
+    assert command.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert capsys.readouterr().err == message.format(tmp=tmp_path) + "\n"
 
 
 @pytest.mark.parametrize("name", ["world", "world.tsv"])
 def test_of_two_commands_for_one_place_the_second_says_so(tmp_path, capsys, name):
     out = tmp_path / name
-    with shapes.unfinished(out) as partial:
-        assert shapes.main([str(out), "num_images=2"]) == 2
+    with pictures.unfinished(out) as partial:
+        assert command.main([str(out), "num_images=2"]) == 2
         partial.touch()
     said = f"OUT: {out} is being written by another process. Wait for it, or give another name.\n"
     assert capsys.readouterr().err == said
@@ -208,7 +209,7 @@ def test_what_a_killed_command_left_is_replaced(tmp_path):
     (tmp_path / "world.partial").mkdir()
     (tmp_path / "world.partial/old.tar").touch()
     (tmp_path / "world.lock").touch()
-    assert shapes.main([str(tmp_path / "world"), "num_images=2"]) == 0
+    assert command.main([str(tmp_path / "world"), "num_images=2"]) == 0
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["world", "world/00000.tar"]
 
 
@@ -218,13 +219,13 @@ def test_a_disk_that_takes_no_more_is_a_message(tmp_path, capsys, name):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        assert shapes.main([str(tmp_path / name), "num_images=100", "part=prompts"]) == 1
+        assert command.main([str(tmp_path / name), "num_images=100", "part=prompts"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = f"OUT: {tmp_path / name} cannot be written: [Errno 27] File too large. Make room or give another place, "
     assert capsys.readouterr().err.splitlines()[-1] == said + "then again."
     assert list(tmp_path.iterdir()) == []
-    assert shapes.main([str(tmp_path / name), "num_images=100", "part=prompts"]) == 0
+    assert command.main([str(tmp_path / name), "num_images=100", "part=prompts"]) == 0
 
 
 # --- tokens and family ---
@@ -309,7 +310,7 @@ def test_a_pair_without_its_text_encoder_says_what_is_missing(tmp_path):
 
 def test_shuffled_captions_are_the_same_captions_on_other_pictures(tmp_path):
     for captions in ("own", "shuffled"):
-        assert shapes.main([str(tmp_path / captions), "num_images=40", f"captions={captions}"]) == 0
+        assert command.main([str(tmp_path / captions), "num_images=40", f"captions={captions}"]) == 0
     content = {}
     for captions in ("own", "shuffled"):
         with tarfile.open(tmp_path / captions / "00000.tar") as tar:
@@ -323,8 +324,8 @@ def test_shuffled_captions_are_the_same_captions_on_other_pictures(tmp_path):
 
 
 def test_pictures_alone_are_those_of_the_tars(tmp_path):
-    assert shapes.main([str(tmp_path / "tars"), "num_images=3", "part=reference"]) == 0
-    assert shapes.main([str(tmp_path / "files"), "num_images=3", "part=reference", "layout=files"]) == 0
+    assert command.main([str(tmp_path / "tars"), "num_images=3", "part=reference"]) == 0
+    assert command.main([str(tmp_path / "files"), "num_images=3", "part=reference", "layout=files"]) == 0
     with tarfile.open(tmp_path / "tars" / "00000.tar") as tar:
         pictures = {m.name: tar.extractfile(m).read() for m in tar if m.name.endswith(".png")}
     assert {path.name: path.read_bytes() for path in (tmp_path / "files").iterdir()} == pictures

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from omegaconf import OmegaConf
 
-from curves import read_rows
+from evaluation.score_table import read_rows
 
 RECORDS = ROOT / "reports/results/shapes"
 YAML = OmegaConf.load(ROOT / "yamls/shapes.yaml")

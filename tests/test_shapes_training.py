@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoders import build_encoders
-from prepare import shapes
-from prepare.shapes_stages import (
+from prepare.shapes import command
+from prepare.shapes.stages import (
     CaptionJudge,
     damaged,
     held_out,
@@ -20,10 +19,11 @@ from prepare.shapes_stages import (
     share_read_right,
     training_scenes,
 )
-from prepare.shapes_training import load_clip, load_reader, schedule
+from prepare.shapes.training import load_clip, load_reader, schedule
 from zoo import load_family
-from zoo.shapes_networks import WEIGHTS
-from zoo.shapes_world import ATTRIBUTES
+from zoo.encoders import build_encoders
+from zoo.shapes.networks import WEIGHTS
+from zoo.shapes.world import ATTRIBUTES
 
 MINIATURE = ["reader_steps=3", "clip_steps=3", "vae_steps=4", "every_steps=2", "num_measured=64"]
 
@@ -40,7 +40,7 @@ def lines(out: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("unbroken")
-    assert shapes.main(["--train_encoders", str(out), *MINIATURE]) == 0
+    assert command.main(["--train_encoders", str(out), *MINIATURE]) == 0
     return out
 
 
@@ -48,9 +48,9 @@ def unbroken(tmp_path_factory) -> Path:
 @pytest.mark.budget(120)
 def test_a_training_stopped_after_every_step_gives_the_same_bytes(unbroken, tmp_path, capsys):
     """max_minutes=0 stops each command after one step; ten steps and three stages need eleven commands at most."""
-    command = ["--train_encoders", str(tmp_path), *MINIATURE, "max_minutes=0"]
+    words = ["--train_encoders", str(tmp_path), *MINIATURE, "max_minutes=0"]
     for _ in range(11):
-        assert shapes.main(command) == 0
+        assert command.main(words) == 0
         if capsys.readouterr().out.splitlines()[-1].startswith("done"):
             break
     else:
@@ -72,7 +72,7 @@ def test_a_killed_training_goes_on_from_its_state_and_cuts_its_log_back(unbroken
     (tmp_path / "vae.pt").unlink()
     with open(tmp_path / "training.jsonl", "a") as log:
         log.write('{"stage": "vae", "st')
-    assert shapes.main(["--train_encoders", str(tmp_path), *MINIATURE]) == 0
+    assert command.main(["--train_encoders", str(tmp_path), *MINIATURE]) == 0
     assert lines(tmp_path) == lines(unbroken) and files(tmp_path) == files(unbroken)
 
 

@@ -1,4 +1,4 @@
-"""shared_memory.py: what is removed, what is left, and what is said. Its folders are the test's own, its processes real."""
+"""stages/shared_memory.py: what is removed, what is left, what is said. Its folders are the test's, its processes real."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from conftest import ROOT
 from filelock import FileLock
 
-import shared_memory
-from shared_memory import one_at_a_time, remove_dead_segments
+from stages import shared_memory
+from stages.shared_memory import one_at_a_time, remove_dead_segments
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_the_namespaces_of_this_process_can_be_read():
 
 def test_one_process_at_a_time_takes_a_number():
     """Without it two runs that start at one moment take the same: FileExistsError in one of them."""
-    code = "from shared_memory import one_at_a_time\nwith one_at_a_time(): print('in', flush=True)"
+    code = "from stages.shared_memory import one_at_a_time\nwith one_at_a_time(): print('in', flush=True)"
     with one_at_a_time():
         other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         with pytest.raises(subprocess.TimeoutExpired):

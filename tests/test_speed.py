@@ -1,4 +1,4 @@
-"""speed.py: each key changes how a step is computed and not what; what is compiled is compiled once.
+"""training/speed.py: each key changes how a step is computed and not what; what is compiled is compiled once.
 
 The equality proofs over 200 steps of the miniature stand in tests/test_miniature_speed.py.
 """
@@ -18,11 +18,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
-import preflight
-import speed
 from model import LatentDiffusion, ModelConfig, build_model, step_seed
-from speed import SpeedKeys
-from tensors import lay_out_like
+from training import cost, speed
+from training.speed import SpeedKeys
+from weights.tensors import lay_out_like
 from zoo import load_family
 from zoo.objectives import ObjectiveConfig
 
@@ -342,7 +341,7 @@ def test_a_fraction_of_the_blocks_is_computed_again(fraction, num):
 def test_what_is_kept_for_the_backward_pass_falls_with_the_fraction_and_the_compute_of_an_image_does_not():
     config, ways = ModelConfig(family="shapes", preset="tiny"), dict(stage="moments", size=(32, 32), precision="fp32")
     costs = [
-        preflight.measure_cost(config, ObjectiveConfig(), **ways, gradient_checkpointing=fraction)
+        cost.measure_cost(config, ObjectiveConfig(), **ways, gradient_checkpointing=fraction)
         for fraction in (0.0, 0.5, 1.0)
     ]
     kept = [cost.activation_gib_per_image for cost in costs]
@@ -442,14 +441,14 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_starts(capsys, w
 
 def test_a_stream_for_copies_wants_a_host_that_is_ahead(capsys):
     said = refused(capsys, "copy_stream=true")
-    text = "true, but late_loss=false: the host waits for each loss, and nothing is left to copy beside."
-    assert f"copy_stream: {text} Say late_loss=true, or leave it out." in said
+    text = "true, but async_loss=false: the host waits for each loss, and nothing is left to copy beside."
+    assert f"copy_stream: {text} Say async_loss=true, or leave it out." in said
     assert "copy_stream: true needs a GPU. Leave it out on a CPU." in said
 
 
 def test_a_batch_that_lies_on_the_device_is_not_copied(capsys):
     text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
-    assert f"copy_stream: {text}" in refused(capsys, "copy_stream=true", "late_loss=true")
+    assert f"copy_stream: {text}" in refused(capsys, "copy_stream=true", "async_loss=true")
 
 
 def test_what_a_gpu_lacks_for_an_attention_is_said(monkeypatch):

@@ -18,13 +18,13 @@ import wandb
 from conftest import TINY_RUN, tree
 from filelock import FileLock
 
-import alarm
 import benchmark
-import loggers
-from checkpoint_files import FULL, listed
-from config import ConfigError
-from fetch import StreamFailure
-from loggers import LoggersConfig, WandbConfig, wandb_mode
+from cli import errors
+from cli.errors import ConfigError
+from record.checkpoint_files import FULL, listed
+from stages.fetch import StreamFailure
+from training import loggers
+from training.loggers import LoggersConfig, WandbConfig, wandb_mode
 
 pytestmark = pytest.mark.budget(90)
 
@@ -273,11 +273,11 @@ class Killed(torch.utils.data.Dataset):
 def test_a_loader_worker_that_the_kernel_ends_is_foreseen():
     with pytest.raises(RuntimeError) as caught:
         next(iter(torch.utils.data.DataLoader(Killed(), num_workers=1)))
-    assert alarm.is_foreseen(caught.value) and re.fullmatch(
+    assert errors.is_foreseen(caught.value) and re.fullmatch(
         r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Killed\.|exited unexpectedly) Too little memory or "
         r"/dev/shm ends a worker so\. Lower data\.workers, or give more of it\. The same command goes on from the last "
         r"checkpoint\.",
-        alarm.text_of(caught.value).replace("  ", " "),
+        errors.text_of(caught.value).replace("  ", " "),
     )
 
 
@@ -300,9 +300,9 @@ def test_a_loader_worker_that_the_kernel_ends_is_foreseen():
 def test_what_is_foreseen_prints_its_message_alone_and_a_defect_its_trace(work, is_foreseen, text, capsys):
     with pytest.raises(Exception) as caught:
         work()
-    alarm.tell(caught.value, debug=False)
+    errors.tell(caught.value, debug=False)
     said = capsys.readouterr().err
     assert said.startswith(text if is_foreseen else "Traceback (most recent call last):\n")
     assert said.splitlines()[-1].startswith(text)
-    alarm.tell(caught.value, debug=True)
+    errors.tell(caught.value, debug=True)
     assert capsys.readouterr().err.startswith("Traceback (most recent call last):\n")

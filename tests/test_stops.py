@@ -13,7 +13,7 @@ import pytest
 from conftest import run, started
 from test_checkpoints import differences, newest, same_training
 
-from checkpoint_files import FULL, listed, read
+from record.checkpoint_files import FULL, listed, read
 
 pytestmark = [pytest.mark.slow, pytest.mark.budget(400)]
 
@@ -66,7 +66,7 @@ def stopped(folder: Path, number: int, to: str, *command: str) -> tuple[int, flo
     ("stalled", "number", "to", "more"),
     [
         ("1", signal.SIGTERM, "0", []),
-        ("0", signal.SIGUSR1, "0", ["late_loss=true"]),
+        ("0", signal.SIGUSR1, "0", ["async_loss=true"]),
         ("0,1", signal.SIGTERM, "all", []),
     ],
     ids=["to the rank that has its data", "to the rank that waits", "to every process, all wait"],

@@ -1,4 +1,4 @@
-"""store_errors.py: what is said of an address that cannot be asked, before anything is asked."""
+"""stages/store_errors.py: what is said of an address that cannot be asked, before anything is asked."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from prepare.stage_checks import _file
-from stage import is_remote, read_stage
-from store_errors import address_problem, explain_store_error
+from preflight.stage import _file
+from stages.dataset import is_remote, read_stage
+from stages.store_errors import address_problem, explain_store_error
 
 S3 = "Write s3://BUCKET/PREFIX"
 ADDRESSES = [

@@ -1,4 +1,4 @@
-"""stream.py: batches of a stage, and what a reader is told."""
+"""stages/stream.py: batches of a stage, and what a reader is told."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ import torch
 from streaming import MDSWriter, StreamingDataset
 from streaming.base.hashing import get_hash
 
-import fetch
-import store_clients
-from config import ConfigError
-from fetch import StreamFailure
-from shard_file import DAMAGED, ShardError
-from stage import holds_another_stage, read_stage, write_facts
-from stream import FAILED, BatchStream, MomentsStream
+from cli.errors import ConfigError
+from stages import fetch, stores
+from stages.dataset import holds_another_stage, read_stage, write_facts
+from stages.fetch import StreamFailure
+from stages.shard_file import DAMAGED, ShardError
+from stages.stream import FAILED, BatchStream, MomentsStream
 
 
 def test_store_connections_are_closed_before_workers_can_inherit_them(stage, monkeypatch):
@@ -187,7 +186,7 @@ def test_an_answer_400_is_tried_once_more_without_credentials_and_no_oftener(tmp
         monkeypatch.setenv(name, "x")
     try:
         with pytest.raises(Exception, match="400"):
-            store_clients.download_once("s3://bucket/index.json", str(tmp_path / "index.json"))
+            stores.download_once("s3://bucket/index.json", str(tmp_path / "index.json"))
     finally:
         server.shutdown()
         server.server_close()
@@ -211,9 +210,9 @@ def test_a_cache_that_fits_its_limit_is_read_again_without_fetching(moments, tmp
     limit = sum(shards) + (moments / "index.json").stat().st_size + 100
     assert len(list(stream_of(cache, remote=str(moments), cache_limit=limit))) == 9
     fetched = []
-    download = fetch.PatientStream._download_file
+    download = fetch.RetryingStream._download_file
     monkeypatch.setattr(
-        fetch.PatientStream, "_download_file", lambda self, *names: fetched.append(names) or download(self, *names)
+        fetch.RetryingStream, "_download_file", lambda self, *names: fetched.append(names) or download(self, *names)
     )
     assert len(list(stream_of(cache, remote=str(moments), cache_limit=limit))) == 9
     assert fetched == []
@@ -372,7 +371,7 @@ def test_what_a_store_does_not_have_is_asked_for_only_some_times(tmp_path, monke
 
 
 def test_nobody_waits_for_what_is_not_wanted(tmp_path):
-    with pytest.raises(fetch.NotWanted):
+    with pytest.raises(fetch.FetchCancelled):
         fetched(Away(99, ConnectionResetError("broken")), tmp_path / "x.mds", is_wanted=lambda: False)
 
 
@@ -393,7 +392,7 @@ def test_a_failure_in_a_thread_of_streamings_is_the_iterations(moments, tmp_path
     def fail(self, shard):
         raise KeyError("surprise")
 
-    monkeypatch.setattr(fetch.PatientStream, "prepare_shard", fail)
+    monkeypatch.setattr(fetch.RetryingStream, "prepare_shard", fail)
     assert next(iter(dataset)) == {"failure": ["data: KeyError: 'surprise'"]}
 
 
@@ -416,7 +415,7 @@ def test_the_reason_is_the_same_whichever_process_is_asked_first(moments, tmp_pa
         raise StreamFailure("data: the store is away")
 
     with monkeypatch.context() as patched, pytest.raises(StreamFailure):
-        patched.setattr(fetch.PatientStream, "prepare_shard", fail)
+        patched.setattr(fetch.RetryingStream, "prepare_shard", fail)
         dataset.prepare_shard(2)
     *_, last = itertools.islice(dataset, 9)
     assert last == {"failure": ["data: the store is away"]}
@@ -453,7 +452,7 @@ def test_a_version_of_streaming_without_what_we_lean_on_is_named():
     with pytest.raises(
         ImportError, match=r"has no StreamingDataset._new, on which .* Install mosaicml-streaming==0.13.0.$"
     ):
-        store_clients.lean_on(StreamingDataset, "prepare_shard", "_new")
+        stores.require_private_api(StreamingDataset, "prepare_shard", "_new")
 
 
 @pytest.mark.parametrize(

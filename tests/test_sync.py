@@ -60,12 +60,12 @@ def test_a_step_waits_nowhere_of_ours_and_for_composer_as_often_as_is_known(monk
 
 def test_with_late_loss_a_step_waits_nowhere(monkeypatch, tmp_path):
     """What is left of Composer's are uploads, which the host does not wait for."""
-    words = ["--use_synth_data", "data.stage=moments", "device_train_microbatch_size=4", "late_loss=true"]
+    words = ["--use_synth_data", "data.stage=moments", "device_train_microbatch_size=4", "async_loss=true"]
     waits = HostWaits()
-    monkeypatch.setattr(benchmark, "QuietTrainer", watched(benchmark.QuietTrainer, waits, range(3, 4)))
+    monkeypatch.setattr(benchmark, "NonBlockingTrainer", watched(benchmark.NonBlockingTrainer, waits, range(3, 4)))
     assert benchmark.main([*TINY_RUN, *LONG_WINDOWS, *words, f"run_folder={tmp_path}", "run_name=a"]) == 0
     # The loss of the batch before, from memory of the host that the device has written to by then.
-    own = {f"put of quiet_trainer.py: {UPLOAD}": 1, f"take of quiet_trainer.py: {FETCH}": 1}
+    own = {f"put of trainer.py: {UPLOAD}": 1, f"take of training/trainer.py: {FETCH}": 1}
     assert waits.of("ours") == own
     assert {what for what in waits.of("composer") if UPLOAD not in what} == set()
 
@@ -124,4 +124,4 @@ def test_a_wait_in_a_callback_of_ours_is_ours(monkeypatch, tmp_path):
 
     monkeypatch.setattr(benchmark.GradientNorm, "after_train_batch", reads)
     waits = steps(monkeypatch, tmp_path, "--use_synth_data", "data.stage=moments")
-    assert waits.of("ours") == {f"mean of optim.py: {SCALAR}": 1}
+    assert waits.of("ours") == {f"mean of optimizer.py: {SCALAR}": 1}

@@ -15,15 +15,15 @@ from conftest import ROOT, run
 from test_checkpoints import newest, same_training
 from test_evaluation import evaluations, figures, words_of  # noqa: F401
 
-import alarm
 import benchmark
 import eval as eval_command
-import unfinished
-from checkpoint_files import FULL, listed
-from curves import read_rows
+from cli import ranks
 from eval import Table
-from metrics.meter import Meter
-from unfinished import NAME, Parts, Work
+from evaluation import unfinished
+from evaluation.meter import Meter
+from evaluation.score_table import read_rows
+from evaluation.unfinished import NAME, Parts, Work
+from record.checkpoint_files import FULL, listed
 
 # --- files and sums ---
 
@@ -92,23 +92,23 @@ def test_sums_that_are_taken_up_again_give_the_same_figures_to_the_last_bit():
 
 
 def test_a_signal_is_noted_instead_of_ending_and_handlers_come_back():
-    before = [signal.getsignal(number) for number in alarm.STOP_SIGNALS]
-    with alarm.noting_signals() as noted:
-        hearing = alarm.Hearing(noted, 3)
+    before = [signal.getsignal(number) for number in ranks.STOP_SIGNALS]
+    with ranks.noting_signals() as noted:
+        hearing = ranks.Hearing(noted, 3)
         assert not hearing.heard() and hearing.agreed() == 0
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
         assert hearing.heard() and hearing.agreed() == signal.SIGUSR1
-    assert [signal.getsignal(number) for number in alarm.STOP_SIGNALS] == before
+    assert [signal.getsignal(number) for number in ranks.STOP_SIGNALS] == before
 
 
 def test_a_signal_that_comes_when_the_work_is_done_stops_all_after_it():
     done = []
-    with pytest.raises(alarm.Signalled, match="^SIGUSR1$") as caught, alarm.stopping_together() as noted:
+    with pytest.raises(ranks.Signalled, match="^SIGUSR1$") as caught, ranks.stopping_together() as noted:
         signal.raise_signal(signal.SIGUSR1)
         done.append(noted())
     assert done == [signal.SIGUSR1] and caught.value.number == signal.SIGUSR1
-    with alarm.stopping_together() as noted:
+    with ranks.stopping_together() as noted:
         assert noted() == 0
 
 
@@ -126,7 +126,8 @@ def test_a_row_that_is_there_says_so_as_a_new_one_does(tmp_path):
 
 # A rank that is ended, or gets a signal, after so many batches of images of its first evaluation.
 PROGRAM = """
-import os, signal, sys, time, benchmark, eval, unfinished
+import os, signal, sys, time, benchmark, eval
+from evaluation import unfinished
 from composer.utils import dist
 command, number, rank, batches = sys.argv[1], *map(int, sys.argv[2:5])
 unfinished.EVERY_SEC, add, count = 0.0 if number == signal.SIGKILL else 60.0, unfinished.Work.add, 0
@@ -290,7 +291,8 @@ def test_parts_of_a_score_that_was_killed_when_its_row_was_written_go_with_the_n
 
 # A rank that gets a signal when it has its last row, while rank 0 has something to do yet.
 LATE = """
-import os, pathlib, signal, sys, time, alarm, eval
+import os, pathlib, signal, sys, time, eval
+from cli import errors, ranks
 from composer.utils import dist
 scored, drawn = eval.score_run, eval.draw
 
@@ -307,7 +309,7 @@ def main(words):
     pathlib.Path(f"{__file__}.{dist.get_global_rank()}.{code}").touch()
     return code
 
-alarm.command(main)
+errors.command(main)
 """
 
 

@@ -12,9 +12,9 @@ from test_encoders import published  # noqa: F401
 from test_ldm import save_folder, tiny_networks
 
 import benchmark
-import warm_start
-from checkpoint_files import FULL, WEIGHTS, listed, read
 from model import ModelConfig, build_model
+from record.checkpoint_files import FULL, WEIGHTS, listed, read
+from training import warm_start
 from zoo.objectives import ObjectiveConfig
 
 pytestmark = pytest.mark.budget(60)

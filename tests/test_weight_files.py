@@ -1,4 +1,4 @@
-"""zoo/weight_files.py: what torch and safetensors write is read as it was; what a file says to call is not called."""
+"""weights/files.py: what torch and safetensors write is read as it was; what a file says to call is not called."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zoo.closed_pickle import ClosedUnpickler
-from zoo.weight_files import LEGACY_MAGIC, open_weights
+from weights.files import LEGACY_MAGIC, open_weights
+from weights.restricted_pickle import ClosedUnpickler
 
 FORMATS = {"zip": True, "legacy": False}
 DTYPES = [
@@ -49,7 +49,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 
 def assert_same(file, expected):
-    assert {name: (t.dtype, tuple(t.shape)) for name, t in expected.items()} == dict(file.forms)
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in expected.items()} == dict(file.tensor_specs)
     for name, tensor in expected.items():
         read = file.tensor(name)
         assert read.dtype == tensor.dtype and read.device.type == "cpu" and not read.requires_grad
@@ -104,7 +104,7 @@ def test_opening_reads_no_tensor(tmp_path):
     with open(path, "wb") as file:
         file.write(head + struct.pack("<q", 2**28))
         file.truncate(file.tell() + 2**30)
-    assert open_weights(path).forms == {"big": (torch.float32, (2**28,))}
+    assert open_weights(path).tensor_specs == {"big": (torch.float32, (2**28,))}
 
 
 def lightning_like() -> types.ModuleType:
@@ -302,16 +302,16 @@ HAND_MADE = {
 
 @pytest.mark.parametrize("name", HAND_MADE)
 def test_hand_made_opcodes_run_nothing_and_change_nothing(tmp_path, name):
-    from zoo import closed_pickle
+    from weights import restricted_pickle
 
     mark = tmp_path / "it_ran"
-    before = [vars(known).copy() for known in closed_pickle.KNOWN.values()]
-    defaults = closed_pickle._rebuild_tensor.__defaults__
+    before = [vars(known).copy() for known in restricted_pickle.KNOWN.values()]
+    defaults = restricted_pickle._rebuild_tensor.__defaults__
     with pytest.raises(ValueError, match="w.ckpt: "):
         open_weights(write_zip(tmp_path / "w.ckpt", HAND_MADE[name](mark)))
     assert not mark.exists()
-    assert [vars(known) for known in closed_pickle.KNOWN.values()] == before
-    assert closed_pickle._rebuild_tensor.__defaults__ == defaults
+    assert [vars(known) for known in restricted_pickle.KNOWN.values()] == before
+    assert restricted_pickle._rebuild_tensor.__defaults__ == defaults
 
 
 PAIRS = b"".join(b"2\x86" for _ in range(60))  # (x, x) of (x, x) ...: 2**60 leaves
@@ -612,7 +612,7 @@ def test_random_damage_is_always_a_sentence(tmp_path):
             path.write_bytes(content)
             try:
                 file = open_weights(path)
-                for name in file.forms:
+                for name in file.tensor_specs:
                     file.tensor(name)
                 outcomes["read"] += 1
             except ValueError as error:

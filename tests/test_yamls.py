@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 from test_ldm import tiny_networks, whole_ldm_file, write
 
 import benchmark
-import preflight
 from bench.ladder import read_ladder
-from command_line import parse_command_line
+from cli.command_line import parse_command_line
 from config import flat, load
-from optim import lr_multiplier
+from evaluation.scoring import TargetConfig
+from preflight import limits
 from prepare import latents
-from scoring import TargetConfig
+from training.optimizer import lr_multiplier
 from zoo import FAMILIES, mlperf
 
 RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
@@ -59,7 +59,7 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
 def test_every_run_resolves_and_passes_its_checks(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        preflight, "room_problem", lambda *given: None
+        limits, "room_problem", lambda *given: None
     )  # with a small batch there is a snapshot to each one
     assert resolve([f"yamls/{path.name}"], stage).model.family in FAMILIES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tensors import on_meta
+from weights.tensors import on_meta
 from zoo import FAMILIES, load_family
 from zoo.objectives import ObjectiveConfig
 from zoo.sd2 import ARCHITECTURES, END_TOKEN, LATENT_SCALE

@@ -1,4 +1,7 @@
-"""What is particular to one family of models. `load_family` is the table from a name to the file that knows it."""
+"""What is particular to one family of models. `load_family` is the table from a name to the file that knows it.
+
+Whoever needs a network comes in. Imports weights/, cli/ and config.py; a family imports no other family.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import importlib
 
 from zoo.spec import Family
 
-FAMILIES = {"sd2": "zoo.sd2", "shapes": "zoo.shapes"}
+FAMILIES = {"sd2": "zoo.sd2", "shapes": "zoo.shapes.family"}
 """family -> module; each module has `build(preset, variant) -> Family`. Imported only when asked for."""
 
 

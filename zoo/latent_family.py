@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cli.limits import ImageSize
 from zoo.objectives import DiscreteDiffusion, ObjectiveConfig
-from zoo.spec import Column, ImageSize
+from zoo.spec import Column
 
 LATENT_CHANNELS = 4
 

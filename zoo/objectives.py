@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from limits import limited
+from cli.limits import limited
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import zoo.ldm_names as ldm_names
-from zoo.clip_text import build_text_model
+from weights import ldm_names
+from weights.clip_text import build_text_model
 from zoo.latent_family import LatentFamily
 
 LATENT_SCALE = 0.18215  # 1 / standard deviation of SD's latents; Rombach et al. 2022, appendix G, and the SD2 config

@@ -25,14 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from limits import given_as
+from cli.limits import ImageSize, given_as
 
 if TYPE_CHECKING:
-    from zoo.ldm_names import Network
+    from weights.ldm_names import Network
     from zoo.objectives import Objective, ObjectiveConfig
-
-ImageSize = tuple[int, int]
-"""(width, height) in pixels."""
 
 MAX_SIDE_PX = 16384
 

@@ -13,11 +13,11 @@ from conftest import TINY_RUN
 from host_waits import GpuWaits, watched
 
 import benchmark
-from checkpoint_files import FULL, listed, read
-from copy_stream import CopyStream
-from metrics.meter import QUEUE_SEC, Meter, Pace
+from evaluation.meter import QUEUE_SEC, Meter, Pace
+from evaluation.scoring import EvalConfig, Scorer
 from model import ModelConfig, build_model
-from scoring import EvalConfig, Scorer
+from record.checkpoint_files import FULL, listed, read
+from training.copy_stream import CopyStream
 from zoo.objectives import ObjectiveConfig
 
 pytestmark = [
@@ -108,8 +108,8 @@ def test_no_step_waits_for_the_gpu_on_our_account(tmp_path, monkeypatch):
 
 def test_with_late_loss_no_step_waits_for_the_gpu(tmp_path, monkeypatch):
     waits = GpuWaits()
-    monkeypatch.setattr(benchmark, "QuietTrainer", watched(benchmark.QuietTrainer, waits, range(3, 6)))
-    words = [*TINY_RUN, "--use_synth_data", "late_loss=true", "optimizer.clip_norm=1", "max_duration=8ba"]
+    monkeypatch.setattr(benchmark, "NonBlockingTrainer", watched(benchmark.NonBlockingTrainer, waits, range(3, 6)))
+    words = [*TINY_RUN, "--use_synth_data", "async_loss=true", "optimizer.clip_norm=1", "max_duration=8ba"]
     words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
     assert benchmark.main(words) == 0
     assert waits.found == {}

@@ -31,10 +31,10 @@ import torch
 from composer.utils import dist
 from streaming import StreamingDataLoader, StreamingDataset
 
-import fetch
 from data import DataConfig, build_data
-from environment import environment
-from shared_memory import one_at_a_time
+from record.environment import environment
+from stages import fetch
+from stages.shared_memory import one_at_a_time
 from tests.store import processes, stage
 from zoo import load_family
 

@@ -38,9 +38,9 @@ def write(folder: Path) -> None:
     """Write the stage, with the columns and facts that prepare.latents gives to its own."""
     from streaming import MDSWriter
 
-    from fetch import HASH
     from prepare.moments import mds_columns
-    from stage import write_facts
+    from stages.dataset import write_facts
+    from stages.fetch import HASH
     from zoo import load_family
 
     columns = mds_columns(load_family("sd2", "tiny", "stock"), IMAGE_SIZE, text={}, metadata=False)

@@ -1,0 +1,229 @@
+"""A command line, and the YAML file that it names, in their parts: which values were given for which keys, and where.
+
+    [RUN.yaml] [key=value ...] [--flag [value] ...]
+
+What cannot be read becomes a problem, "where: what was given. What is possible. What to do.". `${...}` stays as it is. What
+the keys mean is config.py's to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError
+
+from cli.limits import file_problem, kind_of_path, shown, text_possible
+
+MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 2**20, 50
+YAML = (".yaml", ".yml")
+
+RENAMED = {"late_loss": "async_loss"}
+"""Keys of earlier versions -> what they are called now; the old ones are still taken, in old run folders too."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a cross-check found: `text` for the reader, and the `keys` that it is about.
+
+    A problem is dropped when one of its keys was already refused: its value is then only the default.
+    """
+
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A flag as users of the predecessors type it, and what it stands for."""
+
+    key: str
+    bare: str | None = None
+    """The value where none follows the flag; None: a value has to follow."""
+    choices: Mapping[str, Sequence[str]] | None = None
+    """For a flag that stands for several keys: what each value sets, as `key=value`."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One value for one key, and the place that a message names."""
+
+    where: str
+    key: str
+    value: Any
+    typed: str
+    """The key as it was typed (a flag keeps its own name in messages)."""
+    raw: str | None = None
+    """The value as it was typed on the command line: a text is taken from here, so that 0123 stays 0123."""
+    text: Any = None
+    """The value with `${...}` in it, where `value` is what that stands for."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line in its parts."""
+
+    yaml: str | None
+    assignments: list[Assignment]
+    print_config: bool
+    problems: list[Problem]
+    places: list[str] = field(default_factory=list)
+    """Words that are neither: what a command is about, where it takes such."""
+
+
+def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias], *, takes_places: bool = False) -> CommandLine:
+    """Split `[RUN.yaml] [key=value ...] [--flag [value] ...]` into its parts; what cannot be read becomes a problem.
+
+    Args:
+        takes_places: folders come in place of the YAML file: a folder that is there, and whatever is neither key nor flag.
+    """
+    file, print_config, assignments, problems, places = None, False, [], [], []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if "=" not in word and (possible := text_possible(word)):
+            problems.append(Problem(f"command line: '{shown(word)}' is no path. Possible: {possible}."))
+        elif takes_places and (kind_of_path(word) == "folder" or not (word.startswith("-") or "=" in word)):
+            places.append(word)
+        elif word in ("--print_config", "--print-config"):
+            print_config = True
+        elif word.startswith("--"):
+            found, problem = _read_flag(word, rest, aliases)
+            assignments += found
+            problems += [Problem(problem)] if problem else []
+        elif "=" in word:
+            assignment, problem = _read_pair(word)
+            assignments += [assignment] if assignment else []
+            problems += [Problem(problem)] if problem else []
+        elif word.endswith(YAML):
+            if file is not None:
+                given = f"two YAML files, {shown(file)} and {shown(word)}"
+                problems.append(Problem(f"command line: {given}. One run has one file."))
+            file = word
+        else:
+            problems.append(Problem(f"command line: '{shown(word)}' is neither a .yaml file nor key=value."))
+    return CommandLine(file, assignments, print_config, problems, places)
+
+
+def _read_flag(word: str, rest: list[str], aliases: Mapping[str, Alias]) -> tuple[list[Assignment], str | None]:
+    """Read `--name value`, `--name=value` or `--name`; takes its value off `rest`."""
+    name, has_value, value = word[2:].replace("-", "_").partition("=")
+    if name not in aliases:
+        if not has_value and rest and not (rest[0].startswith("--") or "=" in rest[0] or rest[0].endswith(YAML)):
+            rest.pop(0)  # its value, most likely, and no problem of its own
+        known = ", ".join(f"--{flag}" for flag in sorted(aliases))
+        given = f"unknown flag '--{shown(name)}'. Flags: {known}{', ' if known else ''}--print_config"
+        return [], f"command line: {given}. Every key is key=value."
+    alias = aliases[name]
+    if not has_value:
+        follows = bool(rest) and not rest[0].startswith("--")
+        if alias.bare is not None and not (follows and rest[0].lower() in ("true", "false")):
+            value = alias.bare
+        elif follows:
+            value = rest.pop(0)
+        else:
+            return [], f"command line: '--{name}' has no value. It stands for {alias.key}=VALUE."
+    if alias.choices is not None:
+        if value not in alias.choices:
+            return (
+                [],
+                f"command line: '--{name} {shown(value)}' is not known. Known: {', '.join(sorted(alias.choices))}.",
+            )
+        pairs = [_read_pair(pair)[0] for pair in alias.choices[value]]
+        return [dataclasses.replace(pair, typed=f"--{name}") for pair in pairs if pair], None
+    assignment, problem = _read_pair(f"{alias.key}={value}")
+    return ([dataclasses.replace(assignment, typed=f"--{name}")] if assignment else []), problem
+
+
+def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
+    """`key=value`, the value read as YAML reads it (1e-4 is a number, null is None, [64, 64] is a list)."""
+    key, _, raw = word.partition("=")
+    if not raw.strip():
+        return (
+            None,
+            f"command line: '{shown(word)}' has no value. Write {shown(key)}=VALUE, or {shown(key)}=null for none.",
+        )
+    try:
+        _check_depth(raw)
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))["value"]
+    except GrammarParseError:
+        ways = "Write ${oc.env:VARIABLE}, or ${KEY} of another key"
+        return None, f"command line: '{shown(word)}' has a '${{' that cannot be read. {ways}."
+    except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
+        return None, f"command line: the value of '{shown(word)}' cannot be read as YAML: {_why(error, b'')}"
+    return Assignment("command line", RENAMED.get(key, key), value, key, raw), None
+
+
+def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
+    """All leaf values of a YAML file, in its order; `${...}` stays as it is."""
+    where = shown(path, 300)
+    if text := file_problem(path):
+        there = text.removeprefix(f"{where} ")
+        return [], [Problem(f"{where}: {there if kind_of_path(path) else _no_such_yaml(Path(path).parent)}")]
+    content = b""
+    try:
+        content = Path(path).expanduser().read_bytes()
+        text = content.decode()
+        if len(text) > MAX_YAML_CHARACTERS:
+            given = f"{len(text):,} characters. Possible: {MAX_YAML_CHARACTERS:,} at most"
+            return [], [Problem(f"{where}: {given}. Give a run's file.")]
+        _check_depth(text)
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    except Exception as error:  # of several unrelated classes
+        return [], [Problem(f"{where}: cannot be read as YAML: {_why(error, content)}")]
+    if not isinstance(tree, dict):
+        return [], [Problem(f"{where}: holds a {type(tree).__name__}. A run is a mapping of keys to values.")]
+    return [Assignment(where, RENAMED.get(key, key), value, key) for key, value in leaves(tree)], []
+
+
+def _no_such_yaml(folder: Path) -> str:
+    there = sorted(file.name for file in folder.glob("*.yaml")) if kind_of_path(folder) == "folder" else []
+    others = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
+    return "no such file. " + (f"In {folder}: {others}." if there else "Check the path.")
+
+
+def leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the keys of a nested mapping with their values; an empty section is a value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def spread(at: Assignment) -> list[Assignment]:
+    """Return the keys of a section that was given as one value, `optimizer={lr: 1e-4}`, each by itself."""
+    if not isinstance(at.value, Mapping) or not at.value:
+        return [at]
+    return [Assignment(at.where, key, value, key) for key, value in leaves(at.value, f"{at.key}.")]
+
+
+def _check_depth(text: str) -> None:
+    """Look for nesting before a reader recurses into it: libyaml's ends the process at some 25,000 levels."""
+    depth = 0
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_YAML_DEPTH:
+            given = f"it is nested more than {MAX_YAML_DEPTH} levels deep"
+            raise yaml.MarkedYAMLError(problem=given, problem_mark=event.start_mark)
+
+
+def _why(error: Exception, content: bytes) -> str:
+    """Say in a line what the YAML reader found, and in which line of the content."""
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):
+        return "it has a number of more than 4,300 digits. Give a smaller one, or a text in quotes."
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    begin = getattr(
+        error, "start" if isinstance(error, UnicodeDecodeError) else "position", None
+    )  # a byte that cannot be
+    parts = [getattr(error, name, None) for name in ("context", "problem")]
+    text = ": ".join(part for part in parts if part) or (str(error).splitlines() or [type(error).__name__])[0]
+    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    line = line or ("" if begin is None else f"line {content[:begin].count(10) + 1}: ")
+    return line + shown(text.strip().rstrip("."), 200) + "."

@@ -1,0 +1,101 @@
+"""How a process ends: what it says of an error that is foreseen, and that its exit code is its own."""
+
+from __future__ import annotations
+
+import dis
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cli import masking
+
+ROOT = Path(__file__).resolve().parent.parent
+LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
+# What libraries say, in plain RuntimeErrors, of a process that was ended from outside.
+ENDED = {
+    "DataLoader worker (pid": "Too little memory or /dev/shm ends a worker so. Lower data.workers, or give more of it.",
+    "by peer": "Another rank has ended without a word: the kernel ends a process where the machine's memory is short.",
+}
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one problem a line.
+
+    config: the typed configuration where every name and type was right and only checks across keys failed, else None.
+    """
+
+    def __init__(self, problems: Sequence[str], config: Any = None):
+        self.problems = [masking.hidden(text) for text in problems]
+        self.config = config
+        super().__init__("\n".join(self.problems))
+
+
+def is_foreseen(error: BaseException) -> bool:
+    """True for an end that may come to any run, and whose text says what to do.
+
+    That is what this project raises itself as a ValueError, or as an error of its own; what the system says of a file or a
+    connection; and what W&B says. Any other is a defect, of which the trace is wanted.
+    """
+    is_known = isinstance(error, OSError | MemoryError) or type(error).__module__.startswith("wandb.")
+    return is_known or _is_own(error) or _why_ended(error) is not None
+
+
+def _why_ended(error: BaseException) -> str | None:
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return next((why for part, why in ENDED.items() if part in said), None)
+
+
+def _is_own(error: BaseException) -> bool:
+    """True where a `raise` of this project's has raised it, and it is a ValueError or of a kind of this project's."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    if step is None or step.tb_frame.f_code.co_code[step.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
+        return False  # a function that is not Python's has raised it, or nothing yet
+    module = sys.modules.get(type(error).__module__)
+    is_kind = isinstance(error, ValueError) or _is_ours(getattr(module, "__file__", None) or "")
+    return is_kind and _is_ours(step.tb_frame.f_code.co_filename)
+
+
+def _is_ours(file: str) -> bool:
+    path = Path(file).resolve()
+    return path.is_file() and path.is_relative_to(ROOT) and "site-packages" not in path.parts
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says; where its text is not ours, what it is comes first."""
+    if (why := _why_ended(error)) is not None and not _is_own(error):
+        return f"{str(error).splitlines()[0]} {why} The same command goes on from the last checkpoint."
+    return str(error) if _is_own(error) or _is_message(error) else f"{type(error).__name__}: {error}"
+
+
+def _is_message(error: BaseException) -> bool:
+    """True for an OSError that has a text of ours instead of the system's number."""
+    return isinstance(error, OSError) and error.errno is None
+
+
+def tell(error: BaseException, *, debug: bool) -> None:
+    """Print the text of an error that is foreseen; with `debug`, or of another one, its trace before."""
+    if debug or not is_foreseen(error):
+        traceback.print_exception(error)
+    print(text_of(error), file=sys.stderr, flush=True)
+
+
+def command(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command in a process of its own, and end with its code, whatever the launcher sends in the meantime.
+
+    The first rank to leave has the launcher send SIGTERM to the others. SIGUSR1 ends it as SIGTERM does, see Composer.
+    """
+    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(128 + number))
+    code = main(sys.argv[1:])
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter goes down; a handler would not
+    if code > 128:
+        threading.Thread(target=lambda: (time.sleep(LEAVE_SEC), os._exit(code)), daemon=True).start()
+    sys.exit(code)

@@ -1,0 +1,165 @@
+"""What a value may be, whatever its key: how large a number, how long a text, which file; and how a message shows it.
+
+    workers: int = limited(4, 0, 512)      # the limits stand beside the field; config.load checks them
+
+Texts are names, paths and addresses here: a line of UTF-8 that a file system takes. Files are read to their end, so that
+only regular ones are: a device or a pipe may have none.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from cli import masking
+
+MOST = 10**12  # of a number without a limit of its own: a larger one is a slip, and overflows further on
+MOST_FRACTIONAL = 1e30
+MAX_TEXT_BYTES = 1024  # Linux takes 4,096 for a path, what is added to it included
+MAX_PART_BYTES = 255  # of a path: a file's or a folder's name
+MAX_CAPTION = 10_000  # characters: a text encoder reads 77 tokens, and whatever is longer than this is no caption
+
+ImageSize = tuple[int, int]
+"""(width, height) in pixels."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """From where to where a number makes sense; None: from or to where any number does. `above`: without its lower end."""
+
+    least: float | None = None
+    most: float | None = None
+    above: bool = False
+
+    def _ends(self, value: float) -> tuple[float, float]:
+        widest = MOST if isinstance(value, int) else MOST_FRACTIONAL
+        return -widest if self.least is None else self.least, widest if self.most is None else self.most
+
+    def allow(self, value: float) -> bool:
+        """False for nan, too."""
+        least, most = self._ends(value)
+        return least <= value <= most and not (self.above and value == least)
+
+    def possible(self, value: float) -> str:
+        """Say what they are, for a message about a value that they do not allow: `1 and up`, `0 to 512`."""
+        is_open = self.most is None and self.least is not None and not value > self._ends(value)[1]
+        least, most = (f"{end:,}" if isinstance(value, int) else f"{end:g}" for end in self._ends(value))
+        if self.above:
+            return f"above {least}" if is_open else f"above {least}, to {most}"
+        return f"{least} and up" if is_open else f"{least} to {most}"
+
+
+def limited(
+    default: float | None, least: float | None = None, most: float | None = None, *, above: bool = False
+) -> Any:
+    """Return the field of a number with its limits, for a dataclass whose values `config.load` reads."""
+    return field(default=default, metadata={"limits": Limits(least, most, above)})
+
+
+# --- numbers and texts ---
+
+
+def beyond(value: Any, kind: type | None, limits: Limits) -> str | None:
+    """Say what is possible where a value, or one in it, is beyond all limits, else None.
+
+    Args:
+        kind: what its key takes: int or float, as which a text is read then, as OmegaConf does; str, or anything; None: a
+            choice, of which its type says what there is.
+    """
+    if kind is None:
+        return None
+    if isinstance(value, list | tuple | dict):
+        inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        return next((text for part in inner if (text := beyond(part, kind, limits))), None)
+    if isinstance(value, str) and kind in (int, float):
+        try:
+            value = kind(value)
+        except ValueError:  # no number, as its type will say; or one of more than 4,300 digits
+            value = MOST + 1 if value.strip("+-").isdecimal() else None
+    if isinstance(value, str):
+        return text_possible(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and isinstance(value, float)):
+        return None
+    value = float(value) if kind is float and abs(value) < MOST_FRACTIONAL else value
+    is_own = limits != Limits() or isinstance(value, int)  # else what nan and inf are there, the key's section says
+    return limits.possible(value) if is_own and not limits.allow(value) else None
+
+
+def text_possible(text: str) -> str | None:
+    """Say what is possible where a text can be no name, path or address, else None."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        return "a text in UTF-8"
+    if any(ord(letter) < 32 or 127 <= ord(letter) < 160 or letter in "\u2028\u2029" for letter in text):
+        return "a text without control characters and line ends"
+    parts = [] if "://" in text else text.split("/")
+    if size > MAX_TEXT_BYTES or any(len(part.encode()) > MAX_PART_BYTES for part in parts):
+        return f"at most {MAX_TEXT_BYTES:,} bytes, {MAX_PART_BYTES} between slashes"
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        return f"a path that does not begin with '{text.partition('/')[0]}', who is no user here"
+    return None
+
+
+def read_duration(text: str, units: tuple[str, ...], least: int = 1) -> tuple[int, str] | None:
+    """Read Composer's time string, e.g. 30ba, as a number and its unit; None: it is none of these, or too many.
+
+    Args:
+        units: of ba (batches), sp (samples), ep (epochs).
+        least: the smallest number that is possible.
+    """
+    from composer import Time
+
+    try:
+        time = Time.from_timestring(text)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    is_possible = time.unit.value in units and least <= time.value <= MOST
+    return (time.value, time.unit.value) if is_possible else None
+
+
+# --- files ---
+
+
+def kind_of_path(path: str | Path) -> Literal["file", "folder", "device, pipe or socket"] | None:
+    """Return what lies at a path, links followed; None: nothing that can be looked at, or no path at all."""
+    try:
+        mode = Path(path).expanduser().stat().st_mode
+    except (OSError, ValueError, RuntimeError):  # the latter two: a NUL in it, the folder of a user that there is not
+        return None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "device, pipe or socket"
+
+
+def file_problem(path: str) -> str | None:
+    """Say why a path is no file that can be read to its end, or None."""
+    kind, what = kind_of_path(path), shown(path, 300)
+    if kind is None:
+        return f"no file {what}. Check the path."
+    if kind != "file":
+        return f"{what} is a {kind}. Give a file."
+    is_readable = os.access(Path(path).expanduser(), os.R_OK)
+    return None if is_readable else f"{what} may not be read by this user. Change its rights, or give another one."
+
+
+# --- in messages ---
+
+
+def shown(text: str, most: int = 80) -> str:
+    """Return what was given for a message: one printable line, the beginning of a long one, without an address's password."""
+    text = masking.masked_value(text)  # before it is cut: half an address is not known as one
+    plain = text if text.isprintable() else ascii(text)[1:-1]
+    return plain if len(plain) <= most else f"{plain[: most - 20]}... ({len(text):,} characters)"
+
+
+def given_as(value: Any) -> str:
+    """Return any value for a message, a text in quotes."""
+    try:
+        given = masking.masked_value(value) if isinstance(value, str) else value
+        return "null" if value is None else shown(repr(given))
+    except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
+        return f"a number of about {value.bit_length() * 3 // 10:,} digits" if isinstance(value, int) else "too much"

@@ -1,0 +1,208 @@
+"""One rank's failure or signal, heard by the others: in a collective they would wait for it until its timeout, half an hour.
+
+The ranks' own store (torch.distributed's, at rank 0) carries the message and the exit code. A rank that hears it prints the
+message and leaves with that code. A machine's first rank leaves first: composer's launcher then ends its others, and returns
+the code of the first one that has not ended well. If another left before it, that would be 143, of its SIGTERM.
+
+How a process ends is here too: what it says (`tell`), and that its exit code is its own (`command`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed
+from composer.utils import dist
+from torch.distributed import PrefixStore, distributed_c10d
+
+from cli.errors import ConfigError
+
+Result = TypeVar("Result")
+
+KEY = "stopped"
+POLL_SEC = 2.0
+STAY_SEC = 3 * POLL_SEC  # of the rank that failed: with rank 0 the store would go before the others have heard
+ASK_SEC = 0.5  # between two looks for another rank's signal
+STALL_SEC = 1800.0  # without a piece of work done anywhere: a rank is lost, and the next collective says so
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may be long in reading what they have read
+
+_quiet = threading.Event()
+
+
+def _store() -> PrefixStore | None:
+    """Return the ranks' store, or None: there is one rank, or a torch without `_get_default_store` (2.0 to 2.11 have it)."""
+    if dist.get_world_size() == 1 or not torch.distributed.is_initialized():
+        return None
+    get = getattr(distributed_c10d, "_get_default_store", None)
+    return None if get is None else PrefixStore("easel/ranks", get())
+
+
+def watch_for_abort() -> None:
+    """Leave, and say why, as soon as another rank has called `abort_all_ranks`; until `be_quiet`."""
+    store = _store()
+    if store is None:
+        return
+    _quiet.clear()
+
+    def wait() -> None:
+        with contextlib.suppress(Exception):  # rank 0 has ended, and the store with it
+            while not _quiet.wait(POLL_SEC):
+                if store.check([KEY]) and not _quiet.is_set():
+                    code, text = store.get(KEY).decode().split(" ", 1)
+                    print(text, file=sys.stderr, flush=True)
+                    time.sleep(POLL_SEC)  # until all have heard
+                    _let_first_leave(STAY_SEC)
+                    os._exit(int(code))  # the main thread is in a collective that will never end
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _let_first_leave(limit_sec: float) -> None:
+    if dist.get_local_rank() != 0:
+        time.sleep(limit_sec)
+
+
+def on_rank_zero(work: Callable[[], Result]) -> Result:
+    """Let rank 0 do what only one may, and give all ranks its result.
+
+    Raises:
+        ConfigError: on all ranks, what rank 0 has raised as a ValueError.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_global_rank() == 0:
+        try:
+            outcome[0] = work()
+        except ValueError as error:
+            outcome[1] = getattr(error, "problems", [str(error)])
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ConfigError(outcome[1])
+    return outcome[0]
+
+
+def stopped(stop: SystemExit) -> int:
+    """Say that a signal has ended this rank, perhaps alone, and tell the others; return the code."""
+    code = int(stop.code or 0)
+    if code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):  # Ctrl-C comes to all of them
+        text = f"{signal.Signals(code - 128).name}: stopped"
+        abort_all_ranks(text, code)
+        print(f"{text}.", file=sys.stderr, flush=True)
+    return code
+
+
+def be_quiet() -> None:
+    """Hear nothing any more: this rank has ended its work, or knows better."""
+    _quiet.set()
+
+
+def abort_all_ranks(text: str, code: int = 1) -> None:
+    """Tell the other ranks that this one has stopped, and stay until they have heard.
+
+    Args:
+        code: what all ranks are to exit with.
+    """
+    be_quiet()
+    with contextlib.suppress(Exception):  # the store is gone: so is rank 0
+        if (store := _store()) is not None:
+            store.set(KEY, f"{code} rank {dist.get_global_rank()} has stopped: {text}")
+            time.sleep(STAY_SEC)
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # the launcher's, which ends this rank now: nothing is left to save
+    _let_first_leave(FIRST_SEC)
+
+
+# --- signals ---
+
+
+class Signalled(Exception):
+    """Work was left at a signal that one of the ranks has had, by all of them together."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def noting_signals() -> Iterator[Callable[[], int]]:
+    """Note SIGTERM and SIGUSR1 instead of ending; gives what returns the first that came, 0: none."""
+    noted: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield lambda: noted[0] if noted else 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def stopping_together() -> Iterator[Callable[[], int]]:
+    """Note signals, as `noting_signals`, and leave with all ranks at the end where one of them has had any by then.
+
+    Raises:
+        Signalled: on all ranks alike.
+    """
+    with noting_signals() as noted:
+        yield noted
+        dist.barrier()  # a rank may wait long here, and its signal is seen only afterwards
+        if number := max(dist.all_gather_object(noted())):
+            raise Signalled(number)
+    if late := noted():  # too late for the others: this rank ends as by any signal between two pieces of work
+        signal.raise_signal(late)
+
+
+class Hearing:
+    """One rank's signal, heard by the others while each has pieces of work to do; all ranks build it together.
+
+    No rank waits in a collective for one that has more to do: signals are not seen there. They ask the ranks' store.
+
+    Args:
+        own: returns the signal that this rank has had, 0: none.
+        num_pieces: of this rank.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, own: Callable[[], int], num_pieces: int):
+        self.own, self.num_pieces = own, sum(dist.all_gather_object(num_pieces))
+        store = _store()
+        self._store = None if store is None else PrefixStore(f"hearing/{next(self._numbers)}", store)
+        self._asked_at, self._heard = -math.inf, False
+
+    def heard(self) -> bool:
+        """True from when this rank has had a signal, or another one has said so."""
+        if self._heard or self._store is None:
+            return self._heard or bool(self.own())
+        if self.own():
+            self._store.set(KEY, "")
+            self._heard = True
+        elif time.monotonic() - self._asked_at > ASK_SEC:
+            self._heard, self._asked_at = self._store.check([KEY]), time.monotonic()
+        return self._heard
+
+    def done(self) -> None:
+        """Say that a piece is done."""
+        if self._store is not None:
+            self._store.add("pieces", 1)
+
+    def agreed(self) -> int:
+        """Return the signal that a rank has had by the time when all pieces are done, or all ranks have heard; 0: none."""
+        known, since = -1, time.monotonic()
+        while self._store is not None and not self.heard() and time.monotonic() - since < STALL_SEC:
+            if (done := self._store.add("pieces", 0)) >= self.num_pieces:
+                break
+            if done > known:
+                known, since = done, time.monotonic()
+            time.sleep(ASK_SEC / 5)
+        return max(dist.all_gather_object(self.own()))

@@ -1,0 +1,279 @@
+"""Frechet inception distance from sums: the memory is the same for ten images and for thirty thousand.
+
+    sums = FeatureSums(2048)
+    for ...: sums.update(extractor(images), ids)
+    distance = frechet_distance(sums.compute(), read_statistics("val2014_30k_stats.npz", 2048))
+
+Heusel et al. 2017 (arXiv:1706.08500), equation 6: d^2 = |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)) for two Gaussians with
+means m and covariances A, B of an image network's features. A file of statistics is pytorch-fid's: an .npz with `mu` and
+`sigma`.
+
+Kernel inception distance is not here: its cubic kernel from sums alone needs third moments, D^3 numbers (69 GB at D = 2048).
+
+Shapes: B batch, D features, e.g. 2048.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evaluation.numerics import Float64Sums, require_finite
+
+BLOCK = 256  # columns that are multiplied at once: fast from 128 to 512 on a CPU
+FLOAT32_ROUNDING = 1e-5  # of the largest value: what a covariance computed in float32 may be off
+LARGEST = {"mu": float(torch.finfo(torch.float32).max), "sigma": float(torch.finfo(torch.float32).max) ** 2}
+"""Features are float32: what is beyond is of none, and would overflow in the distance."""
+
+
+class Statistics(NamedTuple):
+    """Mean and covariance of features. Not a dataclass: torchmetrics refuses a frozen one as a metric's value."""
+
+    mean: np.ndarray
+    """(D,) float64."""
+    covariance: np.ndarray
+    """(D, D) float64, unbiased, symmetric."""
+    num_images: int | None = None
+    """That it comes from; None where a file does not say it."""
+
+
+# --- files ---
+
+
+def read_statistics(path: str | Path, num_features: int | None = None) -> Statistics:
+    """Read a file of statistics: `mu`, `sigma`, and `num_images` where it has one.
+
+    Args:
+        path: an .npz as `write_statistics` and pytorch-fid write it; nothing pickled is read.
+        num_features: of the image network that the other statistics come from.
+
+    Raises:
+        ValueError: no such file, no .npz, other keys or shapes, values that cannot be, or of another network.
+    """
+    arrays = _read_npz(Path(path).expanduser())
+    if "mu" not in arrays or "sigma" not in arrays:
+        found = ", ".join(arrays) or "none"
+        raise ValueError(
+            f"{path}: its arrays are {found}. Statistics are mu and sigma. Make them: python -m prepare.fid_statistics."
+        )
+    count = arrays.get("num_images")
+    problem = _problem(arrays["mu"], arrays["sigma"], num_features)
+    if count is not None and (count.ndim or count.dtype.kind not in "iu"):
+        problem = f"num_images is {count.dtype} {count.shape}. Possible: one whole number. Make the file again."
+    if problem:
+        raise ValueError(f"{path}: {problem}")
+    mean, covariance = (arrays[name].astype(np.float64) for name in ("mu", "sigma"))
+    return Statistics(mean, (covariance + covariance.T) / 2, None if count is None else int(count))
+
+
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """Read what a file says of its statistics, e.g. {"extractor": "inception-2015-12-05"}; of pytorch-fid's: nothing.
+
+    Raises:
+        ValueError: no such file, or no .npz.
+    """
+    return {name: array.item() for name, array in _read_npz(Path(path).expanduser()).items() if array.ndim == 0}
+
+
+def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[str, str | int | float]) -> None:
+    """Write a file of statistics, whole or not at all; one that is there is replaced.
+
+    Args:
+        path: used as it is, no suffix is added.
+        facts: further single values, e.g. the image network's name, fingerprint and resize.
+
+    Raises:
+        ValueError: the statistics are none that could be read again.
+        OSError: the file cannot be written.
+    """
+    mean, covariance, num_images = statistics
+    assert not {"mu", "sigma", "num_images"} & set(facts), f"facts say {', '.join(facts)}"
+    if problem := _problem(mean, covariance, None):
+        raise ValueError(f"{path}: is not written: {problem}")
+    count = {} if num_images is None else {"num_images": num_images}
+    path = Path(path).expanduser()
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            np.savez(file, mu=mean, sigma=covariance, **count, **facts)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: there is no such file. Give an .npz with mu and sigma (prepare.fid_statistics makes one)."
+        )
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except Exception as error:  # numpy raises a dozen classes for a file that is none of its own
+        said = (str(error).splitlines() or [""])[0][:120]
+        raise ValueError(
+            f"{path}: cannot be read as an .npz ({type(error).__name__}: {said}). Possible: one that numpy.savez wrote, "
+            "nothing pickled in it. Fetch it again, or make it: python -m prepare.fid_statistics."
+        ) from error
+
+
+def _problem(mean: np.ndarray, covariance: np.ndarray, num_features: int | None) -> str | None:
+    """Say why these are no mean and covariance, or None."""
+    shapes = f"mu is {mean.dtype} {mean.shape}, sigma is {covariance.dtype} {covariance.shape}"
+    if (
+        mean.ndim != 1
+        or not mean.size
+        or covariance.shape != 2 * mean.shape
+        or {mean.dtype.kind, covariance.dtype.kind} != {"f"}
+    ):
+        return f"{shapes}. Possible: real numbers (D,) and (D, D). Make the file again."
+    if num_features not in (None, len(mean)):
+        return f"{shapes}. The image network gives {num_features} features. Give the statistics of the same network."
+    for name, array in (("mu", mean), ("sigma", covariance)):
+        if count := array.size - np.count_nonzero(np.isfinite(array)):
+            return f"{name} has {count:,} values that are NaN or infinite. Possible: finite ones. Make the file again."
+        if (most := float(np.abs(array).max())) > LARGEST[name]:
+            return f"{name} has {most:.6g}. Features are float32: {LARGEST[name]:.2g} at most. Make the file again."
+    if (least := covariance.diagonal().min()) < 0:
+        return f"sigma has {least:.6g} on its diagonal. A variance is 0 or more. Make the file again."
+    apart, largest = np.abs(covariance - covariance.T).max(), np.abs(covariance).max()
+    if apart > FLOAT32_ROUNDING * largest:
+        return f"sigma and its transpose differ by {apart:.6g}. A covariance is symmetric. Make the file again."
+    return None
+
+
+# --- sums ---
+
+
+class FeatureSums(Float64Sums):
+    """Number, sum and sum of outer products of features, added up over batches and ranks.
+
+    The sums are of the features as they are, not of differences to some centre: they then add up over ranks without a
+    word between them, and in float64 cancellation costs the covariance about log10(mean^2 / variance) of 16 digits, which
+    is one digit for Inception's features. Only the blocks on and above the diagonal are computed, half of the work.
+
+    Args:
+        num_features: D.
+    """
+
+    higher_is_better = False
+
+    def __init__(self, num_features: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.add_state("n", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("sum", torch.zeros(num_features, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("outer", torch.zeros(num_features, num_features, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, features: Tensor, ids: Sequence[int | str] | Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            features: (B, D)
+            ids: prompt ids, for the message.
+
+        Raises:
+            ValueError: a feature is NaN or infinite; nothing is added.
+        """
+        assert features.shape[1:] == self.sum.shape, f"{tuple(features.shape)} features, {len(self.sum)} were expected"
+        require_finite(features, "FID", ids)
+        features = features.to(self.sum.device, torch.float64)
+        self.n += len(features)
+        self.sum += features.sum(dim=0)
+        for i in range(0, len(self.sum), BLOCK):
+            self.outer[i : i + BLOCK, i:].addmm_(features[:, i : i + BLOCK].T, features[:, i:])
+
+    def compute(self) -> Statistics:
+        """Return mean and unbiased covariance. Raises ValueError: fewer than two images."""
+        n = int(self.n)
+        if n < 2:
+            raise ValueError(f"FID: {n} images were given. A covariance needs 2 at least. Generate more.")
+        scatter = (self.outer - torch.outer(self.sum, self.sum) / n).triu()
+        covariance = (scatter + scatter.triu(1).T) / (n - 1)
+        return Statistics((self.sum / n).cpu().numpy(), covariance.cpu().numpy(), n)
+
+
+def covariance_warning(num_images: int | None, num_features: int) -> str | None:
+    """Say that there are too few images for a covariance of full rank, or None."""
+    if num_images is None or num_images > num_features:
+        return None
+    return (
+        f"{num_images:,} images for {num_features:,} features: the covariance is singular (rank {num_images - 1:,} at most) "
+        f"and FID comes out too high. Compare with figures of as many images only, or take many more than {num_features:,}."
+    )
+
+
+# --- distance ---
+
+
+def reference_for(path: str | Path, extractor: Any) -> Statistics:
+    """Read the statistics that an image network's are to be compared with, after checking that they can be.
+
+    Args:
+        extractor: metrics.inception.Extractor; its name, fingerprint and resize are compared with those in the file.
+
+    Raises:
+        ValueError: what `read_statistics` refuses, a matrix that is no covariance, or statistics of another way to features.
+    """
+    statistics, made = read_statistics(path, extractor.num_features), read_facts(path)
+    try:
+        _factor(statistics.covariance)
+    except ValueError as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('FID: ')}") from error
+    own = {"extractor": extractor.name, "fingerprint": extractor.fingerprint, "resize": extractor.resize}
+    for key, ours in own.items():
+        if made.get(key, ours) != ours:
+            text = f"{path} was made with the {key} {made[key]}, this evaluation has {ours}"
+            raise ValueError(f"eval.statistics: {text}. Make it again, or use eval.inception and eval.resize as then.")
+    return statistics
+
+
+def frechet_distance(a: Statistics, b: Statistics) -> float:
+    """Return the squared Frechet distance of two Gaussians (equation 6); what is called FID.
+
+    With A = F F^T and B = G G^T, A B has the non-zero eigenvalues of (F^T G)(F^T G)^T, so the trace of its square root is the
+    sum of the singular values of F^T G. Nothing is squared on the way, whose rounding a root would bring back as 1e-8, no
+    matrix that is not symmetric is taken apart, and a singular covariance, from fewer images than features, needs no
+    epsilon on its diagonal: its factor is only narrower.
+
+    Raises:
+        ValueError: different numbers of features, a matrix that is no covariance, or numbers too large for the distance.
+    """
+    if a.mean.shape != b.mean.shape:
+        raise ValueError(
+            f"FID: statistics of {len(a.mean)} and of {len(b.mean)} features. Possible: of the same image network. "
+            "Make both with one."
+        )
+    difference = a.mean - b.mean
+    product = _factor(a.covariance).T @ _factor(b.covariance)  # (rank of A, rank of B)
+    overlap = torch.linalg.svdvals(product).sum().item() if product.isfinite().all() else math.inf
+    with np.errstate(over="ignore", invalid="ignore"):  # what is no number is refused
+        squared = difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * overlap
+    if not math.isfinite(squared):
+        means = " and ".join(f"{np.abs(part.mean).max():.6g}" for part in (a, b))
+        raise ValueError(f"FID: the distance is {squared}; the means go up to {means}. Make these statistics again.")
+    return max(float(squared), 0.0)
+
+
+def _factor(covariance: np.ndarray) -> Tensor:  # (D, D) -> (D, rank)
+    """Return F with F F^T = covariance, by Cholesky where it has full rank, else by its eigenvectors."""
+    matrix = torch.from_numpy(covariance)
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    if not failed:
+        return lower
+    values, vectors = torch.linalg.eigh(matrix)  # in ascending order
+    if values[0] < -FLOAT32_ROUNDING * values[-1].abs():
+        raise ValueError(
+            f"FID: a covariance has the eigenvalue {values[0]:.6g}, the largest is {values[-1]:.6g}. A covariance has none "
+            "below 0. Make these statistics again."
+        )
+    is_kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps  # the rest is rounding
+    return vectors[:, is_kept] * values[is_kept].sqrt()

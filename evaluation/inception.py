@@ -1,0 +1,162 @@
+"""The image network of FID: TensorFlow's Inception of 2015, as the package pytorch-fid has ported it.
+
+    extractor = load_inception("pt_inception-2015-12-05-6726825d.pth", resize="bilinear299").to(device)
+    features = extractor(images)
+
+Two ways from an image to the network's 299 x 299 px are in use, and give other scores:
+
+    bilinear299   as MLPerf's reference: float32 as it comes from the decoder, bilinear without antialias
+    bicubic256    as NVIDIA's submissions: first 8 bits, and PIL's bicubic to 256 x 256 px; then as above
+
+Shapes: B batch, H W height and width in px, D features, 2048 for Inception.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from evaluation import shapes
+from evaluation.numerics import Precision, computing
+from weights.files import open_weights
+from weights.published import RANDOM, RANDOM_SEED, file_digest, fill
+from weights.tensors import fingerprint
+
+Resize = Literal["bilinear299", "bicubic256"]
+
+PUBLISHED = "inception-2015-12-05"
+PUBLISHED_FILE = "pt_inception-2015-12-05-6726825d.pth"  # of pytorch-fid's release fid_weights, 92 MB
+PUBLISHED_SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"
+NUM_CLASSES, NUM_FEATURES = 1008, 2048
+SIDE_PX, FIRST_SIDE_PX = 299, 256
+
+
+class Extractor(Protocol):
+    """An image network as FID takes it; a miniature's own can stand where Inception does.
+
+    Attributes:
+        name: of the network, with `random` in it where its weights are.
+        fingerprint: of its weights.
+        resize: how images are brought to its size.
+        num_features: D.
+        precision: of the features; fp32 at first.
+    """
+
+    name: str
+    fingerprint: str
+    resize: str
+    num_features: int
+    precision: Precision
+
+    def to(self, device: torch.device | str) -> Extractor: ...
+
+    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, D)
+        ...
+
+
+class Inception:
+    """FID's Inception up to its last average pool; an `Extractor`. Made by `load_inception`."""
+
+    num_features = NUM_FEATURES
+
+    def __init__(self, network: nn.Module, name: str, fingerprint: str, resize: Resize):
+        self.network = network.eval().requires_grad_(False)
+        self.name, self.fingerprint, self.resize = name, fingerprint, resize
+        self.device, self.precision = torch.device("cpu"), "fp32"
+
+    def to(self, device: torch.device | str) -> Inception:
+        self.device = torch.device(device)
+        self.network.to(self.device)
+        return self
+
+    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, 2048)
+        """Return the features, in float32 or float16 as `precision` says, whatever autocast is on outside."""
+        assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
+        with computing(self.device, self.precision):
+            if self.resize == "bicubic256":
+                images = pil_bicubic(images, FIRST_SIDE_PX)
+            images = images.to(self.device, torch.float16 if self.precision == "fp16" else torch.float32)
+            images = F.interpolate(images, (SIDE_PX, SIDE_PX), mode="bilinear", align_corners=False, antialias=False)
+            return self.network(2 * images - 1)
+
+
+def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extractor:
+    """Build Inception on the CPU, or the image network of the shapes world, which takes images as they are.
+
+    Args:
+        weights: path of pytorch-fid's file, known by its SHA-1; or "random", for tests and trials: kept from dying out on
+            the way through the layers, and otherwise without meaning; or the shapes' reader (evaluation/shapes.py).
+
+    Raises:
+        ValueError: no such file, another one, or another `resize`.
+    """
+    if resize not in get_args(Resize):
+        raise ValueError(f"resize: '{resize}' is not known. Possible: {', '.join(get_args(Resize))}.")
+    if str(weights) == RANDOM:
+        network = _random_network()
+        network.fc = nn.Identity()
+        return Inception(network, "random-inception", fingerprint(network), resize)
+    path = Path(weights).expanduser()
+    file = open_weights(path)
+    if shapes.is_reader(file):
+        return shapes.load_reader(file)
+    digest = file_digest(path, "sha1")
+    if digest != PUBLISHED_SHA1:
+        raise ValueError(
+            f"{path}: its SHA-1 is {digest}, that of {PUBLISHED_FILE} is {PUBLISHED_SHA1}. FID is defined by that file "
+            "alone: fetch it again (pytorch-fid's release fid_weights)."
+        )
+    network = _build()
+    fill(network, file, "FID's Inception")
+    network.fc = nn.Identity()
+    return Inception(network, PUBLISHED, digest, resize)
+
+
+def _build() -> nn.Module:
+    """Build the network, classifier included; its weights are to be filled in.
+
+    torchvision's Inception3 with other averages in three kinds of block: what pytorch_fid.inception.fid_inception_v3 puts
+    together, which cannot be called because it fetches weights.
+    """
+    from pytorch_fid.inception import FIDInceptionA, FIDInceptionC, FIDInceptionE_1, FIDInceptionE_2
+    from torchvision.models import inception as parts
+
+    network = parts.Inception3(
+        num_classes=NUM_CLASSES,
+        aux_logits=False,
+        init_weights=False,
+        inception_blocks=[
+            parts.BasicConv2d,
+            FIDInceptionA,
+            parts.InceptionB,
+            FIDInceptionC,
+            parts.InceptionD,
+            FIDInceptionE_1,
+            parts.InceptionAux,
+        ],
+    )
+    network.Mixed_7c = FIDInceptionE_2(network.fc.in_features)
+    return network
+
+
+def _random_network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        network = _build()
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):  # torch's own start halves the signal at each of 20 layers
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    return network
+
+
+def pil_bicubic(images: Tensor, side_px: int) -> Tensor:  # [0, 1] (B, 3, H, W) -> [0, 1] (B, 3, side, side), on the CPU
+    """Cut images to 8 bits, as `to_pil_image` does, and resize each by PIL's bicubic; the aspect is not kept."""
+    pixels = (images * 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    resized = [Image.fromarray(one).resize((side_px, side_px), Image.Resampling.BICUBIC) for one in pixels]
+    return torch.from_numpy(np.stack([np.asarray(one) for one in resized])).permute(0, 3, 1, 2) / 255

@@ -1,0 +1,121 @@
+"""Scores as pictures: FID against CLIP score over guidance, and both over the images seen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evaluation.score_table import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+APART = (
+    "model",
+    "model_id",
+    "snapshot",
+    "weights",
+    "guidance",
+    "sampler",
+    "steps",
+    "eval_image_size",
+    "precision",
+    "eval_precision",
+    "resize",
+)
+"""What has a line of its own in a picture; model_id tells two models of one name apart."""
+DPI = 120
+COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
+
+
+def draw_guidance(rows: Sequence[Row], path: Path) -> None:
+    """Draw FID (down is better) over CLIP score (right is better) over guidance, a line a model and snapshot."""
+
+    def draw(axes: Axes) -> None:
+        for (label, of_line), colour in zip(lines_of(rows, "guidance"), itertools.cycle(COLOURS), strict=False):
+            points = sorted(of_line, key=lambda row: row["guidance"])
+            clip, fid = [row["clip"] for row in points], [row["fid"] for row in points]
+            axes.plot(clip, fid, marker="o", label=label, color=colour)
+            for row in points:
+                place = (row["clip"], row["fid"])
+                axes.annotate(f"{row['guidance']:g}", place, textcoords="offset points", xytext=(5, 5), fontsize=8)
+        axes.set_xlabel("CLIP score (mean cosine)")
+        axes.set_ylabel("FID")
+
+    _draw([draw], path, _title(rows, "guidance at each point"))
+
+
+def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float | None] | None = None) -> None:
+    """Draw FID and CLIP score over the images seen, a line a model and guidance, the target as a dashed line."""
+
+    def over_images(axes: Axes, key: str, label: str) -> None:
+        for (name, of_line), colour in zip(lines_of(rows, "snapshot"), itertools.cycle(COLOURS), strict=False):
+            points = sorted((row for row in of_line if row[key] is not None), key=lambda row: row["images"])
+            images, figures = [row["images"] for row in points], [row[key] for row in points]
+            axes.plot(images, figures, marker="o", label=name, color=colour)
+        if target and target.get(key) is not None:
+            axes.axhline(target[key], linestyle="--", color="#666666", label=f"target {target[key]:g}")
+        axes.set_xlabel("images seen")
+        axes.set_ylabel(label)
+
+    kinds = [(key, label) for key, label in (("fid", "FID"), ("clip", "CLIP score (mean cosine)")) if _has(rows, key)]
+    panels = [lambda axes, key=key, label=label: over_images(axes, key, label) for key, label in kinds]
+    _draw(panels, path, _title(rows, ""))
+
+
+def _has(rows: Sequence[Row], key: str) -> bool:
+    return any(row.get(key) is not None for row in rows)
+
+
+def lines_of(rows: Sequence[Row], along: str) -> list[tuple[str, list[Row]]]:
+    """Return (label, rows) for each line of a picture: one model, in one way, and only what it is drawn along differs."""
+    keys = [key for key in APART if key != along]
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(str(row.get(key)) for key in keys), []).append(row)
+    differing = {key for key, values in zip(keys, zip(*found, strict=True), strict=True) if len(set(values)) > 1}
+    if len({line[:2] for line in found}) == len({line[0] for line in found}):
+        differing.discard("model_id")  # the names tell them apart
+
+    def label(row: Row) -> str:
+        words = {key: f"{key} {row[key]}" for key in keys if row.get(key) is not None}
+        words |= {key: row[key] for key in ("model", "model_id") if key in words}
+        if "snapshot" in words:
+            words["snapshot"] = f"{row['images']:,} images"
+        return ", ".join(words[key] for key in keys if key in words and (key == "model" or key in differing))
+
+    return [(label(of_line[0]), of_line) for of_line in found.values()]
+
+
+def _title(rows: Sequence[Row], more: str) -> str:
+    """Say what the figures are of, as far as it is the same for all of them."""
+    parts = [
+        f"{key} {values.pop()}"
+        for key in ("sampler", "steps")
+        if len(values := {str(row.get(key)) for row in rows}) == 1
+    ]
+    numbers = {row["num_images"] for row in rows}
+    parts += [f"{numbers.pop():,} images"] if len(numbers) == 1 else []
+    parts += ["partial: no score"] if any(row["partial"] for row in rows) else []
+    return ", ".join([*parts, more] if more else parts)
+
+
+def _draw(panels: Sequence[Any], path: Path, title: str) -> None:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(matplotlib.rcParamsDefault):
+        figure = Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        for number, draw in enumerate(panels):
+            axes = figure.add_subplot(1, len(panels), number + 1)
+            axes.grid(alpha=0.3)
+            draw(axes)
+            legend = axes.legend(fontsize=8, ncols=1 + len(axes.lines) // 16)
+            legend.set_in_layout(False)  # many lines would leave no room for the axes
+        figure.suptitle(title, fontsize=9)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)

@@ -1,0 +1,425 @@
+"""Score a model by the images that it generates for a set of prompts: FID and CLIP score, on all ranks together.
+
+    prompts, strided over the ranks -> tokens, and each prompt's own noise -> model.generate -> images in [0, 1]
+    images -> image network -> sums of features, float64 ---> all-reduced -> mean, covariance -> FID against a file
+    images, captions -> CLIP pair -> sum of cosines, float64 -> all-reduced -> mean
+
+A score is a flat dictionary: its figures, and with them everything that they depend on: how many images, which networks
+by their fingerprints, which resize, sampler, guidance and weights. Two scores compare where all of that is alike.
+
+An evaluation of the benchmark takes a quarter of an hour to an hour. So each rank keeps its sums once a minute, and at a
+signal, which all ranks hear between two steps of the sampler; the same evaluation goes on with the prompts that are not done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from composer.utils import dist
+from torch import Tensor
+
+from cli.limits import ImageSize, file_problem, given_as, limited
+from cli.ranks import Hearing, Signalled
+from evaluation.meter import Meter, Pace
+from evaluation.prompts import Prompt, PromptSet, read_prompts
+from evaluation.unfinished import Parts, Work
+from weights.tensors import fingerprint, is_out_of_memory
+from zoo.sampling import MIN_STEPS, prompt_noise, sampling_problems, shard
+from zoo.spec import Family, as_size
+
+EVERY_IMAGES = 512_000  # of the MLPerf benchmark
+CPU_BATCH_SIZE = 16
+GPU_BATCH_SIZES = (64, 32, 16, 8, 4, 2, 1)
+FIGURES = ("num_images", "fid", "clip", "clip_x100", "eval_sec", "eval_images_per_sec")
+"""What a score has measured; its other keys say of what."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """How a run is scored: FID and CLIP score."""
+
+    when: Literal["in_training", "after", "off"] = "off"
+    """in_training: every `every_images`. after: snapshots are written there, and eval.py scores them. off: never."""
+    every_images: int | None = limited(None, 1)
+    """Images between two evaluations, rounded up to whole batches. null: 512000."""
+    prompts: str | None = None
+    """Tab-separated file with image_id, id and caption, such as the MLPerf reference's val2014_30k.tsv."""
+    num_prompts: int | None = limited(None, 1)
+    """Use only the first so many. Such a score is partial and meets no target. null: all."""
+    guidance: Any = 8.0
+    """Scale of classifier-free guidance; 1: none. eval.py also takes a list."""
+    steps: int = 50
+    """Steps of the sampler."""
+    sampler: str = "ddim"
+    """ddim, plms, dpm++ or euler."""
+    weights: Literal["ema", "training"] | None = None
+    """Which weights are scored. null: the EMA weights where there are any."""
+    statistics: str | None = None
+    """Reference statistics for FID: .npz with mu and sigma, from prepare.fid_statistics. null: no FID."""
+    inception: str | None = None
+    """Weights of FID's image network, pt_inception-2015-12-05-6726825d.pth, or `random`. null: no FID."""
+    resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
+    """How images come to that network: as in the MLPerf reference, or through 256 pixels as in NVIDIA's submissions."""
+    precision: Literal["fp32", "fp16"] = "fp32"
+    """Precision of the networks that measure. fp16: autocast and rounding as in the MLPerf reference."""
+    clip: str | None = None
+    """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14), or `random`. null: no CLIP score."""
+    image_size: Any = None
+    """Pixels of the generated images: a number, or [width, height]. null: those of training."""
+    batch_size: int | None = limited(None, 1, 2**16)
+    """Images a pass on each device. null: found once in a run, at its first evaluation."""
+    samples: int = limited(16, 0, 1024)
+    """Images in the grid of samples, those of the first prompts. 0: no grid."""
+
+    def problems(self, *, now: bool, images_alone: bool = False) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be.
+
+        Args:
+            now: it is evaluated here: its files have to be there.
+            images_alone: images are there already: FID needs no prompts.
+        """
+        found: list[tuple[str, str]] = []
+        try:
+            for guidance in self.guidances():
+                of_sampling = sampling_problems(self.sampler, self.steps, guidance)
+                found += [(f"eval.{key}", text) for key, text in of_sampling if f"eval.{key}" not in dict(found)]
+        except ValueError as error:
+            found.append(("eval.guidance", str(error)))
+        if self.image_size is not None:
+            try:
+                as_size(self.image_size)
+            except ValueError as error:
+                found.append(("eval.image_size", str(error)))
+        return found + (self._file_problems(images_alone) if now else [])
+
+    def meter(self) -> Meter:
+        """Build what measures, on the CPU. Raises ValueError: a file cannot be read, or is another one."""
+        return Meter(
+            inception=self.inception,
+            statistics=self.statistics,
+            resize=self.resize,
+            clip=self.clip,
+            precision=self.precision,
+        )
+
+    def guidances(self) -> list[float]:
+        """Return the scales of guidance. Raises ValueError: not a number, nor a list of them."""
+        given = self.guidance if isinstance(self.guidance, list | tuple) else [self.guidance]
+        bad = [value for value in given if type(value) not in (int, float) or math.isnan(value)]
+        if bad or not given:
+            wrong = given_as([*bad, given][0])
+            raise ValueError(f"{wrong} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them.")
+        return [float(value) for value in given]
+
+    def _file_problems(self, images_alone: bool) -> list[tuple[str, str]]:
+        found = []
+        if self.prompts is None and not (images_alone and self.clip is None):
+            found.append(("eval.prompts", "not given. Give a tab-separated file with image_id, id and caption."))
+        if (self.statistics is None) != (self.inception is None):
+            given, missing = ("statistics", "inception") if self.inception is None else ("inception", "statistics")
+            found.append(
+                (f"eval.{missing}", f"not given, but eval.{given} is. FID needs both; leave out both for none.")
+            )
+        if self.statistics is None and self.inception is None and self.clip is None:
+            ways = "Give eval.inception and eval.statistics, eval.clip, or all three"
+            found.append(("eval.inception", f"nothing to score with. {ways}."))
+        for key in ("prompts", "statistics", "inception", "clip"):
+            path = getattr(self, key)
+            if path not in (None, "random") and (text := file_problem(path)):
+                found.append((f"eval.{key}", text))
+        return found
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The quality target: training ends where one evaluation meets all that is given."""
+
+    fid: float | None = None
+    """FID at most; 90 in the MLPerf benchmark. null: not asked for."""
+    clip: float | None = None
+    """CLIP score at least, as a cosine; 0.15 in the MLPerf benchmark. null: not asked for."""
+
+    @property
+    def is_given(self) -> bool:
+        return self.fid is not None or self.clip is not None
+
+    def is_met(self, score: Mapping[str, Any]) -> bool:
+        """True where a score meets it; a partial one never does."""
+        if not self.is_given or score["partial"]:
+            return False
+        fid, clip = score["fid"], score["clip"]
+        fid_met = self.fid is None or (fid is not None and fid <= self.fid)
+        return fid_met and (self.clip is None or (clip is not None and clip >= self.clip))
+
+    def problems(self, config: EvalConfig) -> list[tuple[str, str]]:
+        """(key, message) for what the evaluation cannot decide."""
+        found = []
+        for key, needs in (("fid", config.statistics), ("clip", config.clip)):
+            value = getattr(self, key)
+            if value is not None and not math.isfinite(value):
+                found.append((f"target.{key}", f"{value} is no number that can be met. The benchmark's: 90 and 0.15."))
+            elif value is not None and config.when == "off":
+                found.append((f"target.{key}", "given, but nothing is evaluated. Say eval.when=in_training, or after."))
+            elif value is not None and needs is None:
+                other = "eval.statistics and eval.inception" if key == "fid" else "eval.clip"
+                found.append((f"target.{key}", f"given, but {key} is not measured. Give {other}, or leave it out."))
+        return found
+
+
+class Generator(Protocol):
+    """What is scored; `model.LatentDiffusion` is one."""
+
+    family: Family
+    device: torch.device
+    encoders: Any
+    """Frozen, with `fingerprints`."""
+
+    def parameters(self) -> Iterator[Tensor]: ...
+
+    def generate(
+        self,
+        text: Mapping[str, Tensor],
+        noise: Tensor,
+        *,
+        sampler: str,
+        steps: int,
+        guidance: float,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Tensor: ...
+
+
+class _Heard(Exception):
+    """A signal, in the midst of a batch of images."""
+
+
+class Scorer:
+    """Scores models by one section `eval`; networks and prompts are read once.
+
+    Args:
+        config: when is not looked at.
+        size: of the images where eval.image_size is null, px.
+        seed: of the prompts' noise, which is the run's.
+        settings: of the model, beyond its weights: what else a score depends on (precision, prediction).
+        show_progress: a bar with the time left, on rank 0.
+        found: takes the batch size when it has been found, on rank 0.
+        parts: where an evaluation that is not whole is kept; None: nowhere.
+        signal: returns the signal that this rank has had, 0: none; it is obeyed within an evaluation.
+
+    Raises:
+        ValueError: prompts, statistics or weights cannot be used; says why.
+    """
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        *,
+        size: ImageSize,
+        seed: int,
+        settings: Mapping[str, Any] | None = None,
+        show_progress: bool = False,
+        found: Callable[[int], None] = lambda batch_size: None,
+        parts: Parts | None = None,
+        signal: Callable[[], int] = lambda: 0,
+    ):
+        assert config.prompts is not None
+        self.found = found if dist.get_global_rank() == 0 else lambda batch_size: None
+        self.of_model, self.parts, self.signal = dict(settings or {}), parts, signal
+        self.config, self.seed, self.show_progress = config, seed, show_progress
+        self.size = size if config.image_size is None else as_size(config.image_size)
+        self.prompt_set: PromptSet = read_prompts(config.prompts, config.num_prompts)
+        if config.inception is not None and len(self.prompt_set.prompts) < 2:
+            raise ValueError(
+                "eval.num_prompts: 1, but FID compares covariances. Give 2 at least, or leave out eval.inception."
+            )
+        self.meter = config.meter()
+        self.meter.say_what_is_short(len(self.prompt_set.prompts))
+        self.batch_size, self.work = config.batch_size, None
+        self.samples: list[tuple[str, Tensor]] = []
+        """Of the last score, on rank 0: caption and image (3, H, W) uint8 of the first prompts."""
+
+    def settings(self, guidance: float) -> dict[str, Any]:
+        """Return everything that a score at this guidance depends on, but the weights that are scored."""
+        return {
+            "num_prompts": len(self.prompt_set.prompts),
+            "partial": self.prompt_set.partial,
+            "prompts_sha256": self.prompt_set.sha256,
+            "guidance": guidance,
+            "steps": self.config.steps,
+            "sampler": self.config.sampler,
+            "eval_image_size": list(self.size),
+            "noise_seed": self.seed,
+            "eval_batch_size": self.batch_size,
+            **self.of_model,
+            **self.meter.facts,
+        }
+
+    def find_batch_size(self, model: Generator) -> None:
+        """Find how many images a pass fit every rank's memory beside what it holds, where that is not known.
+
+        On a CPU it is fixed: more gain nothing there. Raises ValueError: not one image fits.
+        """
+        if self.batch_size is not None:
+            return
+        fits = CPU_BATCH_SIZE
+        if model.device.type == "cuda":
+            self.meter.reset()
+            with self.meter.on(model.device):
+                # The first evaluation of a resumed run comes before its gradients, the later ones beside them.
+                gradients = [torch.empty_like(p) for p in model.parameters() if p.requires_grad and p.grad is None]
+                fits = next((size for size in GPU_BATCH_SIZES if self._fits(model, size)), 0)
+                del gradients
+        least = torch.tensor([fits], device=model.device)
+        dist.all_reduce(least, reduce_operation="MIN")
+        if not int(least):
+            raise ValueError("eval.batch_size: not one image fits the memory that is left. Lower eval.image_size.")
+        self.batch_size = int(least)
+        self.found(self.batch_size)
+
+    def _fits(self, model: Generator, size: int) -> bool:
+        """Try to generate and to measure so many at once."""
+        try:
+            text, shape = model.family.tokenize([""] * size), model.family.latent_shape(self.size)
+            ways = dict(sampler="ddim", steps=MIN_STEPS, guidance=max(self.config.guidances()))
+            images = model.generate(text, torch.zeros(size, *shape), **ways)
+            self.meter.add(images, range(size), [""] * size)
+            self.meter.measure_given()
+            return True
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            torch.cuda.empty_cache()
+
+    def score(self, model: Generator, guidance: float) -> dict[str, Any]:
+        """Generate an image for each prompt and score them; all ranks call it and get the same.
+
+        Its seconds are those of all starts that it took, as far as they were kept.
+
+        Raises:
+            ValueError: images or features are not finite; names the prompts.
+            ranks.Signalled: a rank has had a signal; what was scored by then is kept.
+        """
+        began = time.monotonic()
+        self.find_batch_size(model)
+        ways = dict(sampler=self.config.sampler, steps=self.config.steps, guidance=guidance)
+        self.meter.reset()
+        with self.meter.on(model.device):
+            self.work = work = self._begin(model, guidance, began)
+            mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
+            chunks = list(_chunks([self.prompt_set.prompts[place] for place in mine], self.batch_size))[work.num_done :]
+            hearing = Hearing(self.signal, len(chunks))
+            with contextlib.suppress(_Heard):
+                for chunk in self._said(chunks, work.num_done):
+                    images = self._generate(model, chunk, ways, hearing)
+                    captions = [prompt.caption for prompt in chunk]
+                    self.meter.add(images, [prompt.number for prompt in chunk], captions)
+                    wanted = min(work.num_wanted, len(chunk))
+                    work.add(captions[:wanted], as_bytes(images[:wanted]) if wanted else images[:0])
+                    hearing.done()
+            if number := hearing.agreed():
+                work.leave()
+                raise Signalled(number)
+            figures = self.meter.figures()
+        self._gather_samples(work.samples)
+        seconds = work.seconds
+        measured = {"eval_sec": seconds, "eval_images_per_sec": len(self.prompt_set.prompts) / seconds}
+        return {**figures, **self.settings(guidance), **measured}
+
+    def _begin(self, model: Generator, guidance: float, began: float) -> Work:
+        """Begin an evaluation, or go on with what is kept of it."""
+        rank, num_ranks, told = dist.get_global_rank(), dist.get_world_size(), [""]
+        if self.parts is not None:
+            if rank == 0:
+                told[0] = self._of(model, guidance)
+            dist.broadcast_object_list(told)
+        return Work(
+            self.parts,
+            told[0],
+            self.meter,
+            num_images=len(shard(len(self.prompt_set.prompts), rank, num_ranks)),
+            batch_size=self.batch_size,
+            num_samples=len(range(rank, self.config.samples, num_ranks)),
+            began=began,
+        )
+
+    def _of(self, model: Generator, guidance: float) -> str:
+        """Return everything that says which evaluation this is."""
+        of = {"weights": fingerprint(model), "encoders": dict(model.encoders.fingerprints)}
+        of |= {"samples": self.config.samples, "ranks": dist.get_world_size(), **self.settings(guidance)}
+        return json.dumps(of, sort_keys=True)
+
+    def written(self) -> None:
+        """Note that the last score is written: what was kept of it can go."""
+        if self.work is not None:
+            self.work.forget()
+
+    def forget(self, model: Generator, guidance: float) -> None:
+        """Remove what was kept of a score that is written, by this start or by one that was killed then."""
+        if self.parts is not None and dist.get_global_rank() == 0 and self.parts.folder.exists():
+            self.parts.remove(self._of(model, guidance))
+
+    def _generate(self, model: Generator, chunk: Sequence[Prompt], ways: Mapping[str, Any], hearing: Hearing) -> Tensor:
+        """Return the images of a chunk, and more of its last one where it is short: every pass has one shape."""
+        padded = [*chunk, *[chunk[-1]] * (self.batch_size - len(chunk))]
+        text = model.family.tokenize([prompt.caption for prompt in padded])
+        shape = model.family.latent_shape(self.size)
+        noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
+        if model.device.type == "cuda":
+            # Only what is pinned comes there without the host waiting for the batch before.
+            text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()
+        pace = Pace() if model.device.type == "cuda" else None
+
+        def listen(step: int, num_steps: int) -> None:
+            if pace is not None:
+                pace.step()
+            if hearing.heard():
+                raise _Heard
+
+        return model.generate(text, noise, **ways, progress=listen)
+
+    def _said(self, chunks: Sequence[Sequence[Prompt]], num_done: int) -> Iterable[Sequence[Prompt]]:
+        """Show how far rank 0 is, in images of all ranks; `num_done`: chunks of an earlier start."""
+        if not (self.show_progress and dist.get_global_rank() == 0):
+            return chunks
+        from tqdm import tqdm
+
+        num_prompts = len(self.prompt_set.prompts)
+        done = min(num_done * self.batch_size * dist.get_world_size(), num_prompts)
+
+        def counted() -> Iterator[Sequence[Prompt]]:
+            with tqdm(total=num_prompts, initial=done, desc="evaluation", unit="image", file=sys.stderr) as bar:
+                for chunk in chunks:
+                    yield chunk
+                    bar.update(min(len(chunk) * dist.get_world_size(), num_prompts - bar.n))
+
+        return counted()
+
+    def _gather_samples(self, mine: list[tuple[str, Tensor]]) -> None:
+        """Bring the grid's images to rank 0, in the order of the prompts."""
+        of_ranks = dist.all_gather_object(mine) if self.config.samples else []
+        longest = max(map(len, of_ranks), default=0)
+        self.samples = [part[place] for place in range(longest) for part in of_ranks if place < len(part)]
+
+
+def as_bytes(images: Tensor) -> Tensor:
+    """# (B, 3, H, W) float in [0, 1] -> uint8 on the CPU, rounded."""
+    return (images.float().clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).cpu()
+
+
+def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    for begin in range(0, len(prompts), size):
+        yield prompts[begin : begin + size]
+
+
+def rounded_up(every_images: int, global_batch_size: int) -> int:
+    """Return the cadence in whole batches, in images: CEIL(every / batch) x batch, as the MLPerf rules have it."""
+    return -(-every_images // global_batch_size) * global_batch_size

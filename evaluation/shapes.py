@@ -1,0 +1,129 @@
+"""The judges of the shapes world, where FID's Inception and OpenCLIP's pair stand for photographs.
+
+    eval.inception=zoo/shapes_weights/reader/model.safetensors      `ReaderFeatures`, for FID
+    eval.clip=zoo/shapes_weights/clip/model.safetensors             `ShapesPair`; text_encoder/ has to lie beside clip/
+
+evaluation/inception.py and clip_score.py know these files by the names in them. A figure made with them compares with
+figures made with them, and with no other.
+
+Shapes: B batch, H = W = 32 px, E = 64 features of either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evaluation.numerics import computing
+from weights.files import WeightsFile, open_weights
+from weights.published import file_digest, fill
+from zoo.shapes.networks import NUM_FEATURES, SIDE_PX, Reader, build_clip, tokenize
+
+READER_TENSOR = "damage.weight"
+PAIR_TENSOR = "vision_model.embeddings.patch_embedding.weight"
+TEXT_FILE = "text_encoder/model.safetensors"
+"""The pair's text tower, from the folder that holds clip/: it is the text encoder, and is kept once."""
+
+
+def is_reader(file: WeightsFile) -> bool:
+    """True for the weights of a `Reader`."""
+    return READER_TENSOR in file.tensor_specs
+
+
+def is_pair(file: WeightsFile) -> bool:
+    """True for the weights of the pair, which are all but its text tower."""
+    return PAIR_TENSOR in file.tensor_specs and "text_projection.weight" in file.tensor_specs
+
+
+class ReaderFeatures:
+    """The reader up to its features; a `metrics.inception.Extractor`. Made by `load_reader`."""
+
+    name = "shapes-reader"
+    resize = "none"
+    num_features = NUM_FEATURES
+
+    def __init__(self, network: Reader, fingerprint: str):
+        self.network = network.eval().requires_grad_(False)
+        self.fingerprint = fingerprint
+        self.device, self.precision = torch.device("cpu"), "fp32"
+
+    def to(self, device: torch.device | str) -> ReaderFeatures:
+        self.device = torch.device(device)
+        self.network.to(self.device)
+        return self
+
+    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, 32, 32) in [0, 1] -> (B, 64)
+        """Return the features. Raises ValueError: images of another size."""
+        _require_size(images)
+        with computing(self.device, self.precision):
+            return self.network.features(2 * images.to(self.device, torch.float32) - 1)
+
+
+class ShapesPair:
+    """The pair, with what scoring asks of a `metrics.clip_score.ClipPair`. Made by `load_pair`."""
+
+    name = "shapes-CLIP"
+
+    def __init__(self, network: nn.Module, fingerprint: str):
+        self.network = network.eval().requires_grad_(False)
+        self.fingerprint = fingerprint
+        self.num_features = network.config.projection_dim
+        self.device, self.precision = torch.device("cpu"), "fp32"
+
+    def to(self, device: torch.device | str) -> ShapesPair:
+        self.device = torch.device(device)
+        self.network.to(self.device)
+        return self
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Return features of length 1, (B, 64) float32. Images, (B, 3, 32, 32) in [0, 1], are cut to 8 bits first.
+
+        Raises:
+            ValueError: images of another size.
+        """
+        _require_size(images)
+        pixels = (images * 255).to(torch.uint8).to(self.device) / 127.5 - 1.0
+        with computing(self.device, self.precision):
+            pooled = self.network.vision_model(pixel_values=pixels).pooler_output
+            return F.normalize(self.network.visual_projection(pooled).float(), dim=-1)
+
+    def encode_texts(self, captions: Sequence[str]) -> Tensor:
+        """Return features of length 1, (N, 64) float32."""
+        with computing(self.device, self.precision):
+            pooled = self.network.text_model(input_ids=tokenize(captions).to(self.device)).pooler_output
+            return F.normalize(self.network.text_projection(pooled).float(), dim=-1)
+
+
+def load_reader(file: WeightsFile) -> ReaderFeatures:
+    """Fill a reader from its file. Raises ValueError: it does not fit."""
+    network = Reader()
+    fill(network, file, "the shapes' reader")
+    return ReaderFeatures(network, file_digest(file.path, "sha256"))
+
+
+def load_pair(file: WeightsFile) -> ShapesPair:
+    """Fill the pair from its file and the text encoder's. Raises ValueError: that one is not there, or one does not fit."""
+    text = open_weights(file.path.parent.parent / TEXT_FILE)
+    both = WeightsFile(
+        file.path,
+        {**file.tensor_specs, **text.tensor_specs},
+        lambda name: (file if name in file.tensor_specs else text).read(name),
+    )
+    network = build_clip()
+    fill(network, both, "the shapes' CLIP pair")
+    digests = "".join(file_digest(part.path, "sha256") for part in (file, text))
+    return ShapesPair(network, hashlib.sha256(digests.encode()).hexdigest())
+
+
+def _require_size(images: Tensor) -> None:
+    assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
+    height, width = images.shape[2:]
+    if (height, width) != (SIDE_PX, SIDE_PX):
+        raise ValueError(
+            f"images: {width} x {height} px, but the judges of the shapes world know pictures of {SIDE_PX} x {SIDE_PX} px. "
+            f"Say image_size={SIDE_PX}, or give other networks."
+        )

@@ -1,0 +1,338 @@
+"""Checks of a run's configuration before it starts: its keys, memory, schedule, room on disks, and what it left before.
+
+`Case` is what they share; `python -m prepare.doctor` makes them in order. Each returns its findings and changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from composer.utils import dist
+
+from cli.command_line import Problem
+from cli.errors import ConfigError
+from config import count
+from data import SYNTHETIC_EPOCH_BATCHES
+from preflight import limits, machine
+from preflight import stage as stage_checks
+from preflight.machine import ERROR, OK, WARNING, Finding
+from preflight.run import batch_gib, cost_of, planned_microbatch, quick_problems, savings
+from preflight.stage import Need, Shard
+from record.checkpoint_files import FULL, WEIGHTS, is_whole, listed
+from stages.dataset import Stage
+from stages.shared_memory import is_held
+from training import cost
+from training import microbatch as microbatch_search
+from training.optimizer import total_batches
+from training.resume import check_begun
+from training.run_config import RunConfig, resolve
+from zoo import load_family
+from zoo.encoders import RANDOM, own_weights
+
+# The check that a problem of the quick part belongs to, by the key that it begins with; all others: config.
+CHECK_OF_KEY = {
+    "global_batch_size": "batch",
+    "device_train_microbatch_size": "batch",
+    "data.num_canonical_nodes": "batch",
+    "model.weights": "weights",
+    "model.denoiser": "weights",
+    "run_folder": "folders",
+    "data.local": "folders",
+    "run_name": "run",
+    "/dev/shm": "/dev/shm",
+}
+# The same for what the stage says about the run.
+CHECK_OF_STAGE_KEY = {
+    "data.remote": "store",
+    "data.local": "cache",
+    "data.cache_limit": "disk",
+    "global_batch_size": "schedule",
+    "data.stage": "stage",
+    "image_size": "stage",
+    "model.family": "stage",
+    "data.normalize": "stage",
+    "model.variant": "stage",
+    "mlperf.division": "stage",
+}
+# Without these right there is nothing to trace.
+TRACED = (
+    "image_size",
+    "precision",
+    "global_batch_size",
+    "device_train_microbatch_size",
+    "model.",
+    "objective.",
+    "ema.",
+)
+
+
+@dataclass
+class Case:
+    """A run that is looked at, and what the checks before have found out about it."""
+
+    config: RunConfig
+    stage: Stage | None = None
+    shards: list[Shard] = field(default_factory=list)
+    of_stage: list[tuple[str, str]] = field(default_factory=list)
+    """(key, message): the section `data` against the stage."""
+
+    @functools.cached_property
+    def problems(self) -> list[Problem]:
+        alone = dataclasses.replace(self.config.data, synthetic=True)  # the stage is asked by checks of its own
+        return quick_problems(self.config, alone.problems(self.config.global_batch_size, {}))
+
+    @functools.cached_property
+    def resolved(self) -> RunConfig | None:
+        """What null stands for filled in; None: with these problems there is no such run."""
+        # Weights that are not here change nothing of the network.
+        others = [p for p in self.problems if CHECK_OF_KEY.get(p.text.partition(":")[0]) != "weights"]
+        if any(key.startswith(TRACED) for problem in others for key in problem.keys):
+            return None
+        try:
+            return resolve(self.config)
+        except ValueError:  # named by a problem
+            return None
+
+    @functools.cached_property
+    def cost(self) -> cost.Cost:
+        run = self.resolved
+        assert run is not None and run.precision is not None
+        network = dataclasses.replace(run.model, weights=None, denoiser=None)  # with others it is the same
+        return cost_of(dataclasses.replace(run, model=network))
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of the run; None: they cannot be known."""
+        run = self.resolved
+        if run is None or limits.duration_problem(run.max_duration):
+            return None
+        epoch_batches = SYNTHETIC_EPOCH_BATCHES
+        if not run.data.synthetic:
+            epoch_batches = self.stage.num_samples // run.global_batch_size if self.stage else 0
+        num = total_batches(run.max_duration, global_batch_size=run.global_batch_size, epoch_batches=epoch_batches)
+        return num or None
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder, where it has a name."""
+        return Path(self.config.run_folder, self.config.run_name) if self.config.run_name else None
+
+    def errors(self, check: str) -> list[Finding]:
+        """Return what the quick part and the stage have against a run, as far as it belongs to a check."""
+        texts = [p.text for p in self.problems if CHECK_OF_KEY.get(p.text.partition(":")[0], "config") == check]
+        texts += [f"{key}: {text}" for key, text in self.of_stage if CHECK_OF_STAGE_KEY.get(key) == check]
+        return [Finding(ERROR, check, text) for text in texts]
+
+
+def not_looked_at(check: str) -> list[Finding]:
+    """Return the finding of a check that cannot be made."""
+    return [Finding(WARNING, check, "not looked at: it follows from what is an error above. Mend that first.")]
+
+
+# --- the configuration ---
+
+
+def config_values(case: Case) -> list[Finding]:
+    """Check the keys by themselves."""
+    run = case.resolved or case.config
+    named = f"{run.model.family}, {run.model.preset}, {run.model.variant}, {run.precision or 'precision by device'}"
+    return case.errors("config") or [Finding(OK, "config", f"every key is possible ({named})")]
+
+
+def batch(case: Case) -> list[Finding]:
+    """Check that ranks and microbatch divide the global batch."""
+    if found := case.errors("batch"):
+        return found
+    ranks, size = dist.get_world_size(), case.config.global_batch_size
+    microbatch = case.config.device_train_microbatch_size or size // ranks
+    if microbatch == microbatch_search.AUTO:
+        return [Finding(OK, "batch", f"{count(size, 'image')}; how many a pass is found when the run starts")]
+    parts = (count(ranks, "rank"), count(size // ranks // microbatch, "pass", "passes"), count(microbatch, "image"))
+    text = f"{count(size, 'image')} = {' x '.join(parts)}"
+    return [Finding(OK, "batch", text)]
+
+
+def weights(case: Case) -> list[Finding]:
+    """Check the files of the encoders and of the denoiser, by names and shapes."""
+    if found := case.errors("weights"):
+        return found
+    config = case.config.model
+    given = config.weights or own_weights(load_family(config.family, config.preset, config.variant))
+    text = f"encoders: {given}" + (", which mean nothing" if given == RANDOM else "")
+    begins = case.config.model.denoiser
+    return [Finding(OK, "weights", f"{text}; denoiser: {begins or 'from random weights'}")]
+
+
+def memory(case: Case) -> list[Finding]:
+    """Compare what a step takes with the device; a trace of the real network, some seconds."""
+    run = case.resolved
+    if run is None:
+        return not_looked_at("memory")
+    on_device = run.ema.enabled and (run.ema.device == "model" or not torch.cuda.is_available())
+    ranks_on_device = 1 if torch.cuda.is_available() else dist.get_local_world_size()
+    microbatch = planned_microbatch(run, case.cost)
+    ways = dict(ema=on_device, savings=savings(run))
+    if text := cost.memory_problem(case.cost, microbatch, ranks_on_device, **ways):
+        return [Finding(ERROR, "memory", text)]
+    need = case.cost.memory_gib(microbatch, ema=on_device)
+    room = cost.room_of_a_rank(ranks_on_device)
+    return [Finding(OK, "memory", f"about {need:.3g} GiB at {microbatch} images a pass; {room}")]
+
+
+def host_memory(case: Case) -> list[Finding]:
+    """Compare what loader workers, and the building of the model beside a GPU, take with the machine."""
+    run, ranks = case.resolved, dist.get_local_world_size()
+    if run is None:
+        return not_looked_at("host memory")
+    workers = 0 if run.data.synthetic else run.data.workers
+    need = {
+        count(ranks * workers, "worker"): ranks * workers * machine.WORKER_GIB,
+        "batches": ranks * machine.batches_on_their_way(workers) * batch_gib(run),
+    }
+    if torch.cuda.is_available():
+        of_ema = case.cost.trained_parameters if run.ema.enabled and run.ema.device == "cpu" else 0
+        built = case.cost.trained_parameters + case.cost.frozen_parameters + of_ema
+        need["models as they are built, float32"] = ranks * built * 4 / 2**30
+    return machine.host_memory(need)
+
+
+def shared_memory_room(case: Case) -> list[Finding]:
+    """Compare the batches that workers hand over with /dev/shm."""
+    run = case.resolved
+    if found := case.errors("/dev/shm"):
+        return found
+    if run is None:
+        return not_looked_at("/dev/shm")
+    workers = 0 if run.data.synthetic else run.data.workers
+    num = dist.get_local_world_size() * machine.batches_on_their_way(workers)
+    return machine.shared_memory_room(batch_gib(run), num)
+
+
+# --- the run ---
+
+
+def schedule(case: Case) -> list[Finding]:
+    """Compare the length of the run with the stage, the warm-up and the checkpoints."""
+    if found := case.errors("schedule"):
+        return found
+    run, num = case.resolved, case.num_batches
+    if run is None or num is None:
+        return not_looked_at("schedule")
+    images = num * run.global_batch_size
+    length = f"{num:,} batches, {images:,} images"
+    found = []
+    if (warmup := run.schedule.num_warmup_batches(run.global_batch_size)) > num:
+        text = (
+            f"schedule: the warm-up of {warmup:,} batches is longer than the run ({length}): the learning rate never "
+        )
+        text += "gets to its value. Lower schedule.warmup_batches, or raise max_duration."
+        found.append(Finding(WARNING if run.data.synthetic else ERROR, "schedule", text))
+    if run.measure.warmup_batches >= num:
+        text = (
+            f"measure.warmup_batches: {run.measure.warmup_batches} of {num:,} batches: no speed is measured. Lower it."
+        )
+        found.append(Finding(WARNING, "schedule", text))
+    every, snapshots = run.save.every_images or 0, run.save.snapshot_every_images or 0
+    if not every and not run.data.synthetic:
+        text = "save.every_images: 0: a run that is stopped begins anew. Give an interval, unless that is meant."
+        found.append(Finding(WARNING, "schedule", text))
+    if every > images:
+        text = f"save.every_images: {every:,} is more than the run ({length}): one checkpoint, at its end. Lower it, unless"
+        found.append(Finding(WARNING, "schedule", f"{text} that is meant."))
+    for key, value in (("every_images", every), ("snapshot_every_images", snapshots)):
+        if 0 < value <= run.global_batch_size < images:
+            text = f"save.{key}: {value:,} is no more than a batch: one is written after every batch. Raise it."
+            found.append(Finding(WARNING, "schedule", text))
+    epochs = (
+        f", {images / case.stage.num_samples:.3g} times the stage's {case.stage.num_samples:,} samples"
+        if case.stage
+        else ""
+    )
+    return found or [Finding(OK, "schedule", f"{length}{epochs}; warm-up {warmup:,} batches")]
+
+
+def folders(case: Case) -> list[Finding]:
+    """Check that this user may write where the run will, and where its variables say."""
+    data, found = case.config.data, case.errors("folders")
+    cached = [data.local] if data.remote and data.local and not data.synthetic else []
+    for variable in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        if not (folder := os.environ.get(variable)):
+            continue
+        if variable == "TMPDIR" and not Path(folder).is_dir():  # Python takes another one without a word
+            found.append(Finding(ERROR, "folders", f"TMPDIR: {folder} is no folder. Make it, or take it out."))
+        elif text := limits.unwritable(folder):
+            found.append(Finding(ERROR, "folders", f"{variable}: {text}"))
+    places = [case.config.run_folder, *cached, tempfile.gettempdir()]
+    return found or [Finding(OK, "folders", f"can be written: {', '.join(places)}")]
+
+
+def disk(case: Case) -> list[Finding]:
+    """Compare checkpoints, snapshots and the cache with the room on their disks; of folders that cannot be written, none."""
+    found, run = case.errors("disk"), case.resolved
+    needs = stage_checks.need_of_cache(case.config.data, case.shards) if not found else []
+    if run is not None and not limits.unwritable(run.run_folder):
+        folder = Path(run.run_folder, run.run_name or "")
+        if run.save.every_images:
+            gib, num = case.cost.checkpoint_gib(ema=run.ema.enabled), run.save.keep + 1
+            if text := limits.room_problem(folder, gib, num):
+                return [*found, Finding(ERROR, "disk", f"save: {text}")]
+            held = sum(path.stat().st_size for path in listed(folder / "checkpoints", FULL)) / 2**30
+            way_out = "Lower save.keep, or give another run_folder"
+            needs.append(Need(f"{num} full checkpoints", way_out, folder, max(0.0, num * gib - held)))
+        if run.save.snapshot_every_images and case.num_batches:
+            num = case.num_batches * run.global_batch_size // run.save.snapshot_every_images
+            held = sum(path.stat().st_size for path in listed(folder / "checkpoints", WEIGHTS)) / 2**30
+            gib = max(0.0, num * case.cost.snapshot_gib(ema=run.ema.enabled) - held)
+            way_out = "Raise save.snapshot_every_images (0: none), or give another run_folder"
+            needs.append(Need(f"{num:,} snapshots", way_out, folder, gib))
+    return found or stage_checks.disk([n for n in needs if n.gib > 0.0 and not limits.unwritable(n.folder)])
+
+
+def begun_run(case: Case) -> list[Finding]:
+    """Say whether a run of this name is there: in use, finished, begun otherwise, and with which checkpoint."""
+    if found := case.errors("run"):
+        return found
+    folder = case.folder
+    if folder is None:
+        return [Finding(OK, "run", "no run_name: every start is a new run, and none can be resumed")]
+    if not folder.exists():
+        return [Finding(OK, "run", f"{folder} is new")]
+    if is_held(folder / ".lock"):
+        text = f"run_name: another process is training in {folder}. Wait for it, or take another run_name."
+        return [Finding(ERROR, "run", text)]
+    if case.resolved is not None:
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # it says that a run is finished, which the line below does
+                result = check_begun(case.resolved, folder)
+        except ConfigError as error:
+            return [Finding(ERROR, "run", text) for text in error.problems]
+        if result is not None:
+            text = (
+                f"{folder} is finished (max_duration={case.config.max_duration}). Raise it, or take another run_name."
+            )
+            return [Finding(WARNING, "run", text)]
+    return _newest_checkpoint(folder)
+
+
+def _newest_checkpoint(folder: Path) -> list[Finding]:
+    there = listed(folder / "checkpoints", FULL)
+    for number, path in enumerate(there):
+        if is_whole(path):
+            if number == 0:
+                return [Finding(OK, "run", f"{folder} goes on from {path.name}, which is whole")]
+            text = f"{there[0]} is damaged: its bytes do not have the digest in its name. The run goes on from {path.name}."
+            return [Finding(WARNING, "run", text)]
+    damaged = [*there, *(folder / "checkpoints").glob(f"{FULL}*.damaged")]
+    if damaged:
+        text = f"checkpoints: every one of the {len(damaged)} full checkpoints in {folder / 'checkpoints'} is damaged. Bring "
+        text += "back a copy, or take another run_name to begin anew."
+        return [Finding(ERROR, "run", text)]
+    return [Finding(OK, "run", f"{folder} was begun and has no checkpoint: it begins anew")]

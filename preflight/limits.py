@@ -1,0 +1,101 @@
+"""What would make a run fail: arithmetic of the batch, room on a disk, places that cannot be written."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from cli.limits import read_duration, shown
+from config import count
+from record.checkpoint_files import FULL, WEIGHTS, listed
+
+MAX_NAME_BYTES = 200  # a file system takes 255 for a name; loggers add to it
+
+
+def unwritable(folder: str | Path) -> str | None:
+    """Say why nothing can be written in a folder that may not exist yet, or None; leaves nothing behind."""
+    path = Path(folder).absolute()
+    try:
+        while not path.exists():
+            if path.is_symlink():
+                return f"{folder} cannot be written: {path} is a link to nothing. Remove it, or give another folder."
+            path = path.parent
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as error:
+        return f"{folder} cannot be written: {path}: {error.strerror}. Give a folder that this user may write in."
+
+
+def room_problem(
+    folder: str | Path, checkpoint_gib: float, num: int, snapshot_gib: float = 0.0, num_snapshots: int = 0
+) -> str | None:
+    """Say that a disk has no room for the checkpoints of a run, or None.
+
+    Args:
+        folder: of the run; what it holds already is counted as room: it will be replaced, or is one of those to come.
+        num: full checkpoints that are there at once: those kept, and the one that is being written.
+        num_snapshots: by the end of the run.
+    """
+    if unwritable(folder):
+        return None  # which is said by itself
+    there = Path(folder).absolute()
+    held_gib = (
+        sum(path.stat().st_size for kind in (FULL, WEIGHTS) for path in listed(there / "checkpoints", kind)) / 2**30
+    )
+    while not there.exists():
+        there = there.parent
+    need_gib, free_gib = num * checkpoint_gib + num_snapshots * snapshot_gib, shutil.disk_usage(there).free / 2**30
+    if need_gib <= free_gib + held_gib:
+        return None
+    named = {"full checkpoint": (num, checkpoint_gib), "snapshot": (num_snapshots, snapshot_gib)}
+    needs = " and ".join(f"{count(n, what)} of {gib:.3g} GiB" for what, (n, gib) in named.items() if n)
+    ways = ["lower save.keep"] * bool(num) + ["raise save.snapshot_every_images (0: none)"] * bool(num_snapshots)
+    return (
+        f"{needs} need {need_gib:.3g} GiB, {there} has {free_gib:.3g} free. Make room, {', '.join(ways)}, give another "
+        f"run_folder, or save.every_images=0 for none."
+    )
+
+
+def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
+    """Say why a run of this name cannot leave its record there, or None."""
+    for key, given in (("run_name", run_name or ""), ("run_folder", run_folder)):
+        if not given.isprintable():
+            return f"{key}: {given[:80]!r} has a character that cannot be seen. Give one without."
+    fits = run_name is None or (run_name == Path(run_name).name and 0 < len(run_name.encode()) <= MAX_NAME_BYTES)
+    if run_name is not None and (not fits or run_name.startswith(".")):
+        return f"run_name: '{run_name[:80]}' is no folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
+    folder = Path(run_folder, run_name or "")
+    if run_name is not None and folder.exists() and not _is_begun(folder):
+        given = f"{folder} is there, and is no run (it has no config.yaml)"
+        return f"run_name: {given}. Take another run_name, or remove it."
+    text = unwritable(run_folder)
+    return f"run_folder: {text}" if text else None
+
+
+def _is_begun(folder: Path) -> bool:
+    """True for a run's folder, also for one that was killed before it had written anything or has lost its config.yaml."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return (
+        "config.yaml" in names or names <= {".lock", ".config.yaml.tmp"} or any(folder.glob("checkpoints/full-ba*.pt"))
+    )
+
+
+def duration_problem(duration: str) -> str | None:
+    """Say that a text is no duration that a run can have, or None."""
+    if read_duration(duration, ("ba", "sp", "ep")) is None:
+        return f"'{shown(duration)}' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
+    return None
+
+
+def batch_problem(global_batch_size: int, num_ranks: int, microbatch: int) -> str | None:
+    """Say which batch sizes would divide into ranks and microbatches, or None."""
+    step = num_ranks * microbatch
+    if global_batch_size >= 1 and global_batch_size % step == 0:
+        return None
+    below = max(0, global_batch_size // step * step)
+    nearest = ", ".join(str(size) for size in (below, below + step) if size > 0)
+    product = f"{num_ranks} ranks x {microbatch} microbatch = {step}"
+    return f"{global_batch_size} is not a multiple of {product}. Nearest: {nearest}."

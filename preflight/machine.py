@@ -1,0 +1,432 @@
+"""Checks of a machine before a run: versions, devices, memory, shared memory, ports, variables. Nothing is changed by them.
+
+Each check returns its findings; `python -m prepare.doctor` prints them. Memory in GiB (2**30 bytes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
+
+from config import count
+from stages import shared_memory
+
+OK, WARNING, ERROR = "OK", "warning", "error"
+ROOT = Path(__file__).resolve().parent.parent
+INSTALL = "Install what was tested: pip install --no-deps -r requirements.lock"
+
+# What a run leans on. wandb counts where its logger is asked for.
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "mosaicml",
+    "mosaicml-streaming",
+    "diffusers",
+    "transformers",
+    "open_clip_torch",
+    "omegaconf",
+    "filelock",
+)
+NEWER_HAS_RUN = ("torch", "torchvision", "transformers")  # README, Versions: torch 2.11 and transformers 5.17 on a CPU
+FIRST_PYTHON, LAST_PYTHON = (3, 10), (3, 12)
+
+WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
+BATCHES_A_WORKER = 2  # torch's prefetch_factor
+BUSY_GPU_FRACTION = 0.05
+FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers; each tensor on its way is one more
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's: `level` is OK, warning or error, `check` the name of what was looked at."""
+
+    level: str
+    check: str
+    text: str
+
+
+# --- versions ---
+
+
+def versions(*, wandb: bool) -> list[Finding]:
+    """Compare Python and the packages that a run leans on with requirements.txt and the lock.
+
+    Args:
+        wandb: the W&B logger is asked for.
+    """
+    found = []
+    first, last = (".".join(map(str, version)) for version in (FIRST_PYTHON, LAST_PYTHON))
+    python = ".".join(map(str, sys.version_info[:3]))
+    if not FIRST_PYTHON <= sys.version_info[:2] <= LAST_PYTHON:
+        found.append(Finding(ERROR, "versions", f"Python {python}. Possible: {first} to {last}. Use one of them."))
+    bounds, locked = _pins(ROOT / "requirements.txt"), _pins(ROOT / "requirements.lock")
+    if not bounds or not locked:
+        missing = (
+            f"requirements.txt or requirements.lock is not in {ROOT}: nothing to compare with. Take a whole checkout."
+        )
+        found.append(Finding(WARNING, "versions", missing))
+    here = []
+    for name in (*PACKAGES, *(["wandb"] if wandb else [])):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding(ERROR, "versions", f"{name} is not installed. {INSTALL}"))
+            continue
+        here.append(f"{name} {version}")
+        found += _version_findings(name, version, bounds.get(_plain(name), []), locked.get(_plain(name), []))
+    return found or [Finding(OK, "versions", f"Python {python}, {', '.join(here)}: those of requirements.lock")]
+
+
+def _version_findings(
+    name: str, version: str, bounds: list[tuple[Requirement, str]], locked: list[tuple[Requirement, str]]
+) -> list[Finding]:
+    for wanted, reason in bounds:
+        if not wanted.specifier.contains(version, prereleases=True):
+            given = f"{name} {version} is not {name}{wanted.specifier}" + (f": {reason}" if reason else "")
+            least = min((Version(s.version) for s in wanted.specifier if s.operator in ("==", ">=")), default=None)
+            newer = name in NEWER_HAS_RUN and least is not None and Version(version) > least
+            return [Finding(WARNING if newer else ERROR, "versions", f"{given}. {INSTALL}")]
+    if locked and not any(wanted.specifier.contains(version, prereleases=True) for wanted, _ in locked):
+        text = f"{name} {version} is within the bounds, but tests and figures are with {name}{locked[0][0].specifier}"
+        return [Finding(WARNING, "versions", f"{text}. {INSTALL}")]
+    return []
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _pins(path: Path) -> dict[str, list[tuple[Requirement, str]]]:
+    """Read a requirements file: package -> its bounds for this machine, each with the reason beside it."""
+    found: dict[str, list[tuple[Requirement, str]]] = {}
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        text, _, reason = line.partition("#")
+        if not text.strip():
+            continue
+        with contextlib.suppress(InvalidRequirement):
+            wanted = Requirement(text.strip())
+            if wanted.marker is None or wanted.marker.evaluate():
+                found.setdefault(_plain(wanted.name), []).append((wanted, reason.strip()))
+    return found
+
+
+# --- devices ---
+
+
+def devices(ranks_here: int) -> list[Finding]:
+    """Look at the GPUs of this machine, or its cores, and whether its ranks have one each."""
+    if not torch.cuda.is_available():
+        return _cpu(ranks_here)
+    num, found = torch.cuda.device_count(), []
+    properties = [torch.cuda.get_device_properties(index) for index in range(num)]
+    named = ", ".join(f"{gpu.name} with {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties)
+    if ranks_here > num:
+        text = (
+            f"{ranks_here} ranks on this machine, which has {num} GPUs ({named}). Start at most that many: composer -n"
+        )
+        return [Finding(ERROR, "devices", text)]
+    if ranks_here < num:
+        text = (
+            f"{num} GPUs and {count(ranks_here, 'rank')}: the others stand idle. composer -n {num} takes all; what that "
+            f"needs: WORLD_SIZE={num} LOCAL_WORLD_SIZE={num} python -m prepare.doctor ..."
+        )
+        found.append(Finding(WARNING, "devices", text))
+    for index in range(ranks_here):
+        try:
+            torch.ones(1, device=f"cuda:{index}").add_(1).item()
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            found.append(Finding(ERROR, "devices", f"GPU {index} cannot be used: {reason}. Check nvidia-smi."))
+            continue
+        own = torch.cuda.memory_reserved(index)
+        if total - free - own > max(BUSY_GPU_FRACTION * total, 2**30):
+            text = f"GPU {index} has {(total - free) / 2**30:.0f} of {total / 2**30:.0f} GiB in use. Another run? nvidia-smi"
+            found.append(Finding(WARNING, "devices", text))
+    used = f"{named}; CUDA {torch.version.cuda}, {count(ranks_here, 'rank')} here"
+    return found or [Finding(OK, "devices", used)]
+
+
+def _cpu(ranks_here: int) -> list[Finding]:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if any(Path("/dev").glob("nvidia[0-9]*")) and hidden != "":
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for a CPU alone"
+        text = f"there are NVIDIA GPUs, but torch {torch.__version__} ({build}) cannot use them"
+        chosen = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "nvidia-smi says which driver is there"
+        return [
+            Finding(ERROR, "devices", f"{text}; {chosen}. A driver for that CUDA, or CUDA_VISIBLE_DEVICES= for none.")
+        ]
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    text = f"no GPU: a CPU with {count(cores, 'core')}, {count(threads, 'thread')} a rank, {count(ranks_here, 'rank')} here"
+    if ranks_here > cores or (ranks_here > 1 and "OMP_NUM_THREADS" in os.environ and threads * ranks_here > cores):
+        return [Finding(WARNING, "devices", f"{text}: they wait for one another. Fewer ranks, or OMP_NUM_THREADS=1.")]
+    return [Finding(OK, "devices", text)]
+
+
+# --- memory of the host ---
+
+
+def host_memory(gib_by_kind: Mapping[str, float]) -> list[Finding]:
+    """Compare what the processes of this machine take outside of a GPU with what there is; an estimate.
+
+    Args:
+        gib_by_kind: what for -> GiB, over all ranks of this machine.
+    """
+    total, free = _host_gib()
+    need = sum(gib_by_kind.values())
+    parts = ", ".join(f"{kind} {gib:.1f}" for kind, gib in gib_by_kind.items() if gib >= 0.05)
+    given = f"about {need:.1f} GiB beside the step" + (f" ({parts})" if parts else "")
+    there = f"this machine has {total:.1f}, {free:.1f} of it free now"
+    if need > total:
+        return [Finding(ERROR, "host memory", f"{given}; {there}. Lower data.workers, or fewer ranks here.")]
+    if need > free:
+        return [Finding(WARNING, "host memory", f"{given}; {there}. End what takes it, or lower data.workers.")]
+    return [Finding(OK, "host memory", f"{given}; {there}")]
+
+
+def _host_gib() -> tuple[float, float]:
+    """Return (all, free now), GiB; a container's limit counts."""
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such control group
+        limit = int((CGROUP / "memory.max").read_text())
+        total, free = min(total, limit), min(free, limit - int((CGROUP / "memory.current").read_text()))
+    return total / 2**30, free / 2**30
+
+
+def batches_on_their_way(workers: int) -> int:
+    """Return the batches of one rank that lie in shared memory at once: fetched ahead, being made, and in use."""
+    return BATCHES_A_WORKER * workers + 2 if workers else 0
+
+
+def shared_memory_room(batch_gib: float, num_batches: int) -> list[Finding]:
+    """Look at /dev/shm, through which loader workers hand over batches; Docker gives it 64 MB unless told otherwise.
+
+    Args:
+        batch_gib: one rank's batch.
+        num_batches: of all ranks of this machine, see `batches_on_their_way`.
+    """
+    folder, name = shared_memory.SEGMENTS, "/dev/shm"
+    more = "Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or lower data.workers"
+    if not folder.is_dir():
+        return [
+            Finding(ERROR, name, f"{folder} is not there: loader workers and streaming need it. Mount a tmpfs there.")
+        ]
+    if not os.access(folder, os.W_OK):
+        return [
+            Finding(ERROR, name, f"{folder} cannot be written: streaming needs it. Mount it writable for this user.")
+        ]
+    room = os.statvfs(folder)
+    size, free = room.f_blocks * room.f_frsize / 2**30, room.f_bavail * room.f_frsize / 2**30
+    need = batch_gib * num_batches
+    given = f"{num_batches} batches of {batch_gib:.3g} GiB need {need:.3g} GiB there; {size:.3g} GiB, {free:.3g} free"
+    if need > free:
+        return [Finding(ERROR, name, f"{given}. A worker would die of a bus error. {more}.")]
+    if need > 0.5 * free:
+        return [Finding(WARNING, name, f"{given}: little more than that. {more}.")]
+    return [Finding(OK, name, given)]
+
+
+def stale_segments(local: str | None) -> list[Finding]:
+    """Look for what streaming runs that are gone have left in shared memory; removes nothing.
+
+    Args:
+        local: the folder that this run keeps its shards in, or None: a second run on one is refused.
+    """
+    segments = shared_memory.by_number(shared_memory.SEGMENTS)
+    locks = shared_memory.by_number(Path(tempfile.gettempdir()), suffix="_filelock")
+    mapped, hidden = shared_memory.mapped_numbers()
+    dead = [
+        number
+        for number, files in segments.items()
+        if number not in mapped
+        and not any(map(shared_memory.is_held, locks.get(number, [])))
+        and not any(map(shared_memory.is_young, files))
+    ]
+    six = "[0-9]" * 6
+    remove = f"if no other run is alive here: rm -f {shared_memory.SEGMENTS}/{six}_* {tempfile.gettempdir()}/{six}_*_filelock"
+    folder = None if local is None else os.path.normpath(Path(local).absolute())  # as streaming writes it: links stay
+    claimed = [number for number in segments if folder is not None and folder in _folders_of(segments[number])]
+    for number in claimed:
+        if number not in dead:
+            text = f"data.local: {local} is in use by another run here (shared memory {number})"
+            return [Finding(ERROR, "segments", f"{text}. Wait for it, or give another data.local.")]
+        if hidden:
+            text = f"data.local: {local} belongs to shared memory {number} that a run has left, and {hidden}"
+            return [Finding(ERROR, "segments", f"{text}. Give another data.local, or {remove}")]
+    alone = len([number for number in locks if number not in segments])
+    harmless = f"; {alone} numbers with lock files and no memory in {tempfile.gettempdir()}" if alone else ""
+    if not dead:
+        alive = f"{len(segments)} in use by runs that are alive" if segments else "none in shared memory"
+        return [Finding(OK, "segments", f"{alive}{harmless}")]
+    held_mib = sum(path.stat().st_size for n in dead for path in segments[n] if path.exists()) / 2**20
+    named = ", ".join(sorted(dead)[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
+    left = f"{named} ({held_mib:.1f} MiB) are left in shared memory by runs that are gone{harmless}"
+    todo = f"but {hidden}; {remove}" if hidden else "The next run on streamed data removes them."
+    return [Finding(WARNING, "segments", f"{left}{', ' if hidden else '. '}{todo}")]
+
+
+def _folders_of(segments: Sequence[Path]) -> list[str]:
+    """Return the folders that a run has taken for itself: streaming's `locals`, an int32 size and names between zeros."""
+    for path in segments:
+        if path.name.endswith("_locals"):
+            with contextlib.suppress(OSError, UnicodeDecodeError, struct.error):
+                data = path.read_bytes()
+                return data[4 : struct.unpack_from("<i", data)[0]].decode().split("\0")[:-1]
+    return []
+
+
+def open_files(workers: int) -> list[Finding]:
+    """Compare the limit of open files with what a trainer and its workers hand over to one another."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = FILES_OF_A_TRAINER + FILES_A_WORKER * workers
+    given = f"{need} may be open at once with {count(workers, 'worker')}, the limit is {soft}"
+    if soft == resource.RLIM_INFINITY or need <= soft:
+        return [Finding(OK, "open files", given)]
+    todo = f"ulimit -n {max(need, 4096) if hard in (resource.RLIM_INFINITY, -1) else min(hard, max(need, 4096))}"
+    return [Finding(ERROR, "open files", f"{given}. Raise it before the start ({todo}), or lower data.workers.")]
+
+
+# --- between ranks and machines ---
+
+
+def rendezvous(num_ranks: int) -> list[Finding]:
+    """Look at MASTER_ADDR and MASTER_PORT: the name has to resolve, and on node 0 the port has to be free."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
+        if num_ranks > 1 and (host or port):
+            missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+            return [Finding(ERROR, "port", f"{missing} is not set, the other is. Set both, or let composer -n do it.")]
+        return [Finding(OK, "port", "MASTER_ADDR and MASTER_PORT are not set: composer -n sets them")]
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        return [Finding(ERROR, "port", f"MASTER_PORT={port} is no port. Possible: 1 to 65535; above 1023 is usual.")]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        text = f"MASTER_ADDR={host} does not resolve: {reason}. Give the name or address of the machine of rank 0."
+        return [Finding(ERROR, "port", text)]
+    where = f"MASTER_ADDR={host} is {address[0]}"
+    if _node() != 0:
+        return [Finding(OK, "port", f"{where}; that port {port} answers is known when node 0 runs")]
+    try:
+        _bind(family, (address[0], 0))
+    except OSError:
+        text = f"{where}, no address of this machine, which is node 0. Give this one's, or set NODE_RANK."
+        return [Finding(ERROR, "port", text)]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return [Finding(OK, "port", f"{where}; the launcher holds port {port}")]
+    try:
+        _bind(family, ("", int(port)))
+    except OSError as error:
+        reason = "in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        text = f"MASTER_PORT={port} cannot be taken here: {reason}. Give another one (composer --master_port)."
+        return [Finding(ERROR, "port", text)]
+    return [Finding(OK, "port", f"{where}, port {port} is free")]
+
+
+def _node() -> int:
+    """Return the number of this machine among those of the run."""
+    for variable in ("NODE_RANK", "GROUP_RANK"):
+        if os.environ.get(variable, "").isdecimal():
+            return int(os.environ[variable])
+    rank, local_rank = (os.environ.get(variable, "0") for variable in ("RANK", "LOCAL_RANK"))
+    return 0 if rank == local_rank else 1
+
+
+def _bind(family: int, address: tuple[str, int]) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that has ended does not count
+        server.bind(address)
+
+
+# --- variables ---
+
+SHOWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "S3_ENDPOINT_URL")
+SHOWN_BEGINNINGS = ("NCCL_", "TORCH_NCCL_", "GLOO_", "MASTER_")
+CHANGES = {  # name -> what it does to a run when it is set to something else than 0
+    "NVIDIA_TF32_OVERRIDE": "decides about TF32, whatever `precision` says",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "turns TF32 on, whatever `precision` says",
+    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait: for debugging, the speed is no figure",
+    "NCCL_P2P_DISABLE": "keeps the GPUs of a machine from talking directly: slow",
+    "NCCL_SHM_DISABLE": "keeps ranks from sharing memory: slow",
+    "NCCL_IB_DISABLE": "keeps machines from using InfiniBand: slow",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective: slow",
+}
+CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_PROFILE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+
+
+def variables(remote: str | None) -> list[Finding]:
+    """Show the variables that change what a run does; values of credentials are not shown.
+
+    Args:
+        remote: address of the stage, or None.
+    """
+    found = []
+    for name, what in CHANGES.items():
+        if os.environ.get(name, "0") not in ("", "0"):
+            text = f"{name}={os.environ[name]} {what}. Take it out of the environment, unless that is meant."
+            found.append(Finding(WARNING, "variables", text))
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        found += _interface_problem(name)
+    if remote is not None and urlsplit(remote).scheme == "s3" and not _has_credentials():
+        text = f"no AWS credentials here for {remote}: only a role of the machine would do"
+        text += ". Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
+        found.append(Finding(WARNING, "variables", text))
+    shown = {n: v for n, v in sorted(os.environ.items()) if n in SHOWN or n.startswith(SHOWN_BEGINNINGS)}
+    listed = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in shown.items())
+    return found or [Finding(OK, "variables", listed or "none of those that change a run")]
+
+
+def _interface_problem(name: str) -> list[Finding]:
+    """A name of a network interface that is not there hangs or fails the first collective (NCCL: a list of beginnings)."""
+    given = os.environ.get(name, "")
+    there = [interface for _, interface in socket.if_nameindex()]
+    if not given or given.startswith("^"):
+        return []
+    exact = name.startswith("GLOO") or given.startswith("=")
+    for wanted in given.removeprefix("=").split(","):
+        if any(has == wanted if exact else has.startswith(wanted) for has in there):
+            return []
+    text = f"{name}={given} names no network interface of this machine. There are: {', '.join(there)}. Use one, or unset it."
+    return [Finding(ERROR, "variables", text)]
+
+
+def _has_credentials() -> bool:
+    if any(os.environ.get(name) for name in CREDENTIALS):
+        return True
+    files = (os.environ.get("AWS_SHARED_CREDENTIALS_FILE"), os.environ.get("AWS_CONFIG_FILE"))
+    return any(Path(f).expanduser().is_file() for f in (*files, "~/.aws/credentials", "~/.aws/config") if f)
+
+
+def free_gib(folder: Path) -> tuple[float, int | None]:
+    """Return the room of the disk that a folder is or would be on: GiB, and files (None: no limit)."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    room = os.statvfs(there)
+    return shutil.disk_usage(there).free / 2**30, room.f_favail if room.f_files else None

@@ -1,0 +1,209 @@
+"""What a run will take, known before it starts: memory by kind, compute, images and time to the benchmark's target.
+
+`shown` is what `--print_config` prints: the resolved run as YAML, then this plan as comments, so that the whole output is
+still a YAML file that reads back to the same configuration. Every figure comes from the traced network
+(training/cost.py), from the run's own keys, or from the runs of the benchmark's reference (zoo/mlperf.py). Where there is
+nothing to compute it from, a line says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer.utils import dist
+
+from cli.limits import read_duration
+from config import count, flat, to_yaml
+from model import model_problems
+from training.optimizer import total_batches
+from zoo import load_family, mlperf
+
+if TYPE_CHECKING:
+    from training.cost import Cost
+
+RATE_KEY = "measure.expected_images_per_sec"
+
+
+def shown(
+    config: Any,
+    resolve: Callable[[Any], Any],
+    cost_of: Callable[[Any], Cost],
+    microbatch_of: Callable[[Any, Cost], int],
+    *,
+    room: str,
+    ema_on_device: bool,
+) -> str:
+    """Return a run's resolved YAML and its plan; of one that is refused, as much of them as there can be.
+
+    Args:
+        config: right by name and type, not resolved.
+        resolve: fills in what null stands for. Raises ValueError: no such family, variant or size; then nothing is shown.
+        cost_of: traces a step of the resolved run; called where the network exists.
+        microbatch_of: gives a resolved run's images a pass, estimated where they are to be found.
+        room: what the device has, see `preflight.room_of_a_rank`.
+        ema_on_device: an average of the weights lies there too.
+    """
+    try:
+        config = resolve(config)
+    except ValueError:  # named by the problem that refuses the run
+        return ""
+    if not _can_be_traced(config):
+        return to_yaml(config)
+    num_ranks, cost = dist.get_world_size(), cost_of(config)
+    values = {
+        **flat(config),
+        "optimizer.lr": config.optimizer.learning_rate(config.global_batch_size),
+        "device_train_microbatch_size": microbatch_of(config, cost),
+    }
+    return to_yaml(config) + describe(cost, values, num_ranks=num_ranks, room=room, ema_on_device=ema_on_device)
+
+
+def _can_be_traced(config: Any) -> bool:
+    """True where there is a network for this size and prediction, and a batch that is one."""
+    unloaded = dataclasses.replace(config.model, weights=None)  # weights that are not here change nothing of it
+    if model_problems(unloaded, config.image_size, encoders_wanted=False):
+        return False
+    family = load_family(config.model.family, config.model.preset, config.model.variant)
+    sizes = (config.global_batch_size, config.device_train_microbatch_size)
+    is_batch = min(size for size in sizes if isinstance(size, int)) >= 1
+    return is_batch and config.objective.prediction in family.predictions
+
+
+def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str, ema_on_device: bool) -> str:
+    """Return the plan of a run, lines that begin with "# ".
+
+    Args:
+        cost: of one training step, traced.
+        values: key -> value of the resolved run, as `config.flat` gives them, with `optimizer.lr` filled in. Microbatch and
+            global batch are at least 1; other values that cannot be leave out the line that they would be on.
+        num_ranks: over all machines.
+        room: what the device has, see `preflight.room_of_a_rank`.
+        ema_on_device: an average of the weights lies there too.
+    """
+    microbatch = values["device_train_microbatch_size"]
+    lines = [
+        "--- what this run will take, by estimate: nothing here was measured ---",
+        f"parameters: {cost.trained_parameters:,} trained, {cost.frozen_parameters:,} frozen",
+        f"compute: {_short(cost.flops_per_image / 1e12)} TFLOP an image and training step (denoiser forward and backward, "
+        f"encoders forward)",
+        _batch(values["global_batch_size"], num_ranks, microbatch),
+        f"memory of one device at {count(microbatch, 'image')} a pass in {values['precision']}, GiB:",
+        *_memory(cost, microbatch, room, ema=ema_on_device),
+        f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
+        *_duration(values),
+        *_target(values),
+    ]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _batch(global_batch_size: int, num_ranks: int, microbatch: int) -> str:
+    passes, rest = divmod(global_batch_size, num_ranks * microbatch)
+    parts = [count(num_ranks, "rank"), count(passes, "pass", "passes"), count(microbatch, "image")]
+    return f"global batch: {count(global_batch_size, 'image')}" + ("" if rest else f" = {' x '.join(parts)}")
+
+
+def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
+    kinds = cost.memory_by_kind(microbatch, ema=ema)
+    of = {"activations": f" = {microbatch} x {cost.activation_gib_per_image:.3g}"}
+    rows = [f"  {_short(gib):>8}  {kind}{of.get(kind, '')}" for kind, gib in kinds.items() if gib > 0.0]
+    return [*rows, f"  {_short(sum(kinds.values())):>8}  sum; {room}"]
+
+
+# --- how long ---
+
+
+def images_of(max_duration: str, global_batch_size: int) -> int | None:
+    """Return the images of a duration in batches or samples, in whole batches; None: it is in epochs, or is none."""
+    if read_duration(max_duration, ("ba", "sp")) is None:
+        return None
+    images = total_batches(max_duration, global_batch_size=global_batch_size, epoch_batches=0) * global_batch_size
+    return images if images > 0 else None
+
+
+def readable_time(seconds: float) -> str:
+    """Return seconds in the unit that a person would choose, with three digits."""
+    if seconds < 120.0:
+        return f"{_short(seconds)} seconds"
+    if seconds < 2 * 3600.0:
+        return f"{_short(seconds / 60.0)} minutes"
+    if seconds < 72 * 3600.0:
+        return f"{_short(seconds / 3600.0)} hours"
+    return f"{_short(seconds / 86400.0)} days" if seconds < 36525 * 86400.0 else "more than a century"
+
+
+def _rate(values: Mapping[str, Any]) -> float | None:
+    rate = values[RATE_KEY]
+    return rate if rate is not None and math.isfinite(rate) and rate > 0.0 else None
+
+
+def _duration(values: Mapping[str, Any]) -> list[str]:
+    duration, rate = values["max_duration"], _rate(values)
+    if rate is None:
+        time = f"time: give {RATE_KEY} (over all ranks) for an estimate"
+    else:
+        time = f"time: of training alone, at {rate:g} images/s ({RATE_KEY})"
+    images = images_of(duration, values["global_batch_size"])
+    if images is None:
+        return [time, f"max_duration: {duration}; how many images that is cannot be known before the data is read"]
+    takes = f", {readable_time(images / rate)}" if rate else ""
+    return [time, f"max_duration: {duration}, {count(images, 'image')}{takes}"]
+
+
+# --- the benchmark ---
+
+
+def _target(values: Mapping[str, Any]) -> list[str]:
+    """Say how far it is to the target by the reference's own runs, and in what this run differs from them."""
+    if values["model.variant"] != "mlperf":
+        return [f"images to a target: there are no reference points for model.variant={values['model.variant']}"]
+    every = mlperf.checkpoint_batches(values["global_batch_size"])
+    lines = [
+        f"target: FID {mlperf.TARGET_FID:g} or less and CLIP {mlperf.TARGET_CLIP:g} or more on one checkpoint; one every "
+        f"{count(every, 'batch', 'batches')} ({count(every * values['global_batch_size'], 'image')})",
+        *_images_to_target(values),
+    ]
+    if deviations := mlperf.deviations(values):
+        return [*lines, "deviations from the reference:", *(f"  {text}" for text in deviations)]
+    return [*lines, "no deviation from the reference's constants (data, encoders and precision are not compared)"]
+
+
+def _images_to_target(values: Mapping[str, Any]) -> list[str]:
+    fixed = mlperf.fixed_deviations(values)
+    if others := [text for text in fixed if text.startswith(("model.preset:", "image_size:"))]:
+        return [f"images to the target: there are no reference points for this network ({', '.join(others)})"]
+    global_batch_size, rate = values["global_batch_size"], _rate(values)
+    point = mlperf.reference_point(global_batch_size)
+    if point is None:
+        given = f"no reference point at a global batch of {global_batch_size} (ruleset {mlperf.NEWEST})"
+        rows = [row for near in mlperf.nearest(global_batch_size) for row in _runs(near, None)]
+        return [f"images to the target: {given}, and none is guessed. Nearest:", *rows]
+    lines = ["images to the target, as the reference's own runs took them:", *_runs(point, rate)]
+    if fixed:
+        lines.append("  those runs had none of the deviations below: this one may take more, or never get there")
+    if any(text.startswith("optimizer.lr") for text in mlperf.free_deviations(values)):
+        given = f"{point.lr:g}, not {values['optimizer.lr']:g}"
+        lines.append(f"  those runs had another learning rate ({given}): this one may take more, or fewer")
+    return lines
+
+
+def _runs(point: mlperf.ReferencePoint, rate: float | None) -> list[str]:
+    """Rows on the runs of a reference point, one with a rate has the time too."""
+    runs = f"{len(point.images)} runs on {point.platform}, lr_per_image {point.lr_per_image:g}"
+    head = f"  global batch {point.global_batch_size:,}, ruleset {mlperf.NEWEST}, {runs}; mean without best and worst:"
+    rows = {"mean": point.mean_images, "fastest": point.fastest_images, "slowest": point.slowest_images}
+    return [head] + [
+        f"    {name:7} {images:10,.0f} images, {point.batches(images):,} batches"
+        + (f", {readable_time(images / rate)}" if rate else "")
+        for name, images in rows.items()
+    ]
+
+
+# --- numbers ---
+
+
+def _short(value: float) -> str:
+    """Three digits, thousands separated."""
+    return f"{value:,.0f}" if value >= 1000.0 else f"{value:.3g}"

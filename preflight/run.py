@@ -1,0 +1,390 @@
+"""Is a run possible: everything about its configuration that can be known before anything is built."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.utils import dist
+
+from cli.command_line import Problem
+from cli.errors import ConfigError
+from cli.limits import kind_of_path, read_duration
+from config import flat
+from data import SYNTHETIC_EPOCH_BATCHES
+from evaluation.prompts import read_prompts
+from evaluation.scoring import EVERY_IMAGES, EvalConfig, rounded_up
+from model import LatentDiffusion, model_problems
+from preflight import limits, machine
+from record import mlperf_events
+from record.checkpoint_files import FULL, listed
+from stages.dataset import array_encoding, read_stage
+from stages.images import resize_name
+from training import microbatch as microbatch_search
+from training import warm_start
+from training.cost import Cost, measure_cost, memory_problem
+from training.optimizer import total_batches
+from training.run_config import RunConfig, resolve, wants_own_rate
+from zoo import load_family, mlperf
+from zoo.spec import as_size
+
+# What the memory estimate is made of: it is left out where one of these is itself refused.
+MEMORY_KEYS = {
+    "image_size",
+    "precision",
+    "global_batch_size",
+    "device_train_microbatch_size",
+    "model.family",
+    "model.preset",
+    "model.variant",
+    "objective.prediction",
+    "ema.enabled",
+    "compile",
+    "gradient_checkpointing",
+}
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Return every problem that can be known before anything is built."""
+    found = quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
+    found += closed_data_problems(config)
+    if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
+        is_readable = not any(key.startswith("data.") for problem in found for key in problem.keys)
+        found += memory_problems(config, _planned_batches(config) if is_readable else _num_batches(config))
+    return found
+
+
+def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what a stage of moments has to be made for, and the encodings of its columns; as far as the run is possible."""
+    made_for: dict[str, Any] = {"model.family": config.model.family, "data.normalize": config.data.normalize}
+    with contextlib.suppress(ValueError):  # named by model_problems
+        made_for["image_size"] = list(config.size)
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        made_for["resize"] = resize_name(family.columns("images", config.size)["images"].dtype)
+        columns = family.columns("moments", config.size)
+        return made_for, {name: array_encoding(column.stored, column.shape) for name, column in columns.items()}
+    return made_for, {}
+
+
+def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Problem]:
+    """Return the problems that show without memory and disk, in the order of the keys.
+
+    Args:
+        of_data: (key, message) of the section `data`, the stage's included where it is to be asked.
+    """
+    found = _run_problems(config)
+    sections = (config.optimizer, config.schedule, config.ema)
+    of_eval = config.eval.problems(now=config.eval.when == "in_training")
+    of_target = config.target.problems(config.eval)
+    in_sections = [
+        of_data,
+        *(s.problems() for s in sections),
+        of_eval,
+        of_target,
+        config.loggers.problems(),
+        config.mlperf.problems(),
+        config.profile.problems(_num_batches(config), config.measure.warmup_batches),
+    ]
+    found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
+    found += speed_problems(config)
+    if config.copy_stream and config.data.synthetic:
+        text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
+        found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
+    found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
+    found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
+    found += _mlperf_problems(config) + _log_folder_problems(config) + _shared_memory_problems(config)
+    if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
+        found += warm_start.problems(config.model, config.objective.prediction)
+    return found
+
+
+def _run_problems(config: RunConfig) -> list[Problem]:
+    found = []
+    is_gpu = torch.cuda.is_available()
+    if text := limits.run_folder_problem(config.run_folder, config.run_name):
+        found.append(Problem(text, ("run_name", "run_folder")))
+    if config.data.remote and config.data.local and (text := limits.unwritable(config.data.local)):
+        found.append(Problem(f"data.local: {text}", ("data.local",)))
+    if text := limits.duration_problem(config.max_duration):
+        found.append(Problem(f"max_duration: {text}", ("max_duration",)))
+    if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
+        given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
+        found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
+    return found + precision_problems(config) + _batch_problems(config)
+
+
+def _log_folder_problems(config: RunConfig) -> list[Problem]:
+    """Look at the folders that loggers write into: they are made when the run has begun."""
+    places, given = {}, config.loggers
+    folder = Path(config.run_folder, config.run_name) if config.run_name else None
+    if given.tensorboard is not None and given.tensorboard.log_dir is not None:
+        places["loggers.tensorboard.log_dir"] = Path(given.tensorboard.log_dir, config.run_name or "")
+    elif given.tensorboard is not None and folder is not None:
+        places["loggers.tensorboard"] = folder / "tensorboard"
+    if given.wandb is not None and folder is not None:
+        places["loggers.wandb"] = folder / "wandb"
+    texts = {key: limits.unwritable(place) for key, place in places.items()}
+    return [Problem(f"{key}: {text}", (key,)) for key, text in texts.items() if text]
+
+
+def _shared_memory_problems(config: RunConfig) -> list[Problem]:
+    """Compare the batches that workers hand over with /dev/shm: too little of it ends a worker with a bus error."""
+    if config.data.synthetic or config.data.workers < 1:
+        return []
+    with contextlib.suppress(ValueError):  # named by model_problems
+        num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers)
+        found = machine.shared_memory_room(batch_gib(config), num)
+        texts = [finding.text for finding in found if finding.level == machine.ERROR]
+        return [Problem(f"/dev/shm: {text}", ("data.workers",)) for text in texts]
+    return []
+
+
+def batch_gib(config: RunConfig) -> float:
+    """Return the size of one rank's batch as the loader gives it, GiB. Raises ValueError: there is no such network."""
+    family = load_family(config.model.family, config.model.preset, config.model.variant)
+    columns = family.columns(config.data.stage, config.size).values()
+    sample_bytes = sum(math.prod(column.shape) * column.dtype.itemsize for column in columns)
+    return config.global_batch_size // dist.get_world_size() * sample_bytes / 2**30
+
+
+def _num_batches(config: RunConfig) -> int | None:
+    """Return the batches of a run as far as its configuration says them: how long an epoch is, the stage knows."""
+    if limits.duration_problem(config.max_duration) or config.global_batch_size < 1:
+        return None
+    if config.max_duration.endswith("ep") and not config.data.synthetic:
+        return None
+    return total_batches(
+        config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=SYNTHETIC_EPOCH_BATCHES
+    )
+
+
+def _planned_batches(config: RunConfig) -> int | None:
+    """Return the same, where they are epochs by the stage."""
+    if (num := _num_batches(config)) is not None or limits.duration_problem(config.max_duration):
+        return num
+    with contextlib.suppress(ValueError):  # named by the section `data`
+        epoch = read_stage(config.data.location or "").num_samples // config.global_batch_size
+        return total_batches(config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=epoch)
+    return None
+
+
+def precision_problems(config: RunConfig) -> list[Problem]:
+    """Return what this machine cannot compute in, in training and in evaluation."""
+    if torch.cuda.is_available() or config.precision not in ("fp16", "tf32"):
+        return []
+    return [Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))]
+
+
+def speed_problems(config: RunConfig) -> list[Problem]:
+    """Return what this machine cannot do of the keys of speed, in training and in evaluation."""
+    return [Problem(f"{key}: {text}", (key, "precision")) for key, text in config.problems_of_speed(config.precision)]
+
+
+def _batch_problems(config: RunConfig) -> list[Problem]:
+    """Check the arithmetic of the batch: ranks x microbatch divides it, and the stage fills at least one."""
+    keys = ("global_batch_size", "device_train_microbatch_size")
+    microbatch, ranks = config.device_train_microbatch_size, dist.get_world_size()
+    microbatch = 1 if microbatch == microbatch_search.AUTO else microbatch
+    if text := limits.batch_problem(config.global_batch_size, ranks, microbatch or 1):
+        return [Problem(f"global_batch_size: {text}", keys)]
+    if config.cuda_graphs and config.device_train_microbatch_size not in (None, config.global_batch_size // ranks):
+        given = f"true, but device_train_microbatch_size={config.device_train_microbatch_size}"
+        why = "a graph's gradients cannot be added to those of another pass (pytorch issue 169545)"
+        text = f"cuda_graphs: {given}: {why}. Leave out one of the two: the microbatch is then the device batch."
+        return [Problem(text, ("cuda_graphs", *keys))]
+    canonical, nodes = config.data.num_canonical_nodes, max(1, ranks // dist.get_local_world_size())
+    if canonical >= 1 and canonical % nodes and nodes % canonical:
+        text = (
+            f"{canonical} and {nodes} nodes: one has to divide the other. Possible: {nodes}, {2 * nodes}, {4 * nodes}."
+        )
+        return [Problem(f"data.num_canonical_nodes: {text}", ("data.num_canonical_nodes",))]
+    return []
+
+
+def _prediction_problems(config: RunConfig) -> list[Problem]:
+    prediction = config.objective.prediction
+    with contextlib.suppress(ValueError):  # named by model_problems
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        if prediction is not None and prediction not in family.predictions:
+            possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
+            return [Problem(f"objective.prediction: {possible}", ("objective.prediction",))]
+    return []
+
+
+def _learning_rate_problems(config: RunConfig) -> list[Problem]:
+    """The benchmark's own rate is taken where none is given; it has one for some batch sizes alone."""
+    if wants_own_rate(config):
+        try:
+            mlperf.lr_per_image(config.global_batch_size)
+        except ValueError as error:
+            keys = ("optimizer.lr_per_image", "optimizer.lr", "global_batch_size", "model.variant")
+            return [Problem(f"optimizer.lr_per_image: {error}", keys)]
+    return []
+
+
+def _evaluation_problems(config: RunConfig) -> list[Problem]:
+    """Compare the cadence and the weights of the evaluation with what the run has of them."""
+    given = config.eval
+    if given.when == "off":
+        return []
+    found = []
+    if given.weights == "ema" and not config.ema.enabled:
+        text = "ema, but the run keeps no average. Say ema.enabled=true (--use_ema), or eval.weights=training."
+        found.append(("eval.weights", text))
+    if isinstance(given.guidance, list | tuple):
+        text = f"{list(given.guidance)}: a run is scored at one. Give one number; composer eval.py RUN takes a list."
+        found.append(("eval.guidance", text))
+    every = rounded_up(given.every_images or EVERY_IMAGES, max(1, config.global_batch_size))
+    snapshots = config.save.snapshot_every_images
+    if given.when == "after" and snapshots is not None and snapshots != every:
+        text = f"{snapshots}, but eval.when=after scores snapshots every {every} images. Leave it out."
+        found.append(("save.snapshot_every_images", text))
+    with contextlib.suppress(ValueError):  # named by model_problems
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        if given.image_size is not None and (text := family.size_problem(as_size(given.image_size))):
+            found.append(("eval.image_size", text))
+    duration = read_duration(config.max_duration, ("ba", "sp"))  # how long an epoch is, the stage says
+    images = every if duration is None else duration[0] * (config.global_batch_size if duration[1] == "ba" else 1)
+    if images < every:
+        text = f"{every:,}, but max_duration={config.max_duration} is {images:,}: nothing would be evaluated. Lower it."
+        found.append(("eval.every_images", text))
+    return [Problem(f"{key}: {text}", (key, "global_batch_size", "max_duration")) for key, text in found]
+
+
+def _mlperf_problems(config: RunConfig) -> list[Problem]:
+    """A log needs two figures and a target to say anything, and a log of the closed division the benchmark's constants."""
+    if not config.mlperf.enabled:
+        return []
+    found, given, folder = [], config.eval, Path(config.run_folder, config.run_name or "")
+    missing = [f"eval.{key}" for key in ("prompts", "statistics", "inception", "clip") if getattr(given, key) is None]
+    if given.when == "off":
+        found.append(("eval.when", "nothing is evaluated. Say eval.when=after, or in_training."))
+    elif missing:
+        found.append(("eval.prompts", f"{', '.join(missing)}: not given. FID and CLIP score belong into the log."))
+    elif kind_of_path(given.prompts or "") != "file":
+        found.append(("eval.prompts", f"no file {given.prompts}, whose prompts the log counts. Check the path."))
+    elif not config.target.is_given:
+        found.append(("target.fid", "no target, so that it would never end well. The benchmark's: 90 and 0.15."))
+    of_log: list[str] = []
+    try:
+        if config.run_name and not mlperf_events.is_begun(folder) and listed(folder / "checkpoints", FULL):
+            text = (
+                f"{folder} was trained before its log was begun, or it was cut. Leave it out, or take another run_name."
+            )
+            found.append(("run_name", text))
+    except ConfigError as error:
+        of_log = error.problems
+    problems = [Problem(f"mlperf.enabled: true, but {text}", ("mlperf.enabled", key)) for key, text in found]
+    problems += [Problem(text, ("mlperf.enabled", "run_name")) for text in of_log]
+    if config.mlperf.division == "closed":
+        with contextlib.suppress(ValueError):  # what cannot be resolved is named elsewhere
+            for text in [*mlperf.not_closed(flat(resolve(config))), *_prompts_deviation(given)]:
+                fix = "Use the reference's value, or mlperf.division=open."
+                problems.append(Problem(f"mlperf.division: closed, but {text}. {fix}", (text.partition(":")[0],)))
+    return problems
+
+
+def closed_data_problems(config: RunConfig) -> list[Problem]:
+    """The closed division asks for all of the benchmark's samples; asks the stage how many it has."""
+    if not (config.mlperf.enabled and config.mlperf.division == "closed") or config.data.synthetic:
+        return []
+    with contextlib.suppress(ValueError):  # named by the section
+        if config.data.location and (num := read_stage(config.data.location).num_samples) != mlperf.TRAIN_SAMPLES:
+            given = f"train_samples: {num:,} at {config.data.location}; the benchmark: {mlperf.TRAIN_SAMPLES:,}"
+            fix = "Give the stage of all of them; a subset, if it is meant, is mlperf.division=open"
+            return [Problem(f"mlperf.division: closed, but {given}. {fix}.", ("mlperf.division", "data.remote"))]
+    return []
+
+
+def _prompts_deviation(given: EvalConfig) -> list[str]:
+    """The closed division asks for all of the benchmark's prompts, in the shape of `mlperf.deviations`."""
+    if given.prompts is None or kind_of_path(given.prompts) != "file":
+        return []  # named by the section
+    with contextlib.suppress(ValueError):  # named by the section too
+        if (num := len(read_prompts(given.prompts).prompts)) != mlperf.NUM_PROMPTS:
+            return [f"eval.prompts: {num:,} prompts; the reference: {mlperf.NUM_PROMPTS:,}"]
+    return []
+
+
+def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]:
+    """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds).
+
+    Args:
+        num_batches: of the run; None: not known, its snapshots are not counted.
+    """
+    config = resolve(config)
+    cost = cost_of(config)
+    microbatch = planned_microbatch(config, cost)
+    ways = dict(ema=has_average_on_device(config), savings=savings(config))
+    text = memory_problem(cost, microbatch, ranks_on_device(), **ways)
+    found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
+    every, snapshot_every = config.save.every_images or 0, config.save.snapshot_every_images or 0
+    if min(every, snapshot_every) >= 0 < max(every, snapshot_every):  # others are named by the section
+        ema, num = config.ema.enabled, config.save.keep + 1 if every else 0
+        num_snapshots = (num_batches or 0) * config.global_batch_size // snapshot_every if snapshot_every else 0
+        sizes = (cost.checkpoint_gib(ema=ema), num, cost.snapshot_gib(ema=ema), num_snapshots)
+        if text := limits.room_problem(Path(config.run_folder, config.run_name or ""), *sizes):
+            keys = ("save.every_images", "save.snapshot_every_images", "save.keep", "run_folder", "max_duration")
+            found.append(Problem(f"save: {text}", (*keys, *MEMORY_KEYS)))
+    return found
+
+
+def savings(config: RunConfig) -> list[str]:
+    """Return the keys that lower a resolved run's need of memory beside the microbatch, and leave its network as it is."""
+    is_gpu = torch.cuda.is_available()
+    ways = {
+        "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
+        "precision=bf16": config.precision in ("fp32", "tf32"),
+        "ema.device=cpu": is_gpu and has_average_on_device(config),
+    }
+    return [way for way, is_open in ways.items() if is_open]
+
+
+def ranks_on_device() -> int:
+    """Return how many of this machine's ranks share the memory that one computes in."""
+    return 1 if torch.cuda.is_available() else dist.get_local_world_size()
+
+
+def planned_microbatch(config: RunConfig, cost: Cost) -> int:
+    """Return the microbatch of a resolved run; where it is to be found, the largest that fits by estimate."""
+    if config.device_train_microbatch_size != microbatch_search.AUTO:
+        assert isinstance(config.device_train_microbatch_size, int)
+        return config.device_train_microbatch_size
+    device_batch = config.global_batch_size // dist.get_world_size()
+    return microbatch_search.estimated(cost, device_batch, ranks_on_device(), ema=has_average_on_device(config))
+
+
+def has_average_on_device(config: RunConfig) -> bool:
+    """True where an average of the weights takes the device's memory."""
+    return config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())
+
+
+def cost_of(config: RunConfig) -> Cost:
+    """Trace one training step of the run's model."""
+    assert config.precision is not None
+    return measure_cost(
+        config.model,
+        config.objective,
+        stage=config.data.stage,
+        size=config.size,
+        precision=config.precision,
+        is_compiled=config.compile != "off",
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+
+
+def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: Cost) -> int:
+    """Return how many images a pass take, found where that is asked for. Raises ConfigError: not one fits."""
+    if config.device_train_microbatch_size != microbatch_search.AUTO:
+        return planned_microbatch(config, cost)
+    columns = model.family.columns(config.data.stage, config.size)
+    device_batch = config.global_batch_size // dist.get_world_size()
+    try:
+        ema = has_average_on_device(config)
+        ways = savings(config)
+        return microbatch_search.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema, savings=ways)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error

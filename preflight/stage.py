@@ -1,0 +1,208 @@
+"""Checks of a stage before a run: can it be reached, are its shards whole, is there room for them. Nothing is changed.
+
+What has to be fetched from a store for this goes to a temporary folder and is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streaming.base.util import bytes_to_int
+
+from data import DataConfig
+from preflight.machine import ERROR, OK, WARNING, Finding, free_gib
+from stages.dataset import Stage, is_remote, read_stage
+from stages.fetch import HASH, file_digest
+from stages.store_errors import explain_store_error
+from stages.stores import download_once
+
+FIRST_SHARDS, RANDOM_SHARDS = 2, 2  # those that a run reads first are as likely to be broken as any: the rest by chance
+MAX_DIGEST_BYTES = 1 << 30
+NO_MORE_AFTER_SEC = 30.0
+SILENCE_SEC = 10.0  # of a store, a shard of which is asked for
+SPARE_FILES = 1000  # of a run beside its shards
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard as its index lists it."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+def open_stage(location: str) -> tuple[Stage, list[Shard]]:
+    """Return a stage's facts and its shards, from a folder or a store.
+
+    Raises:
+        ValueError: nothing is there, it is no stage, or the store did not give it; says why and what to do.
+    """
+    stage = read_stage(location)
+    with tempfile.TemporaryDirectory() as folder:
+        index = json.loads(_file(location, "index.json", Path(folder)).read_bytes())
+    files = [shard["raw_data"] for shard in index["shards"]]
+    return stage, [Shard(file["basename"], file["bytes"], file["hashes"][HASH]) for file in files]
+
+
+def _file(location: str, name: str, folder: Path) -> Path:
+    """Return a file of a stage; of a store's, a copy in `folder`, fetched in one try. Raises ValueError: it cannot be had."""
+    if not is_remote(location):
+        return Path(location, name)
+    copy, remote = folder / Path(name).name, f"{location.rstrip('/')}/{name}"
+    try:
+        download_once(remote, str(copy), SILENCE_SEC)
+    except Exception as error:  # each store's client has exceptions of its own
+        raise ValueError(explain_store_error(error, remote)) from error
+    return copy
+
+
+def described(stage: Stage, shards: Sequence[Shard]) -> str:
+    """Say what lies there, in one line."""
+    size = sum(shard.num_bytes for shard in shards)
+    readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    return f"{stage.location}: {stage.kind}, {stage.num_samples:,} samples in {len(shards):,} shards, {readable}"
+
+
+def chosen(shards: Sequence[Shard]) -> list[Shard]:
+    """Return the first shards and some by chance, as many as fit under MAX_DIGEST_BYTES, the first one always."""
+    others = list(shards[FIRST_SHARDS:])
+    some, size = [], 0
+    for shard in [*shards[:FIRST_SHARDS], *random.sample(others, min(RANDOM_SHARDS, len(others)))]:
+        if not some or size + shard.num_bytes <= MAX_DIGEST_BYTES:
+            some.append(shard)
+            size += shard.num_bytes
+    return some
+
+
+def digests(location: str, shards: Sequence[Shard]) -> list[Finding]:
+    """Read some shards of the stage itself, and compare their digests with the index."""
+    begun, checked, found = time.monotonic(), 0, []
+    for shard in chosen(shards):
+        if time.monotonic() - begun > NO_MORE_AFTER_SEC:
+            break
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                text = _damage(_file(location, shard.name, Path(folder)), shard)
+            except (ValueError, OSError) as error:
+                return [*found, Finding(ERROR, "digests", str(error))]
+        if text:
+            damaged = f"{location.rstrip('/')}/{shard.name} is damaged: {text}"
+            found.append(Finding(ERROR, "digests", f"{damaged}. Make that stage again, or copy it anew."))
+        checked += 1
+    if found:
+        return found
+    return [Finding(OK, "digests", f"{checked} of {len(shards):,} shards of the stage have their {HASH}")]
+
+
+def _damage(file: Path, shard: Shard) -> str | None:
+    """Say how a file differs from its entry in the index, or None. Raises OSError."""
+    size = file.stat().st_size
+    if size != shard.num_bytes:
+        return f"{size:,} bytes, index.json says {shard.num_bytes:,}"
+    digest = file_digest(file)
+    return None if digest == shard.digest else f"{HASH} {digest}, index.json says {shard.digest}"
+
+
+def cache(config: DataConfig, shards: Sequence[Shard]) -> list[Finding]:
+    """Look at the shards that `data.local` keeps already: the sizes of all, the digests of some.
+
+    A run compares each shard once more when it opens it, and fetches a damaged one again: what is found here is a warning, of
+    a disk, or of something else that writes there.
+    """
+    if config.remote is None or config.local is None:
+        return [Finding(OK, "cache", "none: the stage is read in place")]
+    local = Path(config.local)
+    if text := _in_the_way(local, shards):
+        return [Finding(ERROR, "cache", f"data.local: {text}")]
+    there = [shard for shard in shards if (local / shard.name).is_file()]
+    cut = [shard for shard in there if (local / shard.name).stat().st_size != shard.num_bytes]
+    checked = chosen([shard for shard in there if shard not in cut])
+    damaged = {shard.name: text for shard in [*cut, *checked] if (text := _damage(local / shard.name, shard))}
+    if damaged:
+        name, text = next(iter(damaged.items()))
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        text = f"data.local: {local / name}{more} is damaged: {text}. A run fetches it again; look at that disk."
+        return [Finding(WARNING, "cache", text)]
+    if not there:
+        return [Finding(OK, "cache", f"{local} holds no shard yet")]
+    given = (
+        f"{local} holds {len(there):,} of {len(shards):,} shards, all of their size; {len(checked)} have their {HASH}"
+    )
+    return [Finding(OK, "cache", given)]
+
+
+def _in_the_way(local: Path, shards: Sequence[Shard]) -> str | None:
+    """Say what lies where a run will want a folder or a file, and is none; or None. The folder itself is not looked at."""
+    names = [Path("index.json"), *(Path(shard.name) for shard in shards)]
+    for folder in sorted({parent for name in names for parent in name.parents if parent.name}):
+        if os.path.lexists(local / folder) and not (local / folder).is_dir():
+            return f"{local / folder} is no folder, the stage has one of that name. Remove it."
+    for name in names:  # a link to nothing is replaced by the file
+        if (local / name).exists() and not (local / name).is_file():
+            return f"{local / name} is no file, the stage has one of that name. Remove it."
+    return None
+
+
+# --- room ---
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run will write somewhere: `what` names it and says how to want less."""
+
+    what: str
+    way_out: str
+    folder: Path
+    gib: float
+    files: int = 0
+
+
+def need_of_cache(config: DataConfig, shards: Sequence[Shard]) -> list[Need]:
+    """Return what `data.local` will grow by: the whole stage or its limit, less what lies there."""
+    if config.synthetic or config.remote is None or config.local is None:
+        return []
+    local, size = Path(config.local), sum(shard.num_bytes for shard in shards)
+    held = [(local / shard.name).stat().st_size for shard in shards if (local / shard.name).is_file()]
+    limit = bytes_to_int(config.cache_limit) if config.cache_limit is not None else size
+    to_come = max(0, min(size, limit) - sum(held)) / 2**30
+    way_out = "Give data.cache_limit, or another data.local"
+    return [Need("shards in data.local", way_out, local, to_come, max(0, len(shards) - len(held)))]
+
+
+def disk(needs: Sequence[Need]) -> list[Finding]:
+    """Compare what a run will write with the room on each disk that it writes to, in bytes and in files."""
+    by_disk: dict[int, list[Need]] = {}
+    for need in needs:
+        by_disk.setdefault(_device_of(need.folder), []).append(need)
+    found, fine = [], []
+    for wanted in by_disk.values():
+        free, files = free_gib(wanted[0].folder)
+        gib, num_files = sum(need.gib for need in wanted), sum(need.files for need in wanted)
+        named = ", ".join(f"{need.what} {need.gib:.3g} GiB" for need in wanted)
+        ways = "; ".join(dict.fromkeys(need.way_out for need in wanted if need.gib > 0.0))
+        if gib > free:
+            text = f"{wanted[0].folder} is on a disk with {free:.3g} GiB free, needed are {gib:.3g}: {named}. {ways}."
+            found.append(Finding(ERROR, "disk", text))
+        elif gib > 0.9 * free:
+            text = f"{wanted[0].folder} is on a disk with {free:.3g} GiB free, needed are {gib:.3g}: {named}. Little is left."
+            found.append(Finding(WARNING, "disk", text))
+        if files is not None and num_files + SPARE_FILES > files:
+            text = f"{wanted[0].folder} is on a disk that takes {files:,} more files, {num_files:,} shards will come. {ways}."
+            found.append(Finding(ERROR, "disk", text))
+        fine.append(f"{named} of {free:.3g} free")
+    return found or [Finding(OK, "disk", "; ".join(fine) or "nothing large will be written")]
+
+
+def _device_of(folder: Path) -> int:
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    return there.stat().st_dev

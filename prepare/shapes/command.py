@@ -1,0 +1,165 @@
+"""Render small captioned pictures: a world in which a caption says everything that there is to see.
+
+    python -m prepare.shapes OUT
+    python -m prepare.shapes OUT num_images=2048 image_size=64 seed=1 objects=one part=reference
+    python -m prepare.shapes reference part=reference layout=files    # pictures alone, for prepare.fid_statistics
+    python -m prepare.shapes prompts.tsv part=prompts num_images=1000
+    python -m prepare.shapes --train_encoders OUT max_minutes=60      # see prepare/shapes/training.py
+
+zoo/shapes/world.py says which scenes there are: one object or two (objects=one|two|both), of two sizes, eight colours and
+four shapes. Every picture is drawn from (seed, its number), so the same command gives the same bytes; two pictures of one
+scene differ by about a pixel in place and size. The scenes of the three parts (training, prompts, reference) are never the
+same. OUT becomes a folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards`
+reads like any other; a name that ends in .tsv becomes a file of prompts
+(evaluation/prompts.py), each caption once (say part=prompts).
+A control: captions=shuffled deals the captions out anew.
+Exit code: 0 when OUT was written, 1 when it could not be written, 2 when the command could not start.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import Timeout
+
+from cli.limits import shown, text_possible
+from preflight.limits import unwritable
+from prepare.shapes.pictures import LAYOUTS, Pictures, write, write_prompts
+from zoo.shapes.world import (
+    PARTS,
+)
+
+# --- the command ---
+
+NUMBERS = {"num_images": (2048, 1, 10**9), "image_size": (32, 8, 4096), "seed": (17, 0, 2**32 - 1)}
+"""Key -> default, least and greatest."""
+TRAIN = "--train_encoders"
+CHOICES = {
+    "part": tuple(PARTS),
+    "objects": ("both", "one", "two"),
+    "captions": ("own", "shuffled"),
+    "layout": tuple(LAYOUTS),
+}
+"""Key -> what is possible, the default first."""
+
+
+TRAINING_NUMBERS = {
+    "seed": (17, 0, 2**32 - 1),
+    "reader_steps": (5000, 1, 10**7),
+    "clip_steps": (7000, 1, 10**7),
+    "vae_steps": (5000, 1, 10**7),
+    "every_steps": (500, 1, 10**7),
+    "num_measured": (1024, 64, 10**5),
+    "max_minutes": (10**6, 0, 10**6),
+}
+
+
+def parse(
+    words: Sequence[str], numbers: Mapping[str, tuple[int, int, int]], choices: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Read key=value words; return the values, and what is wrong with the others."""
+    values: dict[str, Any] = {key: default for key, (default, _, _) in numbers.items()}
+    values |= {key: possible[0] for key, possible in choices.items()}
+    problems = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in numbers:
+            _, low, high = numbers[key]
+            values[key] = int(value) if re.fullmatch("[0-9]{1,10}", value) else -1
+            if not low <= values[key] <= high:
+                possible = f"a whole number from {low} to {high}"
+                problems.append(f"command line: {key} is '{value[:40]}'. Possible: {possible}.")
+        elif key in choices:
+            values[key] = value
+            if value not in choices[key]:
+                problems.append(f"command line: {key} is '{value[:40]}'. Possible: {', '.join(choices[key])}.")
+        else:
+            problems.append(f"command line: unknown key '{key}'. Known: {', '.join(values)}.")
+    return values, problems
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0 if argv else 2
+    if TRAIN in argv:
+        return train_main([word for word in argv if word != TRAIN])
+    paths = [word for word in argv if "=" not in word]
+    given = [word.partition("=")[0] for word in argv if "=" in word]
+    values, problems = parse([word for word in argv if "=" in word], NUMBERS, CHOICES)
+    if odd := next(
+        (f"'{shown(path)}' is no path. Possible: {text}" for path in paths if (text := text_possible(path))), None
+    ):
+        problems.append(f"OUT: {odd}.")
+    elif len(paths) == 1 and Path(paths[0]).exists():
+        kind = "file" if _is_prompts(paths[0]) else "folder"
+        problems.append(f"OUT: {paths[0]} exists. Give a new {kind}, or remove it.")
+    else:
+        problems += _path_problems(paths)
+    problems += _vain_keys(given, paths, values)
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return 2
+    try:
+        print(_make(Path(paths[0]), values))
+    except Timeout:
+        print(
+            f"OUT: {paths[0]} is being written by another process. Wait for it, or give another name.", file=sys.stderr
+        )
+        return 2
+    except OSError as error:
+        print(
+            f"OUT: {paths[0]} cannot be written: {error}. Make room or give another place, then again.", file=sys.stderr
+        )
+        return 1
+    return 0
+
+
+def _make(out: Path, values: dict[str, Any]) -> str:
+    """Write what is wanted and return what to say of it."""
+    if _is_prompts(str(out)):
+        wanted = {key: values[key] for key in ("num_images", "seed", "part", "objects")}
+        return f"wrote {write_prompts(out, **wanted):,} prompts to {out}"
+    layout = values.pop("layout")
+    write(out, Pictures(**values), layout)
+    return f"rendered {values['num_images']:,} pictures of {values['image_size']} px in {out}"
+
+
+def train_main(words: Sequence[str]) -> int:
+    """Run `--train_encoders`."""
+    from prepare.shapes.training import TrainingConfig, train_encoders
+
+    paths = [word for word in words if "=" not in word]
+    values, problems = parse([word for word in words if "=" in word], TRAINING_NUMBERS, {})
+    problems += _path_problems(paths)
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return 2
+    is_done = train_encoders(Path(paths[0]), TrainingConfig(**values))
+    print(f"{'done' if is_done else 'stopped after max_minutes; the same command goes on'}: {paths[0]}/weights")
+    return 0
+
+
+def _path_problems(paths: Sequence[str]) -> list[str]:
+    if len(paths) != 1:
+        return ["command line: exactly one OUT has to be given. python -m prepare.shapes --help says more."]
+    return [f"OUT: {text}"] if (text := unwritable(paths[0])) else []
+
+
+def _vain_keys(given: Sequence[str], paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each key that changes nothing of what is written."""
+    is_prompts = any(map(_is_prompts, paths))
+    in_vain = (
+        ["image_size", "captions", "layout"] if is_prompts else ["captions"] if values["layout"] == "files" else []
+    )
+    what = "a file of prompts" if is_prompts else "pictures alone (layout=files)"
+    return [f"command line: {key} changes nothing of {what}. Leave it out." for key in in_vain if key in given]
+
+
+def _is_prompts(path: str) -> bool:
+    return path.endswith(".tsv")

@@ -1,0 +1,203 @@
+"""The pictures of the miniature's world: drawn from (seed, number), written as tars or as plain files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import math
+import os
+import random
+import shutil
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+
+from filelock import FileLock
+from PIL import Image, ImageDraw
+from tqdm import tqdm
+
+from zoo.shapes.world import (
+    ARRANGEMENTS,
+    COLOURS,
+    PLACES,
+    SIZES,
+    Objects,
+    Part,
+    Scene,
+    all_scenes,
+    draw_scene,
+)
+
+OVERSAMPLING = 4  # drawn larger and scaled down: smooth edges
+IMAGES_PER_TAR = 1000
+MAX_SHIFT, MAX_GROWTH = 0.03, 0.06  # a pixel of 32, and half a pixel of a large object's radius
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """How one object of one picture differs from what its words mean: in fractions of the side, and of its radius."""
+
+    x: float = 0.0
+    y: float = 0.0
+    growth: float = 0.0
+
+
+STILL = (Jitter(), Jitter())
+
+
+def draw_jitter(number: int, seed: int) -> tuple[Jitter, Jitter]:
+    """Choose how both objects of a picture differ, by its number alone."""
+    choose = random.Random(f"jitter {seed} {number}")
+
+    def one() -> Jitter:
+        x, y, growth = (choose.uniform(-1, 1) for _ in range(3))
+        return Jitter(MAX_SHIFT * x, MAX_SHIFT * y, MAX_GROWTH * growth)
+
+    return one(), one()
+
+
+def render(scene: Scene, side_px: int, jitter: tuple[Jitter, Jitter] = STILL) -> Image.Image:
+    """Draw a scene as a square RGB picture."""
+    side = side_px * OVERSAMPLING
+    image = Image.new("RGB", (side, side), COLOURS[scene.background])
+    draw = ImageDraw.Draw(image)
+    objects = [(scene.size, scene.colour, scene.shape), (scene.size_2, scene.colour_2, scene.shape_2)]
+    centres = [PLACES[scene.place]] if scene.shape_2 is None else ARRANGEMENTS[scene.place]
+    for (size, colour, shape), (x, y), own in zip(objects, centres, jitter, strict=False):
+        radius = SIZES[size] * (1 + own.growth)
+        points = outline(shape, (x + own.x) * side, (y + own.y) * side, radius * side)
+        draw.polygon(points, fill=COLOURS[colour])
+    return image.resize((side_px, side_px), Image.Resampling.BOX)
+
+
+def outline(shape: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
+    """Return the corners of a shape about (x, y); `radius` is that of a circle."""
+    if shape == "cross":  # four arms of 2/3 of its half-width on each side of the middle
+        a, b = 1.05 * radius, 0.35 * radius
+        corners = [(-b, -a), (b, -a), (b, -b), (a, -b), (a, b), (b, b), (b, a), (-b, a), (-b, b), (-a, b), (-a, -b)]
+        return [(x + dx, y + dy) for dx, dy in [*corners, (-b, -b)]]
+    y += 0.25 * radius if shape == "triangle" else 0.0  # so that it is as far from above as from below
+    num, reach, turn = {"triangle": (3, 1.25, 0.0), "square": (4, 1.25, math.pi / 4), "circle": (64, 1.0, 0.0)}[shape]
+    angles = [2 * math.pi * corner / num + turn for corner in range(num)]
+    return [(x + reach * radius * math.sin(angle), y - reach * radius * math.cos(angle)) for angle in angles]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What is rendered."""
+
+    num_images: int
+    image_size: int
+    seed: int
+    part: Part
+    objects: Objects
+    captions: str
+    """own; or shuffled: dealt out anew, so that nothing can be learned from them."""
+
+    def scene(self, number: int) -> Scene:
+        return draw_scene(number, self.seed, self.part, self.objects)
+
+    def png(self, number: int) -> bytes:
+        content = io.BytesIO()
+        render(self.scene(number), self.image_size, draw_jitter(number, self.seed)).save(content, "PNG")
+        return content.getvalue()
+
+    @cached_property
+    def captioned_by(self) -> Sequence[int]:
+        """Number of a picture -> number of the one whose caption it has."""
+        numbers = list(range(self.num_images))
+        if self.captions == "shuffled":
+            random.Random(f"captions {self.seed}").shuffle(numbers)
+        return numbers
+
+
+def write_tars(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
+    """Write pictures, captions and scenes as tars."""
+    for tar_number, of_tar in groupby(numbers, lambda number: number // IMAGES_PER_TAR):
+        with tarfile.open(out / f"{tar_number:05d}.tar", "w") as tar:
+            for number in of_tar:
+                name, caption = f"{number:09d}", pictures.scene(pictures.captioned_by[number]).caption
+                facts = {key: value for key, value in asdict(pictures.scene(number)).items() if value is not None}
+                _add(tar, f"{name}.png", pictures.png(number))
+                _add(tar, f"{name}.txt", caption.encode())
+                _add(tar, f"{name}.json", json.dumps(facts).encode())
+
+
+def write_files(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
+    """Write pictures alone, a file each."""
+    for number in numbers:
+        (out / f"{number:09d}.png").write_bytes(pictures.png(number))
+
+
+LAYOUTS = {"tars": write_tars, "files": write_files}
+
+
+def write(out: Path, pictures: Pictures, layout: str) -> None:
+    """Write pictures to `out`; the folder appears when it is whole. Raises OSError, Timeout: another process writes it."""
+    with unfinished(out) as partial:
+        if partial.exists():  # of a command that was killed
+            shutil.rmtree(partial)
+        partial.mkdir()
+        with tqdm(range(pictures.num_images), unit=" images", desc="shapes") as numbers:
+            LAYOUTS[layout](partial, pictures, numbers)
+
+
+@contextlib.contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """Give the name under which `out` is written; it gets its own at the end.
+
+    Raises:
+        Timeout: another process is writing it.
+        FileExistsError: another process has written it since this one looked.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial, lock = out.with_name(out.name + ".partial"), FileLock(out.with_name(out.name + ".lock"))
+    with lock.acquire(timeout=0):
+        if out.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
+        try:
+            yield partial
+            partial.rename(out)
+        except BaseException:  # a full disk has to be emptied again
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            Path(lock.lock_file).unlink()
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)  # with a modification time of 0: the same bytes every time
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def prompt_scenes(seed: int, part: str, objects: str) -> Iterator[Scene]:
+    """Yield the scenes of a part in an order that `seed` decides, each once; `both`: one object and two in turn."""
+    kinds = ["one", "two"] if objects == "both" else [objects]
+    lists = []
+    for kind in kinds:
+        scenes = [scene for scene in all_scenes(kind) if scene.part == part]
+        random.Random(f"prompts {seed} {kind}").shuffle(scenes)
+        lists.append(scenes)
+    for row in zip(*lists, strict=False):
+        yield from row
+    shortest = min(map(len, lists))
+    for scenes in lists:
+        yield from scenes[shortest:]
+
+
+def write_prompts(out: Path, num_images: int, seed: int, part: str, objects: str) -> int:
+    """Write a file of so many prompts, or of all that there are; return how many."""
+    lines = ["image_id\tid\tcaption"]
+    for number, scene in zip(range(num_images), prompt_scenes(seed, part, objects), strict=False):
+        lines.append(f"{number}\t{number}\t{scene.caption}")
+    with unfinished(out) as partial:
+        partial.write_text("\n".join(lines) + "\n")
+    return len(lines) - 1

@@ -1,0 +1,201 @@
+"""A checkpoint on disk: whole or not there, found by its digest, read without running any code.
+
+    full-ba000000001200-DIGEST.pt        what a run needs to go on
+    weights-im000000512000-DIGEST.pt     a snapshot of the weights
+    part-OF-000000000003-DIGEST.pt       what rank 3 has of an evaluation that is not whole yet (evaluation/unfinished.py)
+
+A file is written under another name, synced, and renamed to one that holds the digest of its bytes: a file whose digest is
+not in its name is damaged, whatever ended its writer. No link points at "the latest". Reading is torch's `weights_only`:
+tensors and plain containers, nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from cli.errors import ConfigError
+
+SCHEMA = 1
+FULL, WEIGHTS, PART = "full-ba", "weights-im", "part-"
+NAME = re.compile(
+    rf"(?P<kind>{FULL}|{WEIGHTS}|{PART}[0-9a-f]{{16}}-)(?P<number>\d{{12}})-(?P<digest>[0-9a-f]{{32}})\.pt"
+)
+
+
+COUNTS = ("epoch", "batch", "images", "batch_in_epoch", "images_in_epoch", "seconds")
+"""What a checkpoint says of how far the run was; checkpoints.Progress."""
+
+
+def stem(kind: str, number: int) -> str:
+    """Return the beginning of a checkpoint's name: its kind, and its batch or images."""
+    return f"{kind}{number:012d}"
+
+
+class DigestingFile:
+    """A file for `torch.save` that takes the digest of what goes through it."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+        self.digest = xxhash.xxh3_128()
+        self.num_bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self.file.write(data)
+        except OSError as error:  # torch reports it as a RuntimeError without the reason
+            self.error = error
+            raise
+        self.digest.update(data)
+        self.num_bytes += written
+        return written
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write(folder: Path, name: str, content: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; it has its name only when all of it lies on the disk.
+
+    Args:
+        name: from `stem`.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            digesting = DigestingFile(file)
+            try:
+                torch.save(dict(content), digesting)
+            except RuntimeError as error:
+                raise (digesting.error or error) from error
+            file.flush()
+            os.fsync(file.fileno())
+        path = folder / f"{name}-{digesting.digest.hexdigest()}.pt"
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    to_disk(folder)
+    for other in folder.glob(f"{name}-*.pt"):
+        if other != path:  # of a life of the run that was cut back to before this batch
+            other.unlink()
+    return path
+
+
+def to_disk(path: Path) -> None:
+    """Bring a file's bytes, or a folder's entries, to the disk: a rename is not there before."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def listed(folder: Path, kind: str) -> list[Path]:
+    """Return the checkpoints of a kind (full-ba or weights-im), the newest first, by name alone."""
+    found = [match for path in folder.glob(f"{kind}*.pt") if (match := NAME.fullmatch(path.name))]
+    return [folder / m.string for m in sorted(found, key=lambda m: int(m["number"]), reverse=True)]
+
+
+def is_whole(path: Path) -> bool:
+    """True when the file's bytes have the digest that its name says."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest() == match["digest"]
+
+
+def find_newest(folder: Path) -> Path | None:
+    """Return the newest whole full checkpoint, or None where there is none at all. Only for the run's own process.
+
+    What a killed writer left is removed. A damaged checkpoint is set aside as NAME.damaged, with a line that says so.
+
+    Raises:
+        ConfigError: there are checkpoints and not one is whole.
+    """
+    for temporary in folder.glob(".*.tmp"):
+        temporary.unlink()
+    damaged = []
+    for path in listed(folder, FULL):
+        if is_whole(path):
+            return path
+        damaged.append(path.rename(path.with_name(path.name + ".damaged")))
+        print(f"checkpoints: {path} is damaged (its bytes do not have its digest); set aside.", file=sys.stderr)
+    damaged += [path for path in folder.glob(f"{FULL}*.damaged") if path not in damaged]
+    if damaged:
+        raise ConfigError(
+            [
+                f"checkpoints: every one of the {len(damaged)} full checkpoints in {folder} is damaged, the newest is "
+                f"{max(damaged).name}. Bring back a copy, or take another run_name to begin anew."
+            ]
+        )
+    return None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's content; tensors lie on the CPU, mapped from the file.
+
+    Raises:
+        ConfigError: it holds anything but tensors and plain containers, or is no checkpoint of this version.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        given = named.group(1) if named else str(error).splitlines()[0]
+        raise ConfigError(
+            [f"{path}: holds more than tensors and plain values ({given}). No code from a file runs here. Remove it."]
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            [f"{path}: cannot be read as a checkpoint: {reason}. Remove it, or bring back a copy."]
+        ) from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        given = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise ConfigError([f"{path}: has schema {given}; this version reads {SCHEMA}. Use the version that wrote it."])
+    return content
+
+
+def check_whole(content: Mapping[str, Any], path: Path) -> None:
+    """Look at the build of a checkpoint before anything of it is used. Raises ConfigError: it has another one."""
+    full = path.name.startswith(FULL)
+    sections = ["identity", "progress", "model", "callbacks", *(["optimizer", "schedule", "scaler"] if full else [])]
+    wrong = [key for key in sections if not isinstance(content.get(key), dict)]
+    if not isinstance(content.get("ema"), dict | None) or not isinstance(
+        (content.get("ema") or {}).get("weights", {}), dict
+    ):
+        wrong.append("ema")
+    if not wrong:
+        progress, optimizer = content["progress"], content.get("optimizer", {"names": [], "param_groups": []})
+        if progress.keys() != set(COUNTS) or any(not isinstance(count, int | float) for count in progress.values()):
+            wrong.append("progress")
+        elif stem(FULL, progress["batch"]) != path.name.rpartition("-")[0] and full:
+            wrong.append("progress.batch")
+        wrong += [key for key in ("names", "param_groups") if not isinstance(optimizer.get(key), list)]
+        if full and not all(isinstance(kept, dict) for kept in optimizer.get("state", {0: None}).values()):
+            wrong.append("optimizer.state")
+        if not all(isinstance(kept, dict) for kept in content["callbacks"].values()):
+            wrong.append("callbacks")
+        if not all(isinstance(tensor, Tensor) for tensor in content["model"].values()):
+            wrong.append("model")
+    if wrong:
+        given = f"its {', '.join(wrong)} is not what a {'full checkpoint' if full else 'snapshot'} has"
+        raise ConfigError([f"{path}: {given}. It was not written by this program: remove it."])

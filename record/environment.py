@@ -1,0 +1,83 @@
+"""What a figure was made on: versions, commit, device, machine. Every record has it beside its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from composer.utils import dist
+
+PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "diffusers", "transformers", "open_clip_torch")
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, commit and device of this process, flat."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[f"{package}_version"] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[f"{package}_version"] = None
+    cuda = torch.cuda.is_available()
+    return {
+        "device": device_name(),
+        "num_devices": dist.get_world_size(),
+        "python_version": platform.python_version(),
+        **versions,
+        "cuda_version": torch.version.cuda if cuda else None,
+        "cudnn_version": torch.backends.cudnn.version() if cuda else None,
+        "device_memory_gib": round(torch.cuda.get_device_properties().total_memory / 2**30, 1) if cuda else None,
+        **_host(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "commit": commit(),
+    }
+
+
+def device_name() -> str:
+    """Return the GPU's name as its driver gives it, or the CPU's with the threads that torch uses."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU {_host()['cpu']}, {torch.get_num_threads()} threads"
+
+
+def _host() -> dict[str, Any]:
+    """Return what the machine is beside its GPUs: processors, memory, system (in a container: the container's)."""
+    name, system, found = platform.processor() or platform.machine(), platform.system(), []
+    with contextlib.suppress(OSError):  # not on every system
+        found = re.findall(r"(?m)^(model name|physical id)\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text())
+    with contextlib.suppress(OSError):
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    return {
+        "cpu": next((value for key, value in found if key == "model name"), name),
+        "cpu_sockets": len({value for key, value in found if key == "physical id"}) or None,
+        "cpu_cores": psutil.cpu_count(logical=False),
+        "cpu_threads": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "os": f"{system}, kernel {platform.release()}",
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of this checkout, with `+changes` where the tree differs from it, records left out.
+
+    Outside git: what EASEL_COMMIT says, for a copy of the tree on another machine, or None.
+    """
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports/results")
+        return git("rev-parse", "HEAD") + ("+changes" if changes else "")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("EASEL_COMMIT")

@@ -1,0 +1,185 @@
+"""The files of a run's folder, read: what a killed writer left is passed over, what is broken otherwise is named.
+
+callbacks/run_record.py says what they are, and writes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cli.errors import ConfigError
+
+STARTS, METRICS, CUT, BAD_SAMPLES = "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"
+SUMMARY = "summary.json"
+ALL = (STARTS, METRICS, CUT, BAD_SAMPLES, SUMMARY, "config.yaml", "environment.json", "mlperf.log", "eval.csv")
+NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
+    STARTS: {"start": int, "run_id": str, "device": str, "num_devices": int},
+    METRICS: {"batch": int},
+    BAD_SAMPLES: {"sample": int, "key": str, "reason": str},
+}
+"""File -> what every line of it has, and of which type."""
+NUMBER = (int, float)
+CLOCKS = ("train_sec", "data_wait_sec", "eval_sec", "other_sec")
+OF_WINDOW = {
+    **dict.fromkeys(("images", "window_batches"), int),
+    **dict.fromkeys(("loss", "images_per_sec", "peak_mem_gib", *CLOCKS), NUMBER),
+    "warmup": bool,
+}
+OF_EVALUATION = {"images": int, "seconds": NUMBER, "eval_sec": NUMBER}
+OPTIONAL = {
+    "start": int,
+    "start_sec": NUMBER,
+    "seconds": NUMBER,
+    "how": dict,
+    "lost": list,
+    **dict.fromkeys(("fid", "clip"), (*NUMBER, type(None))),
+}
+"""What a line may have, or not: one of an older version, or where something was not measured."""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a .jsonl file, without a last one that a killed writer left unfinished.
+
+    Raises:
+        ConfigError: another line is no object, or is none of this file's; names it, and what to do.
+    """
+    found = []
+    fix = "Mend it, or remove that line: what it said is then lost, the others stay."
+    for number, (line, is_last) in enumerate(_split(path), 1):
+        try:
+            content = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            content = None
+        if isinstance(content, dict):
+            if wrong := _wrong_in(path.name, content):
+                raise ConfigError([f"{path}: line {number:,} cannot be read: {wrong}. {fix}"])
+            found.append(content)
+        elif not is_last:
+            given = f"'{line[:40].decode(errors='replace')}' is no whole JSON object"
+            raise ConfigError([f"{path}: line {number:,} cannot be read: {given}. {fix}"])
+    return found
+
+
+def _split(path: Path) -> list[tuple[bytes, bool]]:
+    """Return each line of a file and whether it is the last, which has no end where it is not empty."""
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read: {error.strerror}. It is the run's own: bring it back."]) from error
+    return [(line, number == len(lines)) for number, line in enumerate(lines, 1)]
+
+
+def _wrong_in(name: str, line: Mapping[str, Any]) -> str | None:
+    """Say which value is none that a line of this file has, or None."""
+    needed = NEEDED.get(name, {})
+    if name == METRICS:
+        needed = {**needed, **(OF_EVALUATION if line.get("evaluation") else OF_WINDOW)}
+    optional = {key: kinds for key, kinds in OPTIONAL.items() if key in line}
+    for key, kinds in {**optional, **needed}.items():
+        value = line.get(key)
+        is_one = isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
+        if not is_one:
+            return f"its {key} is {json.dumps(value)[:40]}" if key in line else f"it has no {key}"
+    return None
+
+
+def read_summary(folder: Path, *counts: str) -> dict[str, Any]:
+    """Return what is in a run's summary.json, or nothing where the run is not finished.
+
+    Args:
+        counts: keys that it has to have, whole numbers.
+
+    Raises:
+        ConfigError: it is broken, or lacks one of them.
+    """
+    path = folder / SUMMARY
+    try:
+        summary = json.loads(path.read_bytes()) if path.is_file() else {}
+        said = "" if isinstance(summary, dict) else f"it holds a {type(summary).__name__}"
+        if not said and summary and (missing := [key for key in counts if not isinstance(summary.get(key), int)]):
+            said = f"its {missing[0]} is no whole number"
+    except (ValueError, RecursionError) as error:
+        said, summary = str(error), {}
+    except OSError as error:
+        said, summary = str(error.strerror), {}
+    if said:
+        ways = "Remove it: benchmark.py then goes on from the run's newest checkpoint, and writes it again"
+        raise ConfigError([f"{path} is no whole summary: {said}. {ways}."])
+    return summary
+
+
+def run_id_of(folder: Path) -> str | None:
+    """Return what tells a run from others of its name, or None where its first start is not recorded."""
+    starts = read_lines(folder / STARTS)
+    return starts[0]["run_id"] if starts else None
+
+
+def evaluations_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's evaluations in training."""
+    return [line for line in read_lines(folder / METRICS) if line.get("evaluation")]
+
+
+def check_are_files(folder: Path) -> None:
+    """Look for what is no file where one of the run's belongs. Raises ConfigError: there is such."""
+    others = [path for name in ALL if (path := folder / name).exists() and not path.is_file()]
+    if others:
+        raise ConfigError([f"{path}: no file, where one of the run's belongs. Take it away." for path in others])
+
+
+def check_record(folder: Path) -> None:
+    """Read what eval.py needs beside config.yaml, before anything is scored. Raises ConfigError: it is broken."""
+    check_are_files(folder)
+    read_summary(folder)
+    read_lines(folder / STARTS)
+
+
+# --- what its starts were ---
+
+
+def seconds_of_starts(folder: Path) -> float:
+    """Return what all clocks of a run's starts had, as far as they left word: at their end, or in their last line."""
+    lines, total = read_lines(folder / METRICS), 0.0
+    with contextlib.suppress(OSError):
+        for text in (folder / CUT).read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):  # what killed writers left is among them
+                lines.append(json.loads(text))
+    lines = [line for line in lines if isinstance(line, dict) and _wrong_in(METRICS, line) is None]
+    for start in read_lines(folder / STARTS):
+        own = [line for line in lines if line.get("start") == start["start"]]
+        said = [line["start_sec"] for line in own if "start_sec" in line]
+        if "seconds" in start:
+            said.append(start["seconds"])
+        windows = [line for line in own if not line.get("evaluation")]
+        of_windows = sum(line[clock] for line in windows for clock in CLOCKS)
+        total += max(said) if said else of_windows  # a start of an older version says no more
+    return total
+
+
+def lost_history(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what a run's record lacks of what it had when a checkpoint was written: file -> what is to be said of it.
+
+    Args:
+        checkpoint: its content, or None where the run has none.
+    """
+    starts = [start["start"] for start in read_lines(folder / STARTS)]
+    if checkpoint is None:
+        return {} if starts == list(range(1, len(starts) + 1)) else {STARTS: _said(starts, max(starts), "start")}
+    kept, batch = checkpoint["callbacks"].get("RunRecord", {}), checkpoint["progress"]["batch"]
+    found, num_starts = {}, max([kept.get("starts", 1), *starts])
+    if starts != list(range(1, num_starts + 1)):
+        found[STARTS] = _said(starts, num_starts, "start")
+    lines = [line for line in read_lines(folder / METRICS) if line["batch"] <= batch and not line.get("unfinished")]
+    last_edge = kept.get("batch", 0) - len(kept.get("losses", []))  # that a checkpoint of before `lines` knows
+    if len(lines) < kept.get("lines", 0):
+        found[METRICS] = _said(lines, kept["lines"], "line")
+    elif "lines" not in kept and max((line["batch"] for line in lines), default=0) < last_edge:
+        found[METRICS] = f"ends before batch {last_edge}, to which it had come"
+    return found
+
+
+def _said(there: list[Any], num: int, what: str) -> str:
+    return f"has {len(there)} of {num} {what}s"

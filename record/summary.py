@@ -1,0 +1,53 @@
+"""summary.json, and the result line that shows the same figures with six digits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from record.files import read_summary
+from record.writing import write_json
+
+RESULT_KEYS = (
+    "images_per_sec",
+    "images_per_sec_min",
+    "images_per_sec_max",
+    "images_per_sec_per_device",
+    "images_per_sec_wall",
+    "mfu",
+    "data_wait_frac",
+    "peak_mem_gib",
+    "batches",
+    "warmup_batches",
+    "windows",
+    "seconds",
+    "loss",
+)
+
+
+def write_outcome(folder: Path, outcome: Mapping[str, Any], *, over: str | None = None) -> None:
+    """Write what a finished run came to, after all, into its summary.json.
+
+    Args:
+        over: only where its `target` is this.
+    """
+    summary = read_summary(folder)
+    if summary and over in (None, summary.get("target")):
+        write_json(folder / "summary.json", {**summary, **outcome})
+
+
+def result_line(result: Mapping[str, Any]) -> str:
+    """Format the last line that benchmark.py prints: key=value, `none` for a figure that there is not."""
+    return " ".join(f"{key}={'none' if value is None else value}" for key, value in result.items())
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinity: fp16's skipped first steps have an infinite gradient norm, which is written as null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rounded(value: Any) -> Any:
+    """Return a figure as the result line shows it, with six digits."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value

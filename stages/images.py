@@ -1,0 +1,157 @@
+"""One image-caption pair: the file decoded, scaled and cut as the MLPerf reference does it, and what cannot be used.
+
+    decoded   RGB, any size          PIL; transparency over white, EXIF rotation applied
+    resized   (3, H, W)              scaled so that it just covers W x H, bicubic with antialias; the centre cut out
+
+In uint8 (0 to 255) by default. In float32 (the variant mlperf) a value is its level / 255 and nothing is rounded: where
+bicubic overshoots it lies below 0 or above 1, as in the reference, which resizes the float image and stores moments of it.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as vision
+
+from cli.limits import MAX_CAPTION, ImageSize
+
+MAX_COVER = 4  # times the crop's side: of a longer picture only what the crop shows is scaled
+STRIP_ROWS = 512  # of a source that are float32 at once
+CUBIC = -0.5  # Keys' a; torch and PIL take it where they antialias
+
+
+class SampleError(ValueError):
+    """A sample that cannot be used; the message is the reason, in a few words."""
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """Decode a JPEG, PNG or WebP file to RGB, upright, transparency over white.
+
+    Raises:
+        SampleError: empty, not an image, truncated, or with more pixels than PIL holds to be safe.
+    """
+    if not data:
+        raise SampleError("image of zero bytes")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+            image.load()
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):  # 16 bits a pixel: PIL itself would cut everything above 255 to white
+                image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise SampleError("not an image") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise SampleError("too many pixels") from error
+    except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
+        raise SampleError("truncated or damaged image") from error
+
+
+def check_caption(caption: Any) -> str:
+    """Return the caption, stripped. Raises SampleError: missing, empty, or longer than MAX_CAPTION."""
+    if not isinstance(caption, str):
+        raise SampleError("missing caption")
+    if not caption.strip():
+        raise SampleError("empty caption")
+    if len(caption) > MAX_CAPTION:
+        raise SampleError(f"caption of more than {MAX_CAPTION:,} characters")
+    return caption.strip()
+
+
+def covering_size(source: ImageSize, size: ImageSize) -> ImageSize:
+    """Return what a picture is scaled to: it just covers `size`, one side equal, the other cut to whole pixels.
+
+    For a square this is torchvision's Resize(512): 640 x 480 becomes int(512 * 640 / 480) = 682 x 512.
+    """
+    (own_width, own_height), (width, height) = source, size
+    if width * own_height >= height * own_width:
+        return width, int(width * own_height / own_width)
+    return int(height * own_width / own_height), height
+
+
+def resize_name(dtype: torch.dtype) -> str:
+    """Return what `resize_and_crop` does to an image, as a stage of moments says it: 'bicubic, uint8'."""
+    return f"bicubic, {str(dtype).removeprefix('torch.')}"
+
+
+def resize_and_crop(image: Image.Image, size: ImageSize, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """# RGB of any size -> (3, H, W): scaled so that it just covers `size`, then cut to it around its centre.
+
+    In float32 this is ToTensor, Resize(512, bicubic) and CenterCrop(512) of torchvision, as mlcommons/training has them
+    (retired_benchmarks/stable_diffusion, webdataset_images2latents.py). Antialias is pinned: torchvision's own default has
+    changed between releases.
+
+    Args:
+        size: (width, height), px.
+        dtype: uint8, or float32 for values / 255 that are not rounded.
+    """
+    covering = covering_size(image.size, size)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (h, w, 3) -> (3, h, w)
+    is_long = any(whole > MAX_COVER * want for whole, want in zip(covering, size, strict=True))
+    if dtype == torch.uint8 and not is_long:
+        pixels = vision.resize(pixels, list(covering[::-1]), interpolation=InterpolationMode.BICUBIC, antialias=True)
+        return vision.center_crop(pixels, list(size[::-1]))
+    if covering[0] > MAX_COVER * size[0]:  # wide: as if it lay on its side
+        resized = _resize_float(pixels.transpose(1, 2), covering[::-1], size[::-1]).transpose(1, 2).contiguous()
+    else:
+        resized = _resize_float(pixels, covering, size)
+    return resized.mul(255.0).round().clamp(0.0, 255.0).to(torch.uint8) if dtype == torch.uint8 else resized
+
+
+def _resize_float(pixels: Tensor, covering: ImageSize, size: ImageSize) -> Tensor:
+    """# uint8 (3, h, w) -> float32 (3, H, W): the centre of the picture scaled to `covering`, not wide, of any height.
+
+    Bit for bit torch's own kernel, which goes through the sides in this order; but no more than a strip of the source is
+    float32 at once, and of a picture that is long only the rows are read that the crop needs: 1 x 8000 px scaled to
+    512 x 4,096,000 would be 23 GiB.
+    """
+    (width, height), (whole_width, whole_height) = size, covering
+    # As torchvision: 0.5 to the even one.
+    left, top = round((whole_width - width) / 2), round((whole_height - height) / 2)
+    weights = None
+    if whole_height > MAX_COVER * height:
+        first, weights = _bicubic_weights(pixels.shape[1], whole_height, top, height)
+        pixels = pixels[:, first : first + weights.shape[1]]
+    strips = []
+    for strip in pixels.split(STRIP_ROWS, dim=1):
+        scaled = _scale(strip.to(torch.float32).div(255.0), (strip.shape[1], whole_width))
+        strips.append(scaled[..., left : left + width])
+    rows = torch.cat(strips, dim=1)  # (3, h, W)
+    if weights is not None:
+        return weights @ rows
+    return _scale(rows, (whole_height, width))[:, top : top + height].contiguous()
+
+
+def _scale(values: Tensor, to: tuple[int, int]) -> Tensor:  # (3, h, w) -> (3, *to)
+    return F.interpolate(values[None], size=to, mode="bicubic", antialias=True)[0]
+
+
+def _bicubic_weights(num: int, whole: int, start: int, length: int) -> tuple[int, Tensor]:
+    """Return (first row of the source, weights (length, rows)) of some rows of `num` scaled to `whole`.
+
+    Keys' kernel (1981), widened where the picture shrinks; torch's UpSampleKernel.cpp, with its roundings to float32:
+    far from the edge they move a row by some ten thousandths of a pixel.
+    """
+    scale = float(np.float32(num) / np.float32(whole))
+    widened = max(scale, 1.0)
+    centers = (scale * (torch.arange(start, start + length, dtype=torch.float64) + 0.5)).float().double()[:, None]
+    firsts, ends = ((centers + side * 2.0 * widened + 0.5).long().clamp(0, num) for side in (-1, 1))
+    rows = torch.arange(int(firsts.min()), int(ends.max()))
+    x = ((rows - centers + 0.5) / widened).abs()
+    near = ((CUBIC + 2.0) * x - (CUBIC + 3.0)) * x * x + 1.0
+    far = CUBIC * (((x - 5.0) * x + 8.0) * x - 4.0)
+    weights = torch.where(x < 1.0, near, torch.where(x < 2.0, far, 0.0)) * ((rows >= firsts) & (rows < ends))
+    return int(rows[0]), (weights / weights.sum(dim=1, keepdim=True)).float()

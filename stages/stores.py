@@ -1,0 +1,170 @@
+"""Clients of stores that tell of a dead store within seconds: streaming's own, mended where they hang.
+
+s3://      a client with the limits that were asked for (streaming's retries within itself, so that nobody hears of it),
+           and an end after an answer 400, after which streaming's calls itself without end
+sftp://    one connection for the threads of a process, given to them once it stands (streaming's gives it while it is
+           being made: a thread that asks for a file too early waits for ever, seen with 0.13.0 and paramiko 3.5), and
+           a limit on every answer, of which streaming's has none
+the rest   as they are in streaming
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import streaming
+from streaming.base.storage.download import CloudDownloader, S3Downloader, SFTPDownloader
+
+from cli import masking
+
+PINNED = "0.13.0"
+READ_TIMEOUT_SEC = 20.0  # without a byte
+
+
+def require_private_api(owner: Any, *names: str) -> None:
+    """Check that private names that we lean on are there. Raises ImportError: another version of streaming."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        name = f"{owner.__name__ if isinstance(owner, type) else type(owner).__name__}.{missing[0]}"
+        raise ImportError(
+            f"mosaicml-streaming {streaming.__version__} has no {name}, on which this reader is built. Install "
+            f"mosaicml-streaming=={PINNED}."
+        )
+
+
+require_private_api(S3Downloader, "_create_s3_client", "_download_file_impl", "clean_up")
+require_private_api(SFTPDownloader, "_download_file_impl", "_validate_remote_path", "clean_up")
+
+
+class BriefS3Downloader(S3Downloader):
+    """streaming's, with a client that tells of a dead store within seconds: whoever waits is `fetch`, who says so.
+
+    Args:
+        attempts: of each request, for a caller that does not wait.
+    """
+
+    def __init__(self, attempts: int = 1):
+        super().__init__()
+        self.attempts = attempts
+
+    def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
+        """Download a file; after an answer 400 once more as nobody, for a public bucket.
+
+        streaming's own does that again and again, each time from within the last: it never ends (seen with 0.13.0, where
+        the region is another one, and with a bucket's name that cannot be).
+        """
+        from boto3.s3.transfer import TransferConfig
+        from botocore.exceptions import ClientError
+
+        place = urlsplit(remote)
+        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
+
+        def download() -> None:
+            key, config = place.path.lstrip("/"), TransferConfig(use_threads=False)
+            self._s3_client.download_file(place.netloc, key, local, ExtraArgs=payer, Config=config)
+
+        if self._s3_client is None:
+            self._create_s3_client(timeout=timeout)
+        try:
+            download()
+        except ClientError as error:
+            if error.response["Error"]["Code"] != "400":
+                raise
+            self._create_s3_client(unsigned=True, timeout=timeout)
+            try:
+                download()
+            except Exception:
+                self.clean_up()
+                raise error from None
+
+    def _create_s3_client(self, unsigned: bool = False, timeout: float = READ_TIMEOUT_SEC) -> None:
+        from boto3.session import Session
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        config = Config(
+            read_timeout=timeout,
+            connect_timeout=timeout,
+            retries={"total_max_attempts": self.attempts},
+            signature_version=UNSIGNED if unsigned else None,
+        )
+        self._s3_client = Session().client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+
+
+class BriefSFTPDownloader(SFTPDownloader):
+    """streaming's, for several threads at once, and with a limit on every answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def clean_up(self) -> None:
+        with self._lock:
+            super().clean_up()
+
+    def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
+        place, partial = urlsplit(remote), f"{local}.tmp"
+        connection = self._connection(place, timeout)
+        too_long = threading.Timer(timeout, connection.close)  # paramiko opens a session without a limit
+        too_long.start()
+        try:
+            session = connection.open_sftp()
+        finally:
+            too_long.cancel()
+        with session:
+            channel = session.get_channel()
+            assert channel is not None
+            channel.settimeout(timeout)
+            session.get(place.path, partial)
+        Path(partial).replace(local)
+
+    def _connection(self, place: SplitResult, timeout: float) -> Any:
+        """Return the connection of this process; the first thread makes it, the others wait until it stands."""
+        from paramiko import SSHClient
+
+        with self._lock:
+            if self._ssh_client is None:
+                client = SSHClient()
+                try:
+                    client.load_system_host_keys(os.environ.get("COMPOSER_SFTP_KNOWN_HOSTS_FILE"))
+                    client.connect(
+                        str(place.hostname),
+                        place.port or 22,
+                        place.username,
+                        masking.password_of(place),
+                        key_filename=os.environ.get("COMPOSER_SFTP_KEY_FILE"),
+                        timeout=timeout,
+                        banner_timeout=timeout,
+                        auth_timeout=timeout,
+                        channel_timeout=timeout,
+                    )
+                except BaseException:
+                    client.close()
+                    raise
+                self._ssh_client = client
+            return self._ssh_client
+
+
+def client_of(remote: str, attempts: int = 1) -> CloudDownloader:
+    """Return a client for a place. Raises ValueError: streaming knows no such place.
+
+    Args:
+        attempts: of each request, for a caller that does not wait; s3 only.
+    """
+    scheme = urlsplit(remote).scheme
+    if scheme == "s3":
+        return BriefS3Downloader(attempts)
+    return BriefSFTPDownloader() if scheme == "sftp" else CloudDownloader.get(remote)
+
+
+def download_once(remote: str, local: str, timeout: float = READ_TIMEOUT_SEC) -> None:
+    """Download one file for a caller that does not wait for a store. Raises what the store's client raises."""
+    client = client_of(remote, attempts=3)
+    try:
+        client.download(remote, local, timeout)
+    finally:
+        client.clean_up()

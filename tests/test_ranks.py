@@ -1,0 +1,56 @@
+"""cli/ranks.py: a rank that waits in a collective hears why another one has left, and leaves too."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, run
+
+# Each rank: listen; the failing one aborts all, the other waits for it in a collective.
+PROGRAM = """
+import os, sys, torch.distributed as dist
+from cli import ranks
+dist.init_process_group("gloo")
+ranks.watch_for_abort()
+if dist.get_rank() == int(sys.argv[1]):
+    ranks.abort_all_ranks("data: s3://b/x.mds is away", code=2)
+    sys.exit(2)
+dist.barrier()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.budget(90)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
+    """Also where the one that failed is rank 0, with which the store goes; two machines, so that nobody ends the other."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    began, ranks = time.monotonic(), []
+    for rank in range(2):
+        variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", PROGRAM, str(failing)]
+        ranks.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert time.monotonic() - began < 45.0
+    assert ranks[failing].returncode == ranks[1 - failing].returncode == 2
+    assert f"rank {failing} has stopped: data: s3://b/x.mds is away" in said[1 - failing]
+
+
+@pytest.mark.slow
+@pytest.mark.budget(90)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_composers_launcher_returns_the_code_whichever_rank_has_failed(failing, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run("composer", "-n", "2", str(tmp_path / "program.py"), str(failing))
+    assert done.returncode == 2, done.stdout + done.stderr

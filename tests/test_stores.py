@@ -1,0 +1,100 @@
+"""stages/stores.py: an SFTP server's threads and silences; S3's are in test_stream.py and tests/store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from urllib.parse import urlsplit
+
+import pytest
+from paramiko import SSHException
+
+from stages.stores import client_of
+from tests.store.extras import Skipped, sftp_server
+from tests.store.server import end, free_ports, start_relay
+
+LIMIT_SEC = 60.0
+
+
+@pytest.fixture
+def sftp(tmp_path, monkeypatch):
+    """Address of a folder with eight files, on a real OpenSSH server."""
+    home = tmp_path / "sshd"
+    home.mkdir()
+    (home / "files").mkdir()
+    for number in range(8):
+        (home / "files" / str(number)).write_bytes(bytes([number]) * 100_000)
+    try:
+        with sftp_server(home) as (address, variables):
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            yield f"{address}{home}/files"
+    except Skipped as reason:
+        pytest.skip(str(reason))
+
+
+def test_threads_that_ask_at_once_share_one_connection_when_it_stands(sftp, tmp_path):
+    """Streaming's client gives a connection away while it is being made: both threads then wait for ever."""
+    client, together, failed = client_of(sftp), threading.Barrier(8), []
+
+    def get(number: int) -> None:
+        together.wait(LIMIT_SEC)
+        try:
+            client.download(f"{sftp}/{number}", str(tmp_path / str(number)), 20.0)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=get, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + LIMIT_SEC
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not failed and not any(thread.is_alive() for thread in threads)
+    assert [(tmp_path / str(number)).read_bytes() for number in range(8)] == [bytes([n]) * 100_000 for n in range(8)]
+    client.clean_up()
+
+
+@pytest.mark.slow
+@pytest.mark.budget(200)
+def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monkeypatch):
+    port = str(urlsplit(sftp).port)
+    behind = free_ports(1)
+    hosts = tmp_path / "sshd" / "known_hosts"
+    hosts.write_text(hosts.read_text() + hosts.read_text().replace(port, str(behind)))
+    through, relay = sftp.replace(port, str(behind), 1), start_relay(behind, int(port))
+    client = client_of(through)
+    try:
+        client.download(f"{through}/0", str(tmp_path / "0"), 5.0)
+        os.kill(relay.pid, signal.SIGSTOP)
+        for number in range(1, 3):  # on the connection that there is; and on a new one, of which no banner comes
+            began = time.monotonic()
+            with pytest.raises((EOFError, OSError, SSHException)):
+                client.download(f"{through}/{number}", str(tmp_path / str(number)), 5.0)
+            assert time.monotonic() - began < 20
+            client.clean_up()
+        os.kill(relay.pid, signal.SIGCONT)
+        client.download(f"{through}/3", str(tmp_path / "3"), 20.0)
+    finally:
+        end(relay)
+        client.clean_up()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["0", "3"]
+
+
+@pytest.mark.slow
+@pytest.mark.budget(200)
+def test_a_session_that_never_begins_is_left_after_the_limit(tmp_path, monkeypatch):
+    """By itself paramiko asks for a session, and for the version of its server, without a limit."""
+    try:
+        with sftp_server(tmp_path, serve="sleep 60") as (address, variables):
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            client, began = client_of(address), time.monotonic()
+            with pytest.raises((EOFError, OSError, SSHException)):
+                client.download(f"{address}{tmp_path}/sshd.conf", str(tmp_path / "copy"), 5.0)
+            assert time.monotonic() - began < 30
+            client.clean_up()
+    except Skipped as reason:
+        pytest.skip(str(reason))

@@ -1,0 +1,211 @@
+"""What a training step of a model takes: memory by kind, FLOPs, and whether a device has room for it.
+
+`measure_cost` traces one training step of the real model with fake tensors: no memory is taken, nothing is computed, and
+the numbers are the model's own instead of a table's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+from composer.utils import dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from cli.limits import ImageSize
+from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
+from training import speed
+from weights.tensors import on_meta
+from zoo.encoders import RANDOM
+from zoo.objectives import ObjectiveConfig
+from zoo.spec import Column
+
+# All float32; AdamW has two moments.
+BYTES_PER_TRAINED_PARAMETER = {"weights": 4, "gradients": 4, "optimizer moments": 8}
+# CUDA's autocast keeps the outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB an image were
+# seen for the SD2 UNet at 512 px. Compiled, they are computed again in the backward pass: 0.83.
+CUDA_AUTOCAST_FACTOR = 1.3
+BYTES_PER_PARAMETER_OF_EMA = 4
+BYTES_PER_PARAMETER_OF_DDP = 4  # its gradient buckets; Composer 0.32.1 does not let gradients live in them
+NOT_SHARDED = "Sharding the weights over devices is not part of this version"
+USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one training step of a model takes.
+
+    flops_per_image: forward and backward of the denoiser, forward of the encoders that the stage needs.
+    activation_gib_per_image: saved for the backward pass, for each image of a microbatch.
+    activation_gib_once: the same, whatever the microbatch (weights cast by autocast).
+    """
+
+    trained_parameters: int
+    frozen_parameters: int
+    flops_per_image: float
+    activation_gib_per_image: float
+    activation_gib_once: float
+    frozen_gib: float
+
+    def memory_gib(self, microbatch: int, *, ema: bool) -> float:
+        """Return the need of one device, GiB; `ema`: it holds an average of the weights too."""
+        return sum(self.memory_by_kind(microbatch, ema=ema).values())
+
+    def memory_by_kind(self, microbatch: int, *, ema: bool) -> dict[str, float]:
+        """Return what `memory_gib` is the sum of: kind -> GiB on one device, 0 where there is none of a kind."""
+        bytes_each = {
+            **BYTES_PER_TRAINED_PARAMETER,
+            "EMA": BYTES_PER_PARAMETER_OF_EMA if ema else 0,
+            "DDP buckets": BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0,
+        }
+        return {
+            **{kind: self.trained_parameters * num_bytes / 2**30 for kind, num_bytes in bytes_each.items()},
+            "frozen encoders": self.frozen_gib,
+            "cast weights": self.activation_gib_once,
+            "activations": microbatch * self.activation_gib_per_image,
+        }
+
+    def checkpoint_gib(self, *, ema: bool) -> float:
+        """Return the size of a full checkpoint, GiB: weights, two moments, and the average."""
+        return self.trained_parameters * 4 * (4 if ema else 3) / 2**30
+
+    def snapshot_gib(self, *, ema: bool) -> float:
+        """Return the size of a snapshot, GiB: weights, and the average."""
+        return self.trained_parameters * 4 * (2 if ema else 1) / 2**30
+
+
+@functools.cache
+def measure_cost(
+    config: ModelConfig,
+    objective: ObjectiveConfig,
+    *,
+    stage: str,
+    size: ImageSize,
+    precision: str,
+    is_compiled: bool = False,
+    gradient_checkpointing: float = 0.0,
+) -> Cost:
+    """Trace a training step at one and at two images; about 5 s for SD2 at 512 px.
+
+    The FLOPs are the model's own: those that checkpointed blocks take a second time belong to no image.
+    """
+    config = replace(config, weights=RANDOM)
+    model = on_meta(lambda: build_model(config, objective, size=size, normalize="symmetric", seed=0))
+    columns = model.family.columns(stage, size)
+    compute = AUTOCAST_DTYPES.get(precision, torch.float32)
+    model.encoders.to(torch.device("meta"), compute)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in (model.denoiser, *model.encoders.modules.values()):
+            module.to_empty(device="cpu")
+        model.compute_on(torch.device("cpu"), precision)
+        flops = _flops(model, columns)
+        speed.checkpoint_blocks(model.denoiser, gradient_checkpointing)
+        one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
+    is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
+    factor = CUDA_AUTOCAST_FACTOR if is_cuda_autocast and not is_compiled else 1.0
+    frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
+    return Cost(
+        trained_parameters=_num_parameters(model.denoiser),
+        frozen_parameters=frozen,
+        flops_per_image=flops,
+        activation_gib_per_image=(two - one) * factor,
+        activation_gib_once=max(0.0, 2 * one - two),
+        frozen_gib=frozen * compute.itemsize / 2**30,
+    )
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _step(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> Tensor:
+    batch = {name: torch.zeros(num_images, *column.shape, dtype=column.dtype) for name, column in columns.items()}
+    batch |= {name: torch.zeros(num_images, *model.latent_shape) for name in ("posterior_noise", "noise")}
+    batch["times"] = torch.zeros(num_images, dtype=torch.int64)
+    batch["caption_dropped"] = torch.zeros(num_images, dtype=torch.bool)
+    return model.loss(model(batch), batch)
+
+
+def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> float:
+    """Bytes of the distinct storages that autograd keeps for the backward pass, parameters left out."""
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = _step(model, columns, num_images)
+    del loss
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in parameters) / 2**30
+
+
+def _flops(model: LatentDiffusion, columns: dict[str, Column]) -> float:
+    """Count one image's step; attention in its plain form, whose matrix products the counter knows on every device."""
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        _step(model, columns, 1).backward()
+    return float(counter.get_total_flops())
+
+
+def available_gib() -> tuple[float, str]:
+    """Return what this process may take, GiB, and of what: the GPU's memory, or the machine's share of a rank."""
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(dist.get_local_rank())  # this rank's own; opens no context on the first
+        return gpu.total_memory / 2**30, f"this GPU ({gpu.name})"
+    return psutil.virtual_memory().available / 2**30, "this machine (free now)"
+
+
+def room_of_a_rank(ranks_on_device: int) -> str:
+    """Say what there is, GiB, and how much of it can be planned with, for each of the processes that share it."""
+    available, place = available_gib()
+    usable = f"{usable_gib(ranks_on_device):.1f} can be planned with"
+    each = f" for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
+    more = f"; a GPU keeps {CUDA_AUTOCAST_FACTOR} times a CPU's activations in bf16 and fp16"
+    return f"{place} has {available:.1f}, of which {usable}{each}{'' if torch.cuda.is_available() else more}"
+
+
+def usable_gib(ranks_on_device: int) -> float:
+    """Return what can be planned with, GiB, for each of the processes that share a device."""
+    return USABLE_FRACTION * available_gib()[0] / ranks_on_device
+
+
+def memory_problem(
+    cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bool, savings: Sequence[str] = ()
+) -> str | None:
+    """Say that a run does not fit and what would, or None.
+
+    Args:
+        microbatch: images a device and pass.
+        ranks_on_device: processes that share the memory: those of this machine on a CPU, one on a GPU.
+        ema: an average of the weights lies on the device.
+        savings: keys that would lower the need, e.g. gradient_checkpointing=1.
+    """
+    available, place = available_gib()
+    usable = usable_gib(ranks_on_device)
+    need = cost.memory_gib(microbatch, ema=ema)
+    if need <= usable:
+        return None
+    share = f", {usable:.1f} GiB of it for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
+    fixed = cost.memory_gib(0, ema=ema)
+    fits = int((usable - fixed) / cost.activation_gib_per_image)
+    ways = ", ".join([*savings, "a smaller image_size", "model.preset=tiny", "or a larger device"])
+    if fits >= 1:
+        ways = f"Ways out: device_train_microbatch_size={fits} or less, {ways}"
+    else:
+        one = cost.memory_gib(1, ema=ema)
+        least = f"one image a pass takes {ranks_on_device * one / USABLE_FRACTION:.1f} GiB"
+        ways = f"No microbatch fits: {least}. {NOT_SHARDED}. Ways out: {ways}"
+    return (
+        f"{microbatch} images a pass need about {need:.1f} GiB ({fixed:.1f} for weights, gradients, optimizer, "
+        f"encoders and cast weights, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. "
+        f"{ways}."
+    )

@@ -1,0 +1,76 @@
+"""An experiment: the denoiser's wide linear layers multiply in 8-bit floating point, by torchao (`precision=fp8`).
+
+What is cast: inputs and weights to float8 e4m3, gradients of outputs to e5m2, each tensor by one scale that is found anew at
+every use ("dynamic, tensorwise"); sums stay wide. The weights that the optimizer holds stay float32, and no name in a
+checkpoint changes. Everything else is the bfloat16 autocast of `precision=bf16`, frozen encoders included.
+
+Of a layer with fewer than MIN_FEATURES inputs or outputs the casts take longer than the multiplication saves (torchao's
+README gives 0.80 of bfloat16's speed for 1024 x 2048 x 1024, and 1.39 for 4096 x 8192 x 16384), so it stays as it is, and so
+do the layers that see one row an image: those of the time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from cli.errors import ConfigError
+
+MIN_FEATURES = 1280  # of SD2: the linear layers of its 16 x 16 and 8 x 8 latents, a third of all linear FLOPs
+MULTIPLE = 16  # of both sizes of a float8 matrix, for the GPU's instructions
+CAPABILITY = (8, 9)  # of the first GPUs that have them
+
+
+def problem(compiled: bool) -> str | None:
+    """Say why float8 cannot be had here, or None.
+
+    Args:
+        compiled: the denoiser is compiled.
+    """
+    if not torch.cuda.is_available():
+        return "needs a GPU. Possible on a CPU: fp32, bf16."
+    if importlib.util.find_spec("torchao") is None:
+        return "needs torchao, which is not installed. pip install it in the release for this torch, or use precision=bf16."
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        name = torch.cuda.get_device_name()
+        return (
+            f"needs a GPU with float8 (Ada, Hopper or newer; AMD: not tried), and this is a {name}. Use precision=bf16."
+        )
+    if not compiled:
+        return "without compile its casts take longer than they save. Say compile=whole, or use precision=bf16."
+    return None
+
+
+def use(denoiser: nn.Module, *, min_features: int = MIN_FEATURES, emulate: bool = False) -> int:
+    """Exchange the wide linear layers of a denoiser's transformers for torchao's; their parameters stay the same objects.
+
+    Args:
+        min_features: inputs and outputs that a layer has at least.
+        emulate: compute the casts in float8 and the products in float32, on any device; for tests.
+
+    Returns:
+        how many layers.
+
+    Raises:
+        ConfigError: there is no such layer.
+    """
+    from diffusers.models import Transformer2DModel
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_wide(module: nn.Module, name: str) -> bool:
+        sizes = (module.in_features, module.out_features)
+        return min(sizes) >= min_features and not any(size % MULTIPLE for size in sizes)
+
+    # The gradient of a weight is a product over tokens: their number is padded where it is no multiple of 16.
+    config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
+    for module in denoiser.modules():
+        if isinstance(module, Transformer2DModel):
+            convert_to_float8_training(module, config=config, module_filter_fn=is_wide)
+    num = sum(type(module).__name__ == "Float8Linear" for module in denoiser.modules())
+    if not num:
+        wanted = f"{min_features} inputs and outputs, both multiples of {MULTIPLE}"
+        text = f"fp8, but no linear layer of this network's transformers has {wanted}. Use precision=bf16."
+        raise ConfigError([f"precision: {text}"])
+    return num

@@ -1,0 +1,179 @@
+"""Where a run is logged beside its own record: Weights & Biases, TensorBoard. Chosen by keys, none forced."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
+
+from cli.errors import ConfigError
+
+SERVER_SEC = 5.0  # for W&B's server to answer; its own client waits for 90
+WandbMode = Literal["online", "offline"]
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases, where a project is named."""
+
+    project: str | None = None
+    """Project. null: no W&B."""
+    name: str | None = None
+    """Name of the run there. null: the run's own."""
+    entity: str | None = None
+    """Account or team. null: your default."""
+    group: str | None = None
+    """Group of runs."""
+    tags: list[str] | None = None
+    """Tags."""
+    mode: WandbMode = "online"
+    """offline: no account is needed, and the run lies under wandb/ in its folder. Also where no server answers."""
+
+
+@dataclass(frozen=True)
+class TensorboardConfig:
+    """TensorBoard, where this key is given."""
+
+    log_dir: str | None = None
+    """Folder of the logs. null: tensorboard/ in the run's folder."""
+
+
+@dataclass(frozen=True)
+class LoggersConfig:
+    """Where a run is logged beside its own record. No logger is on by default."""
+
+    progress_bar: bool = True
+    """Show Composer's progress bar."""
+    debug: bool = False
+    """Show the traceback of an error that otherwise is a message alone."""
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every section that cannot be."""
+        found = []
+        if self.wandb is not None and self.wandb.project is None:
+            found.append(("loggers.wandb.project", "not given. Name a project, or leave out loggers.wandb."))
+        for section, wanted in (("wandb", self.wandb), ("tensorboard", self.tensorboard)):
+            if wanted is not None and importlib.util.find_spec(section) is None:
+                found.append((f"loggers.{section}", f"the package {section} is not installed. Leave the section out."))
+        if found or self.wandb is None:
+            return found
+        if text := _server_problem():
+            found.append(("loggers.wandb", text))
+        elif self.wandb.mode == "online" and _wandb_login()[1] is None:
+            ways = "Run `wandb login`, set WANDB_API_KEY, or say loggers.wandb.mode=offline"
+            found.append(("loggers.wandb", f"no login at {_wandb_login()[0]} on this machine. {ways}."))
+        return found
+
+
+def _wandb_login() -> tuple[str, str | None]:
+    """Return the address of W&B's server and what this user logs in with, or None: there is no login."""
+    import wandb
+
+    token = os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    return wandb.api.settings("base_url").rstrip("/"), wandb.api.api_key or token
+
+
+def _server_problem() -> str | None:
+    """Say why nothing can be sent to W&B's server as its address is given, or None; offline, too, wandb looks at it.
+
+    The address is not shown: it may be a key that was put into the wrong variable.
+    """
+    import wandb
+
+    server = wandb.api.settings("base_url")
+    where = "WANDB_BASE_URL" if "WANDB_BASE_URL" in os.environ else "base_url in wandb's settings file"
+    if "@" in server:
+        why = "has credentials in it, and wandb would write them into its log"
+        return f"{where} {why}. Put the key into WANDB_API_KEY, and write https://HOST."
+    try:
+        wandb.Settings(base_url=server)  # its own check, which lets some through
+        is_address = urlsplit(server).port != 0 and not re.search(r"[\s?#]", server)
+    except (wandb.UsageError, ValueError):
+        is_address = False
+    if is_address:
+        return None
+    given = f"{where} is no address of a W&B server (not shown, it may hold a key)"
+    out = "the environment" if where == "WANDB_BASE_URL" else "that file"
+    return f"{given}. Write https://HOST, as https://api.wandb.ai is one, or take it out of {out}."
+
+
+def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
+    """Return how this start is logged at W&B: offline where its server does not answer within seconds, which is said.
+
+    For one rank alone. Raises ConfigError: the server does not take the login.
+    """
+    if config.wandb is None or config.wandb.mode == "offline":
+        return "offline"
+    server, login = _wandb_login()
+    if (refusal := _refusal(server, login)) is None:
+        return "online"
+    if refusal == "login":
+        ways = "Run `wandb login --relogin`, mend WANDB_API_KEY, or say loggers.wandb.mode=offline"
+        raise ConfigError([f"loggers.wandb: {server} does not take this machine's login. {ways}."])
+    later = f"wandb sync {folder}/wandb/offline-run-*"
+    print(f"loggers.wandb: {server} {refusal}: logged offline. To send it later: {later}", file=sys.stderr, flush=True)
+    return "offline"
+
+
+def _refusal(server: str, login: str | None) -> str | None:
+    """Ask W&B's server who we are; return None, `login`, or why there is no answer. In a thread: names may resolve slowly."""
+    import requests
+
+    outcome: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            query: dict[str, Any] = {"query": "query Viewer { viewer { id } }"}
+            answer = requests.post(f"{server}/graphql", json=query, auth=("api", login or ""), timeout=SERVER_SEC)
+        except requests.RequestException as error:
+            outcome.append(f"cannot be reached ({type(error).__name__})")
+            return
+        is_key = not os.environ.get("WANDB_IDENTITY_TOKEN_FILE")  # a token is changed for a key by W&B's own client
+        if answer.status_code >= 500:
+            outcome.append(f"answers with {answer.status_code}")
+        else:
+            outcome.append("login" if is_key and answer.status_code in (401, 403) else None)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(SERVER_SEC)
+    return outcome[0] if outcome else f"does not answer within {SERVER_SEC:g} s"
+
+
+def build_loggers(
+    config: LoggersConfig, run_name: str, run_id: str, folder: Path, mode: WandbMode
+) -> list[LoggerDestination]:
+    """Build the loggers that were asked for; a run that is resumed goes on under its `run_id` at W&B, `mode` see there."""
+    loggers: list[LoggerDestination] = []
+    if config.wandb is not None:
+        section = config.wandb
+        loggers.append(
+            WandBLogger(
+                project=section.project,
+                name=section.name or run_name,
+                entity=section.entity,
+                group=section.group,
+                tags=section.tags,
+                init_kwargs={
+                    "mode": mode,
+                    "dir": str(folder),
+                    "id": run_id,
+                    "resume": "allow",
+                    # It would send a remote's address with what stands in it, and changes that are not committed.
+                    "settings": {"disable_git": True},
+                },
+            )
+        )
+    if config.tensorboard is not None:
+        loggers.append(TensorboardLogger(log_dir=config.tensorboard.log_dir or str(folder / "tensorboard")))
+    return loggers

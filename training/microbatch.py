@@ -1,0 +1,166 @@
+"""How many images a pass take: the largest number that fits, found once before training; and what to do where one did not.
+
+Composer's own `auto` is not used: it stays in force while the run is measured, synchronises in every pass, and with
+torch 2.8 and later it fails together with FSDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from composer.utils import dist
+
+from model import LatentDiffusion
+from training.cost import (
+    BYTES_PER_PARAMETER_OF_DDP,
+    BYTES_PER_PARAMETER_OF_EMA,
+    BYTES_PER_TRAINED_PARAMETER,
+    Cost,
+    usable_gib,
+)
+from weights.tensors import is_out_of_memory
+from zoo.spec import Column
+
+AUTO = "auto"
+LAST_WAYS = (
+    "a smaller image_size, model.preset=tiny, or a larger GPU (sharding over several is not part of this version)"
+)
+TRIED_ABOVE = 1.5  # times what can be planned with: the estimate knows nothing of what a compiler saves
+
+
+class OutOfMemory(RuntimeError):
+    """A run's memory was not enough; the message says what would be."""
+
+
+def sizes_of(device_batch: int) -> list[int]:
+    """Return the microbatch sizes that leave no rest, the largest first: each pass of a run has one shape."""
+    return [size for size in range(device_batch, 0, -1) if device_batch % size == 0]
+
+
+def estimated(cost: Cost, device_batch: int, ranks_on_device: int, *, ema: bool, factor: float = 1.0) -> int:
+    """Return the largest microbatch that fits by the traced estimate, at least 1.
+
+    Args:
+        ranks_on_device: processes that share the memory.
+        ema: an average of the weights lies on the device.
+        factor: on what there is.
+    """
+    room = factor * usable_gib(ranks_on_device)
+    return next((size for size in sizes_of(device_batch) if cost.memory_gib(size, ema=ema) <= room), 1)
+
+
+def find(
+    model: LatentDiffusion,
+    columns: Mapping[str, Column],
+    cost: Cost,
+    device_batch: int,
+    ranks_on_device: int,
+    *,
+    ema: bool,
+    savings: Sequence[str] = (),
+) -> int:
+    """Return the largest microbatch that fits every rank, the model being as it will be trained; all ranks call it.
+
+    On a GPU by trying, from what the estimate could be wrong by downwards: two passes forward and backward beside as many
+    bytes as optimizer, average and DDP will take. On a CPU, where too much ends the process, it is the estimate.
+
+    Raises:
+        ValueError: not one image fits.
+    """
+    size = _least(estimated(cost, device_batch, ranks_on_device, ema=ema), model.device)
+    if model.device.type == "cuda":
+        largest = _least(estimated(cost, device_batch, ranks_on_device, ema=ema, factor=TRIED_ABOVE), model.device)
+        sizes = [size for size in sizes_of(device_batch) if size <= largest]
+        size = next((size for size in sizes if _least(int(_fits(model, columns, size, ema=ema)), model.device)), 0)
+    if not size:
+        ways = [*savings, LAST_WAYS]
+        raise ValueError(
+            f"device_train_microbatch_size: auto, but not one image fits this GPU. Try {', then '.join(ways)}."
+        )
+    if dist.get_global_rank() == 0:
+        how = "tried" if model.device.type == "cuda" else "by estimate"
+        text = f"auto is {size} of a device batch of {device_batch} ({how}); it stays so for this start"
+        print(f"device_train_microbatch_size: {text}.", file=sys.stderr, flush=True)
+    return size
+
+
+def _least(number: int, device: torch.device) -> int:
+    """Return the least of all ranks' numbers: what is free on a CPU is not the same a moment later, nor on another node."""
+    least = torch.tensor([number], device=device)
+    dist.all_reduce(least, reduce_operation="MIN")
+    return int(least.item())
+
+
+def _fits(model: LatentDiffusion, columns: Mapping[str, Column], size: int, *, ema: bool) -> bool:
+    """Try two passes of a size; leaves no gradient and no memory behind."""
+    bytes_each = BYTES_PER_TRAINED_PARAMETER["optimizer moments"] + (BYTES_PER_PARAMETER_OF_EMA if ema else 0)
+    bytes_each += BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0
+    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    try:
+        _two_passes(model, columns, size, bytes_each * num_parameters)
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+
+
+def _two_passes(model: LatentDiffusion, columns: Mapping[str, Column], size: int, num_bytes_beside: int) -> None:
+    """Train without stepping; its tensors go with its frame."""
+    device = model.device
+    beside = torch.empty(num_bytes_beside, dtype=torch.uint8, device=device)
+    batch = {name: torch.zeros(size, *c.shape, dtype=c.dtype, device=device) for name, c in columns.items()}
+    batch = model.draw(batch, torch.Generator(device))
+    model.train()
+    for _ in range(2):  # the second one beside the gradients of the first
+        with model.autocast():
+            loss = model.loss(model(batch), batch)
+        loss.backward()
+    assert beside.numel() == num_bytes_beside  # held to here
+
+
+# --- where it did not fit ---
+
+
+@contextlib.contextmanager
+def explained(microbatch: int, device_batch: int, *, savings: Sequence[str], last_checkpoint: Any) -> Iterator[None]:
+    """Say of a failed allocation how large the passes were, what the device held, and what to try next.
+
+    Args:
+        savings: keys that would lower the need, e.g. gradient_checkpointing=1.
+        last_checkpoint: called for the newest whole checkpoint's path, or None.
+
+    Raises:
+        OutOfMemory: instead of torch's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        smaller = next((size for size in sizes_of(device_batch) if size < microbatch), None)
+        ways = [f"device_train_microbatch_size={smaller}"] if smaller else []
+        ways += savings if smaller else [*savings, LAST_WAYS]
+        checkpoint = last_checkpoint()
+        onwards = f"goes on from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint yet"
+        raise OutOfMemory(
+            f"device_train_microbatch_size: out of memory with {microbatch} images a pass of a device batch of "
+            f"{device_batch}{_held()}. Try {', then '.join(ways)}; the same command with it {onwards}."
+        ) from error
+
+
+def _held() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    peak, total = (
+        torch.cuda.max_memory_allocated() / 2**30,
+        torch.cuda.get_device_properties(dist.get_local_rank()).total_memory / 2**30,
+    )
+    return f", at a peak of {peak:.1f} GiB of {total:.1f} on rank {dist.get_global_rank()}"

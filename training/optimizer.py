@@ -1,0 +1,177 @@
+"""Optimizer, weight-decay groups, learning-rate schedule, gradient norm and clipping."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from composer import Callback, Logger, State, Time, TimeUnit
+from torch import Tensor, nn
+
+from cli.limits import limited
+
+WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not exactly zero
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, learning rate and clipping."""
+
+    name: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    lr: float | None = limited(None, 0.0, above=True)
+    """Learning rate after warm-up. null: 1e-4, unless lr_per_image is given; for mlperf the reference point's."""
+    lr_per_image: float | None = limited(None, 0.0, above=True)
+    """Learning rate for each image of the global batch. Give this or lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's two betas."""
+    eps: float = limited(1e-8, 0.0, above=True)
+    """AdamW's epsilon."""
+    weight_decay: float = limited(0.01, 0.0)
+    """Decoupled weight decay."""
+    decay: Literal["all", "matrices"] = "all"
+    """What decays: all parameters (MLPerf, MosaicML), or matrices: those of two and more dimensions."""
+    clip_norm: float | None = limited(None, 0.0, above=True)
+    """Clip gradients to this norm over all parameters. null: never."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be."""
+        found = []
+        if self.lr is not None and self.lr_per_image is not None:
+            found.append(
+                ("optimizer.lr", f"{self.lr} and optimizer.lr_per_image: {self.lr_per_image} exclude each other.")
+            )
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            found.append(("optimizer.betas", f"{list(self.betas)} are not in [0, 1). Usual: [0.9, 0.999]."))
+        return found
+
+    def learning_rate(self, global_batch_size: int) -> float:
+        """Return the rate after warm-up."""
+        if self.lr_per_image is not None:
+            return self.lr_per_image * global_batch_size
+        return 1e-4 if self.lr is None else self.lr
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over time."""
+
+    name: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or a cosine down to 0 at the end."""
+    warmup_batches: int | None = limited(None, 0)
+    """Batches of linear warm-up. null: none, unless warmup_images is given; 1000 for mlperf."""
+    warmup_images: int | None = limited(None, 0)
+    """The same in images, rounded up to whole batches. Give this or warmup_batches."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be."""
+        found = []
+        if self.warmup_batches is not None and self.warmup_images is not None:
+            found.append(
+                (
+                    "schedule.warmup_batches",
+                    f"{self.warmup_batches} and schedule.warmup_images: {self.warmup_images} exclude each other.",
+                )
+            )
+        return found
+
+    def num_warmup_batches(self, global_batch_size: int) -> int:
+        if self.warmup_images is not None:
+            return math.ceil(self.warmup_images / global_batch_size)
+        return self.warmup_batches or 0
+
+
+def lr_multiplier(batch: int, *, name: str, warmup_batches: int, total_batches: int) -> float:
+    """Return the factor on the learning rate of the batch with this index, counted from 0.
+
+    Linear from 1e-6 to 1 over the warm-up, as the MLPerf reference has it: (1 - 1e-6) n / W + 1e-6. Afterwards 1, or
+    half a cosine that would be 0 at the batch after the last (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts).
+    """
+    if batch < warmup_batches:
+        return (1.0 - WARMUP_START) * batch / warmup_batches + WARMUP_START
+    if name == "constant":
+        return 1.0
+    progress = (batch - warmup_batches) / max(1, total_batches - warmup_batches)
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def total_batches(duration: str, *, global_batch_size: int, epoch_batches: int) -> int:
+    """Return the batches of a Composer duration given in batches, samples or epochs."""
+    time = Time.from_timestring(duration)
+    if time.unit == TimeUnit.SAMPLE:
+        return math.ceil(time.value / global_batch_size)
+    return time.value * (epoch_batches if time.unit == TimeUnit.EPOCH else 1)
+
+
+def build_schedule(
+    config: ScheduleConfig, optimizer: torch.optim.Optimizer, *, global_batch_size: int, num_batches: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return the schedule, to be stepped after every batch.
+
+    A plain torch one: Composer's own kind is asked before the batch is counted, so that each rate would come one batch late
+    (seen with 0.32.1).
+    """
+    multiplier = functools.partial(
+        lr_multiplier,
+        name=config.name,
+        warmup_batches=config.num_warmup_batches(global_batch_size),
+        total_batches=num_batches,
+    )
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module, global_batch_size: int) -> torch.optim.Optimizer:
+    """Return AdamW over the trainable parameters, in at most two groups (decayed, not decayed).
+
+    fused=True: one kernel for all tensors, on a GPU and on a CPU.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.decay == "all":
+        groups = [{"params": parameters, "weight_decay": config.weight_decay}]
+    else:
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate(global_batch_size), betas=config.betas, eps=config.eps, fused=True
+    )
+
+
+class GradientNorm(Callback):
+    """Takes the norm of all gradients as one foreach norm, clips to it where asked, and keeps it on the device.
+
+    `mean()` waits for the device: once a window, so that no step does. A checkpoint keeps what a window has so far.
+    """
+
+    def __init__(self, clip_norm: float | None):
+        self.clip_norm = clip_norm
+        self._sum: Tensor | None = None
+        self._num = 0
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        # Composer has unscaled the gradients of fp16 by now, and the optimizer has not stepped.
+        parameters = [p for p in state.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm, foreach=True)
+        self._sum = norm if self._sum is None else self._sum + norm
+        self._num += 1
+
+    def mean(self) -> float | None:
+        """Return the mean norm before clipping since `restart`, or None; waits for the device."""
+        return None if self._sum is None else float(self._sum) / self._num
+
+    def restart(self) -> None:
+        """Begin a window."""
+        self._sum, self._num = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._sum is None else {"sum": self._sum, "num": self._num}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sum, self._num = state["sum"].clone(), state["num"]

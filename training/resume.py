@@ -1,0 +1,398 @@
+"""Where a named run stands, and whether this start may go on with it.
+
+A start takes the run's folder for itself, finds the newest whole checkpoint, and compares what the run is: first the keys of
+config.yaml, before anything is built; then, with the encoders and the stage at hand, what the checkpoint itself says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from composer.utils import dist
+from filelock import FileLock, Timeout
+
+from callbacks.quality_target import TARGET_KEYS, outcome, said
+from cli import errors, masking, ranks
+from cli.errors import ConfigError
+from config import flat
+from data import DataConfig
+from evaluation.score_table import OF_BEFORE, read_rows
+from record.checkpoint_files import check_whole, find_newest, read
+from record.config_file import found_batch_size, keep_keys, read_config
+from record.files import check_are_files, evaluations_of, lost_history, read_summary
+from record.mlperf_events import lost_events
+from record.summary import RESULT_KEYS, rounded, write_outcome
+from stages.dataset import Stage
+from stages.fetch import INDEX
+from stages.stream import LOCK_FILE
+from training.checkpoints import Progress, disagreements
+from training.speed import SpeedKeys
+
+# What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
+MAY_CHANGE = (
+    "run_name",
+    "run_folder",
+    "max_duration",  # unless the learning rate follows it
+    "device_train_microbatch_size",
+    *(key.name for key in fields(SpeedKeys)),  # rounding alone
+    "model.weights",  # the encoders' fingerprints have to agree
+    "data.remote",  # the stage's digest has to agree
+    "data.local",
+    "data.workers",
+    "data.cache_limit",
+    "data.max_bad_samples",
+    "data.patience_sec",
+    "ema.device",
+    "eval.",  # what a score depends on stands beside it
+    "target.",
+    "save.",
+    "measure.",
+    "profile.",
+    "loggers.",
+    "mlperf.",  # the log says how it was begun
+)
+
+
+def _lasting(config: Any) -> dict[str, Any]:
+    """Key -> value of all that has to stay as it was when the run was begun."""
+    kept = {key: value for key, value in flat(config).items() if not key.startswith(MAY_CHANGE)}
+    return kept if config.schedule.name == "constant" else {**kept, "max_duration": config.max_duration}
+
+
+def identity_of(config: Any, stage: Stage | None, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+    """Key -> plain value for what makes a run this run and no other; checkpoints carry it."""
+    encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
+    return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
+
+
+def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity as a checkpoint has it: the place of the first weights as it was given, with its `${...}`.
+
+    Numbers and the names of choices stay: they are what the checkpoint is of.
+    """
+    return {**identity, **masking.written({"model.denoiser": identity["model.denoiser"]})}
+
+
+def finished(folder: Path, max_duration: str | None, config: Any) -> dict[str, Any] | None:
+    """Return the result of a run that is finished, or None, and say so; its record is told of another target or evaluation.
+
+    Args:
+        max_duration: what it was finished for; None: whatever it was.
+        config: of this start: a run that has met another target goes on.
+    """
+    summary = read_summary(folder, "batches")
+    if not summary:
+        return None
+    lines = evaluations_of(folder) if config.eval.when == "in_training" or _is_evaluated_alike(folder, config) else []
+    met = next((line for line in lines if config.eval.when != "off" and config.target.is_met(line)), None)
+    stopped_early = summary.get("stopped_early", summary.get("target") == "reached" and bool(lines))
+    if met is not None:
+        found, text = outcome(lines, met), f"has reached its target ({said(met)})"
+    elif stopped_early or max_duration not in (None, summary.get("max_duration")):
+        return None  # by an easier target; or a longer training is asked for
+    else:
+        found, more = _unmet(folder, summary, lines, config)
+        text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on{more}"
+    if dist.get_global_rank() == 0:
+        print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
+        if found:
+            write_outcome(folder, found)
+        there = [f"{key}." for key in read_config(folder)]  # what it has lost, the checkpoint has said
+        lost = [
+            key for key in flat(config) if not any(f"{key}.".startswith(t) or t.startswith(f"{key}.") for t in there)
+        ]
+        keep_keys(folder, {key: value for key, value in flat(config).items() if key in lost})
+        if config.eval.when != "off":  # so that eval.py scores as this start says
+            batch_size = config.eval.batch_size or found_batch_size(folder)
+            keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
+    summary |= found
+    return {key: rounded(summary[key]) for key in (*RESULT_KEYS, *TARGET_KEYS) if key in summary}
+
+
+def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: Any) -> tuple[dict[str, Any], str]:
+    """Return what a finished run came to that has not met its target in training, and what is to be said of it.
+
+    Points without an evaluation are eval.py's: a score of the last one alone would say `missed` of a run that may have met
+    the target before, and all of them belong to the clock and the weights of a training that is over.
+    """
+    if config.eval.when == "off":
+        return {}, ""
+    every, images = config.eval.every_images, summary["batches"] * config.global_batch_size
+    due = range(every, images + 1, every)
+    missing = set(due) - {line["images"] for line in lines}
+    if not missing:
+        return outcome(lines, None) if config.target.is_given else {}, ""
+    begun = read_config(folder)
+    same = all(begun.get(key) == value for key, value in flat(config).items() if key.startswith("target."))
+    try:
+        has_files = _has_files_of(read_rows(folder / "eval.csv"), config)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    if same and has_files and summary.get("target") in ("reached", "missed"):
+        return {}, ""  # eval.py has decided it
+    found = {**dict.fromkeys(TARGET_KEYS), "target": "pending"} if config.target.is_given else {}
+    more = f"; {len(missing)} of its {len(due)} points were not evaluated in training"
+    more += "" if has_files else ", and its scores are of other prompts or statistics than these"
+    return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
+
+
+# What an evaluation's line says that its figures depend on, and the key that it comes from.
+SETTINGS = {
+    "prompts_sha256": "eval.prompts",
+    "num_prompts": "eval.num_prompts",
+    "guidance": "eval.guidance",
+    "steps": "eval.steps",
+    "sampler": "eval.sampler",
+    "eval_weights": "eval.weights",
+    "eval_image_size": "eval.image_size",
+    "statistics_sha256": "eval.statistics",
+    "inception_fingerprint": "eval.inception",
+    "resize": "eval.resize",
+    "eval_precision": "eval.precision",
+    "clip_fingerprint": "eval.clip",
+}
+
+
+def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> None:
+    """Compare how a run is to be evaluated with how it was: its figures are to compare with each other, and the target.
+
+    Args:
+        batch: where the run goes on; later lines are cut.
+        settings: of scoring.Scorer, and eval_weights.
+
+    Raises:
+        ConfigError: lists what differs.
+    """
+    known = {"eval_weights": settings["eval_weights"], **OF_BEFORE}  # lines of before did not say it
+    settings = {**OF_BEFORE, **settings}
+    lines = [{**known, **line} for line in evaluations_of(folder) if line["batch"] <= batch]
+    differing = [
+        f"{key}: {setting} {settings.get(setting)}, but {folder} was evaluated with {line.get(setting)} at "
+        f"{line['images']:,} images. A run's evaluations have to be alike: use that, or another run_name; its snapshots can "
+        f"be scored anew by composer eval.py {folder} {key}=... out=FOLDER."
+        for line in lines[-1:]
+        for setting, key in SETTINGS.items()
+        if line.get(setting) != settings.get(setting)
+    ]
+    if differing:
+        raise ConfigError(differing)
+
+
+def _is_evaluated_alike(folder: Path, config: Any) -> bool:
+    """True where the keys that a score depends on are those of the run's config.yaml, and their small files are the same."""
+    evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
+    begun = {**flat(type(config)()), **read_config(folder)}  # a key that is not there has its default
+    return evaluated.items() <= begun.items() and _has_files_of(evaluations_of(folder)[-1:], config)
+
+
+def _has_files_of(scores: Sequence[Mapping[str, Any]], config: Any) -> bool:
+    """True where a score is of these prompts and statistics, or there is none: at the same path there may be others."""
+    now = {}
+    for setting in ("prompts_sha256", "statistics_sha256"):
+        path = getattr(config.eval, SETTINGS[setting].removeprefix("eval."))
+        if path is not None and Path(path).expanduser().is_file():
+            now[setting] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+    return not scores or any(all(score.get(key, digest) == digest for key, digest in now.items()) for score in scores)
+
+
+def _as_yaml(value: Any) -> Any:
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
+
+
+def check_begun(config: Any, folder: Path) -> dict[str, Any] | None:
+    """Compare with the configuration that a run was begun with, before anything is built.
+
+    Returns:
+        the result of a run that is finished, which says so; None where there is something to train.
+
+    Raises:
+        ConfigError: lists what differs.
+    """
+    check_are_files(folder)
+    if not (folder / "config.yaml").is_file():
+        return None
+    begun = read_config(folder)
+    differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
+    if differing:
+        raise ConfigError(
+            [
+                f"{key}: {_as_yaml(value)}, but {folder} was begun with {_as_yaml(begun[key])}. A run goes on as it began: "
+                f"use that value, or another run_name."
+                for key, value in differing.items()
+            ]
+        )
+    lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
+    if _lasting(config).keys() - begun.keys():
+        return None  # what it does not say (it was cut, or is of an older version) the checkpoint does
+    if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
+        return None  # whether its figures would be others is known when the scorer is built
+    return finished(folder, config.max_duration, config)
+
+
+def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None:
+    """Compare the run's encoders with those that moments were made with. Raises ConfigError: they are others."""
+    if stage is None:
+        return
+    made = stage.facts.get("encoders") or {}
+    differing = [name for name, digest in fingerprints.items() if made.get(name) not in (None, digest)]
+    if differing:
+        raise ConfigError(
+            [
+                f"model.weights: its {name} has the fingerprint {fingerprints[name]}, the moments at {stage.location} were "
+                f"made with {made[name]}. Use those weights, or make the moments again: python -m prepare.latents --help"
+                for name in differing
+            ]
+        )
+
+
+@dataclass
+class RunState:
+    """A run that this process has taken for itself, and how far it is.
+
+    checkpoint: path and content of the one to go on from, or None; lock: held by rank 0 to the end of the process; made:
+    folders and files that this start has made, the outermost first.
+    """
+
+    folder: Path
+    progress: Progress
+    checkpoint: tuple[Path, dict[str, Any]] | None
+    lock: FileLock | None
+    made: list[Path]
+    """Folders that were not there before this start, the outermost first."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """File of the record -> what it lacks of what it had at the checkpoint."""
+
+    def say(self, num_starts: int) -> None:
+        """Tell the person who started it from where the run goes on, if it was begun before."""
+        if self.lock is not None and (num_starts > 1 or self.checkpoint):
+            at = f"batch {self.progress.batch}, {self.progress.images:,} images"
+            where = f"{at} ({self.checkpoint[0]})" if self.checkpoint else "its beginning: it has no checkpoint"
+            print(f"run_name: {self.folder} goes on from {where}.", file=sys.stderr, flush=True)
+        for name, text in self.lost.items() if self.lock is not None else ():
+            told = "it was cut, or is a copy of before. summary.json will say so (history_lost)"
+            print(f"run_name: {self.folder / name} {text}: {told}.", file=sys.stderr, flush=True)
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+    @contextlib.contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """Leave no folder behind where the start ends in the block; any rank may be the one that knows of its end.
+
+        Raises:
+            ConfigError: instead of a ValueError: a start that cannot be.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.release()
+            _remove(self.made, self.folder)
+            if isinstance(error, ValueError) and not isinstance(error, ConfigError) and errors.is_foreseen(error):
+                raise ConfigError([str(error)]) from error
+            raise
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return a folder and those above it as far as they are not there, the outermost first."""
+    return [path for path in reversed((folder.absolute(), *folder.absolute().parents)) if not path.exists()]
+
+
+def _remove(made: Sequence[Path], own: Path) -> None:
+    """Remove what a start has made: its own folder and a cache with what is in it, those above where nothing else is."""
+    for path in reversed(made):
+        with contextlib.suppress(OSError):  # another rank was first; or it is no longer this start's alone
+            if path.is_file():
+                path.unlink()
+            elif path == own.absolute():
+                shutil.rmtree(path)
+            else:
+                for name in (INDEX, f"{INDEX}.tmp", LOCK_FILE):
+                    (path / name).unlink(missing_ok=True)
+                path.rmdir()
+
+
+def begin(folder: Path, data: DataConfig, *, with_log: bool = False) -> RunState:
+    """Take a run's folder and find where it stands; all ranks call it.
+
+    Args:
+        data: says where shards will be fetched to.
+        with_log: the run goes on with its MLPerf log.
+
+    Raises:
+        ConfigError: another process has it, its checkpoints are all damaged, or the newest or the record cannot be read.
+    """
+    lock = FileLock(folder / ".lock")
+
+    def find() -> tuple[Path | None, list[Path]]:
+        made = _missing(folder / ".lock")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+            return find_newest(folder / "checkpoints"), made
+        except Timeout as error:
+            given = f"another process is training in {folder}"
+            raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
+        except BaseException as error:
+            lock.release()
+            _remove(made, folder)
+            if isinstance(error, OSError):
+                raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
+            raise
+
+    of_cache = _missing(Path(data.local)) if data.remote and data.local and not data.synthetic else []
+    newest, made = ranks.on_rank_zero(find)
+    made = [*made, *(path for path in of_cache if path not in made)]
+    begun = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
+    with begun.or_nothing():
+        content = None if newest is None else read(newest)
+        if newest is not None and content is not None:
+            check_whole(content, newest)
+            begun.checkpoint, begun.progress = (newest, content), Progress(**content["progress"])
+        begun.lost = ranks.on_rank_zero(
+            lambda: lost_history(folder, content) | (lost_events(folder, content) if with_log else {})
+        )
+    return begun
+
+
+def check_checkpoint(begun: RunState, identity: Mapping[str, Any], config: Any, resolve: Callable[[Any], Any]) -> None:
+    """Compare a run with the checkpoint that it would go on from.
+
+    Args:
+        config: of the run.
+        resolve: fills in what null stands for, so that keys which the checkpoint does not name have their defaults.
+
+    Raises:
+        ConfigError: lists what differs.
+    """
+    if begun.checkpoint is not None:
+        path, content = begun.checkpoint
+        if problems := disagreements(content, identity, path, _defaults(config, content["identity"], resolve)):
+            raise ConfigError(problems)
+
+
+def _defaults(config: Any, named: Collection[str], resolve: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return every key with its value, where lasting keys that are not among the named ones have their defaults, resolved."""
+    # Where the schedule ends with the run max_duration is named: elsewhere it has no say.
+    kept = {*named, "max_duration", *(flat(config).keys() - _lasting(config).keys())}
+    return flat(resolve(_defaulted(config, kept)))
+
+
+def _defaulted(section: Any, kept: Collection[str], prefix: str = "") -> Any:
+    """Return a section with the defaults of its class for all keys but those that are kept."""
+    plain, values = type(section)(), {}
+    for key in fields(section):
+        own = getattr(section, key.name)
+        if is_dataclass(own):
+            values[key.name] = _defaulted(own, kept, f"{prefix}{key.name}.")
+        else:
+            values[key.name] = own if f"{prefix}{key.name}" in kept else getattr(plain, key.name)
+    return replace(section, **values)

@@ -1,0 +1,193 @@
+"""What `composer eval.py` scores: a run's snapshots, a diffusers folder that others trained, or a folder of images.
+
+runs/NAME                         config.yaml, checkpoints/weights-im*.pt: each snapshot, with its average or training weights
+stable-diffusion-2-base/          model_index.json: UNet, VAE and text encoder as they are published
+samples/                          KEY.png and the like: KEY ends in a prompt's id, or else in its image_id
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from cli.errors import ConfigError
+from cli.limits import kind_of_path
+from evaluation.prompts import Prompt, PromptSet
+from model import LatentDiffusion
+from record.checkpoint_files import FULL, WEIGHTS, check_whole, is_whole, listed, read
+from training import warm_start
+from training.run_config import RunConfig
+from weights.tensors import canonical_name, difference, tensor_specs
+
+Kind = Literal["run", "diffusers", "images"]
+
+
+def kind_of(place: str) -> Kind:
+    """Return what lies at a path. Raises ValueError: nothing that can be scored."""
+    folder = Path(place).expanduser()
+    if kind_of_path(folder) != "folder":
+        raise ValueError(f"{place} is no folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images.")
+    if (folder / "config.yaml").is_file():
+        return "run"
+    return "diffusers" if (folder / "model_index.json").is_file() else "images"
+
+
+# --- a run ---
+
+
+def snapshots_of(run: Path) -> list[Path]:
+    """Return a run's snapshots, the oldest first; where it has none, its newest full checkpoint.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    folder = run / "checkpoints"
+    found = listed(folder, WEIGHTS)[::-1] or listed(folder, FULL)[:1]
+    if not found:
+        raise ConfigError(
+            [f"{run} has no snapshot to score. Train it with save.snapshot_every_images, or eval.when=after."]
+        )
+    return found
+
+
+def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> dict[str, Any]:
+    """Copy a snapshot's weights into a model's denoiser.
+
+    Args:
+        weights: ema or training; None: the average where there is one.
+
+    Returns:
+        where the run was: batch, images, seconds of training, and which weights these are.
+
+    Raises:
+        ConfigError: it is damaged, of another model, or of a run with other encoders.
+    """
+    if not is_whole(path):
+        damaged = f"{path} is damaged: its bytes do not have the digest in its name"
+        raise ConfigError([f"{damaged}. Bring back a copy, or remove it to score the others."])
+    content = read(path)
+    check_whole(content, path)
+    identity, progress = content["identity"], content["progress"]
+    differing = [
+        f"model.weights: its {name} has the fingerprint {digest}, {path} was trained with {identity[key]}. Use those weights."
+        for name, digest in model.encoders.fingerprints.items()
+        if identity.get(key := f"encoders.{name}", digest) != digest
+    ]
+    if (trained_on := identity.get("objective.prediction", model.objective.prediction)) != model.objective.prediction:
+        text = f"{model.objective.prediction}, but {path} was trained on {trained_on}. Use that value."
+        differing.append(f"objective.prediction: {text}")
+    average = (content.get("ema") or {}).get("weights") or None
+    if weights == "ema" and content.get("ema") is None:
+        differing.append(f"eval.weights: ema, but {path} has no average. Say eval.weights=training.")
+    use = "ema" if average is not None and weights != "training" else "training"
+    tensors = average if use == "ema" else content["model"]
+    own = {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
+    wanted = {name: own[name] for name in tensors if name in own} if use == "ema" else own
+    if text := difference(_shapes(wanted), _shapes(tensors)):
+        differing.append(f"{path} does not fit the model: {text}. Use the configuration that it was made with.")
+    if differing:
+        raise ConfigError(differing)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            # Buffers are in no average: they are the training weights'.
+            tensor.copy_(tensors[name] if name in tensors else content["model"][name])
+    return {
+        "snapshot": path.name,
+        "batch": progress["batch"],
+        "images": progress["images"],
+        "seconds": progress["seconds"],
+        "weights": use,
+    }
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: form.split(" ", 1)[1] for name, form in tensor_specs(tensors).items()}  # an average is float32
+
+
+# --- a diffusers folder ---
+
+
+def of_diffusers_folder(config: RunConfig, folder: Path, given: set[str]) -> RunConfig:
+    """Return the configuration of a published model: its folder's own size and prediction where no key says otherwise.
+
+    Args:
+        given: keys that the command line sets.
+    """
+    model = dataclasses.replace(config.model, weights=str(folder), denoiser=str(folder))
+    stated = {"image_size": None, "prediction": warm_start.trained_on(folder)}
+    try:
+        sample_size = json.loads((folder / "unet" / "config.json").read_text()).get("sample_size")
+        stated["image_size"] = 8 * sample_size if isinstance(sample_size, int) else None
+    except (OSError, ValueError, AttributeError):
+        pass  # the reader of the weights says what is wrong with the folder
+    objective, size = config.objective, config.image_size
+    if stated["prediction"] and "objective.prediction" not in given:
+        objective = dataclasses.replace(objective, prediction=stated["prediction"])
+    if stated["image_size"] and "image_size" not in given:
+        size = stated["image_size"]
+    return dataclasses.replace(config, model=model, objective=objective, image_size=size)
+
+
+# --- a folder of images ---
+
+
+def match_prompts(paths: Sequence[Path], prompt_set: PromptSet) -> list[Prompt]:
+    """Return each image's prompt: the last number in its name is an id, or for all of them an image_id.
+
+    Raises:
+        ValueError: an image that is no prompt's, or that of several by its image_id, two of one, or prompts without an image.
+    """
+    numbers = []
+    for path in paths:
+        found = re.findall(r"\d+", path.stem)
+        if not found:
+            raise ValueError(f"{path}: no number in its name. Name images after their prompt's id, e.g. 770337.png.")
+        numbers.append(int(found[-1]))
+    by_id = {prompt.number: prompt for prompt in prompt_set.prompts}
+    by_image = {prompt.image_id: prompt for prompt in prompt_set.prompts}
+    of_image = Counter(prompt.image_id for prompt in prompt_set.prompts)
+    are_ids = sum(n in by_id for n in numbers) >= sum(n in by_image for n in numbers)
+    table, column = (by_id, "id") if are_ids else (by_image, "image_id")
+    strangers = [path.name for path, number in zip(paths, numbers, strict=True) if number not in table]
+    if strangers:
+        raise ValueError(f"eval.prompts: no {column} for {_some(strangers)}. Give the prompts that the images are of.")
+    if len(set(numbers)) < len(numbers):
+        twice = next(path.name for path, number in zip(paths, numbers, strict=True) if numbers.count(number) > 1)
+        raise ValueError(f"{twice}: another image has the same {column}. Give one image a prompt.")
+    several = [] if are_ids else [str(number) for number in numbers if of_image[number] > 1]
+    if several:
+        raise ValueError(
+            f"eval.prompts: several prompts of image_id {_some(several)}, after which the images are named. Name them after "
+            "their prompt's id, or give a file with one prompt an image."
+        )
+    missing = [str(number) for number in table if number not in set(numbers)]
+    if missing:
+        ways = "Give the images that are missing, or a file of prompts without theirs"
+        raise ValueError(f"eval.prompts: no image for {column} {_some(missing)}. {ways}.")
+    return [table[number] for number in numbers]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+
+
+def named(folder: Path) -> str:
+    """Return what a table calls a folder: its path from here where it lies below, so that a record names no machine."""
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
+
+def digest_of(paths: Sequence[Path]) -> str:
+    """Return 32 hex digits over the names and bytes of files."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        digest.update(path.name)
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

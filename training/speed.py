@@ -1,0 +1,401 @@
+"""How a step is computed, not what: memory format, attention back-end, activation checkpointing, compilation.
+
+`apply` changes a model's networks once, in place, before the optimizer is built. No key of a state dict changes by it, so
+that a checkpoint fits with any of these keys on or off, and what is computed changes by rounding alone (tests/test_speed.py).
+
+Layouts: NCHW is (B, C, H, W) with W fastest, NHWC the same tensor with C fastest ("channels_last").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from composer import Callback, Logger, State
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from training import fp8
+
+BACKEND = "inductor"  # tests that count graphs take aot_eager, which compiles no kernels
+BACK_ENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+ON_A_CPU = ("auto", "flash", "math")
+IN_16_BITS = ("flash", "cudnn")  # on a GPU they take no float32
+# cuDNN before 9.15.1 reads out of bounds where a length is no multiple of this (pytorch issue 169849).
+CUDNN_LENGTH = 128
+# Graphs of one network: training, evaluation at each batch size that is tried; of blocks, one for each of their shapes.
+GRAPHS_OF_WHOLE, GRAPHS_OF_BLOCKS = 16, 128
+
+
+@dataclass(frozen=True)
+class SpeedKeys:
+    """How a step is computed: speed and memory."""
+
+    compile: Literal["off", "whole", "blocks"] = "off"
+    """torch.compile of denoiser and encoders. whole: the denoiser as one graph. blocks: one by one, which compiles
+    faster."""
+    compile_mode: Literal["default", "max-autotune"] = "default"
+    """max-autotune: kernels are chosen by trial, with minutes more at the start."""
+    cuda_graphs: bool = False
+    """Replay the compiled kernels from CUDA graphs; for small batches. Needs compile=whole."""
+    channels_last: bool = False
+    """Use NHWC tensors for convolutions, and keep them so between convolutions."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"] = "auto"
+    """The kernel for attention; auto: torch's choice."""
+    gradient_checkpointing: float = 0.0
+    """Fraction of the denoiser's blocks that the backward pass computes again, instead of keeping their activations. 0
+    to 1."""
+    async_loss: bool = False
+    """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
+    copy_stream: bool = False
+    """Copy each batch to the GPU on a stream of its own, beside the step before. Needs async_loss."""
+    cudnn_benchmark: bool = False
+    """cuDNN times its algorithms for each convolution at the first step. Another run may choose others."""
+
+    def problems_of_speed(self, precision: str | None) -> list[tuple[str, str]]:
+        """(key, message) for every value that cannot be, on this machine.
+
+        Args:
+            precision: of the run; None: the device's own, bf16 on a GPU.
+        """
+        is_gpu = torch.cuda.is_available()
+        found = []
+        if not 0.0 <= self.gradient_checkpointing <= 1.0:
+            text = f"{self.gradient_checkpointing} is not a fraction. Possible: 0 (none) to 1 (every block)."
+            found.append(("gradient_checkpointing", text))
+        if self.compile == "off" and self.compile_mode != "default":
+            found.append(("compile_mode", f"{self.compile_mode}, but compile=off. Say compile=whole."))
+        if self.compile != "off" and (text := compiler_problem(is_gpu)):
+            found.append(("compile", f"{self.compile} {text}"))
+        if self.cuda_graphs and self.compile != "whole":
+            text = (
+                f"true, but compile={self.compile}: only the one graph of compile=whole has shapes that never change."
+            )
+            found.append(("cuda_graphs", f"{text} Say compile=whole, or leave it out."))
+        if not is_gpu:
+            for key in ("cuda_graphs", "copy_stream", "cudnn_benchmark"):
+                if getattr(self, key):
+                    found.append((key, "true needs a GPU. Leave it out on a CPU."))
+        if self.copy_stream and not self.async_loss:
+            text = "true, but async_loss=false: the host waits for each loss, and nothing is left to copy beside."
+            found.append(("copy_stream", f"{text} Say async_loss=true, or leave it out."))
+        if precision == "fp8" and (text := fp8.problem(compiled=self.compile != "off")):
+            found.append(("precision", f"fp8 {text}"))
+        if text := attention_problem(self.attention, precision, is_gpu):
+            found.append(("attention", f"{self.attention} {text}"))
+        elif self.attention == "xformers" and self.compile != "off":
+            text = (
+                f"its operators break the graph of compile={self.compile}. Use attention=flash or auto, or compile=off."
+            )
+            found.append(("attention", f"xformers: {text}"))
+        return found
+
+
+def values_of(keys: SpeedKeys) -> dict[str, Any]:
+    """Return the keys of speed and their values, for a record."""
+    return {key.name: getattr(keys, key.name) for key in dataclasses.fields(SpeedKeys)}
+
+
+OF_TRAINING = ("gradient_checkpointing", "async_loss", "copy_stream")
+"""The keys that change nothing of an evaluation."""
+
+
+def compiler_problem(is_gpu: bool) -> str | None:
+    """Say what torch.compile lacks here, or None."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor takes it
+    if not shutil.which(compiler):
+        given = "CXX names" if "CXX" in os.environ else "without CXX it is"
+        return (
+            f"needs a C++ compiler ({given} '{compiler}'), and there is none. Install it, set CXX, or say compile=off."
+        )
+    if is_gpu and importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed. pip install triton, or say compile=off."
+    return None
+
+
+def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> str | None:
+    """Say why a back-end cannot be had here, or None. On a GPU it is tried, on a few numbers."""
+    if attention == "auto":
+        return None
+    if not is_gpu:
+        if attention in ON_A_CPU:
+            return None
+        return f"needs a GPU. Possible on a CPU: {', '.join(ON_A_CPU)}."
+    if attention == "xformers":
+        there = importlib.util.find_spec("xformers") is not None
+        return None if there else "is not installed. pip install xformers, or use attention=auto."
+    if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "fp8"):
+        return f"computes in 16 bits, the run in {precision}. Use precision=bf16, or attention=efficient."
+    dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision or "", torch.bfloat16)
+    numbers = torch.zeros(1, 2, CUDNN_LENGTH, 64, device="cuda", dtype=dtype, requires_grad=True)
+    try:
+        with sdpa_kernel(BACK_ENDS[attention]):
+            nn.functional.scaled_dot_product_attention(numbers, numbers, numbers).sum().backward()
+    except RuntimeError as error:
+        return f"does not run on this GPU ({str(error).splitlines()[0].rstrip('.')}). Use attention=auto."
+    return None
+
+
+class Network(Protocol):
+    """What `apply` asks of a model; `model.LatentDiffusion` is one."""
+
+    denoiser: nn.Module
+    memory_format: torch.memory_format
+    replays_graphs: bool
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]: ...
+
+
+def apply(model: Network, keys: SpeedKeys, precision: str | None = None) -> None:
+    """Change a model's networks as the keys say; once, where they are on their device and before the optimizer is built.
+
+    Raises ConfigError: precision is fp8, but no layer of the denoiser is wide enough.
+    """
+    if precision == "fp8":
+        fp8.use(model.denoiser)
+    if keys.cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
+    if keys.channels_last:
+        use_channels_last(model)
+    if keys.attention != "auto":
+        model.denoiser.set_attn_processor(attention_processor(keys.attention))
+    checkpoint_blocks(model.denoiser, keys.gradient_checkpointing)
+    if keys.compile != "off":
+        compile_networks(model, keys)
+
+
+# --- memory format ---
+
+
+def use_channels_last(model: Network) -> None:
+    """Lay out weights and inputs in NHWC, and keep what flows between the denoiser's convolutions so.
+
+    diffusers 0.39 goes back to NCHW at the end of each transformer, and in training at each shortcut of a residual block.
+    The classes of this model's own layers are exchanged for ones that do not: no key changes, other models are as they were.
+    """
+    model.memory_format = torch.channels_last
+    for network in (model.denoiser, *model.frozen.values()):
+        network.to(memory_format=torch.channels_last)
+    from diffusers.models import Transformer2DModel
+
+    for module in model.denoiser.modules():
+        if type(module) is Transformer2DModel:
+            module.__class__ = _nhwc_transformer()
+        elif type(module) is nn.Conv2d:
+            module.__class__ = NhwcConv2d
+
+
+class NhwcConv2d(nn.Conv2d):
+    """A convolution that takes its input in NHWC, whatever it is given."""
+
+    def forward(self, input: Tensor) -> Tensor:  # (B, C, H, W) -> (B, C', H', W')
+        return super().forward(input.contiguous(memory_format=torch.channels_last))
+
+
+@functools.cache
+def _nhwc_transformer() -> type[nn.Module]:
+    """Return diffusers' transformer on images, without the copy to NCHW at its end."""
+    from diffusers.models import Transformer2DModel
+
+    class NhwcTransformer2DModel(Transformer2DModel):
+        def _get_output_for_continuous_inputs(
+            self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
+        ) -> Tensor:
+            # (B, H W, C) is an image in NHWC already: a view of it is enough. The projection is a linear layer or a
+            # 1 x 1 convolution, and stands on its own side of that view.
+            if self.use_linear_projection:
+                hidden_states = self.proj_out(hidden_states)
+            image = hidden_states.unflatten(1, (height, width)).movedim(-1, 1)
+            return (image if self.use_linear_projection else self.proj_out(image)) + residual
+
+    return NhwcTransformer2DModel
+
+
+# --- attention ---
+
+
+@functools.cache
+def attention_processor(attention: str) -> Any:
+    """Return what does the attention of a diffusers network by one back-end."""
+    from diffusers.models import attention_processor as theirs
+
+    if attention == "xformers":
+        return theirs.XFormersAttnProcessor()
+
+    class ChosenAttention(theirs.AttnProcessor2_0):
+        def __call__(
+            self,
+            attn: nn.Module,
+            hidden_states: Tensor,
+            encoder_hidden_states: Tensor | None = None,
+            *rest: Any,
+            **more: Any,
+        ) -> Tensor:
+            keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+            lengths = (hidden_states.shape[1], keys.shape[1])
+            with sdpa_kernel(BACK_ENDS[back_end_for(attention, lengths)]):
+                return super().__call__(attn, hidden_states, encoder_hidden_states, *rest, **more)
+
+    return ChosenAttention()
+
+
+def back_end_for(attention: str, lengths: tuple[int, int]) -> str:
+    """Return the back-end for these numbers of queries and keys: cudnn only where each of its versions is right."""
+    if attention == "cudnn" and any(length % CUDNN_LENGTH for length in lengths):
+        return "flash"
+    return attention
+
+
+# --- activation checkpointing ---
+
+
+def checkpoint_blocks(denoiser: nn.Module, fraction: float) -> int:
+    """Have a fraction of the denoiser's blocks computed again in the backward pass; returns how many.
+
+    Blocks are residual blocks and transformer blocks. The chosen ones are spread evenly: the first and the last are the
+    largest. Their classes are exchanged, instead of diffusers' own switch being used: that one calls a block from outside
+    of what is compiled of it (compile=blocks), where dynamo leaves it alone.
+    """
+    if fraction <= 0.0:
+        return 0
+    from diffusers.models.attention import BasicTransformerBlock
+    from diffusers.models.resnet import ResnetBlock2D
+
+    blocks = [module for module in denoiser.modules() if isinstance(module, BasicTransformerBlock | ResnetBlock2D)]
+    chosen = [block for n, block in enumerate(blocks) if int((n + 1) * fraction) > int(n * fraction)]
+    for block in chosen:
+        block.__class__ = _checkpointed(type(block))
+    return len(chosen)
+
+
+@functools.cache
+def _checkpointed(block: type[nn.Module]) -> type[nn.Module]:
+    class CheckpointedBlock(block):
+        def forward(self, *args: Any, **more: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return super().forward(*args, **more)
+            return checkpoint(super().forward, *args, use_reentrant=False, **more)
+
+    CheckpointedBlock.__name__ = f"CheckpointedBlock{block.__name__}"
+    return CheckpointedBlock
+
+
+# --- compilation ---
+
+
+def compile_networks(model: Network, keys: SpeedKeys) -> None:
+    """Compile denoiser and encoders in place: no name changes, and training, evaluation and sampling all run the result.
+
+    Shapes are static: with a second one inductor would make the graph dynamic, which also turns its NHWC pass off. dynamo
+    goes back to eager with a warning when a function has too many graphs; here that is an error.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.recompile_limit = GRAPHS_OF_WHOLE if keys.compile == "whole" else GRAPHS_OF_BLOCKS
+    if keys.gradient_checkpointing > 0.0:
+        # dynamo splits a graph where DDP's buckets end, but not one with checkpointed blocks: an error of its own.
+        torch._dynamo.config.optimize_ddp = False
+    model.replays_graphs = keys.cuda_graphs
+    for part in denoiser_parts(model.denoiser, keys.compile):
+        part.compile(fullgraph=True, **_ways(inductor_options(keys)))
+    # Not replayed: the denoiser would be given what a graph holds, which torch refuses (pytorch issue 152887).
+    without_graphs = dataclasses.replace(keys, cuda_graphs=False)
+    for network in model.frozen.values():
+        for part in _frozen_parts(network):
+            part.compile(**_ways(inductor_options(without_graphs)))
+
+
+def _ways(options: dict[str, Any]) -> dict[str, Any]:
+    ways = {"dynamic": False, "backend": BACKEND}
+    return {**ways, "options": options or None} if BACKEND == "inductor" else ways
+
+
+def inductor_options(keys: SpeedKeys) -> dict[str, Any]:
+    """Return inductor's settings for these keys."""
+    options: dict[str, Any] = {}
+    if keys.compile_mode == "max-autotune":
+        options |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    if keys.channels_last:
+        # Without it the NHWC pass leaves this kind of network out: some of its convolutions have few output channels.
+        options["force_layout_optimization"] = True
+    if keys.cuda_graphs:
+        options["triton.cudagraphs"] = True
+    return options
+
+
+def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:
+    """Return what is compiled of a denoiser, each by itself: all of it, or its residual blocks and transformers."""
+    if how == "whole":
+        return [denoiser]
+    from diffusers.models import Transformer2DModel
+    from diffusers.models.resnet import ResnetBlock2D
+
+    return [module for module in denoiser.modules() if isinstance(module, ResnetBlock2D | Transformer2DModel)]
+
+
+def _frozen_parts(network: nn.Module) -> list[nn.Module]:
+    """Return what is compiled of a frozen network: an autoencoder is called by its halves, never as a whole."""
+    halves = [getattr(network, name, None) for name in ("encoder", "decoder")]
+    return [half for half in halves if isinstance(half, nn.Module)] if all(halves) else [network]
+
+
+def num_graphs() -> int:
+    """Return how many graphs dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+class GraphCounter(Callback):
+    """Counts graphs: the first step of each kind compiles its own, and any later one is a recompilation.
+
+    Args:
+        in_force: something is compiled; without it nothing is counted.
+    """
+
+    def __init__(self, in_force: bool):
+        self.in_force = in_force
+        self.num_recompiled = 0
+        self._seen: set[str] = set()
+        self._before = 0
+
+    @contextlib.contextmanager
+    def step(self, kind: str) -> Iterator[None]:
+        """Count what is compiled within a step of a kind (evaluation)."""
+        before = num_graphs() if self.in_force else 0
+        yield
+        self._count(kind, before)
+
+    def _count(self, kind: str, before: int) -> None:
+        if self.in_force and kind in self._seen:
+            self.num_recompiled += num_graphs() - before
+        self._seen.add(kind)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        self._before = num_graphs() if self.in_force else 0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self._count("train", self._before)
+
+    def facts(self) -> dict[str, int | None]:
+        """Return the figures for the run's summary; None where nothing is compiled."""
+        if not self.in_force:
+            return {"compiled_graphs": None, "recompiled_graphs": None}
+        return {"compiled_graphs": num_graphs(), "recompiled_graphs": self.num_recompiled}

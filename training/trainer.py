@@ -1,0 +1,129 @@
+"""Composer's Trainer without its waits: the host reads a batch's loss while the device computes the next one.
+
+Composer 0.32.1 reads seven numbers from the device in a step: whether any rank has no batch any more, the batch's size over
+all ranks before the first pass, the loss before and after the optimizer's step, and samples, tokens and seconds. The host
+waits for each of them, and the queue of work runs empty.
+The weights are the same to the bit (tests/test_trainer.py).
+
+It overrides methods that are private to Composer, and is therefore asked for by a key, `async_loss`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer import Event, Trainer
+from composer.trainer.trainer import TrainerMode
+from composer.utils import dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+TOTAL = "loss/train/total"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A batch's loss: its number counted from 0, the mean over all ranks, and this rank's own."""
+
+    batch: int
+    mean: float
+    own: float
+
+
+class AsyncLosses:
+    """Losses on their way from the device, in the order of the batches."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def put(self, batch: int, loss: Tensor) -> None:
+        """Send a batch's loss, (1,), on its way; waits for nothing."""
+        both = loss.detach().float().repeat(2)
+        dist.all_reduce(both[:1], reduce_operation="SUM")
+        here = torch.empty(2, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
+        arrived = None
+        if both.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((batch, here, arrived))
+
+    def take(self, leave: int) -> list[Loss]:
+        """Return all but the newest ones, which may still be computed; waits for those that it returns.
+
+        The same on all ranks, since what is decided by a loss is decided together.
+        """
+        taken = []
+        while len(self._waiting) > leave:
+            batch, here, arrived = self._waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            total, own = here.tolist()
+            taken.append(Loss(batch, total / dist.get_world_size(), own))
+        return taken
+
+
+class NonBlockingTrainer(Trainer):
+    """The Trainer, with `losses` for whoever wants to know them; Composer's own dictionary of losses stays empty.
+
+    Every rank has as many batches as the others, all of the same size, and Composer's automatic microbatching is not used.
+    """
+
+    def __init__(self, *args: Any, losses: AsyncLosses, **more: Any):
+        self.losses = losses
+        super().__init__(*args, **more)
+
+    def _use_closures(self) -> bool:
+        return False
+
+    def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Any]:
+        assert trainer_mode == TrainerMode.TRAIN and self.state.dataloader is not None
+        batches = iter(self.state.dataloader)
+        while True:
+            self.engine.run_event(Event.BEFORE_DATALOADER)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
+                return
+            yield batch
+
+    def _accumulate_time_across_ranks(
+        self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
+    ) -> tuple[int, int, datetime.timedelta]:
+        ranks = dist.get_world_size()
+        return int(num_samples) * ranks, num_tokens * ranks, batch_time
+
+    def _train_batch(self, use_grad_scaling: bool) -> dict[str, Tensor]:
+        losses = super()._train_batch(use_grad_scaling)
+        self.losses.put(self.state.timestamp.batch.value, losses[TOTAL])
+        return {}
+
+    def _train_microbatches(
+        self, microbatches: Sequence[Any], total_loss_dict: dict[str, Tensor], ddp_sync: bool = True
+    ) -> Tensor:
+        state, spec = self.state, self._train_data_spec
+        assert state.scaler is not None and spec is not None
+        is_ddp = isinstance(state.model, DistributedDataParallel)
+        with state.model.no_sync() if is_ddp and not ddp_sync else contextlib.nullcontext():
+            self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
+            use_grad_scaling = self._use_grad_scaling(state.precision, state.scaler)
+            for optimizer in state.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            num_samples = sum(spec.get_num_samples_in_batch(microbatch) for microbatch in microbatches)
+            device_batch = state.batch
+            for number, microbatch in enumerate(microbatches, 1):
+                state.batch = spec.microbatch_transforms(state.device.batch_to_device(microbatch))
+                losses = self._train_microbatch(use_grad_scaling, num_samples, number == len(microbatches))
+                total_loss_dict[TOTAL] += losses["total"]
+            state.batch = device_batch
+            if use_grad_scaling:
+                for optimizer in state.optimizers:
+                    state.scaler.unscale_(optimizer)
+            self.engine.run_event(Event.AFTER_TRAIN_BATCH)
+            return total_loss_dict[TOTAL]

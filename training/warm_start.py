@@ -1,0 +1,156 @@
+"""Where training begins when it does not begin at random weights: an earlier run's, or published ones.
+
+    model.denoiser=runs/mosaicml-256                     the newest checkpoint of a run: its training weights, not its average
+    model.denoiser=runs/mosaicml-256/checkpoints/weights-im000512000000-DIGEST.pt
+    model.denoiser=checkpoints/sd/512-base-ema.ckpt      an LDM checkpoint's or a diffusers folder's UNet: fine-tuning
+
+Only weights are taken: optimizer, schedule and counters begin anew. A run that goes on from its own checkpoint does not
+come here (training/resume.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cli.command_line import Problem
+from cli.errors import ConfigError
+from model import LatentDiffusion, ModelConfig
+from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, is_whole, listed, read
+from weights import ldm
+from weights.tensors import canonical_name, difference, on_meta, tensor_specs
+from zoo import load_family
+from zoo.spec import Family
+
+KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
+PREFIX = "denoiser."  # of a LatentDiffusion's tensors
+
+
+def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
+    """Return what stands against beginning where `model.denoiser` says; reads names and shapes alone.
+
+    Args:
+        prediction: what the run trains on; None: the variant's own.
+    """
+    if config.denoiser is None:
+        return []
+    try:
+        family = load_family(config.family, config.preset, config.variant)
+    except ValueError:
+        return []  # named elsewhere
+    prediction = prediction or family.objective["prediction"]
+    denoiser = Path(config.denoiser).expanduser()
+    try:
+        own = _own_checkpoint(denoiser)
+        if own is None:
+            texts = _published_problems(family, denoiser, prediction)
+        else:
+            texts = _own_problems(family, own, _read_whole(own), prediction)
+    except ConfigError as error:
+        texts = error.problems
+    return [Problem(f"model.denoiser: {text.removeprefix('denoiser: ')}", KEYS) for text in texts]
+
+
+def load(model: LatentDiffusion, place: str) -> list[str]:
+    """Copy the weights of a place (`model.denoiser`) into a model's denoiser; return notes for the user.
+
+    Raises:
+        ConfigError: they do not fit, or the file is damaged.
+    """
+    denoiser = Path(place).expanduser()
+    own = _own_checkpoint(denoiser)
+    if own is None:
+        try:
+            notes = ldm.load(str(denoiser), _placed(model.family, model.denoiser))
+        except ValueError as error:
+            lines = [line.removeprefix("denoiser: ") for line in str(error).splitlines()]
+            raise ConfigError([f"model.denoiser: {line}" for line in lines]) from error
+        return [f"begins with {denoiser}", *notes]
+    if not is_whole(own):
+        damaged = f"{own} is damaged: its bytes do not have the digest in its name"
+        raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])
+    content = _read_whole(own)
+    weights, progress = content["model"], content["progress"]
+    with torch.no_grad():
+        for name, tensor in model.denoiser.state_dict().items():
+            tensor.copy_(weights[PREFIX + canonical_name(name)])
+    return [f"begins with {own} (batch {progress['batch']:,}, {progress['images']:,} images)"]
+
+
+def _own_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint of a run that a path means, or None: it is none of ours.
+
+    Raises:
+        ConfigError: a run's folder that has no checkpoint.
+    """
+    if path.name == "checkpoints" and (path.parent / "config.yaml").is_file():
+        path = path.parent
+    if path.is_dir() and (path / "config.yaml").is_file():
+        found = listed(path / "checkpoints", FULL) or listed(path / "checkpoints", WEIGHTS)
+        if not found:
+            raise ConfigError([f"{path} is a run without a checkpoint. Give one that has been saved, or a file."])
+        return found[0]
+    return path if path.is_file() and NAME.fullmatch(path.name) else None
+
+
+def _read_whole(path: Path) -> dict[str, Any]:
+    content = read(path)
+    check_whole(content, path)
+    return content
+
+
+def _own_problems(family: Family, path: Path, content: Mapping[str, Any], prediction: str) -> list[str]:
+    """Compare with what the earlier run was: the same network, trained on the same target."""
+    wanted = {
+        "model.family": family.name,
+        "model.variant": family.variant,
+        "objective.prediction": prediction,
+    }
+    made = content["identity"]
+    found = [
+        f"{path} was trained with {key}={made.get(key)}, this run has {value}. Use that value, or begin elsewhere."
+        for key, value in wanted.items()
+        if made.get(key) != value
+    ]
+    module = on_meta(family.build_denoiser)
+    have = {name.removeprefix(PREFIX): tensor for name, tensor in content["model"].items()}
+    if text := difference(tensor_specs(module.state_dict()), tensor_specs(have)):
+        found.append(f"{path} does not fit: {text}. Use the model.preset that it was made with.")
+    return found
+
+
+def _published_problems(family: Family, path: Path, prediction: str) -> list[str]:
+    if "denoiser" not in family.published():
+        return [
+            f"{path}: no published denoiser is {family.name}'s in the variant {family.variant}. Use model.variant=stock, or "
+            f"begin with a run of this variant."
+        ]
+    found = ldm.problems(str(path), _placed(family, on_meta(family.build_denoiser)))
+    if any("its keys are schema, identity, progress" in text for text in found):
+        return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
+    stated = trained_on(path)
+    if stated not in (None, prediction):
+        found.append(
+            f"{path}: its scheduler says that it was trained on {stated}, this run has objective.prediction="
+            f"{prediction}. Use that value."
+        )
+    return found
+
+
+def trained_on(path: Path) -> str | None:
+    """Return the prediction that a diffusers folder's scheduler names, where it names one that we know."""
+    try:
+        stated = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    known = {"epsilon": "epsilon", "v_prediction": "v"}
+    return known.get(stated.get("prediction_type")) if isinstance(stated, dict) else None
+
+
+def _placed(family: Family, module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
+    return {"denoiser": (module, family.published()["denoiser"](module))}

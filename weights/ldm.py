@@ -1,0 +1,391 @@
+"""Old weight files: do published weights fit our modules, and into the modules with them.
+
+`problems` compares names and shapes, says what is wrong and what is the likely cause; `load` copies. Both take a diffusers
+folder or an LDM file (weights/ldm_names.py says what these are, and has the places of the networks).
+
+    networks = {"vae": (module, ldm.vae(module)), "text": (clip, ldm.open_clip_text(clip))}
+    ldm.problems("512-base-ema.ckpt", networks) or ldm.load("512-base-ema.ckpt", networks)
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weights.clip_text import stored_name
+from weights.files import WeightsFile, open_weights, shown
+from weights.ldm_names import (
+    CLIP_PREFIX,
+    OPEN_CLIP_PREFIX,
+    POSITION_IDS,
+    Network,
+    Source,
+    clip_text,
+    open_clip_text,
+    unet,
+    vae,
+)
+
+__all__ = [
+    "Network",
+    "Networks",
+    "Source",
+    "clip_text",
+    "load",
+    "open_clip_text",
+    "problems",
+    "tokenizer_problem",
+    "unet",
+    "vae",
+]
+
+END_MARK = 49407  # of CLIP's vocabulary; SD 1.x's tokenizer also pads with it
+SDXL_PREFIX = "conditioner.embedders."
+
+# Older diffusers named the attention of a VAE so; the published VAEs of SD 1.x and 2 still have these names
+OLD_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+
+Networks = Mapping[str, tuple[nn.Module, Network]]
+"""By the name that a message calls them, e.g. "vae": the module and its place."""
+
+
+# --- do they fit? ---
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A network's weights: our tensor's name -> where it is in the file, with its whole name there."""
+
+    weights: WeightsFile
+    sources: Mapping[str, Source]
+
+
+def problems(path: str, networks: Networks) -> list[str]:
+    """Say what is wrong with the weights at `path` for these networks, [] if nothing. Reads names and shapes alone.
+
+    Args:
+        path: a diffusers folder (a snapshot in the hub's cache is one), or an LDM file.
+        networks: by the name that a message calls them, e.g. "vae": the module, on any device ("meta" too), and its place.
+    """
+    return _examine(path, networks)[1]
+
+
+def _examine(path: str, networks: Networks) -> tuple[dict[str, _Place], list[str]]:
+    assert networks
+    root = Path(path).expanduser()
+    try:
+        if not root.exists():
+            return {}, [f"{root}: there is no such file or folder. Give a diffusers folder or an LDM file."]
+        return _examine_folder(root, networks) if root.is_dir() else _examine_file(root, networks)
+    except OSError as error:  # no right to look, or a path that no file can have
+        return {}, [f"{root}: cannot be looked into ({error.strerror}). Give a diffusers folder or an LDM file."]
+
+
+def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], list[str]]:
+    absent = [f"{network.folder}/" for _, network in networks.values() if not (root / network.folder).is_dir()]
+    if absent:
+        return {}, [_no_such_folders(root, absent)]
+    places, found = {}, []
+    for label, (module, network) in networks.items():
+        folder = root / network.folder
+        found += _other_facts(label, folder, network)
+        modern, old = network.stems
+        names = [f"{modern}.safetensors", f"{old}.bin", f"{modern}.fp16.safetensors", f"{old}.fp16.bin"]
+        path = next((folder / name for name in names if (folder / name).exists()), None)
+        if path is None:
+            found.append(f"{label}: {folder} has none of {', '.join(names)}. It has: {_listing(folder)}.")
+            continue
+        try:
+            weights = open_weights(path)
+        except ValueError as error:
+            found.append(f"{label}: {error}")
+            continue
+        sources = {name: Source(_name_in_folder(name, weights.tensor_specs)) for name in module.state_dict()}
+        places[label] = _Place(weights, sources)
+        extra = _extra_prefix(weights.tensor_specs, {source.name for source in sources.values()})
+        if extra:
+            found.append(f"{label}: {_one_prefix_too_many(weights, extra)}")
+        else:
+            left_over = [name for name in weights.tensor_specs if not POSITION_IDS.fullmatch(name)]
+            found += _misfits(label, module, places[label], left_over, _other_text_encoder(module, places[label]))
+    return places, found
+
+
+def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], list[str]]:
+    try:
+        weights = open_weights(path)
+    except ValueError as error:
+        return {}, [str(error)]
+    if any(name.startswith(SDXL_PREFIX) for name in weights.tensor_specs):
+        return {}, [f"{path}: is an SDXL checkpoint (it has {SDXL_PREFIX}*). Give one of SD 1.x or 2, as the model is."]
+    places = {}
+    for label, (module, network) in networks.items():
+        sources = {name: network.source(name) for name in module.state_dict()}
+        for ours, source in sources.items():
+            sources[ours] = replace(
+                source, name=stored_name(network.prefix + source.name, weights.tensor_specs, network.prefix)
+            )
+        places[label] = _Place(weights, sources)
+    wanted = {source.name for place in places.values() for source in place.sources.values()}
+    if extra := _extra_prefix(weights.tensor_specs, wanted):
+        return {}, [_one_prefix_too_many(weights, extra)]
+    found = []
+    for label, (module, network) in networks.items():
+        rests = {
+            name.removeprefix(network.prefix): name for name in weights.tensor_specs if name.startswith(network.prefix)
+        }
+        if not rests:
+            found.append(f"{label}: {_no_such_prefix(weights, network.prefix)}")
+            continue
+        left_over = [name for rest, name in rests.items() if not network.unused.match(rest)]
+        found += _misfits(label, module, places[label], left_over, network.contradiction(rests.keys()))
+    return places, found
+
+
+def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[str], cause: str | None) -> list[str]:
+    """Compare names and shapes; `left_over`: names in the file that somebody has to want. One text at most."""
+    tensor_specs = place.weights.tensor_specs
+    wanted = {}
+    for ours, tensor in module.state_dict().items():
+        source = place.sources[ours]
+        wanted[source.name] = (tensor.shape[0] * source.parts, *tensor.shape[1:]) if source.parts > 1 else tensor.shape
+    there = [name for name in wanted if name in tensor_specs]
+    shapes = [
+        f"{name} is {tensor_specs[name][1]}, wanted {tuple(wanted[name])}"
+        for name in there
+        if not _fits(tensor_specs[name][1], tuple(wanted[name]))
+    ]
+    types = [
+        f"{name} is {_words(tensor_specs[name][0])}" for name in there if not tensor_specs[name][0].is_floating_point
+    ]
+    kinds = (
+        ("missing", [name for name in wanted if name not in tensor_specs]),
+        ("left over", [name for name in left_over if name not in wanted]),
+        ("of another shape", shapes),
+        ("of no floating-point type", types),
+    )
+    said = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds if names]
+    said += [cause] if cause else []
+    if not said:
+        return []
+    width = " These are weights of another width." if len(shapes) > len(there) / 2 else ""
+    return [
+        f"{label}: {place.weights.path} does not fit: {'; '.join(said)}.{width} Give the weights of this model in this size."
+    ]
+
+
+def _fits(stored: Sequence[int], wanted: Sequence[int]) -> bool:
+    """True where the shapes agree, or where the file has a 1 x 1 convolution for our linear layer."""
+    return tuple(stored) in (tuple(wanted), (*wanted, 1, 1) if len(wanted) == 2 else None)
+
+
+def _other_facts(label: str, folder: Path, network: Network) -> list[str]:
+    """Compare config.json with the module; a key that an old file does not have had only one value then."""
+    path = folder / "config.json"
+    try:
+        stated = json.loads(path.read_text())
+    except (OSError, ValueError):
+        stated = None
+    if not isinstance(stated, dict):
+        return [
+            f"{label}: {path} is missing or no JSON of a configuration. Copy the folder again, with its config.json."
+        ]
+    return [
+        f"{label}: {path} has {key} {stated[key]}, this model's has {ours}: it is of another model. Give this model's."
+        for key, ours in network.facts.items()
+        if key in stated and not _same(stated[key], ours)
+    ]
+
+
+def _same(stated: Any, ours: Any) -> bool:
+    """Equal; one number for all levels is equal to a list of as many."""
+    if isinstance(stated, list | tuple) or isinstance(ours, list | tuple):
+        first, second = (list(value) if isinstance(value, list | tuple) else None for value in (stated, ours))
+        return (first or [stated] * len(second or [])) == (second or [ours] * len(first or []))
+    return stated == ours
+
+
+def _name_in_folder(name: str, tensor_specs: Collection[str]) -> str:
+    older = name
+    for new, old in OLD_ATTENTION.items():
+        older = older.replace(new, old)
+    return older if name not in tensor_specs and older in tensor_specs else stored_name(name, tensor_specs)
+
+
+# --- likely causes ---
+
+
+def _no_such_folders(root: Path, absent: Sequence[str]) -> str:
+    said = f"{root}: has no {', '.join(absent)}. A diffusers folder has one for each network; this one has: {_listing(root)}."
+    if snapshots := sorted((root / "snapshots").glob("*/")):
+        return f"{said} It is a model's folder in the hub's cache: give {_some([str(path) for path in snapshots])}."
+    if (root / "config.json").is_file():
+        return f"{said} It looks like one network's own folder: give the folder above."
+    files = sorted(p for p in root.iterdir() if p.suffix in {".ckpt", ".safetensors", ".pt"} and p.is_file())
+    return f"{said} To load an LDM file, give its own path: {_some([str(p) for p in files])}." if files else said
+
+
+def _no_such_prefix(weights: WeightsFile, prefix: str) -> str:
+    said = f"{weights.path} has no {prefix}*. It has {_groups(weights.tensor_specs)}."
+    for wanted, other, whose, variant in (
+        (OPEN_CLIP_PREFIX, CLIP_PREFIX, "SD 1.x's text encoder", "sd15"),
+        (CLIP_PREFIX, OPEN_CLIP_PREFIX, "SD 2's text encoder", "stock"),
+    ):
+        if prefix == wanted and any(name.startswith(other) for name in weights.tensor_specs):
+            return (
+                f"{said} {other}* is {whose}: use model.variant={variant}, or give a file of the variant that is set."
+            )
+    return f"{said} Give a whole LDM checkpoint or a diffusers folder."
+
+
+def _other_text_encoder(module: nn.Module, place: _Place) -> str | None:
+    """Name the model of a folder's text encoder where its width tells it, and it is not ours."""
+    table = "text_model.embeddings.token_embedding.weight"
+    shape = place.weights.tensor_specs.get(stored_name(table, place.weights.tensor_specs), (None, ()))[1]
+    known = {768: "SD 1.x's text encoder: use model.variant=sd15", 1024: "SD 2's text encoder: use model.variant=stock"}
+    ours = module.state_dict().get(table)
+    if ours is None or len(shape) != 2 or shape[1] == ours.shape[1] or ours.shape[1] not in known:
+        return None
+    return f"a width of {shape[1]} is that of {known[shape[1]]}" if shape[1] in known else None
+
+
+def _extra_prefix(tensor_specs: Collection[str], wanted: Collection[str]) -> str | None:
+    """Return what stands before every wanted name, e.g. "module.", or None."""
+    longest = max(wanted, key=len)
+    before = [name.removesuffix(longest) for name in tensor_specs if name.endswith(f".{longest}")]
+    return next((extra for extra in before if all(extra + name in tensor_specs for name in wanted)), None)
+
+
+def _one_prefix_too_many(weights: WeightsFile, extra: str) -> str:
+    return f"{weights.path}: every name has '{extra}' too many before it. Save the tensors without it."
+
+
+def _groups(names: Iterable[str]) -> str:
+    """Count names by their first two parts, or the first where those are many."""
+    names = list(names)
+    for num_parts in (2, 1):
+        counts = Counter(".".join(name.split(".")[:num_parts]) for name in names)
+        if len(counts) <= 10:
+            break
+    return _some([f"{group} ({count})" for group, count in counts.items()])
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(shown, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def _listing(folder: Path) -> str:
+    return _some([f"{p.name}/" if p.is_dir() else p.name for p in sorted(folder.iterdir())]) or "nothing"
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- into the modules ---
+
+
+def load(path: str, networks: Networks) -> list[str]:
+    """Copy the weights into the modules, in float32 whatever they were stored in; return notes for the user.
+
+    Raises:
+        ValueError: the `problems`, a line each; or a tensor with values that are not finite, or damaged (modules are then
+            filled in part).
+    """
+    places, found = _examine(path, networks)
+    if found:
+        raise ValueError("\n".join(found))
+    stored: dict[str, list[str]] = {}
+    for label, (module, _) in networks.items():
+        _fill(label, module, places[label])
+        dtypes = {places[label].weights.tensor_specs[source.name][0] for source in places[label].sources.values()}
+        for dtype in sorted(dtypes - {torch.float32}, key=str):
+            stored.setdefault(_words(dtype), []).append(label)
+    return [
+        f"{', '.join(labels)}: stored in {dtype} at {path}, {'rounded' if dtype == 'float64' else 'widened'} to float32. "
+        "Values were rounded on the way, so the fingerprint is not that of weights stored in float32."
+        for dtype, labels in stored.items()
+    ]
+
+
+def _fill(label: str, module: nn.Module, place: _Place) -> None:
+    for ours, tensor in module.state_dict().items():
+        assert not tensor.is_meta, ours
+        source = place.sources[ours]
+        values = place.weights.tensor(source.name).chunk(source.parts)[source.part].reshape(tensor.shape).float()
+        num_bad = int((~torch.isfinite(values)).sum())
+        if num_bad:
+            raise ValueError(
+                f"{label}: {place.weights.path}: {source.name} has {num_bad} of {values.numel()} values that are not finite. "
+                "Fetch the file again, or give other weights."
+            )
+        with torch.no_grad():
+            tensor.copy_(values)
+
+
+# --- the tokenizer ---
+
+# Without "!": SD 2's folder pads with it, and transformers then takes each one in a caption for padding
+TELLING_CAPTIONS = (
+    "",
+    "a photograph of an astronaut riding a horse",
+    "A PHOTOGRAPH of Ångström's Café, naïve & Über-cool",
+    "don't, can't; we'll -- \"quoted\" (and) [bracketed]... #tag @name 50% $9.99",
+    "1234567890 in 1984, 3.14159",
+    "  spaces   and\ttabs\nand lines ",
+    "🐱 a cat 👩‍🚀 and a rocket 🚀",
+    "日本の城, Москва, القاهرة",
+    "supercalifragilisticexpialidocious antidisestablishmentarianism",
+    "?? wow ... -- ok",
+    "a very long caption " * 30,
+)
+
+
+def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) -> str | None:
+    """Say where a diffusers folder's tokenizer gives other tokens than ours, or None; None for an LDM file.
+
+    Whoever uses the trained weights takes the folder's tokenizer. Padding is compared unless the folder pads with the end
+    mark, as SD 1.x's does and `tokenize` never.
+
+    Args:
+        tokenize: captions -> (B, L) int64, e.g. (11, 77), padded with 0.
+    """
+    root = Path(path).expanduser()
+    folder = root / "tokenizer"
+    if not root.is_dir():
+        return None
+    if not folder.is_dir():
+        return f"tokenizer: {root} has no tokenizer/. It has: {_listing(root)}. Copy the whole diffusers folder."
+    from transformers import CLIPTokenizer, logging
+
+    ours = tokenize(TELLING_CAPTIONS).tolist()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # what it logs on the way is said below in one line
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        encoded = tokenizer(list(TELLING_CAPTIONS), padding="max_length", truncation=True, max_length=len(ours[0]))
+    except Exception as error:  # transformers raises what it likes
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        return (
+            f"tokenizer: {folder} is not a CLIPTokenizer's ({type(error).__name__}: {reason}). "
+            "Copy the folder again, with vocab.json and merges.txt."
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    for caption, want, theirs in zip(TELLING_CAPTIONS, ours, encoded["input_ids"], strict=True):
+        end = theirs.index(END_MARK) + 1 if END_MARK in theirs else len(theirs)
+        length = end if set(theirs[end:]) == {END_MARK} else len(theirs)
+        if theirs[:length] != want[:length]:
+            at = next(i for i in range(length) if theirs[i] != want[i])
+            return (
+                f"tokenizer: {folder} gives other tokens than this model trains with: for {caption[:60]!r} token {at} is "
+                f"{theirs[at]}, ours is {want[at]}. Give the weights of this model, with their own tokenizer."
+            )
+    return None

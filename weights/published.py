@@ -1,0 +1,45 @@
+"""Published weights into a network, without running any code of their file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weights.files import WeightsFile
+from weights.tensors import canonical_name, difference
+
+RANDOM = "random"
+RANDOM_SEED = 20160617  # any fixed number: random networks are the same in every command and for every `seed`
+OPTIONAL = "num_batches_tracked"  # counted in training only; files before torch 0.4.1 have none
+
+
+def file_digest(path: str | Path, kind: str) -> str:
+    """Return a file's digest in hexadecimal digits; `kind` is hashlib's name. Raises OSError."""
+    digest, buffer = hashlib.new(kind), memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def fill(module: nn.Module, weights: WeightsFile, what: str) -> None:
+    """Copy a file's tensors into a network, one by one, in the network's own type.
+
+    Args:
+        what: the network in words, for the message.
+
+    Raises:
+        ValueError: names or shapes are not all the network's, or a tensor cannot be read.
+    """
+    own = {name: tensor for name, tensor in module.state_dict().items() if not name.endswith(OPTIONAL)}
+    names = {canonical_name(name): name for name in weights.tensor_specs if not name.endswith(OPTIONAL)}
+    expected = {name: f"{tuple(tensor.shape)}" for name, tensor in own.items()}
+    given = {name: f"{weights.tensor_specs[at][1]}" for name, at in names.items()}
+    if text := difference(expected, given):
+        raise ValueError(f"{weights.path}: does not fit {what}: {text}. Give the weights of that network.")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights.tensor(names[name]))

@@ -1,0 +1,86 @@
+"""Names, shapes and digests of tensors: what is kept across processes is found again by these, never by position.
+
+And how torch says that there is no memory for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+Built = TypeVar("Built")
+
+# Beside torch.OutOfMemoryError: the CPU's allocator, CUDA itself, a library's workspace. All are plain RuntimeErrors.
+OF_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def canonical_name(name: str) -> str:
+    """Return a tensor's name without the parts that DDP, torch.compile, FSDP and activation checkpointing add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def on_meta(build: Callable[[], Built]) -> Built:
+    """Call a builder of modules so that they have names and shapes and take no memory."""
+    import torch._dynamo
+
+    with torch.device("meta"):
+        return build()
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Canonical name -> parameter, for those that are floating-point and trained."""
+    named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
+    return {name: p for name, p in named if p.requires_grad and p.is_floating_point()}
+
+
+def lay_out_like(state: dict[Any, Any], parameter: Tensor) -> dict[Any, Any]:
+    """Return an optimizer's state of a parameter with that one's strides: fused kernels go through both in one order.
+
+    A checkpoint of a run in another memory format has others.
+    """
+    return {
+        key: torch.empty_like(parameter, dtype=kept.dtype).copy_(kept)
+        if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept.stride() != parameter.stride()
+        else kept
+        for key, kept in state.items()
+    }
+
+
+def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> type and shape in words, e.g. "float32 (320, 4, 3, 3)"."""
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for name, tensor in tensors.items()
+    }
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def difference(expected: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Describe how two tables name -> form differ, with three names of each kind; empty where they do not."""
+
+    def some(names: list[str]) -> str:
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    missing = [name for name in expected if name not in given]
+    extra = [name for name in given if name not in expected]
+    other = [f"{n} is {given[n]}, not {expected[n]}" for n in expected if n in given and given[n] != expected[n]]
+    kinds = (("missing", missing), ("left over", extra), ("of another form", other))
+    return "; ".join(f"{len(names)} {kind} ({some(names)})" for kind, names in kinds if names)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for torch's error on a GPU, for those of CUDA and its libraries, and for that of torch's allocator on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OF_MEMORY)

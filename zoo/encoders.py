@@ -1,0 +1,96 @@
+"""The frozen networks of a run: built, filled with published weights or with random ones, and known by a fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from cli.errors import ConfigError
+from weights import ldm
+from weights.tensors import fingerprint, on_meta
+from zoo.spec import Family
+
+RANDOM = "random"
+SHIPPED = "shipped"
+RANDOM_SEED = 20221124  # any fixed number: random encoders are the same in every command and for every `seed`
+
+
+class FrozenEncoders:
+    """Holds encoders in eval mode and without gradients, outside any module tree.
+
+    Attributes:
+        fingerprints: encoder -> digest of its weights, taken before `to` casts them; none on the meta device.
+        notes: what a person should know about the weights.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], notes: list[str]):
+        self.modules = {name: module.eval().requires_grad_(False) for name, module in modules.items()}
+        self.notes = notes
+        on_meta = any(p.is_meta for module in modules.values() for p in module.parameters())
+        self.fingerprints = {} if on_meta else {name: fingerprint(module) for name, module in modules.items()}
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        for module in self.modules.values():
+            nn.Module.to(module, device=device, dtype=dtype)  # past diffusers' own `to`, which warns of every cast
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(next(iter(self.modules.values())).parameters()).dtype
+
+
+def own_weights(family: Family) -> str:
+    """Return what `model.weights` is where it is not given and nothing has to be: the family's own, or random ones."""
+    return RANDOM if family.shipped is None else SHIPPED
+
+
+def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
+    """Build a family's encoders on the CPU, in float32.
+
+    Args:
+        weights: a diffusers folder or an LDM checkpoint; "shipped": those of the project; "random"; None: `own_weights`.
+
+    Raises:
+        ConfigError: the weights do not fit (see `weights_problems`), or are damaged.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        modules = family.build_encoders()
+    weights = weights or own_weights(family)
+    if weights == RANDOM:
+        return FrozenEncoders(modules, [])
+    try:
+        if weights == SHIPPED:
+            ldm.load(_shipped_folder(family), _placed(family, modules))  # as they are stored is what they are: no notes
+            return FrozenEncoders(modules, [])
+        return FrozenEncoders(modules, ldm.load(weights, _placed(family, modules)))
+    except ValueError as error:
+        raise ConfigError([f"model.weights: {line}" for line in str(error).splitlines()]) from error
+
+
+def weights_problems(family: Family, weights: str) -> list[str]:
+    """Return what is wrong with the weights at a path, from names and shapes alone, the tokenizer included."""
+    if weights == SHIPPED:
+        try:
+            weights = _shipped_folder(family)
+        except ValueError as error:
+            return [str(error)]
+    found = ldm.problems(weights, _placed(family, on_meta(family.build_encoders)))
+    if found or family.shipped is not None:  # a family with weights of its own has its tokenizer in its code
+        return found
+    tokenizer = ldm.tokenizer_problem(weights, lambda captions: family.tokenize(captions)["tokens"])
+    return [tokenizer] if tokenizer else []
+
+
+def _shipped_folder(family: Family) -> str:
+    if family.shipped is None:
+        ways = "Give a diffusers folder or an LDM checkpoint, or model.weights=random for random ones"
+        raise ValueError(f"shipped, but the project has no weights of {family.name}. {ways}.")
+    return str(family.shipped)
+
+
+def _placed(family: Family, modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, Any]]:
+    places = family.published()
+    return {name: (module, places[name](module)) for name, module in modules.items()}

@@ -1,0 +1,153 @@
+"""The networks of the shapes world: the classes that Stable Diffusion 2 is built of, small, and what measures them.
+
+    network   class                         what it is for                                  weights, in WEIGHTS
+    vae       diffusers' AutoencoderKL      pictures <-> latents, 32 px -> 8 x 8 x 4        vae/
+    text      transformers' CLIPTextModel   conditions the denoiser; the pair's text tower  text_encoder/
+    clip      transformers' CLIPModel       CLIP score                                      clip/ (all but the text tower)
+    reader    `Reader`, below               features for FID; reads attributes              reader/
+
+Captions are cut into words, not letters: the world has 27 of them, and a byte-pair table of 49,408 would be the largest part
+of everything here. As in OpenCLIP a caption stands between two marks, of which the end is the greatest token, and is
+filled up with 0.
+
+Shapes: B batch, H W height and width in px (32), L = 16 text tokens, D = 64 text width, E = 64 features of the pair,
+F = 64 features of the reader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weights.clip_text import build_text_model
+from zoo.shapes.world import ATTRIBUTES, WORDS
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
+    from transformers import CLIPModel, CLIPTextConfig
+
+WEIGHTS = Path(__file__).parent.parent / "shapes_weights"
+"""What is shipped: a diffusers folder, and two folders more of the same kind."""
+
+SIDE_PX = 32
+PIXELS_PER_LATENT = 4
+NUM_TOKENS = 16  # the longest caption has 14 words
+PAD, UNKNOWN = 0, 1
+TOKEN_OF = {word: number for number, word in enumerate(WORDS, start=2)}
+START = 2 + len(WORDS)
+END = START + 1
+VOCABULARY = END + 1
+TEXT_WIDTH = 64
+NUM_FEATURES = 64
+
+
+def tokenize(captions: Sequence[str]) -> Tensor:  # -> int64 (B, 16)
+    """Turn captions into tokens; words of another world become UNKNOWN, what is too long is cut."""
+    tokens = torch.full((len(captions), NUM_TOKENS), PAD)
+    for row, caption in zip(tokens, captions, strict=True):
+        words = re.findall("[a-z]+", caption.lower())[: NUM_TOKENS - 2]
+        numbers = [START, *(TOKEN_OF.get(word, UNKNOWN) for word in words), END]
+        row[: len(numbers)] = torch.tensor(numbers)
+    return tokens
+
+
+# --- built with random weights, from torch's global generator ---
+
+
+def build_vae(scaling_factor: float = 1.0) -> AutoencoderKL:
+    """Build the VAE: images (B, 3, 32, 32) in [-1, 1] <-> (B, 4, 8, 8); 0.95 M parameters."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(32, 64, 64),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=SIDE_PX,
+        scaling_factor=scaling_factor,
+    )
+
+
+def text_config() -> CLIPTextConfig:
+    """Return the configuration of the text encoder: 3 blocks, 4 heads; 0.15 M parameters."""
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=NUM_TOKENS,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=4 * TEXT_WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        hidden_act="gelu",
+        projection_dim=64,
+        pad_token_id=PAD,
+        bos_token_id=START,
+        eos_token_id=END,
+    )
+
+
+def build_text_encoder() -> nn.Module:
+    """Build the text encoder: tokens (B, 16) -> states (B, 16, 64)."""
+    return build_text_model(text_config())
+
+
+def build_clip() -> CLIPModel:
+    """Build the pair: the text encoder, and a vision transformer on 16 patches of 8 px; 0.9 M parameters."""
+    from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig
+
+    vision = CLIPVisionConfig(
+        image_size=SIDE_PX,
+        patch_size=8,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        hidden_act="gelu",
+        projection_dim=64,
+    )
+    return CLIPModel(CLIPConfig(text_config=text_config().to_dict(), vision_config=vision.to_dict(), projection_dim=64))
+
+
+class Reader(nn.Module):
+    """Reads a picture's attributes; what it reads them from are FID's features.
+
+    It is trained on pictures blurred and with noise, too, and says how much of both it sees: so its features move when
+    a picture is bad, not only when it shows something else.
+    """
+
+    def __init__(self):
+        super().__init__()
+        widths = (32, 64, 96, 128)
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(before, after, 3, stride=1 if before == 3 else 2, padding=1)
+            for before, after in zip((3, *widths), widths, strict=False)
+        )
+        self.norms = nn.ModuleList(nn.GroupNorm(8, width) for width in widths)
+        self.pool = nn.Linear(widths[-1] * 4 * 4, NUM_FEATURES)
+        self.heads = nn.ModuleDict({name: nn.Linear(NUM_FEATURES, len(values)) for name, values in ATTRIBUTES.items()})
+        self.damage = nn.Linear(NUM_FEATURES, 2)
+
+    def layers(self, images: Tensor) -> list[Tensor]:  # (B, 3, 32, 32) in [-1, 1] -> 4 x (B, C, h, w), 32 px to 4
+        """Return what every convolution sees."""
+        found = []
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            images = F.gelu(norm(convolution(images)))
+            found.append(images)
+        return found
+
+    def features(self, images: Tensor) -> Tensor:  # (B, 3, 32, 32) in [-1, 1] -> (B, 64)
+        return self.pool(self.layers(images)[-1].flatten(1))
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Return the logits of every attribute, (B, values), and `damage`, (B, 2): blur and noise, each in [0, 1]."""
+        features = self.features(images)
+        return {name: head(features) for name, head in self.heads.items()} | {"damage": self.damage(features)}
