@@ -65,7 +65,7 @@ def test_with_late_loss_a_step_waits_nowhere(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "NonBlockingTrainer", watched(benchmark.NonBlockingTrainer, waits, range(3, 4)))
     assert benchmark.main([*TINY_RUN, *LONG_WINDOWS, *words, f"run_folder={tmp_path}", "run_name=a"]) == 0
     # The loss of the batch before, from memory of the host that the device has written to by then.
-    own = {f"put of trainer.py: {UPLOAD}": 1, f"take of training/trainer.py: {FETCH}": 1}
+    own = {f"put of trainer.py: {UPLOAD}": 1, f"take of trainer.py: {FETCH}": 1}
     assert waits.of("ours") == own
     assert {what for what in waits.of("composer") if UPLOAD not in what} == set()
 
