@@ -117,7 +117,11 @@ def page_of(schema: type, own: bool = False) -> str:
     """
     entries = list(keys_of(schema))
     if own:
-        return table([key for key in entries if isinstance(key, Key) and key.owner is schema and "." not in key.name])
+        return (
+            "\n"
+            + table([key for key in entries if isinstance(key, Key) and key.owner is schema and "." not in key.name])
+            + "\n"
+        )
     groups: list[tuple[str, type, list[Key]]] = []
     for entry in entries:
         if isinstance(entry, tuple):

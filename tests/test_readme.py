@@ -28,7 +28,7 @@ from PIL import Image, ImageChops
 import benchmark
 from bench.ladder import read_ladder
 from bench.micro import table
-from cli.command_line import parse_command_line
+from cli.command_line import RENAMED, parse_command_line
 from cli.describe import Key, described, keys_of, page_of
 from cli.limits import limited
 from config import load, schema_keys
@@ -37,6 +37,8 @@ from prepare.parts import split_words
 from record.summary import rounded
 from reports import samples
 from tests.store.__main__ import table as table_of_faults
+from zoo import FAMILIES, load_family
+from zoo.sampling import SAMPLERS
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -280,6 +282,12 @@ def test_the_tree_of_the_readme_is_the_tree_and_its_floors_are_those_of_the_layo
     assert named == {room: floors[room.removesuffix("/").removesuffix(".py")] for room in there}
 
 
+def test_flags_and_earlier_names_of_keys_are_on_the_page():
+    page = PAGES["docs/configuration.md"].split("## The keys")[0]
+    assert all(f"`--{flag}`" in page for flag in benchmark.ALIASES)
+    assert all(f"`{old}` is an earlier name of `{new}`" in page for old, new in RENAMED.items())
+
+
 def test_every_key_that_is_named_exists():
     keys = set(schema_keys(EvalCommand)) | set(benchmark.ALIASES)
     sections = {key.partition(".")[0] for key in keys if "." in key}
@@ -317,8 +325,11 @@ def test_the_tables_of_keys_are_what_make_docs_would_write(page):
     assert described(PAGES[page]) == PAGES[page], "run make docs"
 
 
-@pytest.mark.parametrize("schema", [benchmark.RunConfig, EvalCommand])
-def test_every_key_says_in_at_most_two_sentences_what_it_is(schema):
+@pytest.mark.parametrize(
+    "module, name", [("benchmark", "RunConfig"), ("eval", "EvalCommand"), *((m, n) for m, (n, _) in COMMANDS.items())]
+)
+def test_every_key_says_in_a_few_words_what_it_is(module, name):
+    schema = getattr(importlib.import_module(module), name)
     texts = {key.name: key.text for key in keys_of(schema) if isinstance(key, Key)}
     assert set(texts) == {
         key for key in schema_keys(schema) if not any(other.startswith(f"{key}.") for other in schema_keys(schema))
@@ -355,7 +366,7 @@ def test_a_table_of_keys_has_default_what_is_possible_and_the_text_under_the_fie
         "| `rate` | `1e-8` | a number |  |",
         "| `flag` | `false` | `true`, `false` | A flag. |",
     ]
-    assert page_of(Outer, own=True) == head + "\n".join(own) + "\n"
+    assert page_of(Outer, own=True) == "\n" + head + "\n".join(own) + "\n\n"
     inner = "| `inner.size` | `null` | 1 to 8, null | Pixels. null: as they are. |"
     parts = ["### Keys without a section", "What lies without.", head + "\n".join(own)]
     parts += ["### `inner`", "What lies within.", head + inner]
@@ -483,6 +494,7 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("store_speed", "download_mb_per_sec", ".0f"),
         ("store_speed", "cold_mb_per_sec", ".0f"),
         ("store_speed", "warm_mb_per_sec", ".0f"),
+        ("store_speed", "cold_over_download", ".2f"),
         ("store_speed", "arrival_over_download", ".2f"),
         ("store_speed", "verify_sec_per_gb", ".3f"),
         ("generate_speed", "speedup_vs_one_at_a_time", ".2f"),
@@ -497,6 +509,31 @@ def spread(made: dict, key: str, digits: str) -> str:
 def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
     made = record(name)
     assert f"| {spread(made, key, digits)}" in PAGES["docs/benchmarks.md"] and made["commit"]
+
+
+def test_the_other_figures_of_data_and_store_are_those_of_their_records():
+    data, page = record("data_speed"), PAGES["docs/benchmarks.md"]
+    for kind in ("webdataset", "webdataset16", "files"):
+        ratio = spread(data, f"speedup_vs_{kind}_worker", ".2f")
+        assert f"| {ratio} | {data[f'speedup_vs_{kind}_in_process']:.2f} |" in page
+    times = [
+        f"{data[f'{kind}_worker_cpu_us_a_sample']:.0f}" for kind in ("ours", "webdataset", "webdataset16", "files")
+    ]
+    assert f"ours | {times[0]} |" in page and f"| {', '.join(times[1:])} |" in page
+    assert f"the tars in float32 | {data['bytes_over_webdataset']:.3f} |" in page
+    assert f"WebDataset | {data['paced_data_wait_frac_webdataset']:.4f} |" in page
+    cores = (
+        f"{data['node_cores_ours']:.2f} of 16 cores busy from moments, and {data['node_cores_images']:.1f} from JPEGs"
+    )
+    assert cores in page
+    assert f"samples/s | {record('store_speed')['warm_samples_per_sec']:,.0f} |" in page
+
+
+def test_the_names_that_the_texts_of_keys_give_are_those_of_the_code():
+    texts = {key.name: key.text for key in keys_of(benchmark.RunConfig) if isinstance(key, Key)}
+    assert texts["eval.sampler"] == f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}."
+    assert all(f"{family} (" in texts["model.family"] for family in FAMILIES)
+    assert all(load_family("sd2", "tiny", name) for name in ("stock", "mlperf", "sd15"))
 
 
 def test_the_table_of_faults_is_that_of_the_committed_records_and_ours_are_all_good():
