@@ -95,7 +95,7 @@ class DataConfig:
     def problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
     ) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be, the stage's own facts included.
+        """(key, message) for every invalid value, the stage's own facts included.
 
         Args:
             made_for: key of the configuration -> its value, for what a stage of moments has been made for; and `resize`, how

@@ -53,7 +53,7 @@ class EMAConfig:
     """Batches between two updates."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
+        """(key, message) for every invalid value."""
         found = []
         set_to = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         if set_to and not self.enabled:

@@ -114,7 +114,7 @@ class LatentDiffusion(ComposerModel):
 
     Args:
         family: what is particular to the model.
-        objective: the way down.
+        objective: the forward process, its target and weights.
         denoiser: the trained network.
         encoders: the frozen networks.
         size: (width, height) of the images, px.

@@ -68,7 +68,7 @@ class MLPerfConfig:
     """Name of the system, for example 8xH200. 4.0.0 and 4.1.0 ask for it. null: not said."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
+        """(key, message) for every invalid value."""
         if not self.enabled:
             return []
         found = []

@@ -48,7 +48,7 @@ class ProfileConfig:
         return max(1, warmup_batches) if self.start_batch is None else self.start_batch
 
     def problems(self, num_batches: int | None, warmup_batches: int) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be.
+        """(key, message) for every invalid value.
 
         Args:
             num_batches: of the run; None: not known yet.

@@ -80,7 +80,7 @@ class EvalConfig:
     """Images in the grid of samples, those of the first prompts. 0: no grid."""
 
     def problems(self, *, now: bool, images_alone: bool = False) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be.
+        """(key, message) for every invalid value.
 
         Args:
             now: it is evaluated here: its files have to be there.

@@ -95,6 +95,7 @@ RUN_BY = {
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
     "gpu-evaluation": "tests/test_bench_evaluation.py",
     "docs": "tests/test_readme.py",
+    "env": "tests/test_locks.py",
     "lint": "tests/test_layout.py",
     "lock": "tests/test_locks.py",
 }
@@ -150,10 +151,11 @@ def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
         return
     words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
     if kind == "target":
-        target = "env" if words[0] == "source" else words[1]  # which makes what is activated
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
-        targets = [word for word in words[1:] if "=" not in word and target != "env"]
-        assert all((ROOT / RUN_BY[name]).is_file() for name in targets)
+        # What is activated is what `make env` makes.
+        targets = ["env"] if words[0] == "source" else [word for word in words[1:] if "=" not in word]
+        makefile = (ROOT / "Makefile").read_text()
+        assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+        assert all((ROOT / RUN_BY[target]).is_file() for target in targets)
     elif kind == "module":
         assert importlib.util.find_spec(f"{words[2]}.__main__")
         assert all((ROOT / word).is_file() for word in words[3:] if word.startswith("tests/"))

@@ -39,7 +39,7 @@ class OptimizerConfig:
     """Clip gradients to this norm over all parameters. null: never."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
+        """(key, message) for every invalid value."""
         found = []
         if self.lr is not None and self.lr_per_image is not None:
             found.append(
@@ -68,7 +68,7 @@ class ScheduleConfig:
     """The same in images, rounded up to whole batches. Give this or warmup_batches."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
+        """(key, message) for every invalid value."""
         found = []
         if self.warmup_batches is not None and self.warmup_images is not None:
             found.append(

@@ -68,7 +68,7 @@ class SpeedKeys:
     """cuDNN times its algorithms for each convolution at the first step. Another run may choose others."""
 
     def problems_of_speed(self, precision: str | None) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be, on this machine.
+        """(key, message) for every invalid value, on this machine.
 
         Args:
             precision: of the run; None: the device's own, bf16 on a GPU.

@@ -1,4 +1,4 @@
-"""The way down: noise schedules, what the network is asked to predict, and how much each sample counts.
+"""The forward process: noise schedules, what the network is asked to predict, and how much each sample counts.
 
 Symbols as in Ho et al. 2020 (arXiv:2006.11239): x_0 the latent, eps standard normal noise, abar_t the cumulative signal
 fraction, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps (its equation 4).
@@ -40,7 +40,7 @@ class ObjectiveConfig:
 
 
 class Objective(Protocol):
-    """What model.py asks of a way down; a flow-matching objective will have the same four methods."""
+    """What model.py asks of a forward process; a flow-matching objective will have the same four methods."""
 
     prediction: str
     """What the network says, and its target is; zoo/sampling.py's name for the way back."""
