@@ -25,7 +25,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint test test-slow test-fp8 test-store test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation clean
+.PHONY: help env lock lint test test-slow test-fp8 test-store test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation docs clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -137,6 +137,10 @@ gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain basel
 
 gpu-evaluation:  ## on a GPU machine: how fast SD2 at 512 px is scored, eager and compiled -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512_evaluation.yaml
+
+docs: $(STAMP)  ## write the tables of keys in docs/ and the picture of the README anew
+	$(PY) -m cli.describe docs/*.md
+	$(PY) -m reports.samples reports/results/shapes_samples.png reports/results/shapes_samples.txt docs/pictures/samples.png gap_px=6
 
 clean:  ## remove the data of demo and controls; runs stay in runs/
 	rm -rf $(SHAPES)

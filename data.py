@@ -56,30 +56,32 @@ LOADER_MARGIN_SEC = 120.0  # a loader worker that has said nothing for so long b
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The `data` section of a run."""
+    """Where batches come from, and in which order."""
 
     stage: Literal["images", "moments"] = "images"
+    """What is read: images, or moments that were encoded before."""
     synthetic: bool = False
-    """One random batch of the stage's columns, kept on the device; remote and local are ignored."""
+    """One random batch, drawn once and kept on the device. remote and local are ignored."""
     remote: str | None = None
-    """Folder or store address (s3://...) of the stage."""
+    """The stage: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
-    """Folder that keeps the shards of `remote`; null: a folder is read in place."""
+    """Folder that keeps the shards of `remote`. null: a folder is read in place."""
     workers: int = limited(4, 0, 512)
-    """Loader processes a device; 0: in the training process."""
+    """Loader processes for each device. 0: read in the training process."""
     cache_limit: str | None = None
-    """Most bytes in `local`, e.g. 100gb, but for shards on their way, one a process; null: no limit."""
+    """Most bytes in `local`, for example 100gb; shards on their way are extra, one for each process. null: no limit."""
     patience_sec: float = limited(PATIENCE_SEC, 0.0, 1e6)
-    """How long a store that is away is waited for before the run stops."""
+    """How long the run waits for a store that is away, before it stops."""
     num_canonical_nodes: int = limited(1, 1, 2**16)
-    """Fixes the order of samples whatever the number of nodes; set it to the most nodes that the run may have."""
+    """Fixes the order of samples for any number of nodes. Set it to the most nodes that the run may have."""
     shuffle: bool = True
+    """Shuffle the samples. Their order depends on seed, global batch and num_canonical_nodes alone."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
-    """Range of the images that the VAE sees: [-1, 1], or [0, 1] as in the MLPerf reference."""
+    """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
     posterior: Literal["sample", "mean"] = "sample"
-    """The latent of an image: drawn from the VAE's posterior anew at each reading, or always its mean."""
+    """The latent of an image: drawn from the VAE's posterior at each reading, or its mean."""
     max_bad_samples: int = limited(100, 0)
-    """A run with more unusable samples than this stops."""
+    """The run stops at more unusable samples than this."""
 
     @property
     def location(self) -> str | None:
@@ -93,7 +95,7 @@ class DataConfig:
     def problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
     ) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be, the stage's own facts included.
+        """(key, message) for every invalid value, the stage's own facts included.
 
         Args:
             made_for: key of the configuration -> its value, for what a stage of moments has been made for; and `resize`, how

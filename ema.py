@@ -35,24 +35,25 @@ DEFAULT_DECAY = 0.9999  # of MosaicML's and NVIDIA's Stable Diffusion recipes; a
 
 @dataclass(frozen=True)
 class EMAConfig:
-    """The `ema` section of a run."""
+    """EMA weights. Give one of half_life, decay and sigma_rel."""
 
     enabled: bool = False
+    """Keep EMA weights."""
     half_life: str | None = None
-    """Batches (1000ba) or images (2048000sp) after which the weight of a batch has halved; excludes decay, sigma_rel."""
+    """Batches (1000ba) or images (2048000sp) after which a batch's weight in the EMA has halved."""
     decay: float | None = None
-    """Fixed factor a batch; null: 0.9999 where neither half_life nor sigma_rel is given."""
+    """Fixed factor for each batch. null: 0.9999 where neither half_life nor sigma_rel is given."""
     sigma_rel: float | None = None
     """Relative width of a power-function average (arXiv:2312.02696); 0.05 to 0.25 are usual."""
     start: str = "0ba"
-    """Batches (800000ba) or images (512000sp) before it starts; no memory is taken until then."""
+    """Batches (800000ba) or images (512000sp) before it begins. It takes no memory until then."""
     device: Literal["model", "cpu"] = "model"
-    """model: beside the weights. cpu: in (pinned) host memory, for a full GPU; then `every` should be well above 1."""
+    """model: beside the weights. cpu: in host memory, for a full GPU; then set `every` well above 1."""
     every: int = limited(1, 1)
     """Batches between two updates."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
+        """(key, message) for every invalid value."""
         found = []
         set_to = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         if set_to and not self.enabled:

@@ -80,10 +80,12 @@ class EvalCommand(RunConfig):
     """A run's keys, and those of this command."""
 
     snapshots: Literal["all", "to_target", "last"] | None = None
+    """all; last; to_target: up to the first that meets the target. null: last for a list of guidances, to_target with a
+    target, else all."""
     from_images: int = limited(0, 0)
-    """Where to_target begins: images seen, a hint that saves the scoring of early snapshots."""
+    """Images seen where to_target begins: a hint that saves scoring early snapshots."""
     out: str | None = None
-    """Folder of eval.csv and the pictures; null: the run's own."""
+    """Folder of eval.csv and the pictures. null: the run's own."""
 
 
 # What changes a score, which are made, or how fast: any other key would be given in vain.

@@ -51,18 +51,19 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.b
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The `model` section of a run."""
+    """The model, its frozen encoders, and where training begins."""
 
     family: str = "sd2"
+    """The kind of model: sd2 (Stable Diffusion 2), or shapes (the miniature)."""
     preset: str = "full"
-    """full, or tiny: the same code and block types, for a CPU."""
+    """full, or tiny: the same code and kinds of blocks with under 2 M parameters, for a CPU."""
     variant: str = "stock"
+    """stock. For sd2 also mlperf (the MLPerf benchmark's network) and sd15 (Stable Diffusion 1.5)."""
     weights: str | None = None
-    """Where the frozen encoders come from: a diffusers folder, an LDM checkpoint (512-base-ema.ckpt), `random`, or `shipped`
-    where the project has the family's. null: those where there are any; else random where data is synthetic, to be given
-    where it is not."""
+    """The frozen encoders: diffusers folder, LDM checkpoint, `random`, or `shipped`. null: shipped where there are any,
+    else random for synthetic data only."""
     denoiser: str | None = None
-    """Where the training begins: a run's folder or checkpoint, or published weights. null: at random weights."""
+    """Where training begins: a run's folder or checkpoint, or published weights. null: at random weights."""
 
 
 def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: bool) -> list[Problem]:
@@ -113,7 +114,7 @@ class LatentDiffusion(ComposerModel):
 
     Args:
         family: what is particular to the model.
-        objective: the way down.
+        objective: the forward process, its target and weights.
         denoiser: the trained network.
         encoders: the frozen networks.
         size: (width, height) of the images, px.

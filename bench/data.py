@@ -80,16 +80,17 @@ class DataBenchConfig:
     """The keys of this command."""
 
     num_samples: int = limited(4096, 2 * MOMENTS_BATCH)
-    """Moments: 64 KiB each in the stage, twice that in float32."""
+    """Samples of moments: 64 KiB each in the stage, twice that in float32."""
     num_images: int = limited(128, 2 * IMAGES_BATCH)
-    """Of them, those that are read as JPEGs too."""
+    """Samples that are also read as JPEGs."""
     rounds: int = limited(5, 1)
+    """Turns of each contestant."""
     paced_batches: int = limited(10, 1)
     """Batches of 64 that the sleeping training process takes in a turn; 0.32 s each."""
     results: str = "reports/results/data_speed.json"
-    """The record's file; an earlier one is replaced."""
+    """File of the record; an earlier one is replaced."""
     work: str | None = None
-    """Folder for temporary files; null: the system's."""
+    """Folder for temporary files. null: the system's."""
 
 
 def check(config: DataBenchConfig) -> list[Problem]:

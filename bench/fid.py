@@ -43,14 +43,17 @@ class FidConfig:
     """The keys of this command."""
 
     num_images: int = limited(30_000, 20)  # a tenth has a covariance, too
+    """Images whose features are added up."""
     num_features: int = limited(2048, 1, 2**16)
+    """Features of an image; Inception has 2048."""
     batch_size: int = limited(50, 1)
-    """Images an update; 50 is pytorch-fid's."""
+    """Images in an update; 50 is pytorch-fid's."""
     rounds: int = limited(3, 1)
+    """Turns of each contestant."""
     threads: int = limited(1, 1, 1024)
-    """Of torch; bench/micro_ema.py says why one."""
+    """Threads of torch; bench/micro_ema.py says why one."""
     results: str = "reports/results/fid_speed.json"
-    """The record's file; an earlier one is replaced."""
+    """File of the record; an earlier one is replaced."""
 
 
 def synthetic_features(num_images: int, num_features: int, seed: int) -> Tensor:

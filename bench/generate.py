@@ -50,18 +50,27 @@ class GenerateConfig:
     """The keys of this command."""
 
     preset: str = "tiny"
+    """Size of the network: tiny or full."""
     variant: str = "stock"
+    """Variant of Stable Diffusion, as model.variant."""
     image_size: int = limited(64, 1, MAX_SIDE_PX)
+    """Side of the images in pixels."""
     num_prompts: int = limited(16, 1)
+    """Images that are generated in a turn."""
     batch_size: int = limited(16, 1, 2**16)
+    """Images a pass."""
     sampler: str = "ddim"
+    """ddim, plms, dpm++ or euler."""
     steps: int = 20
+    """Steps of the sampler."""
     guidance: float = 8.0
+    """Scale of classifier-free guidance."""
     rounds: int = limited(5, 1)
+    """Turns of each contestant."""
     threads: int = limited(1, 1, 1024)
-    """Of torch, on a CPU."""
+    """Threads of torch on a CPU."""
     results: str = "reports/results/generate_speed.json"
-    """The record's file; an earlier one is replaced."""
+    """File of the record; an earlier one is replaced."""
 
 
 def check(config: GenerateConfig) -> list[Problem]:

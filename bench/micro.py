@@ -47,20 +47,21 @@ class MicroConfig:
     """The keys of this command."""
 
     parts: str = "ema,moments,images,checkpoint,first_step"
-    """Names with commas between them; the order is their own."""
+    """What is measured: ema, moments, images, checkpoint, first_step, with commas between. Their order is fixed."""
     rounds: int = limited(7, 1)
     """Turns of each contestant; checkpoint and first_step take 3 at most."""
     num_parameters: int = limited(100_000_000, 100_000)
-    """Of the UNet whose weights are averaged and kept, about."""
+    """About how many parameters the UNet has whose weights are averaged and saved."""
     threads: int = limited(1, 1, 1024)
-    """Of torch, for the updates of the average on a CPU; bench/micro_ema.py says why."""
+    """Threads of torch for updates of the EMA on a CPU; bench/micro_ema.py says why one."""
     num_samples: int = limited(8192, 2 * MOMENTS_BATCH)  # one batch begins the clock
-    """Of the stage `moments`: 64 KiB each, twice that in the tars."""
+    """Samples of the stage `moments`: 64 KiB each, twice that in the tars."""
     num_images: int = limited(256, 2 * IMAGES_BATCH)
+    """Images of the stage `images`."""
     results: str = "reports/results/micro.json"
-    """The record's file; an earlier one is replaced."""
+    """File of the record; an earlier one is replaced."""
     work: str | None = None
-    """Folder for temporary files, on the disk to be measured; null: the system's."""
+    """Folder for temporary files, on the disk to be measured. null: the system's."""
 
     @property
     def names(self) -> list[str]:

@@ -59,8 +59,11 @@ class StoreConfig:
     """The keys of this command."""
 
     num_samples: int = limited(24576, 2 * MOMENTS_BATCH)
+    """Samples of moments, 64 KiB each."""
     rounds: int = limited(5, 1)
+    """Turns of each contestant."""
     results: str = "reports/results/store_speed.json"
+    """File of the record; an earlier one is replaced."""
 
 
 def put_stage(client: Any, address: str, num_samples: int) -> None:

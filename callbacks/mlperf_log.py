@@ -54,20 +54,21 @@ STATUS = "research"  # of submission_status, which 4.0.0 asks for: what it is un
 
 @dataclass(frozen=True)
 class MLPerfConfig:
-    """The `mlperf` section of a run."""
+    """The MLPerf log."""
 
     enabled: bool = False
     """Write mlperf.log."""
     division: Literal["closed", "open"] = "open"
-    """closed: every constant is the benchmark's, or the run is refused."""
+    """closed: a run is refused unless every constant is the benchmark's."""
     ruleset: Literal["4.0.0", "4.1.0", "5.0.0"] = "5.0.0"
+    """MLPerf's ruleset."""
     org: str | None = None
-    """Who submits. null: not said; 4.0.0 and 4.1.0 ask for it."""
+    """Who submits. 4.0.0 and 4.1.0 ask for it. null: not said."""
     platform: str | None = None
-    """Name of the system, e.g. 8xH200. null: not said; 4.0.0 and 4.1.0 ask for it."""
+    """Name of the system, for example 8xH200. 4.0.0 and 4.1.0 ask for it. null: not said."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
+        """(key, message) for every invalid value."""
         if not self.enabled:
             return []
         found = []

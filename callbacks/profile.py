@@ -35,12 +35,12 @@ FOLDER = "profile"
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """The `profile` section of a run."""
+    """Steps that are recorded with torch.profiler, outside of the measured windows."""
 
     batches: int = limited(0, 0)
-    """Recorded steps; 0: none."""
+    """Steps to record; 0: none. They leave a trace and a table of time in profile/."""
     start_batch: int | None = limited(None, 1)
-    """Batches of this start before the first recorded one, of which the last is the profiler's own warm-up; null: those of
+    """Batches of this start before the first recorded one; the last of them warms the profiler up. null:
     measure.warmup_batches."""
 
     def first(self, warmup_batches: int) -> int:
@@ -48,7 +48,7 @@ class ProfileConfig:
         return max(1, warmup_batches) if self.start_batch is None else self.start_batch
 
     def problems(self, num_batches: int | None, warmup_batches: int) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be.
+        """(key, message) for every invalid value.
 
         Args:
             num_batches: of the run; None: not known yet.

@@ -51,16 +51,16 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """The `measure` section of a run."""
+    """The clocks and their windows."""
 
     window_batches: int = limited(10, 1)
-    """Batches a window: one line of metrics.jsonl, one reading of the clocks."""
+    """Batches in a window: one line of metrics.jsonl, one reading of the clocks."""
     warmup_batches: int = limited(10, 0)
-    """First batches of each start, that belong to no measured window."""
+    """First batches of each start, which belong to no measured window."""
     peak_tflops: float | None = limited(None, 0.0, above=True)
-    """What MFU divides by, for one device; null: from the table of known GPUs."""
+    """What MFU divides by, for one device. null: from the table of known GPUs."""
     expected_images_per_sec: float | None = limited(None, 0.0, above=True)
-    """Over all ranks. Only for the estimate of --print_config; null: none is made."""
+    """Speed over all ranks, for the time that --print_config estimates. null: no estimate."""
 
     def is_edge(self, batch: int) -> bool:
         """True where a window ends after so many batches of the run, whichever start trains them."""

@@ -44,41 +44,43 @@ FIGURES = ("num_images", "fid", "clip", "clip_x100", "eval_sec", "eval_images_pe
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """The `eval` section of a run."""
+    """How a run is scored: FID and CLIP score."""
 
     when: Literal["in_training", "after", "off"] = "off"
-    """in_training: at every point of the cadence. after: snapshots are written there, `composer eval.py RUN` scores them."""
+    """in_training: every `every_images`. after: snapshots are written there, and eval.py scores them. off: never."""
     every_images: int | None = limited(None, 1)
     """Images between two evaluations, rounded up to whole batches. null: 512000."""
     prompts: str | None = None
-    """Tab-separated file with image_id, id and caption, e.g. the MLPerf reference's val2014_30k.tsv."""
+    """Tab-separated file with image_id, id and caption, such as the MLPerf reference's val2014_30k.tsv."""
     num_prompts: int | None = limited(None, 1)
-    """Use the first so many, for a smoke run: such a score is partial, and never meets a target. null: all."""
+    """Use only the first so many. Such a score is partial and meets no target. null: all."""
     guidance: Any = 8.0
-    """Scale of classifier-free guidance; 1: none. eval.py takes a list, for a curve."""
+    """Scale of classifier-free guidance; 1: none. eval.py also takes a list."""
     steps: int = 50
+    """Steps of the sampler."""
     sampler: str = "ddim"
+    """ddim, plms, dpm++ or euler."""
     weights: Literal["ema", "training"] | None = None
-    """null: the average where the run keeps one."""
+    """Which weights are scored. null: the EMA weights where there are any."""
     statistics: str | None = None
-    """Reference statistics for FID: .npz with mu and sigma (python -m prepare.fid_statistics). null: no FID."""
+    """Reference statistics for FID: .npz with mu and sigma, from prepare.fid_statistics. null: no FID."""
     inception: str | None = None
-    """Weights of the image network of FID: pt_inception-2015-12-05-6726825d.pth, or `random`."""
+    """Weights of FID's image network, pt_inception-2015-12-05-6726825d.pth, or `random`. null: no FID."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
-    """How images come to that network: as in the MLPerf reference, or measured at 256 pixels, as in NVIDIA's submissions."""
+    """How images come to that network: as in the MLPerf reference, or through 256 pixels as in NVIDIA's submissions."""
     precision: Literal["fp32", "fp16"] = "fp32"
-    """Of the networks that measure. fp16: under autocast, with what the MLPerf reference rounds to float16."""
+    """Precision of the networks that measure. fp16: autocast and rounding as in the MLPerf reference."""
     clip: str | None = None
     """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14), or `random`. null: no CLIP score."""
     image_size: Any = None
-    """Pixels of the generated images; null: those of training. What is measured is eval.resize."""
+    """Pixels of the generated images: a number, or [width, height]. null: those of training."""
     batch_size: int | None = limited(None, 1, 2**16)
-    """Images a device and pass; null: found by trying, once in a run."""
+    """Images a pass on each device. null: found once in a run, at its first evaluation."""
     samples: int = limited(16, 0, 1024)
-    """Images of the grid of samples: those of the first prompts. 0: none."""
+    """Images in the grid of samples, those of the first prompts. 0: no grid."""
 
     def problems(self, *, now: bool, images_alone: bool = False) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be.
+        """(key, message) for every invalid value.
 
         Args:
             now: it is evaluated here: its files have to be there.
@@ -138,12 +140,12 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """The `target` section of a run: training is done when both are met by the same evaluation. null: not asked for."""
+    """The quality target: training ends where one evaluation meets all that is given."""
 
     fid: float | None = None
-    """At most; the MLPerf benchmark's is 90."""
+    """FID at most; 90 in the MLPerf benchmark. null: not asked for."""
     clip: float | None = None
-    """At least, as a cosine, not times 100; the MLPerf benchmark's is 0.15."""
+    """CLIP score at least, as a cosine; 0.15 in the MLPerf benchmark. null: not asked for."""
 
     @property
     def is_given(self) -> bool:

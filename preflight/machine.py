@@ -44,7 +44,7 @@ PACKAGES = (
     "omegaconf",
     "filelock",
 )
-NEWER_HAS_RUN = ("torch", "torchvision", "transformers")  # README, Versions: torch 2.11 and transformers 5.17 on a CPU
+NEWER_HAS_RUN = ("torch", "torchvision", "transformers")  # docs/versions.md: torch 2.11 and transformers 5.17 on a CPU
 FIRST_PYTHON, LAST_PYTHON = (3, 10), (3, 12)
 
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)

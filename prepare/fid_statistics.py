@@ -45,9 +45,11 @@ class FidStatisticsConfig:
     inception: str | None = None
     """Weights of the image network: pt_inception-2015-12-05-6726825d.pth, or `random`."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
+    """How images come to that network; must be the same as eval.resize."""
     image_size: int | None = limited(None, 1, MAX_SIDE_PX)
-    """Side in pixels that images are brought to first; null: as they are."""
+    """Side in pixels to which images are brought first. null: as they are."""
     batch_size: int = limited(50, 1, 2**16)
+    """Images a pass."""
     workers: int = limited(4, 1, 512)
     """Decoding threads."""
     overwrite: bool = False

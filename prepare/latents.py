@@ -86,15 +86,17 @@ class LatentsConfig:
     image_size: Any = 512
     """Pixels: one number for a square, or [width, height]."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
-    """Range of the images that the VAE sees: [-1, 1], or [0, 1] as in the MLPerf reference."""
+    """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
     batch_size: int = limited(16, 1, 2**16)
-    """Images a call of the VAE; part of the plan, since it changes last bits."""
+    """Images in a call of the VAE. It changes last bits, so it stays fixed for a stage."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Precision of the encoders. Moments are made once and used for days."""
     store_text: bool = False
-    """Store the text states too: for SD2 158 kB a caption."""
+    """Store the text encoder's states too: 158 kB a caption for SD2."""
     shard_size: str = "64mb"
+    """Size of a shard, 1kb to 4gb."""
     workers: int = limited(4, 1, 512)
-    """Decoding threads a rank."""
+    """Decoding threads for each rank."""
 
     @property
     def size(self) -> ImageSize:

@@ -73,11 +73,11 @@ class LookConfig:
     """The keys of this command."""
 
     samples: int = limited(16, 1, MAX_SAMPLES)
-    """Shown in the picture."""
+    """Samples in the picture."""
     read: int = limited(2000, 1, 10**9)
-    """Measured."""
+    """Samples that are measured."""
     seed: int = limited(0, 0, 2**32 - 1)
-    """Of the choice of samples."""
+    """Seed for choosing the samples."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
 

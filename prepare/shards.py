@@ -80,8 +80,9 @@ class ShardsConfig:
     """The keys of this command."""
 
     shard_size: str = "64mb"
+    """Size of a shard, 1kb to 4gb."""
     workers: int | None = limited(None, 1, 512)
-    """Processes; null: one a core that this process may use."""
+    """Processes. null: one for each core that this process may use."""
 
 
 def check(config: ShardsConfig) -> list[Problem]:

@@ -1,116 +1,472 @@
-"""README.md: its commands are ones that the programs understand, its tree is the tree, its figures are in a record."""
+"""README.md and docs/: every command is understood, every link works, every figure is in a record, no sentence is long.
+
+How each command of a page is checked stands in the name of its case:
+
+    parsed      by the program's own reader of its command line, keys and types included
+    run in bash with the programs replaced by ones that show their words
+    target      there is such a target in the Makefile; RUN_BY says which test runs what it runs
+    module      of another project: it is installed; tests/test_mlperf_log.py and tests/test_reports_mlperf.py run MLPerf's
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import pytest
 from conftest import ROOT
+from PIL import Image, ImageChops
 
 import benchmark
+from bench.ladder import read_ladder
 from bench.micro import table
-from cli.command_line import parse_command_line
+from cli.command_line import RENAMED, parse_command_line
+from cli.describe import Key, described, keys_of, page_of
+from cli.limits import limited
 from config import load, schema_keys
 from eval import EvalCommand
-from prepare import latents
 from prepare.parts import split_words
 from record.summary import rounded
+from reports import samples
 from tests.store.__main__ import table as table_of_faults
+from zoo import FAMILIES, load_family
+from zoo.sampling import SAMPLERS
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
-LINES = [line.split(" #")[0].strip() for block in BLOCKS for line in block.splitlines()]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+NAMES = (
+    "mlperf miniature evaluation data-and-stores configuration measuring checkpoints speed benchmarks weights versions"
+)
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("composer ")])
-def test_every_composer_command_is_understood(line, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = shlex.split(line)
-    if "-m" in words:
-        assert words[words.index("-m") + 1] == "prepare.latents"
-        places, keys = split_words(words[words.index("-m") + 2 :])
-        load(latents.LatentsConfig, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
-        assert len(places) == 2
-        return
-    if "eval.py" in words:
-        keys = [word for word in words[words.index("eval.py") + 1 :] if "=" in word]
+def blocks(kind: str) -> list[tuple[str, str]]:
+    """Return (page, block) for each fenced block of a kind."""
+    return [(page, found[2]) for page, text in PAGES.items() for found in BLOCK.finditer(text) if found[1] == kind]
+
+
+def spans(text: str) -> list[str]:
+    """Return what stands between single backticks."""
+    return re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Yield (page, command), in blocks and in the text."""
+    for page, block in blocks("bash"):
+        yield from ((page, line.split(" #")[0].strip()) for line in block.splitlines() if line.strip())
+    for page, text in PAGES.items():
+        begins = re.compile(r"([A-Z_]+=\S+ )*(composer|python -m|make) ")
+        yield from ((page, span) for span in spans(text) if begins.match(span))
+
+
+# --- commands ---
+
+COMMANDS = {
+    "prepare.shards": ("ShardsConfig", range(2, 100)),
+    "prepare.latents": ("LatentsConfig", range(2, 3)),
+    "prepare.look": ("LookConfig", range(1, 3)),
+    "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
+    "bench.micro": ("MicroConfig", range(1)),
+    "bench.store": ("StoreConfig", range(1)),
+    "bench.generate": ("GenerateConfig", range(1)),
+    "bench.fid": ("FidConfig", range(1)),
+    "bench.data": ("DataBenchConfig", range(1)),
+}
+"""Command -> the dataclass of its keys, and how many places it takes."""
+
+RUN_BY = {
+    "demo": "tests/test_miniature.py",
+    "test": "tests/conftest.py",  # this suite
+    "test-store": "tests/store/test_harness.py",
+    "test-fp8": "tests/test_fp8.py",
+    "test-slow": "tests/conftest.py",
+    "test-gpu": "tests/gpu/test_on_gpu.py",
+    "controls": "tests/test_shapes_records.py",  # an hour: its records are compared
+    "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
+    "gpu-evaluation": "tests/test_bench_evaluation.py",
+    "docs": "tests/test_readme.py",
+    "env": "tests/test_locks.py",
+    "lint": "tests/test_layout.py",
+    "lock": "tests/test_locks.py",
+}
+"""Target of the Makefile -> the test of what it runs."""
+
+
+def kind_of(command: str) -> str:
+    words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
+    if words[0] in ("composer", "pip"):
+        return "parsed"
+    if words[:2] == ["python", "-m"]:
+        return "module" if words[2].startswith(("mlperf_logging.", "pytest")) else "parsed"
+    return {"make": "target", "for": "run in bash", "source": "target"}.get(words[0], "unknown")
+
+
+def read(module: str, words: list[str]) -> None:
+    """Read a command as the program does. Raises ConfigError: a key or its type; AssertionError: places."""
+    if module in ("benchmark", "prepare.doctor"):
+        command_line = parse_command_line(words, benchmark.ALIASES)
+        load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: [])
+    elif module == "eval":
+        keys = [word for word in words if "=" in word]
         load(EvalCommand, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
-        return
-    script = words.index("benchmark.py")
-    command_line = parse_command_line(words[script + 1 :], benchmark.ALIASES)
-    load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: [])
+    elif module == "bench.ladder":
+        assert read_ladder(str(ROOT / words[0])).rungs and all(
+            word.startswith(("results=", "runs=")) for word in words[1:]
+        )
+    elif module == "prepare.shapes":
+        assert set(words) == {"--train_encoders", "OUT"}  # tests/test_shapes_training.py runs it
+    elif module == "reports.mlperf":
+        assert words and all(word.startswith(("runs/", "out=")) for word in words)
+    elif module == "reports.samples":
+        assert len([word for word in words if "=" not in word]) == 3
+    else:
+        name, num_places = COMMANDS[module]
+        places, keys = split_words(words)
+        schema = getattr(importlib.import_module(module), name)
+        load(schema, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
+        assert len(places) in num_places
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("for ")])
-def test_each_line_for_a_result_starts_ten_runs_of_ten_seeds(line, monkeypatch):
-    """As bash reads it, with the program replaced by one that shows its words."""
+CASES = sorted(set(commands()))
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), CASES, ids=[f"{page}, {kind_of(command)}: {command[:60]}" for page, command in CASES]
+)
+def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
     monkeypatch.chdir(ROOT)
+    kind = kind_of(command)
+    if kind == "run in bash":
+        check_ten_runs(command)
+        return
+    words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+    if kind == "target":
+        # What is activated is what `make env` makes.
+        targets = ["env"] if words[0] == "source" else [word for word in words[1:] if "=" not in word]
+        makefile = (ROOT / "Makefile").read_text()
+        assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+        assert all((ROOT / RUN_BY[target]).is_file() for target in targets)
+    elif kind == "module":
+        assert importlib.util.find_spec(f"{words[2]}.__main__")
+        assert all((ROOT / word).is_file() for word in words[3:] if word.startswith("tests/"))
+    elif words[0] == "pip":
+        assert (ROOT / words[words.index("-r") + 1]).is_file()
+    elif "-m" in words:
+        module = words[words.index("-m") + 1]
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file() or (ROOT / module.replace(".", "/")).is_dir()
+        read(module, words[words.index("-m") + 2 :])
+    else:
+        script = next(number for number, word in enumerate(words) if word.endswith(".py"))
+        read(words[script].removesuffix(".py"), words[script + 1 :])
+
+
+def check_ten_runs(line: str) -> None:
+    """As bash reads it, with the program replaced by one that shows its words: ten runs of ten seeds."""
     shown = subprocess.run(
         ["bash", "-euc", f'composer() {{ printf "%s\\n" "$*"; }}; {line}'], capture_output=True, text=True, timeout=30
     )
-    commands = [shlex.split(command) for command in shown.stdout.splitlines()]
+    words = [shlex.split(command) for command in shown.stdout.splitlines()]
     runs = []
-    scored = [words[-1] for words in commands if "eval.py" in words]
-    for words in (words for words in commands if "benchmark.py" in words):
-        command_line = parse_command_line(words[words.index("benchmark.py") + 1 :], benchmark.ALIASES)
+    scored = [one[-1] for one in words if "eval.py" in one]
+    for one in (one for one in words if "benchmark.py" in one):
+        command_line = parse_command_line(one[one.index("benchmark.py") + 1 :], benchmark.ALIASES)
         runs.append(load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: []))
     assert len(runs) == 10 == len({run.seed for run in runs}) == len({run.run_name for run in runs})
     assert {run.model.variant for run in runs} == {"mlperf"}
     assert scored == ([f"runs/{run.run_name}" for run in runs] if runs[0].mlperf.enabled else [])
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make ")])
-def test_every_make_target_exists(line):
-    target = line.split()[1]
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+def test_every_block_says_whether_it_is_commands_or_text_and_every_command_has_a_kind():
+    kinds = {found[1] for text in PAGES.values() for found in BLOCK.finditer(text)}
+    assert kinds == {"bash", "text"}
+    assert [command for _, command in CASES if kind_of(command) == "unknown"] == []
+    assert {kind_of(command) for _, command in CASES} == {"parsed", "run in bash", "target", "module"}
 
 
-def test_every_python_module_that_is_named_exists():
-    modules = set(re.findall(r"python -m ([\w.]+)", README))
-    theirs = {module for module in modules if module.startswith("mlperf_logging.")}
-    ours = modules - theirs
-    assert ours and all((ROOT / (module.replace(".", "/") + ".py")).is_file() for module in ours)
-    assert theirs and all(importlib.util.find_spec(f"{module}.__main__") for module in theirs)
+# --- the pages ---
 
 
-def test_every_source_file_stands_in_the_tree_and_nothing_else_does():
-    from test_layout import sources
-
-    [tree] = [block for block in BLOCKS if block.startswith("benchmark.py  ")]
-    named = {line.split()[0] for line in tree.splitlines()}
-    files = {str(path.relative_to(ROOT)) for path in sources() if path.name != "__init__.py"}
-    assert files <= named
-    for name in named - files:
-        assert any(ROOT.glob(name.split("*")[0].rstrip(",") + "*")), name
+def test_the_readme_is_short_and_each_page_is_there():
+    assert len(PAGES["README.md"].splitlines()) <= 180
+    assert {Path(page).stem for page in PAGES if page.startswith("docs/")} == set(NAMES.split())
+    assert all(f"](docs/{name}.md)" in PAGES["README.md"] for name in NAMES.split())
 
 
-def test_every_key_that_is_named_exists_and_every_section_is_named():
-    keys = schema_keys(benchmark.RunConfig)
-    rows = [
-        row.split("|")[1] for row in README.split("## Configuration")[1].split("##")[0].splitlines() if "| `" in row[:3]
-    ]
+def prose(text: str) -> list[str]:
+    """Return a page's paragraphs and list items, without blocks, tables, headings and comments."""
+    text = re.sub(r"<!--.*?-->", "", BLOCK.sub("\n\n", text))
+    lines = ["" if re.match(r"\||#|!\[", line) else line for line in text.splitlines()]
+    starts = [f"\n{line}" if re.match(r"\s*([-*]|\d+\.) ", line) else line for line in lines]
+    parts = "\n".join(starts).split("\n\n")
+    return [" ".join(re.sub(r"^\s*([-*]|\d+\.) ", "", line) for line in part.split("\n")).strip() for part in parts]
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page; code and a link's text count as one word."""
+    found = []
+    for part in prose(text):
+        plain = re.sub(r"`[^`]+`|\[[^]]+\]\([^)]+\)", "CODE", part)
+        found += re.split(r"(?<=[.?!])[*)\"]*\s+(?=[A-Z\"*(])", plain)
+    return [sentence for sentence in found if sentence]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_sentence_has_more_than_thirty_words(page):
+    assert [sentence for sentence in sentences(PAGES[page]) if len(sentence.split()) > 30] == []
+
+
+def test_a_long_sentence_is_seen():
+    text = f"Short. A {'word ' * 30}end.\n\n| {'word ' * 40} |\n\n```bash\n{'word ' * 40}\n```\n- {'word ' * 30}"
+    assert [len(sentence.split()) for sentence in sentences(text)] == [1, 32, 30]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_cell_of_a_table_is_a_paragraph(page):
+    rows = [line for line in BLOCK.sub("", PAGES[page]).splitlines() if line.startswith("|")]
+    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell.split()) > 25] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_and_picture_is_there(page):
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", PAGES[page])) if "://" not in link]
+    for link in links:
+        place, _, heading = link.partition("#")
+        target = (ROOT / page).parent / place if place else ROOT / page
+        assert target.exists(), link
+        heads = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if heading else []
+        assert not heading or heading in [re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads]
+    assert links or page in ("docs/versions.md", "docs/measuring.md", "docs/checkpoints.md", "CONTRIBUTING.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_of_the_project_that_is_named_is_there(page):
+    named = [span for span in spans(PAGES[page]) if re.fullmatch(r"[\w./-]+\.(py|yaml|csv|json|lock|txt)", span)]
+    ours = [name for name in named if name.split("/")[0] in FOLDERS or (ROOT / name).exists() or name.endswith(".py")]
+    assert [name for name in ours if not (ROOT / name).exists()] == []
+
+
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs", "cache", "datasets"}
+
+
+def test_the_recipes_of_the_readme_are_those_that_there_are():
+    rows = PAGES["README.md"].split("## Recipes")[1].split("\n## ")[0]
     named = set()
-    for row in rows:
-        for code in re.findall(r"`([^`]+)`", row):
-            first, *rest = code.split()  # `section.one two three` names three keys of a section
-            named |= {first, *(f"{first.rpartition('.')[0]}.{word}" for word in rest)}
-    assert sorted(name for name in named if name not in keys) == []
-    leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
-    assert sorted(leaves - named) == ["objective.timesteps", "optimizer.name"]  # each has one value so far
+    for row in re.findall(r"^\| (`.*?) \|", rows, re.M):
+        first, *more = re.findall(r"`([^`]+)`", row)
+        stem = first.removesuffix(".yaml").rpartition("_")[0]
+        named |= {first, *(name if name.endswith(".yaml") else f"{stem}{name}.yaml" for name in more)}
+    assert named == {path.name for path in (ROOT / "yamls").glob("*.yaml")}
 
 
-def test_the_result_line_is_that_of_the_committed_record():
-    record = json.loads((ROOT / "reports/results/shapes_cpu.json").read_text())
-    [line] = [block.strip() for block in BLOCKS if block.startswith("images_per_sec=")]
-    shown = dict(pair.split("=") for pair in line.split())
-    assert shown == {key: "none" if record[key] is None else str(rounded(record[key])) for key in shown}
-    assert record["commit"] and record["device"] and (record["family"], record["target"]) == ("shapes", "reached")
-    text = f"(FID {record['fid']:.1f}, CLIP score {record['clip']:.3f}, after {record['images_to_target']:,} images)"
-    assert text in " ".join(README.split())
+def test_the_tree_of_the_readme_is_the_tree_and_its_floors_are_those_of_the_layout():
+    """Every folder with code and every file at the root, each once, on its floor."""
+    from test_layout import FLOORS, sources
+
+    [tree] = [block for page, block in blocks("text") if page == "README.md" and block.startswith("floor 6")]
+    named = {}
+    for part in re.split(r"^(?=floor )", tree.split("\n\n")[0], flags=re.M)[1:]:
+        for room in re.findall(r"^(?:floor \d)? +([\w.]+/|\w+\.py) ", part, re.M):
+            assert room not in named
+            named[room] = int(part[6])
+    there = {part[0] + ("/" if len(part) > 1 else "") for part in (path.relative_to(ROOT).parts for path in sources())}
+    floors = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    assert named == {room: floors[room.removesuffix("/").removesuffix(".py")] for room in there}
+
+
+def test_flags_and_earlier_names_of_keys_are_on_the_page():
+    page = PAGES["docs/configuration.md"].split("## The keys")[0]
+    assert all(f"`--{flag}`" in page for flag in benchmark.ALIASES)
+    assert all(f"`{old}` is an earlier name of `{new}`" in page for old, new in RENAMED.items())
+
+
+def test_every_key_that_is_named_exists():
+    keys = set(schema_keys(EvalCommand)) | set(benchmark.ALIASES)
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    others = {
+        key.name
+        for module, (name, _) in COMMANDS.items()
+        for key in keys_of(getattr(importlib.import_module(module), name))
+        if isinstance(key, Key)
+    }
+    unknown = []
+    for page, text in PAGES.items():
+        for span in spans(text):
+            first, *rest = span.split()
+            key = first.partition("=")[0]
+            if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in sections:
+                if not key.endswith((".py", ".png", ".csv", ".yaml", ".log")):
+                    named = {key, *(f"{key.rpartition('.')[0]}.{word}" for word in rest)}
+                    unknown += [(page, name) for name in named - keys]
+            elif re.fullmatch(r"[a-z_]+=\S*", first) and key not in keys | others | {
+                "target",
+                "out",
+                "key",
+                "results",
+                "runs",
+            }:
+                unknown.append((page, span))
+    assert unknown == []
+
+
+# --- the pages' tables of keys ---
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "keys of " in text and "docs/" in page])
+def test_the_tables_of_keys_are_what_make_docs_would_write(page):
+    assert described(PAGES[page]) == PAGES[page], "run make docs"
+
+
+@pytest.mark.parametrize(
+    "module, name", [("benchmark", "RunConfig"), ("eval", "EvalCommand"), *((m, n) for m, (n, _) in COMMANDS.items())]
+)
+def test_every_key_says_in_a_few_words_what_it_is(module, name):
+    schema = getattr(importlib.import_module(module), name)
+    texts = {key.name: key.text for key in keys_of(schema) if isinstance(key, Key)}
+    assert set(texts) == {
+        key for key in schema_keys(schema) if not any(other.startswith(f"{key}.") for other in schema_keys(schema))
+    }
+    assert [name for name, text in texts.items() if not text.endswith(".")] == []
+    assert [name for name, text in texts.items() if len(text.split()) > 25] == []
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What lies within."""
+
+    size: int | None = limited(None, 1, 8)
+    """Pixels. null: as they are."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What lies without."""
+
+    name: Literal["one", "two"] = "one"
+    """Which | of them,
+    over two lines."""
+    rate: float = 1e-8
+    flag: bool = False
+    """A flag."""
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_a_table_of_keys_has_default_what_is_possible_and_the_text_under_the_field():
+    head = "| key | default | possible | meaning |\n| --- | --- | --- | --- |\n"
+    own = [
+        "| `name` | `one` | `one`, `two` | Which \\| of them, over two lines. |",
+        "| `rate` | `1e-8` | a number |  |",
+        "| `flag` | `false` | `true`, `false` | A flag. |",
+    ]
+    assert page_of(Outer, own=True) == "\n" + head + "\n".join(own) + "\n\n"
+    inner = "| `inner.size` | `null` | 1 to 8, null | Pixels. null: as they are. |"
+    parts = ["### Keys without a section", "What lies without.", head + "\n".join(own)]
+    parts += ["### `inner`", "What lies within.", head + inner]
+    assert page_of(Outer) == "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def test_a_page_that_names_no_class_is_refused():
+    with pytest.raises(ValueError, match=r"benchmark\.Nothing: there is no such class"):
+        described("<!-- keys of benchmark.Nothing -->\n<!-- end of keys -->")
+
+
+# --- the picture ---
+
+
+def test_the_picture_of_the_readme_is_what_make_docs_would_draw(tmp_path):
+    """Images to the pixel; the letters may come from another release of the font's renderer."""
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "-m reports.samples" in line)
+    words = shlex.split(line)[3:]
+    assert words[2] == "docs/pictures/samples.png"
+    out = tmp_path / "samples.png"
+    assert samples.main([str(ROOT / words[0]), str(ROOT / words[1]), str(out), *words[3:]]) == 0
+    with Image.open(out) as made, Image.open(ROOT / words[2]) as committed:
+        assert made.size == committed.size
+        box = (0, 0, made.width, samples.MARGIN_PX + 128)
+        difference = ImageChops.difference(made.convert("RGB").crop(box), committed.convert("RGB").crop(box))
+        assert difference.getbbox() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grid.png"], "command line: 1 given. Possible: three places. Give GRID.png CAPTIONS.txt OUT.png."),
+        (["grid.png", "captions.txt", "out.png", "gap_px=x"], "gap_px: 'x'. Possible: 0 to 4,096. Give such a number."),
+        (
+            ["grid.png", "captions.txt", "out.png"],
+            "11 x 11 px, which are no 2 x 2 images with gaps of 2 px. Possible: a",
+        ),
+    ],
+)
+def test_a_grid_that_cannot_be_cut_is_refused(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (11, 11)).save("grid.png")
+    Path("captions.txt").write_text("one\ntwo\nthree\n")
+    assert samples.main(words) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+# --- figures ---
+
+
+def flat(page: str) -> str:
+    return " ".join(PAGES[page].split())
+
+
+def record(name: str) -> dict:
+    return json.loads((ROOT / f"reports/results/{name}.json").read_text())
+
+
+def test_the_result_lines_are_those_of_the_committed_record():
+    made = record("shapes_cpu")
+    lines = {page: block.strip() for page, block in blocks("text") if block.startswith("images_per_sec=")}
+    assert lines.keys() == {"README.md", "docs/miniature.md"}
+    for line in lines.values():
+        shown = dict(pair.split("=") for pair in line.split())
+        assert shown == {key: "none" if made[key] is None else str(rounded(made[key])) for key in shown}
+    assert len(lines["README.md"].split()) < len(lines["docs/miniature.md"].split())
+    assert made["commit"] and made["device"] and (made["family"], made["target"]) == ("shapes", "reached")
+
+
+def test_the_rows_of_results_are_those_of_the_committed_records():
+    text = PAGES["README.md"].split("## Results")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| .*", text, re.M)[1:]]
+    assert len(rows) == 5
+    for what, hardware, speed, scores, link in rows:
+        if link == "-":
+            assert (speed, scores) == ("not measured", "not measured") and hardware == "8 GPUs"
+            continue
+        made = json.loads((ROOT / re.search(r"\((.*)\)", link)[1]).read_text())
+        last = made["evaluations"][-1] if made.get("evaluations") else made
+        assert speed == f"{made['images_per_sec']:.0f}"
+        expected = "not measured" if last.get("fid") is None else f"{last['fid']:.1f} / {last['clip']:.3f}"
+        assert scores == expected, what
+        assert made["device"].startswith("CPU") and hardware.startswith("2 CPU cores") and made["num_devices"] == 1
+        assert ("one thread" in hardware) == ("1 threads" in made["device"])
+
+
+def test_the_time_under_the_picture_is_that_of_the_record():
+    minutes, seconds = divmod(round(record("shapes_cpu")["seconds_to_target_with_eval"]), 60)
+    assert f"after {record('shapes_cpu')['images_to_target']:,} images: {minutes} min {seconds} s" in flat("README.md")
+
+
+def test_the_demos_of_three_seeds_are_those_of_their_records():
+    for seed, name in ((17, "shapes_cpu"), (18, "shapes_cpu_seed18"), (19, "shapes_cpu_seed19")):
+        made = record(name)
+        minutes, seconds = divmod(made["command_seconds"], 60)
+        cells = (seed, f"{minutes} min {seconds} s", f"{made['fid']:.1f}", f"{made['clip']:.3f}")
+        row = f"| {' | '.join(map(str, cells))} | {made['images_to_target']:,} | [{name}]"
+        assert row in PAGES["docs/miniature.md"]
 
 
 def test_the_quality_of_the_miniatures_encoders_is_that_of_their_records():
@@ -118,20 +474,19 @@ def test_the_quality_of_the_miniatures_encoders_is_that_of_their_records():
     reader, clip, vae = (json.loads((folder / n / "quality.json").read_text()) for n in ("reader", "clip", "vae"))
     assert set(reader["read_right"].values()) == {1.0}
     least = min(clip["told_right"], key=clip["told_right"].get)
-    assert (
-        f"in {100 * clip['score']:.1f} % of the cases ({least}, the least: {100 * clip['told_right'][least]:.1f} %)"
-        in README
-    )
+    told = f"in {100 * clip['score']:.1f} % of the cases ({least}, the least: {100 * clip['told_right'][least]:.1f} %)"
+    assert told in flat("docs/miniature.md")
     cosine, attribute = 100 * vae["kept"]["cosine"], 100 * min(vae["kept"]["read_right"].values())
-    kept = f"keeps {cosine:.2f} % of the CLIP score and at least {attribute:.1f} %"
-    assert kept in README.replace("\n", " ")
+    assert f"keeps {cosine:.2f} % of the CLIP score and at least {attribute:.1f} %" in flat("docs/miniature.md")
+    rendered = f"{clip['cosine']:.3f} |", f"one attribute changed | - | {clip['cosine_one_attribute_off']:.3f} |"
+    assert all(text in PAGES["docs/miniature.md"] for text in rendered)
     log = (ROOT / "reports/results/shapes_encoders.jsonl").read_text().splitlines()
     of_vae = [line for line in map(json.loads, log) if line["stage"] == "vae" and line.get("best")]
     assert of_vae[-1]["kept"] == vae["kept"]
 
 
-def spread(record: dict, key: str, digits: str) -> str:
-    value, least, greatest = (format(record[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
+def spread(made: dict, key: str, digits: str) -> str:
+    value, least, greatest = (format(made[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
     return f"{value} ({least} to {greatest})"
 
 
@@ -141,6 +496,7 @@ def spread(record: dict, key: str, digits: str) -> str:
         ("store_speed", "download_mb_per_sec", ".0f"),
         ("store_speed", "cold_mb_per_sec", ".0f"),
         ("store_speed", "warm_mb_per_sec", ".0f"),
+        ("store_speed", "cold_over_download", ".2f"),
         ("store_speed", "arrival_over_download", ".2f"),
         ("store_speed", "verify_sec_per_gb", ".3f"),
         ("generate_speed", "speedup_vs_one_at_a_time", ".2f"),
@@ -153,19 +509,43 @@ def spread(record: dict, key: str, digits: str) -> str:
     ],
 )
 def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
-    record = json.loads((ROOT / f"reports/results/{name}.json").read_text())
-    assert f"| {spread(record, key, digits)}" in README and record["commit"]
+    made = record(name)
+    assert f"| {spread(made, key, digits)}" in PAGES["docs/benchmarks.md"] and made["commit"]
+
+
+def test_the_other_figures_of_data_and_store_are_those_of_their_records():
+    data, page = record("data_speed"), PAGES["docs/benchmarks.md"]
+    for kind in ("webdataset", "webdataset16", "files"):
+        ratio = spread(data, f"speedup_vs_{kind}_worker", ".2f")
+        assert f"| {ratio} | {data[f'speedup_vs_{kind}_in_process']:.2f} |" in page
+    times = [
+        f"{data[f'{kind}_worker_cpu_us_a_sample']:.0f}" for kind in ("ours", "webdataset", "webdataset16", "files")
+    ]
+    assert f"ours | {times[0]} |" in page and f"| {', '.join(times[1:])} |" in page
+    assert f"the tars in float32 | {data['bytes_over_webdataset']:.3f} |" in page
+    assert f"WebDataset | {data['paced_data_wait_frac_webdataset']:.4f} |" in page
+    cores = (
+        f"{data['node_cores_ours']:.2f} of 16 cores busy from moments, and {data['node_cores_images']:.1f} from JPEGs"
+    )
+    assert cores in page
+    assert f"samples/s | {record('store_speed')['warm_samples_per_sec']:,.0f} |" in page
+
+
+def test_the_names_that_the_texts_of_keys_give_are_those_of_the_code():
+    texts = {key.name: key.text for key in keys_of(benchmark.RunConfig) if isinstance(key, Key)}
+    assert texts["eval.sampler"] == f"{', '.join(SAMPLERS[:-1])} or {SAMPLERS[-1]}."
+    assert all(f"{family} (" in texts["model.family"] for family in FAMILIES)
+    assert all(load_family("sd2", "tiny", name) for name in ("stock", "mlperf", "sd15"))
 
 
 def test_the_table_of_faults_is_that_of_the_committed_records_and_ours_are_all_good():
-    names = {"plain": "store_faults", "ours": "store_faults_ours"}
-    records = {kind: json.loads((ROOT / f"reports/results/{name}.json").read_text()) for kind, name in names.items()}
-    assert table_of_faults(records) in README and len(records["ours"]["faults"]) >= 20
+    records = {kind: record(name) for kind, name in {"plain": "store_faults", "ours": "store_faults_ours"}.items()}
+    assert table_of_faults(records) in PAGES["docs/data-and-stores.md"] and len(records["ours"]["faults"]) >= 20
     ours = [fault["ours"] for fault in records["ours"]["faults"].values()]
     assert all(of["good"] == sum(of["counts"].values()) >= 10 for of in ours)
 
 
 def test_the_table_of_the_parts_is_that_of_the_committed_record():
-    record = json.loads((ROOT / "reports/results/micro.json").read_text())
-    assert table(record) in README
-    assert record["commit"] and {"ema_speedup_vs_composer", "moments_speedup_vs_webdataset"} <= record.keys()
+    made = record("micro")
+    assert table(made) in PAGES["docs/benchmarks.md"]
+    assert made["commit"] and {"ema_speedup_vs_composer", "moments_speedup_vs_webdataset"} <= made.keys()

@@ -35,7 +35,7 @@ def commits_of_records() -> dict[str, set[str]]:
 
 
 def test_no_record_is_of_a_tree_with_uncommitted_changes():
-    """Such a figure is of code that nobody has. Make the record again from a clean tree; its command is in README.md."""
+    """Such a figure is of code that nobody has. Make the record again from a clean tree; its command is in docs/."""
     records = commits_of_records()
     assert len(records) > 20
     assert [name for name, commits in records.items() if any("+" in commit for commit in commits)] == []

@@ -38,14 +38,14 @@ def test_three_seeds_and_a_run_from_images_meet_the_target_after_more_than_one_e
     )
 
 
-def test_the_readmes_table_is_that_of_the_records():
-    readme = (ROOT / "README.md").read_text()
+def test_the_table_of_the_page_is_that_of_the_records():
+    page = (ROOT / "docs/miniature.md").read_text()
     records = {rung: record_of(rung) for rung in (path.stem for path in RECORDS.glob("*.json"))}
     ends = {rung: record["evaluations"] for rung, record in records.items()}
     named = {
         **{f"seed {seed}": f"seed{seed}" for seed in (17, 18, 19)},
-        "seed 17, from images, with the encoders online": "online",
-        "seed 17, without an average of the weights": "no_ema",
+        "seed 17, from images, encoders in the step": "online",
+        "seed 17, without EMA": "no_ema",
         "seed 17, captions shuffled in training": "shuffled",
         "seed 17, after one batch": "untrained",
     }
@@ -53,17 +53,17 @@ def test_the_readmes_table_is_that_of_the_records():
     for name, rung in named.items():
         first = next((f"{scores['images']:,} images" for scores in ends[rung] if meets(scores)), "never")
         fid, clip = ends[rung][-1]["fid"], ends[rung][-1]["clip"]
-        assert f"| {name} | {fid:.1f} | {clip:.3f} | {first} | {records[rung]['commit'][:7]} |" in readme
+        assert f"| {name} | {fid:.1f} | {clip:.3f} | {first} | {records[rung]['commit'][:7]} |" in page
     unguided = next(row for row in read_rows(RECORDS / "guidance/eval.csv") if row["guidance"] == 1)
     [other] = read_rows(RECORDS / "other_world/eval.csv")
     for name, row in (
         ("scored without guidance", unguided),
-        ("against the statistics of a world of one object", other),
+        ("against the statistics of images with one object", other),
     ):
         # A table of scores names the snapshot, which is seed 17's, and no commit.
         assert row["snapshot"].startswith("weights-im000000064000-") and row["model"] == "seed17"
         commit = records["seed17"]["commit"][:7]
-        assert f"| seed 17, {name} | {row['fid']:.1f} | {row['clip']:.3f} | not at its end | {commit} |" in readme
+        assert f"| seed 17, {name} | {row['fid']:.1f} | {row['clip']:.3f} | not at its end | {commit} |" in page
 
 
 def test_make_demo_met_it_with_three_seeds_within_eight_minutes_on_two_cores():
@@ -121,3 +121,4 @@ def test_the_target_lies_above_what_as_many_pictures_of_the_world_itself_score()
     [row] = read_rows(RECORDS / "drawn/eval.csv")
     assert row["num_images"] == record_of("seed17")["evaluations"][-1]["num_images"]
     assert row["fid"] < YAML.target.fid
+    assert f"the prompts' part | {row['fid']:.1f} |" in (ROOT / "docs/miniature.md").read_text()

@@ -40,16 +40,18 @@ DEFAULT_EVERY_IMAGES = 512_000  # the evaluation cadence of the MLPerf benchmark
 
 @dataclass(frozen=True)
 class SaveConfig:
-    """The `save` section of a run."""
+    """Checkpoints and snapshots."""
 
     every_images: int | None = limited(None, 0)
-    """Images between full checkpoints; 0: never. null: 512000, or 0 where data is synthetic."""
+    """Images between full checkpoints; 0: never. null: eval.every_images where the run is evaluated, 0 with synthetic
+    data, else 512000."""
     keep: int = limited(2, 1)
-    """Newest full checkpoints that stay; snapshots all stay."""
+    """Newest full checkpoints that stay. Snapshots all stay."""
     snapshot_every_images: int | None = limited(None, 0)
-    """Images between snapshots of the weights; 0: never. null: 512000, or 0 where data is synthetic."""
+    """Images between snapshots of the weights; 0: never. null: as every_images; for mlperf, without evaluation, the
+    benchmark's interval."""
     grace_sec: float = limited(30.0, 0.0, 1e6)
-    """Seconds from SIGTERM or SIGUSR1 to the kill (30 with Composer's launcher): a checkpoint is written if it fits."""
+    """Seconds from SIGTERM or SIGUSR1 to the kill, 30 with Composer's launcher. A checkpoint is written if it fits."""
 
 
 @dataclass(frozen=True)

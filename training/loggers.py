@@ -22,33 +22,38 @@ WandbMode = Literal["online", "offline"]
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """The `loggers.wandb` section: Weights & Biases, only where a project is named."""
+    """Weights & Biases, where a project is named."""
 
     project: str | None = None
+    """Project. null: no W&B."""
     name: str | None = None
-    """null: the run's name."""
+    """Name of the run there. null: the run's own."""
     entity: str | None = None
+    """Account or team. null: your default."""
     group: str | None = None
+    """Group of runs."""
     tags: list[str] | None = None
+    """Tags."""
     mode: WandbMode = "online"
-    """offline: no account needed; the run lies under wandb/ in the run's folder. So it does where no server answers."""
+    """offline: no account is needed, and the run lies under wandb/ in its folder. Also where no server answers."""
 
 
 @dataclass(frozen=True)
 class TensorboardConfig:
-    """The `loggers.tensorboard` section."""
+    """TensorBoard, where this key is given."""
 
     log_dir: str | None = None
-    """null: tensorboard/ in the run's folder."""
+    """Folder of the logs. null: tensorboard/ in the run's folder."""
 
 
 @dataclass(frozen=True)
 class LoggersConfig:
-    """The `loggers` section; none is forced."""
+    """Where a run is logged beside its own record. No logger is on by default."""
 
     progress_bar: bool = True
+    """Show Composer's progress bar."""
     debug: bool = False
-    """Show the trace of an error whose message would stand alone."""
+    """Show the traceback of an error that otherwise is a message alone."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
 

@@ -19,23 +19,27 @@ WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not e
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The `optimizer` section of a run."""
+    """AdamW, learning rate and clipping."""
 
     name: Literal["adamw"] = "adamw"
+    """The optimizer."""
     lr: float | None = limited(None, 0.0, above=True)
-    """Learning rate after warm-up. null: 1e-4, unless lr_per_image is given."""
+    """Learning rate after warm-up. null: 1e-4, unless lr_per_image is given; for mlperf the reference point's."""
     lr_per_image: float | None = limited(None, 0.0, above=True)
-    """Learning rate for each image of the global batch; excludes lr."""
+    """Learning rate for each image of the global batch. Give this or lr."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's two betas."""
     eps: float = limited(1e-8, 0.0, above=True)
+    """AdamW's epsilon."""
     weight_decay: float = limited(0.01, 0.0)
+    """Decoupled weight decay."""
     decay: Literal["all", "matrices"] = "all"
-    """What decays: all parameters (MLPerf, MosaicML), or only those of two and more dimensions (no norms, no biases)."""
+    """What decays: all parameters (MLPerf, MosaicML), or matrices: those of two and more dimensions."""
     clip_norm: float | None = limited(None, 0.0, above=True)
-    """Clip gradients to this norm over all parameters; null: never."""
+    """Clip gradients to this norm over all parameters. null: never."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
+        """(key, message) for every invalid value."""
         found = []
         if self.lr is not None and self.lr_per_image is not None:
             found.append(
@@ -54,16 +58,17 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The `schedule` section of a run."""
+    """The learning rate over time."""
 
     name: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or a cosine down to 0 at the end."""
     warmup_batches: int | None = limited(None, 0)
-    """Batches of linear warm-up; null: none, unless warmup_images is given."""
+    """Batches of linear warm-up. null: none, unless warmup_images is given; 1000 for mlperf."""
     warmup_images: int | None = limited(None, 0)
-    """The same in images, rounded up to whole batches; excludes warmup_batches."""
+    """The same in images, rounded up to whole batches. Give this or warmup_batches."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be."""
+        """(key, message) for every invalid value."""
         found = []
         if self.warmup_batches is not None and self.warmup_images is not None:
             found.append(

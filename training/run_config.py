@@ -32,22 +32,25 @@ from zoo.spec import as_size
 
 @dataclass(frozen=True)
 class RunKeys:
-    """The keys without a section that say what is run; those that say how are `SpeedKeys`."""
+    """What is run, and where its record lies."""
 
     run_name: str | None = None
-    """null: family, size and the time of the start."""
+    """Name of the run; a run of this name that is there resumes. null: family, size and the time of the start."""
     run_folder: str = "runs"
-    """Parent of all runs."""
+    """Parent of all runs: the record lies in run_folder/run_name."""
     seed: int = limited(17, 0, 2**32 - 1)
+    """Seed of the weights, of the order of samples, and of every random number of a step."""
     max_duration: str = "30ba"
-    """Composer's time string: 30ba (batches), 5120sp (samples), 2ep (epochs)."""
+    """How long to train: 30ba (batches), 5120sp (samples) or 2ep (epochs)."""
     global_batch_size: int = limited(2048, 1, 10**9)
+    """Images a step, over all ranks."""
     device_train_microbatch_size: int | Literal["auto"] | None = limited(None, 1, 10**9)
-    """Images a device and pass; null: the whole device batch. auto: the most that fit, found once before training."""
+    """Images a pass on each device; null: the whole device batch. auto: the most that fit, found once. It changes speed
+    and memory alone."""
     image_size: Any = 512
     """Pixels: one number for a square, or [width, height]."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] | None = None
-    """null: bf16 on a GPU, fp32 on a CPU. fp8: bf16, wide linear layers in float8 by torchao; an experiment."""
+    """null: bf16 on a GPU, fp32 on a CPU. fp8 is an experiment: bf16, with wide linear layers in float8 by torchao."""
 
 
 @dataclass(frozen=True)

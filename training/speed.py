@@ -44,29 +44,31 @@ GRAPHS_OF_WHOLE, GRAPHS_OF_BLOCKS = 16, 128
 
 @dataclass(frozen=True)
 class SpeedKeys:
-    """The keys of a run that are about speed and memory alone."""
+    """How a step is computed: speed and memory."""
 
     compile: Literal["off", "whole", "blocks"] = "off"
-    """torch.compile of denoiser and encoders: the denoiser as one graph, or block by block, which compiles faster."""
+    """torch.compile of denoiser and encoders. whole: the denoiser as one graph. blocks: one by one, which compiles
+    faster."""
     compile_mode: Literal["default", "max-autotune"] = "default"
-    """max-autotune: kernels chosen by trial; minutes more at the start."""
+    """max-autotune: kernels are chosen by trial, with minutes more at the start."""
     cuda_graphs: bool = False
-    """Replay the compiled kernels from CUDA graphs; for small batches."""
+    """Replay the compiled kernels from CUDA graphs; for small batches. Needs compile=whole."""
     channels_last: bool = False
-    """NHWC tensors for convolutions, kept so between them."""
+    """Use NHWC tensors for convolutions, and keep them so between convolutions."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"] = "auto"
-    """Which kernel attends; auto: torch's choice."""
+    """The kernel for attention; auto: torch's choice."""
     gradient_checkpointing: float = 0.0
-    """Fraction of the denoiser's blocks that are computed again in the backward pass instead of kept."""
+    """Fraction of the denoiser's blocks that the backward pass computes again, instead of keeping their activations. 0
+    to 1."""
     async_loss: bool = False
     """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
     copy_stream: bool = False
-    """Batches are copied to the GPU on a stream of their own, beside the step before."""
+    """Copy each batch to the GPU on a stream of its own, beside the step before. Needs async_loss."""
     cudnn_benchmark: bool = False
-    """cuDNN times its algorithms for each convolution at the first step; another run may choose another one."""
+    """cuDNN times its algorithms for each convolution at the first step. Another run may choose others."""
 
     def problems_of_speed(self, precision: str | None) -> list[tuple[str, str]]:
-        """(key, message) for every value that cannot be, on this machine.
+        """(key, message) for every invalid value, on this machine.
 
         Args:
             precision: of the run; None: the device's own, bf16 on a GPU.

@@ -1,4 +1,4 @@
-"""The way down: noise schedules, what the network is asked to predict, and how much each sample counts.
+"""The forward process: noise schedules, what the network is asked to predict, and how much each sample counts.
 
 Symbols as in Ho et al. 2020 (arXiv:2006.11239): x_0 the latent, eps standard normal noise, abar_t the cumulative signal
 fraction, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps (its equation 4).
@@ -21,16 +21,18 @@ from cli.limits import limited
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The `objective` section of a run."""
+    """What the denoiser learns."""
 
     prediction: str | None = None
     """What the network predicts: epsilon or v. null: the variant's own."""
     weighting: Literal["none", "min_snr"] = "none"
+    """Weight of each timestep in the loss; min_snr as in arXiv:2303.09556."""
     min_snr_gamma: float = limited(5.0, 0.0, above=True)
+    """Gamma of min_snr."""
     timesteps: Literal["uniform"] = "uniform"
+    """How timesteps are drawn."""
     caption_dropout: float | None = limited(None, 0.0, 1.0)
-    """Fraction of captions replaced by the empty one, so that guidance has an unconditional model to lean on. null: the
-    variant's own."""
+    """Fraction of captions that are replaced by the empty one; guidance needs it. null: 0.1, or 0 for mlperf."""
 
     def filled(self, own: Mapping[str, Any]) -> ObjectiveConfig:
         """Return it with a variant's own values for what is null."""
@@ -38,7 +40,7 @@ class ObjectiveConfig:
 
 
 class Objective(Protocol):
-    """What model.py asks of a way down; a flow-matching objective will have the same four methods."""
+    """What model.py asks of a forward process; a flow-matching objective will have the same four methods."""
 
     prediction: str
     """What the network says, and its target is; zoo/sampling.py's name for the way back."""

@@ -44,7 +44,7 @@ SAMPLERS = tuple(SCHEDULERS)
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
 """What the network says -> diffusers' name for it."""
 
-# With one step euler begins at the last step of the way down; above 500 ddim's leave out its noisiest part.
+# With one step euler begins at the last step of the forward process; above 500 ddim's leave out its noisiest part.
 MIN_STEPS, MAX_STEPS = 2, 500
 
 
@@ -64,7 +64,7 @@ class Scheduler(Protocol):
 
 
 def sampling_problems(sampler: str, steps: int, guidance: float) -> list[tuple[str, str]]:
-    """(key, message) for every value that cannot be."""
+    """(key, message) for every invalid value."""
     found = []
     if sampler not in SAMPLERS:
         found.append(("sampler", f"unknown sampler '{sampler}'. Known: {', '.join(SAMPLERS)}."))

@@ -98,7 +98,7 @@ class Family(Protocol):
         ...
 
     def build_objective(self, config: ObjectiveConfig) -> Objective:
-        """Build the way down: times, noise, target and weight."""
+        """Build the forward process: times, noise, target and weight."""
         ...
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:

@@ -39,15 +39,19 @@ class TrainingConfig:
     """What `--train_encoders` may be given."""
 
     seed: int = 17
+    """Seed of weights and images."""
     reader_steps: int = 5000
+    """Steps of the reader."""
     clip_steps: int = 7000
+    """Steps of the CLIP pair."""
     vae_steps: int = 5000
+    """Steps of the VAE."""
     every_steps: int = 500
-    """Steps between two measurements, each with a state written."""
+    """Steps between two measurements; each writes a state."""
     num_measured: int = 1024
-    """Held-out pictures."""
+    """Held-out images that are measured."""
     max_minutes: int = 10**6
-    """Stop after so long, with a state written; the same command goes on."""
+    """Stop after so many minutes, with a state written; the same command resumes."""
 
     def steps(self, stage: str) -> int:
         return getattr(self, f"{stage}_steps")

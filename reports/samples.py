@@ -1,0 +1,99 @@
+"""Enlarge a grid of samples, and write a number and the caption under each image.
+
+    python -m reports.samples GRID.png CAPTIONS.txt OUT.png
+    python -m reports.samples runs/NAME/samples/im000000512000.png runs/NAME/samples/captions.txt samples.png tile_px=256
+
+GRID.png: about square, as many images as CAPTIONS.txt has lines, in rows from the left (callbacks/sample_grid.py).
+
+    tile_px     side of an image in OUT.png, 128
+    columns     images in a row of OUT.png, 8
+    gap_px      between two images of GRID.png, 2
+
+The picture of the README is made by `make docs`.
+Exit code: 0, or 2 where a file cannot be read or is no such grid.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+MARGIN_PX, FONT_PX, LINE_PX, MAX_LINES = 10, 16, 18, 6
+
+
+def tiles_of(grid: Image.Image, num_images: int, gap_px: int) -> list[Image.Image]:
+    """Return a grid's images, in rows from the left. Raises ValueError: it cannot be cut into so many."""
+    columns = math.ceil(math.sqrt(num_images))
+    rows = math.ceil(num_images / max(1, columns))
+    across, down = grid.width + gap_px, grid.height + gap_px
+    if not num_images or across % columns or down % rows:
+        given = f"{grid.width} x {grid.height} px, which are no {columns} x {rows} images with gaps of {gap_px} px"
+        raise ValueError(f"{given}. Possible: a grid with a line of captions for each image. Give its own, or gap_px=.")
+    width, height = across // columns, down // rows
+    corners = [(place % columns * width, place // columns * height) for place in range(num_images)]
+    return [grid.crop((left, top, left + width - gap_px, top + height - gap_px)) for left, top in corners]
+
+
+def wrapped(text: str, font: ImageFont.FreeTypeFont, wide_px: int) -> list[str]:
+    """Return a text in lines that fit, at most MAX_LINES."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        lines = [*lines[:-1], longer] if font.getlength(longer) <= wide_px or not lines[-1] else [*lines, word]
+    return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "..."]
+
+
+def captioned(tiles: Sequence[Image.Image], captions: Sequence[str], tile_px: int, columns: int) -> Image.Image:
+    """Return one picture of all images, enlarged without smoothing, each with its number and caption under it."""
+    font = ImageFont.load_default(size=FONT_PX)
+    texts = [wrapped(f"{number}. {caption}", font, tile_px) for number, caption in enumerate(captions, 1)]
+    across_px, down_px = tile_px + MARGIN_PX, tile_px + LINE_PX * max(map(len, texts)) + 2 * MARGIN_PX
+    columns = min(columns, len(tiles))
+    size = (columns * across_px + MARGIN_PX, math.ceil(len(tiles) / columns) * down_px + MARGIN_PX)
+    picture = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(picture)
+    for place, (tile, lines) in enumerate(zip(tiles, texts, strict=True)):
+        left, top = MARGIN_PX + place % columns * across_px, MARGIN_PX + place // columns * down_px
+        picture.paste(tile.resize((tile_px, tile_px), Image.Resampling.NEAREST), (left, top))
+        draw.rectangle((left - 1, top - 1, left + tile_px, top + tile_px), outline="#c8c8c8")
+        for number, line in enumerate(lines):
+            draw.text((left, top + tile_px + 4 + number * LINE_PX), line, fill="#202020", font=font)
+    return picture
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0 if argv else 2
+    sizes = {"tile_px": 128, "columns": 8, "gap_px": 2}
+    places = [word for word in argv if word.partition("=")[0] not in sizes]
+    try:
+        if len(places) != 3:
+            raise ValueError(
+                f"command line: {len(places)} given. Possible: three places. Give GRID.png CAPTIONS.txt OUT.png."
+            )
+        for key, _, value in (word.partition("=") for word in argv if word not in places):
+            least = 0 if key == "gap_px" else 1
+            if not (value.isdecimal() and least <= int(value) <= 4096):
+                raise ValueError(f"{key}: '{value}'. Possible: {least} to 4,096. Give such a number.")
+            sizes[key] = int(value)
+        captions = Path(places[1]).read_text().splitlines()
+        with Image.open(places[0]) as grid:
+            tiles = tiles_of(grid.convert("RGB"), len(captions), sizes["gap_px"])
+        picture = captioned(tiles, captions, sizes["tile_px"], sizes["columns"])
+        Path(places[2]).parent.mkdir(parents=True, exist_ok=True)
+        picture.save(places[2], optimize=True)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"written: {places[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
