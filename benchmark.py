@@ -36,7 +36,8 @@ from composer.utils import dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from callbacks.losses import Losses
+from callbacks.gradient_norm import GradientNorm
+from callbacks.losses import AsyncLosses, Losses
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
@@ -66,11 +67,11 @@ from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
 from training.eval_callbacks import build_evaluation, build_mlperf_log, build_scorer, draw_evaluations, outcome_of
 from training.loggers import WandbMode, build_loggers, wandb_mode
-from training.optimizer import GradientNorm, build_optimizer, build_schedule, total_batches
+from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, kept, open_run
 from training.run_callbacks import build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
-from training.trainer import AsyncLosses, NonBlockingTrainer
+from training.trainer import NonBlockingTrainer
 from weights.tensors import fingerprint
 from zoo import mlperf
 

@@ -6,19 +6,59 @@ A loss that is not finite ends the run on all ranks, before anything of its batc
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from composer import Logger, State
 from composer.utils import dist
+from torch import Tensor
 
 from record.checkpoint_files import FULL, listed
 
-if TYPE_CHECKING:
-    from training.trainer import AsyncLosses
-
 TOTAL = "loss/train/total"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A batch's loss: its number counted from 0, the mean over all ranks, and this rank's own."""
+
+    batch: int
+    mean: float
+    own: float
+
+
+class AsyncLosses:
+    """Losses on their way from the device, in the order of the batches."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def put(self, batch: int, loss: Tensor) -> None:
+        """Send a batch's loss, (1,), on its way; waits for nothing."""
+        both = loss.detach().float().repeat(2)
+        dist.all_reduce(both[:1], reduce_operation="SUM")
+        here = torch.empty(2, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
+        arrived = None
+        if both.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((batch, here, arrived))
+
+    def take(self, leave: int) -> list[Loss]:
+        """Return all but the newest ones, which may still be computed; waits for those that it returns.
+
+        The same on all ranks, since what is decided by a loss is decided together.
+        """
+        taken = []
+        while len(self._waiting) > leave:
+            batch, here, arrived = self._waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            total, own = here.tolist()
+            taken.append(Loss(batch, total / dist.get_world_size(), own))
+        return taken
 
 
 class Losses:

@@ -32,9 +32,9 @@ from record.summary import RESULT_KEYS, finite, rounded
 from record.writing import append_lines, as_lines, write_json, write_whole
 
 if TYPE_CHECKING:
+    from callbacks.gradient_norm import GradientNorm
     from callbacks.losses import Losses
     from callbacks.throughput import Throughput
-    from training.optimizer import GradientNorm
 
 SCHEMA = 1
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from callbacks.gradient_norm import GradientNorm
 from training.optimizer import (
-    GradientNorm,
     OptimizerConfig,
     ScheduleConfig,
     build_optimizer,

@@ -9,6 +9,7 @@ import pytest
 from test_benchmark import refused
 
 import benchmark
+from callbacks.gradient_norm import GradientNorm
 from callbacks.losses import Losses
 from callbacks.run_record import RunRecord
 from callbacks.throughput import MeasureConfig, Throughput
@@ -18,7 +19,6 @@ from config import load
 from record.config_file import found_batch_size, keep_keys, read_config
 from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 from record.summary import write_outcome
-from training.optimizer import GradientNorm
 from training.run_config import ALIASES, RunConfig
 
 

@@ -65,7 +65,7 @@ def test_with_late_loss_a_step_waits_nowhere(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "NonBlockingTrainer", watched(benchmark.NonBlockingTrainer, waits, range(3, 4)))
     assert benchmark.main([*TINY_RUN, *LONG_WINDOWS, *words, f"run_folder={tmp_path}", "run_name=a"]) == 0
     # The loss of the batch before, from memory of the host that the device has written to by then.
-    own = {f"put of trainer.py: {UPLOAD}": 1, f"take of trainer.py: {FETCH}": 1}
+    own = {f"put of losses.py: {UPLOAD}": 1, f"take of losses.py: {FETCH}": 1}
     assert waits.of("ours") == own
     assert {what for what in waits.of("composer") if UPLOAD not in what} == set()
 
@@ -124,4 +124,4 @@ def test_a_wait_in_a_callback_of_ours_is_ours(monkeypatch, tmp_path):
 
     monkeypatch.setattr(benchmark.GradientNorm, "after_train_batch", reads)
     waits = steps(monkeypatch, tmp_path, "--use_synth_data", "data.stage=moments")
-    assert waits.of("ours") == {f"mean of optimizer.py: {SCALAR}": 1}
+    assert waits.of("ours") == {f"mean of gradient_norm.py: {SCALAR}": 1}

@@ -11,8 +11,8 @@ import torch
 from conftest import TINY_RUN, run
 
 import benchmark
+from callbacks.losses import AsyncLosses
 from record.checkpoint_files import FULL, listed, read
-from training.trainer import AsyncLosses
 
 SYNTHETIC = ["data.synthetic=true", "data.stage=moments", "measure.warmup_batches=0"]
 CHECKPOINTS = ["save.every_images=16", "save.keep=9", "--use_ema"]

@@ -9,6 +9,7 @@ from typing import Any
 from composer import Callback
 
 from callbacks.evaluation import Evaluation
+from callbacks.gradient_norm import GradientNorm
 from callbacks.losses import Losses
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.profile import Profile
@@ -22,7 +23,6 @@ from record.environment import device_name
 from training import speed
 from training.checkpoints import Checkpointer
 from training.cost import Cost, has_average_on_device
-from training.optimizer import GradientNorm
 from training.run_config import RunConfig
 
 

@@ -1,0 +1,47 @@
+"""The norm of all gradients, clipped to where asked, and its mean over a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer import Callback, Logger, State
+from torch import Tensor
+
+
+class GradientNorm(Callback):
+    """Takes the norm of all gradients as one foreach norm, clips to it where asked, and keeps it on the device.
+
+    `mean()` waits for the device: once a window, so that no step does. A checkpoint keeps what a window has so far.
+    """
+
+    saved_as = "GradientNorm"  # in checkpoints
+
+    def __init__(self, clip_norm: float | None):
+        self.clip_norm = clip_norm
+        self._sum: Tensor | None = None
+        self._num = 0
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        # Composer has unscaled the gradients of fp16 by now, and the optimizer has not stepped.
+        parameters = [p for p in state.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm, foreach=True)
+        self._sum = norm if self._sum is None else self._sum + norm
+        self._num += 1
+
+    def mean(self) -> float | None:
+        """Return the mean norm before clipping since `restart`, or None; waits for the device."""
+        return None if self._sum is None else float(self._sum) / self._num
+
+    def restart(self) -> None:
+        """Begin a window."""
+        self._sum, self._num = None, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._sum is None else {"sum": self._sum, "num": self._num}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sum, self._num = state["sum"].clone(), state["num"]
