@@ -25,7 +25,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint test test-slow test-fp8 test-store test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation docs clean
+.PHONY: help env lock lint test test-slow test-fp8 test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation docs clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -64,6 +64,9 @@ test-fp8: $(STAMP)  ## the experiment precision=fp8 on a CPU, with torchao, whic
 
 test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none)
+
+mutants: $(STAMP)  ## forty small faults of the core, each against its room's tests: which are noticed (half an hour) -> reports/results/
+	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.mutants pass=after
 
 test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 	$(PYTHON) -m pytest -q tests/gpu

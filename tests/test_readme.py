@@ -90,6 +90,7 @@ RUN_BY = {
     "test-store": "tests/store/test_harness.py",
     "test-fp8": "tests/test_fp8.py",
     "test-slow": "tests/conftest.py",
+    "mutants": "tests/test_mutants.py",
     "test-gpu": "tests/gpu/test_on_gpu.py",
     "controls": "tests/test_shapes_records.py",  # an hour: its records are compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
