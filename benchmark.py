@@ -68,7 +68,7 @@ from training.cost import Cost, has_average_on_device, room_of_a_rank
 from training.eval_callbacks import build_evaluation, build_mlperf_log, build_scorer, draw_evaluations, outcome_of
 from training.loggers import WandbMode, build_loggers, wandb_mode
 from training.optimizer import build_optimizer, build_schedule, total_batches
-from training.resume import RunState, check_begun, kept, open_run
+from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from training.trainer import NonBlockingTrainer
@@ -195,19 +195,19 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     cost = cost_of(config)
     model = build(config)
     stage = None if config.data.synthetic else read_stage(config.data.location)
-    start = load_start(config, model, run)
-    batch_size = config.eval.batch_size or found_batch_size(run.folder)
-    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, batch_size=batch_size))
-    scorer = build_scorer(config, run.folder)
-    settings = None
-    if scorer is not None:
-        settings = {**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights}
-    identity = run.verify(
-        config, stage=stage, encoders=model.encoders.fingerprints, denoiser_start=start, evaluated_with=settings
-    )
+    check_encoders(stage, model.encoders.fingerprints)
+    identity = run.verify(config, stage, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     model.place(device._device, config.precision)
     speed.apply(model, config, config.precision)
-    config = dataclasses.replace(config, device_train_microbatch_size=microbatch_of(config, model, cost))
+    batch_size = config.eval.batch_size or found_batch_size(run.folder)
+    config = dataclasses.replace(
+        config,
+        device_train_microbatch_size=microbatch_of(config, model, cost),
+        eval=dataclasses.replace(config.eval, batch_size=batch_size),
+    )
+    scorer = build_scorer(config, run.folder)
+    if scorer is not None:
+        run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
     return Networks(config, model, scorer, cost, speed.GraphCounter(config.compile != "off"), stage, identity)
 
 

@@ -100,7 +100,7 @@ class DataConfig:
         Args:
             made_for: key of the configuration -> its value, for what a stage of moments has been made for; and `resize`, how
                 the variant's images are resized.
-            encodings: of that stage's columns, where they are known; see `stage.column_problem`.
+            encodings: of that stage's columns, where they are known; see `stages.dataset.column_problem`.
         """
         found = []
         if self.cache_limit is not None and not 0 < (_bytes(self.cache_limit) or 0) <= MOST_BYTES:

@@ -98,7 +98,7 @@ def _local(parameter: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _average_forms(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+def _average_specs(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the tensor specs that an average of these parameters has: their local parts, in float32."""
     meta = {name: torch.empty(_local(p).shape, dtype=torch.float32, device="meta") for name, p in parameters.items()}
     return tensor_specs(meta)
@@ -162,7 +162,7 @@ class EMA(Algorithm):
     def bind(self, model: nn.Module) -> None:
         """Take the model's trained parameters, whatever wraps them. Raises ValueError: they are not those averaged."""
         parameters = trained_parameters(model)
-        if self.weights and (text := difference(_average_forms(parameters), tensor_specs(self.weights))):
+        if self.weights and (text := difference(_average_specs(parameters), tensor_specs(self.weights))):
             raise ValueError(f"ema: the average is not of this model: {text}.")
         self._parameters = parameters
 
@@ -258,7 +258,7 @@ class EMA(Algorithm):
         assert self._parameters, "bind the model first"
         saved = state["weights"]
         if saved or state["steps"]:  # not begun yet: nothing to compare
-            if text := difference(_average_forms(self._parameters), tensor_specs(saved)):
+            if text := difference(_average_specs(self._parameters), tensor_specs(saved)):
                 raise ValueError(f"ema: the saved average does not fit the model: {text}.")
             self.weights = {name: self._empty(p).copy_(saved[name]) for name, p in self._parameters.items()}
         self.num_steps = state["steps"]

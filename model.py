@@ -146,9 +146,8 @@ class LatentDiffusion(ComposerModel):
         self.caption_dropout = caption_dropout
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.device = torch.device("cpu")
-        self.memory_format = (
-            torch.contiguous_format
-        )  # of images and latents on their way into a network: see training/speed.py
+        # Of images and latents on their way into a network: see training/speed.py.
+        self.memory_format = torch.contiguous_format
         self.replays_graphs = False  # the denoiser's kernels come from CUDA graphs: see training/speed.py
         self._autocast_dtype: torch.dtype | None = None
         self._empty_condition: dict[str, Tensor] | None = None
@@ -284,7 +283,7 @@ class LatentDiffusion(ComposerModel):
             (B, 3, H, W) float32 in [0, 1], on the model's device.
 
         Raises:
-            ValueError: a sampler, steps or guidance that cannot be.
+            ValueError: an invalid sampler, number of steps or guidance.
         """
         columns = {name: tokens.to(self.device, non_blocking=True) for name, tokens in text.items()}
         # The same autocast as in training: on a GPU around the text encoder too, where Composer opens it around the step.

@@ -1,4 +1,4 @@
-"""The run record: everything that a run leaves behind, written here and nowhere else.
+"""The run record: what a run leaves behind.
 
 RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another run_name it repeats the run
                    environment.json    versions, commit, device, machine
@@ -106,7 +106,7 @@ class RunRecord(Callback):
         Args:
             images: at this batch.
             began: seconds since 1970 at which this start began; None: now.
-            lost: files of which a part is missing (run_files.lost_history), for all summaries from here on.
+            lost: files of which a part is missing (record.files.lost_history), for all summaries from here on.
 
         Raises:
             ConfigError: what is there cannot be read; nothing is written then.

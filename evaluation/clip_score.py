@@ -159,7 +159,7 @@ def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None 
 
     Args:
         weights: a file of OpenCLIP's state dict (open_clip_pytorch_model.bin, .safetensors or any of torch.save); or
-            "random", for tests and trials; or the pair of the shapes world (evaluation/shapes.py).
+            "random", for tests and trials; or the miniature's pair (evaluation/shapes.py).
         architecture: open_clip's name or model config. None: that of the open_clip_config.json beside the file, which
             says how images are normalised, too; without one ViT-H-14 or ViT-L-14, told by the file's shapes, with
             OpenAI's normalisation and GELU. (Weights trained with QuickGELU want "ViT-L-14-quickgelu" here: shapes do

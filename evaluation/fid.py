@@ -218,7 +218,7 @@ def reference_for(path: str | Path, extractor: Any) -> Statistics:
     """Read the statistics that an image network's are to be compared with, after checking that they can be.
 
     Args:
-        extractor: metrics.inception.Extractor; its name, fingerprint and resize are compared with those in the file.
+        extractor: evaluation.inception.Extractor; its name, fingerprint and resize are compared with those in the file.
 
     Raises:
         ValueError: what `read_statistics` refuses, a matrix that is no covariance, or statistics of another way to features.

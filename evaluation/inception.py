@@ -87,7 +87,7 @@ class Inception:
 
 
 def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extractor:
-    """Build Inception on the CPU, or the image network of the shapes world, which takes images as they are.
+    """Build Inception on the CPU, or the miniature's image network, which takes images as they are.
 
     Args:
         weights: path of pytorch-fid's file, known by its SHA-1; or "random", for tests and trials: kept from dying out on

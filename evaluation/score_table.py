@@ -12,16 +12,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer.utils import dist
 from filelock import FileLock
 
 from cli import ranks
 from record.summary import result_line, rounded
-
-if TYPE_CHECKING:
-    pass
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The judges of the shapes world, where FID's Inception and OpenCLIP's pair stand for photographs.
+"""The judges of the miniature, where FID's Inception and OpenCLIP's pair stand for photographs.
 
     eval.inception=zoo/shapes_weights/reader/model.safetensors      `ReaderFeatures`, for FID
     eval.clip=zoo/shapes_weights/clip/model.safetensors             `ShapesPair`; text_encoder/ has to lie beside clip/
@@ -40,7 +40,7 @@ def is_pair(file: WeightsFile) -> bool:
 
 
 class ReaderFeatures:
-    """The reader up to its features; a `metrics.inception.Extractor`. Made by `load_reader`."""
+    """The reader up to its features; a `evaluation.inception.Extractor`. Made by `load_reader`."""
 
     name = "shapes-reader"
     resize = "none"
@@ -64,7 +64,7 @@ class ReaderFeatures:
 
 
 class ShapesPair:
-    """The pair, with what scoring asks of a `metrics.clip_score.ClipPair`. Made by `load_pair`."""
+    """The pair, with what scoring asks of a `evaluation.clip_score.ClipPair`. Made by `load_pair`."""
 
     name = "shapes-CLIP"
 

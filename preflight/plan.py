@@ -43,7 +43,7 @@ def shown(
         resolve: fills in what null stands for. Raises ValueError: no such family, variant or size; then nothing is shown.
         cost_of: traces a step of the resolved run; called where the network exists.
         microbatch_of: gives a resolved run's images a pass, estimated where they are to be found.
-        room: what the device has, see `preflight.room_of_a_rank`.
+        room: what the device has, see `training.cost.room_of_a_rank`.
         ema_on_device: an average of the weights lies there too.
     """
     try:
@@ -80,7 +80,7 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         values: key -> value of the resolved run, as `config.flat` gives them, with `optimizer.lr` filled in. Microbatch and
             global batch are at least 1; other values that cannot be leave out the line that they would be on.
         num_ranks: over all machines.
-        room: what the device has, see `preflight.room_of_a_rank`.
+        room: what the device has, see `training.cost.room_of_a_rank`.
         ema_on_device: an average of the weights lies there too.
     """
     microbatch = values["device_train_microbatch_size"]

@@ -1,4 +1,4 @@
 """Data and weights, each a command: python -m prepare.NAME.
 
-bench/ and tests come in for the miniature's data. It may import every room below it.
+tests come in for the miniature's data. It may import every room below it.
 """

@@ -33,7 +33,7 @@ NAME = re.compile(
 
 
 COUNTS = ("epoch", "batch", "images", "batch_in_epoch", "images_in_epoch", "seconds")
-"""What a checkpoint says of how far the run was; checkpoints.Progress."""
+"""What a checkpoint says of how far the run was; training.checkpoints.Progress."""
 
 
 def stem(kind: str, number: int) -> str:

@@ -126,7 +126,7 @@ def is_begun(folder: Path) -> bool:
 
 
 def lost_events(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what a run's log lacks of what it had when a checkpoint was written, as run_files.lost_history does."""
+    """Return what a run's log lacks of what it had when a checkpoint was written, as record.files.lost_history does."""
     had = (checkpoint or {"callbacks": {}})["callbacks"].get("MLPerfLog", {}).get("events", 0)
     there = num_lasting(folder / NAME)
     return {NAME: f"has {there} of {had} events"} if there < had else {}

@@ -1,4 +1,4 @@
 """Reads the records of runs and writes what is to be shown: MLPerf results and submissions.
 
-Nothing imports it. Imports record/, cli/ and config.py.
+Nothing imports it. Imports cli/ and config.py, and may import record/.
 """

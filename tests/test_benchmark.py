@@ -177,9 +177,8 @@ def test_unusable_samples_are_named_in_the_record(tmp_path, capsys):
 
 
 def test_print_config_shows_the_resolved_run_and_starts_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        cost, "available_gib", lambda: (20.0, "this machine (free now)")
-    )  # what is free goes up and down
+    # What is free goes up and down.
+    monkeypatch.setattr(cost, "available_gib", lambda: (20.0, "this machine (free now)"))
     assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", "--print_config") == 0
     printed = capsys.readouterr().out
     path = tmp_path / "printed.yaml"

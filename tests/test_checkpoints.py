@@ -436,7 +436,7 @@ def test_what_a_checkpoint_does_not_name_had_its_default_and_what_only_it_names_
     def disagreements(config: benchmark.RunConfig, saved: dict) -> list[str]:
         state = RunState(Path(), Progress(0, 0, 0, 0, 0, 0.0), (Path("x.pt"), {"identity": saved}), None, [])
         try:
-            state.verify(config, stage=None, encoders={}, denoiser_start=None, evaluated_with=None)
+            state.verify(config, None, {}, denoiser_start=None)
         except ConfigError as error:
             return error.problems
         return []

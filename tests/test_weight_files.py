@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from weights.files import LEGACY_MAGIC, open_weights
-from weights.restricted_pickle import ClosedUnpickler
+from weights.restricted_pickle import RestrictedUnpickler
 
 FORMATS = {"zip": True, "legacy": False}
 DTYPES = [
@@ -389,7 +389,7 @@ def test_no_name_in_a_pickle_is_imported(tmp_path, monkeypatch):
 
 
 def test_only_what_rebuilds_tensors_is_found():
-    unpickler = ClosedUnpickler(io.BytesIO(b""))
+    unpickler = RestrictedUnpickler(io.BytesIO(b""))
     for module, name in (
         ("builtins", "dict"),
         ("torch", "load"),

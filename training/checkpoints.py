@@ -48,8 +48,8 @@ class SaveConfig:
     keep: int = limited(2, 1)
     """Newest full checkpoints that stay. Snapshots all stay."""
     snapshot_every_images: int | None = limited(None, 0)
-    """Images between snapshots of the weights; 0: never. null: as every_images; for mlperf, without evaluation, the
-    benchmark's interval."""
+    """Images between snapshots of the weights; 0: never. null: the default of every_images; for mlperf, without
+    evaluation, the benchmark's interval."""
     grace_sec: float = limited(30.0, 0.0, 1e6)
     """Seconds from SIGTERM or SIGUSR1 to the kill, 30 with Composer's launcher. A checkpoint is written if it fits."""
 

@@ -58,7 +58,7 @@ class LoggersConfig:
     tensorboard: TensorboardConfig | None = None
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every section that cannot be."""
+        """(key, message) for every invalid section."""
         found = []
         if self.wandb is not None and self.wandb.project is None:
             found.append(("loggers.wandb.project", "not given. Name a project, or leave out loggers.wandb."))

@@ -165,7 +165,7 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
 
     Args:
         batch: where the run goes on; later lines are cut.
-        settings: of scoring.Scorer, and eval_weights.
+        settings: of evaluation.scoring.Scorer, and eval_weights.
 
     Raises:
         ConfigError: lists what differs.
@@ -280,21 +280,14 @@ class RunState:
             print(f"run_name: {self.folder / name} {text}: {told}.", file=sys.stderr, flush=True)
 
     def verify(
-        self,
-        config: RunConfig,
-        *,
-        stage: Stage | None,
-        encoders: Mapping[str, str],
-        denoiser_start: str | None,
-        evaluated_with: Mapping[str, Any] | None,
+        self, config: RunConfig, stage: Stage | None, encoders: Mapping[str, str], *, denoiser_start: str | None
     ) -> dict[str, Any]:
-        """Compare this start with the stage, with the checkpoint that it goes on from, and with the evaluations there are.
+        """Compare this start with the checkpoint that it goes on from.
 
         Args:
             stage: None: synthetic data.
             encoders: name -> fingerprint.
             denoiser_start: fingerprint of the weights that training begins with, None for random ones.
-            evaluated_with: settings of scoring.Scorer, and eval_weights; None: nothing is evaluated in training.
 
         Returns:
             key -> plain value for what makes a run this run and no other; checkpoints carry it.
@@ -302,15 +295,16 @@ class RunState:
         Raises:
             ConfigError: lists what differs.
         """
-        check_encoders(stage, encoders)
         identity = {**identity_of(config, stage, encoders), "denoiser_start": denoiser_start}
         if self.checkpoint is not None:
             path, content = self.checkpoint
             if problems := disagreements(content, identity, path, _defaults(config, content["identity"])):
                 raise ConfigError(problems)
-        if evaluated_with is not None:
-            check_evaluations(self.folder, self.progress.batch, evaluated_with)
         return identity
+
+    def verify_evaluations(self, settings: Mapping[str, Any]) -> None:
+        """Compare with the evaluations that the run has, see `check_evaluations`."""
+        check_evaluations(self.folder, self.progress.batch, settings)
 
     def finished(self, config: RunConfig, *, is_over: bool) -> dict[str, Any] | None:
         """Return the result of a run that is finished, and say so, or None. `is_over`: no batch is left to train."""
@@ -326,7 +320,7 @@ class RunState:
         """Leave no folder behind where the start ends in the block; any rank may be the one that knows of its end.
 
         Raises:
-            ConfigError: instead of a ValueError: a start that cannot be.
+            ConfigError: instead of a ValueError: an impossible start.
         """
         try:
             yield

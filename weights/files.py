@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weights.restricted_pickle import ClosedUnpickler, Inert, Stored
+from weights.restricted_pickle import Inert, RestrictedUnpickler, Stored
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
@@ -184,7 +184,7 @@ def _open_zip(path: Path, size: int) -> WeightsFile:
         raise Refused(
             f"{path}: its data.pkl claims to be over 64 MiB; a table of tensors is not. Fetch the file again."
         )
-    content = ClosedUnpickler(io.BytesIO(archive.read(tables[0]))).load()
+    content = RestrictedUnpickler(io.BytesIO(archive.read(tables[0]))).load()
 
     def read(key: str, start: int, size: int) -> bytes:
         with archive.open(f"{root}data/{key}") as record:
@@ -198,21 +198,21 @@ def _open_zip(path: Path, size: int) -> WeightsFile:
 def _open_legacy(path: Path, size: int, head: bytes) -> WeightsFile:
     with open(path, "rb") as file:
         try:
-            magic = ClosedUnpickler(file).load()
+            magic = RestrictedUnpickler(file).load()
         except Exception:  # it is no pickle: what it is, the next line says
             magic = None
         if magic is None or magic != LEGACY_MAGIC:
             raise Refused(_not_weights(path, size, head, is_pickle=magic is not None))
-        protocol, system = ClosedUnpickler(file).load(), ClosedUnpickler(file).load()
+        protocol, system = RestrictedUnpickler(file).load(), RestrictedUnpickler(file).load()
         if protocol != LEGACY_PROTOCOL or not isinstance(system, dict) or system.get("little_endian") is not True:
             raise Refused(
                 f"{path}: was written by a torch or a machine that is not read here. Save it again with this one."
             )
-        unpickler = ClosedUnpickler(file)
+        unpickler = RestrictedUnpickler(file)
         content = unpickler.load()
         starts: dict[str, int] = {}
         sizes: dict[str, int] = {}
-        for key in ClosedUnpickler(file).load():
+        for key in RestrictedUnpickler(file).load():
             count = file.read(8)
             if len(count) < 8:
                 break  # the tensors that lie behind the end are named below

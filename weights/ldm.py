@@ -212,11 +212,11 @@ def _same(stated: Any, ours: Any) -> bool:
     return stated == ours
 
 
-def _name_in_folder(name: str, tensor_specs: Collection[str]) -> str:
+def _name_in_folder(name: str, names: Collection[str]) -> str:
     older = name
     for new, old in OLD_ATTENTION.items():
         older = older.replace(new, old)
-    return older if name not in tensor_specs and older in tensor_specs else stored_name(name, tensor_specs)
+    return older if name not in names and older in names else stored_name(name, names)
 
 
 # --- likely causes ---
@@ -256,11 +256,11 @@ def _other_text_encoder(module: nn.Module, place: _Place) -> str | None:
     return f"a width of {shape[1]} is that of {known[shape[1]]}" if shape[1] in known else None
 
 
-def _extra_prefix(tensor_specs: Collection[str], wanted: Collection[str]) -> str | None:
+def _extra_prefix(names: Collection[str], wanted: Collection[str]) -> str | None:
     """Return what stands before every wanted name, e.g. "module.", or None."""
     longest = max(wanted, key=len)
-    before = [name.removesuffix(longest) for name in tensor_specs if name.endswith(f".{longest}")]
-    return next((extra for extra in before if all(extra + name in tensor_specs for name in wanted)), None)
+    before = [name.removesuffix(longest) for name in names if name.endswith(f".{longest}")]
+    return next((extra for extra in before if all(extra + name in names for name in wanted)), None)
 
 
 def _one_prefix_too_many(weights: WeightsFile, extra: str) -> str:

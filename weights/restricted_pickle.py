@@ -124,7 +124,7 @@ KNOWN: dict[tuple[str, str], Any] = {
 """All that a pickle can call; none of it is torch's, and none looks at more than its arguments."""
 
 
-class ClosedUnpickler(pickle._Unpickler):
+class RestrictedUnpickler(pickle._Unpickler):
     """Reads a pickle whose world is closed: plain values, `KNOWN`, and inert objects for everything else it names.
 
     Nothing is imported. The one in Python, not the one in C, because there every opcode can be taken away:

@@ -1,6 +1,6 @@
 """What is particular to one family of models. `load_family` is the table from a name to the file that knows it.
 
-Whoever needs a network comes in. Imports weights/, cli/ and config.py; a family imports no other family.
+Whoever needs a network comes in. Imports weights/ and cli/; a family imports no other family.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class LatentFamily:
 
     Attributes:
         name, objective: see `zoo.spec.Family`.
-        image_dtype: of the stage `images` in a batch; float32: not rounded, see `images.resize_and_crop`.
+        image_dtype: of the stage `images` in a batch; float32: not rounded, see `stages.images.resize_and_crop`.
         pixels_per_latent: p.
         latent_scale: 1 / standard deviation of the latents.
         num_tokens, vocabulary: of the tokenizer: L, and one more than its greatest token.

@@ -1,4 +1,4 @@
-"""The networks of the shapes world: the classes that Stable Diffusion 2 is built of, small, and what measures them.
+"""The networks of the miniature: the classes that Stable Diffusion 2 is built of, small, and what measures them.
 
     network   class                         what it is for                                  weights, in WEIGHTS
     vae       diffusers' AutoencoderKL      pictures <-> latents, 32 px -> 8 x 8 x 4        vae/
