@@ -50,7 +50,11 @@ lint: $(STAMP)  ## ruff: format and rules
 	$(VENV)/bin/ruff check -q .
 
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
-	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "not slow and not gpu"
+	@# Two halves beside each other, one for each of two cores; what the second says is shown when the first has ended.
+	export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); failed=; \
+	  $(PY) -m pytest -q -m "not slow and not gpu" --part=2 >$$said 2>&1 & \
+	  $(PY) -m pytest -q -m "not slow and not gpu" --part=1 || failed=1; \
+	  wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, each fault of a store once
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "slow and not gpu"

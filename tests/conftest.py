@@ -22,9 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+import warm
 from PIL import Image
 
-pytest_plugins = ("budget", "miniature")
+pytest_plugins = ("miniature",)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,12 +82,14 @@ def tree(folder: Path) -> dict[str, bytes]:
 def started(*command: str, output: int = subprocess.DEVNULL, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A command in the project's root with this interpreter's programs first on the PATH, in a session of its own.
 
+    Python's programs and Composer's launcher start warm, see tests/warm.py.
     Whatever becomes of the test, nothing is left of it: neither a launcher's ranks nor their loader workers.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
     streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **streams) as process:
+    kind = warm.Process if warm.can_start(command) else subprocess.Popen
+    with kind(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **streams) as process:
         try:
             yield process
         finally:
@@ -94,11 +97,65 @@ def started(*command: str, output: int = subprocess.DEVNULL, **variables: str) -
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(*command: str, timeout: int | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, see `started`; the test's own budget is its limit, where no timeout is given."""
+def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, see `started`."""
     with started(*command, output=subprocess.PIPE, **variables) as process:
         printed, said = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(command, process.returncode, printed, said)
+
+
+PART_1 = {
+    *("batch_wait", "bench_data", "benchmark", "checkpoints", "copy_stream", "data", "encoders", "latents", "micro"),
+    *("prepare", "prepare_parts", "profile", "run_folder", "shared_memory", "starts", "stream"),
+}
+"""Tests that stream, whose shared memory is the machine's, are all in one half."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "one half of the tests: `make test` runs both beside each other; those that stream are all in the first"
+    parser.addoption("--part", choices=("1", "2"), help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        others = [item for item in items if (item.path.stem.removeprefix("test_") in PART_1) != (part == "1")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what is imported by now from the garbage collector, which took an eighth of the tests' time to look at it."""
+    files = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    if any(vars(file).get("run") is run or vars(file).get("started") is started for file in files):
+        warm.begin()
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def cost_made_up() -> Iterator[None]:
+    """Give a step a made-up cost: a run's own is traced through its network, which takes seconds for each of its keys."""
+    import preflight.run
+    from training.cost import Cost
+
+    cost = Cost(
+        trained_parameters=10**6,
+        frozen_parameters=10**6,
+        flops_per_image=1e9,
+        activation_gib_per_image=1e-3,
+        activation_gib_once=0.0,
+        frozen_gib=0.01,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight.run, "measure_cost", lambda *given, **ways: cost)
+        yield
+
+
+@pytest.fixture
+def quick_estimate() -> Iterator[None]:
+    """For tests in which it does not matter what memory a run takes, see `cost_made_up`."""
+    with cost_made_up():
+        yield
 
 
 @pytest.fixture
@@ -121,6 +178,8 @@ def no_shared_memory_is_left_open() -> Iterator[None]:
             with contextlib.suppress(BufferError, FileNotFoundError):  # still in use; or another process's, and gone
                 each.cleanup()
                 atexit.unregister(each.cleanup)
+    gc.collect()
+    gc.freeze()  # as above, what a file has left
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ WORDS = [*[word for word in TINY_RUN if not word.startswith("max_duration")], "e
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_a_rung_is_scored_three_times_after_a_first(tmp_path):
     """In a process of its own: in this one the group of ranks would stand for all tests that come later."""
     words = [*WORDS, "eval.batch_size=2", f"run_folder={tmp_path}", "run_name=a"]

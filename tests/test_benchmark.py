@@ -17,7 +17,7 @@ from config import load
 from record.summary import RESULT_KEYS
 from training import cost
 
-pytestmark = pytest.mark.budget(60)
+pytestmark = pytest.mark.timeout(60, func_only=True)
 
 
 def main(*words: str) -> int:
@@ -132,10 +132,9 @@ def test_the_rate_of_each_window_is_the_schedules(miniature, tmp_path):
     assert rates == pytest.approx([1e-9, 0.25e-3, 0.5e-3, 0.75e-3], rel=1e-4)
 
 
-@pytest.mark.parametrize("stage_name", ["images", "moments"])
-def test_the_predecessors_flags_run_as_their_users_mean_them(tmp_path, capsys, stage_name):
+def test_the_predecessors_flags_run_as_their_users_mean_them(tmp_path, capsys):
     words = ["--use_synth_data", "--device_train_microbatch_size", "4", "--batch_size", "8", "--image_size", "64"]
-    rest = ["model.preset=tiny", f"data.stage={stage_name}", "max_duration=2ba", f"run_folder={tmp_path}", "run_name=a"]
+    rest = ["model.preset=tiny", "max_duration=2ba", f"run_folder={tmp_path}", "run_name=a"]
     assert main(*words, *rest, "loggers.progress_bar=false") == 0
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert (summary["synthetic"], summary["global_batch_size"], summary["device_train_microbatch_size"]) == (True, 8, 4)
@@ -146,6 +145,7 @@ def test_the_predecessors_flags_run_as_their_users_mean_them(tmp_path, capsys, s
     )
 
 
+@pytest.mark.usefixtures("quick_estimate")
 def test_a_loss_that_is_not_finite_stops_the_run_by_batch_and_rank(tmp_path, capsys):
     words = ["data.synthetic=true", "optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=a", "max_duration=9ba"]
     assert main(*TINY_RUN, *words) == 1
@@ -162,6 +162,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_batch_and_rank(tmp_path, cap
     assert debug.startswith("Traceback (most recent call last):\n") and debug.endswith(said)
 
 
+@pytest.mark.usefixtures("quick_estimate")
 def test_unusable_samples_are_named_in_the_record(tmp_path, capsys):
     from test_data import BROKEN, stage_with
 
@@ -229,6 +230,7 @@ def test_of_a_network_that_cannot_be_there_is_a_yaml_and_no_plan(capsys, tmp_pat
     assert yaml.startswith("run_name: sd2-tiny-") and plan == [] and len(problems) == 1
 
 
+@pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize(
     "word", ["model.family=sd3", "model.variant=none", "image_size=[64]", "seed=many", "zzz=1", "seed=-1"]
 )
@@ -292,6 +294,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
     ]
 
 
+@pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -357,6 +360,7 @@ def test_a_run_that_cannot_be_says_why(capsys, tmp_path, words, message):
     assert refused(capsys, *base, *words) == [message]
 
 
+@pytest.mark.usefixtures("quick_estimate")
 def test_a_cache_folder_that_cannot_be_written_is_refused(capsys, tmp_path, stage):
     words = [*TINY_RUN, f"data.remote={stage}", "model.weights=random", f"run_folder={tmp_path}"]
     assert refused(capsys, *words, "data.local=/proc/cache") == [
@@ -372,6 +376,7 @@ def test_an_infinite_gradient_norm_is_written_as_null(miniature, tmp_path, monke
     assert [line["gradient_norm"] for line in metrics(tmp_path / "a")] == [None, None]
 
 
+@pytest.mark.usefixtures("quick_estimate")
 def test_a_number_of_canonical_nodes_that_does_not_divide_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark.dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(benchmark.dist, "get_local_world_size", lambda: 2)
@@ -381,6 +386,7 @@ def test_a_number_of_canonical_nodes_that_does_not_divide_is_refused(capsys, tmp
     ]
 
 
+@pytest.mark.usefixtures("quick_estimate")
 def test_more_ranks_than_gpus_are_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -403,6 +409,7 @@ def test_the_commit_outside_git_is_what_the_environment_says(monkeypatch):
     assert environment.commit() == "abc"
 
 
+@pytest.mark.usefixtures("quick_estimate")
 def test_a_stage_that_does_not_fit_the_config_names_both(capsys, tmp_path, stage):
     import shutil
 
@@ -416,6 +423,7 @@ def test_a_stage_that_does_not_fit_the_config_names_both(capsys, tmp_path, stage
     ]
 
 
+@pytest.mark.usefixtures("quick_estimate")
 def test_a_stage_with_fewer_samples_than_a_batch_is_refused(capsys, tmp_path, stage):
     words = [*TINY_RUN, f"data.local={stage}", "model.weights=random", "global_batch_size=64", f"run_folder={tmp_path}"]
     assert refused(capsys, *words, "data.workers=1") == [

@@ -167,7 +167,7 @@ def test_architectures_are_told_by_shapes(tmp_path, monkeypatch, name, image, te
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_vit_l_14_is_built_and_filled_from_its_file(tmp_path):
     path = tmp_path / "open_clip_model.safetensors"
     with torch.device("meta"):

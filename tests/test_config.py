@@ -203,7 +203,7 @@ def test_what_is_wrong_in_a_yaml_is_said_with_its_line(tmp_path: Path, content: 
     assert problems(str(path)) == [f"{path}: cannot be read as YAML: {message}"]
 
 
-@pytest.mark.budget(30)
+@pytest.mark.timeout(30, func_only=True)
 def test_a_yaml_that_grows_without_end_or_is_none_is_refused_at_once(tmp_path: Path):
     path = tmp_path / "run.yaml"
     names = "abcdefghijklmnopqr"

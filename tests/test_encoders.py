@@ -60,7 +60,7 @@ def test_each_variant_wants_its_own_text_encoder(published):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_moments_and_training_know_each_others_encoders(published, stage, tmp_path, capsys):
     """Made from the .ckpt, trained on with the same weights as .safetensors; with others, or random ones, refused."""
     small = ["model.preset=tiny", "image_size=64"]

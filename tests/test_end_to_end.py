@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY_RUN, run, sample_files, tree, write_tar
 
-pytestmark = [pytest.mark.slow, pytest.mark.budget(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True)]
 
 
 def metrics(folder) -> list[dict]:
@@ -22,28 +22,18 @@ def last_result(output: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in lines[0].split())
 
 
-@pytest.fixture(scope="module")
-def shapes_stage(tmp_path_factory):
-    from prepare import shards
-    from prepare.shapes import command
-
-    folder = tmp_path_factory.mktemp("shapes")
-    assert command.main([str(folder / "tars"), "num_images=256", "image_size=64"]) == 0
-    assert shards.main([str(folder / "tars"), str(folder / "images")]) == 0
-    return folder / "images"
-
-
-@pytest.mark.budget(400)
-def test_one_and_two_processes_learn_from_streamed_pictures(shapes_stage, tmp_path):
+@pytest.mark.timeout(400, func_only=True)
+def test_one_and_two_processes_learn_from_streamed_pictures(miniature, tmp_path):
     """The loss of the last window lies clearly below the first, and two ranks see the same schedule of images."""
-    words = [f"data.remote={shapes_stage}", "data.workers=1", "model.weights=random", "global_batch_size=16"]
-    words += ["max_duration=60ba", "optimizer.lr=1e-3", "measure.window_batches=10", "measure.warmup_batches=10"]
+    words = ["data.stage=images", f"data.remote={miniature.images}", "data.workers=1", "global_batch_size=16"]
+    words += ["objective.prediction=epsilon", "optimizer.lr=3e-3", "save.every_images=0"]
+    words += ["max_duration=60ba", "measure.window_batches=10", "measure.warmup_batches=10"]
     for ranks in (1, 2):
-        keys = [f"run_folder={tmp_path}", f"run_name=n{ranks}", f"data.local={tmp_path}/local{ranks}"]
-        done = run("composer", "-n", str(ranks), "benchmark.py", *TINY_RUN, *words, *keys)
+        own = miniature.small(tmp_path, f"n{ranks}", *words, f"data.local={tmp_path}/local{ranks}")
+        done = run("composer", "-n", str(ranks), "benchmark.py", *own)
         assert done.returncode == 0, done.stdout + done.stderr
         lines, result = metrics(tmp_path / f"n{ranks}"), last_result(done.stdout)
-        assert lines[-1]["loss"] < 0.5 * lines[0]["loss"], lines
+        assert lines[-1]["loss"] < 0.6 * lines[0]["loss"], lines
         assert [line["images"] for line in lines] == [160, 320, 480, 640, 800, 960]
         summary = json.loads((tmp_path / f"n{ranks}" / "summary.json").read_text())
         assert float(result["images_per_sec"]) == summary["images_per_sec"] and summary["num_devices"] == ranks
@@ -71,7 +61,7 @@ with open(f"{out}.{dist.get_global_rank()}", "w") as file:
 """
 
 
-@pytest.mark.budget(400)
+@pytest.mark.timeout(400, func_only=True)
 def test_global_batches_are_the_same_on_one_and_two_ranks_and_any_number_of_workers(tmp_path):
     """Elastic order: who reads a sample may change, in which batch of which epoch it comes may not."""
     # 47 samples: divisible by neither batches nor ranks, so that padding would show.
@@ -171,9 +161,9 @@ def test_wandb_whose_server_is_away_tensorboard_and_the_progress_bar(tmp_path):
 
 
 def test_no_logger_is_forced(tmp_path):
-    done = run(
-        "composer", "-n", "1", "benchmark.py", *TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "run_name=a"
-    )
+    """Nor anything else but the record: by the launcher and the programs as they start cold."""
+    words = ["benchmark.py", *TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "run_name=a"]
+    done = run("env", "composer", "-n", "1", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
         ".lock",

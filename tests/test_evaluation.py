@@ -36,7 +36,7 @@ from evaluation.scoring import Scorer
 from record.checkpoint_files import WEIGHTS, listed
 from record.config_file import keep_keys
 
-pytestmark = [pytest.mark.slow, pytest.mark.budget(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True)]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_two_ranks_score_each_prompt_once_and_the_same(watched, tmp_path):
     assert row["clip"] == pytest.approx(line["clip"], abs=1e-6)
 
 
-@pytest.mark.budget(200)
+@pytest.mark.timeout(200, func_only=True)
 def test_two_ranks_are_evaluated_in_training_and_stop_at_their_target_together(words_of, tmp_path):
     words = words_of(tmp_path, "two", "eval.when=in_training", "target.clip=-1")
     done = run("composer", "-n", "2", "benchmark.py", *words)

@@ -266,7 +266,7 @@ def test_what_is_no_covariance_has_no_distance():
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_2048_features_equal_pytorch_fid_and_torchmetrics():
     for num in (3000, 500):  # 500: singular
         a, b = (bench_fid.synthetic_features(num, 2048, seed=seed) for seed in (1, 2))
@@ -436,7 +436,7 @@ def full_state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_features_are_pytorch_fids(extractor, monkeypatch):
     network = pytorch_fids_network(monkeypatch, full_state())
     given = images(2, 80, 100)
@@ -515,7 +515,7 @@ def test_each_resize_is_what_it_says(extractor, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_the_published_file_is_loaded_and_known_by_its_sha1(tmp_path, extractor, monkeypatch):
     path, state = tmp_path / "pt_inception.pth", full_state()
     torch.save({name: tensor for name, tensor in state.items() if "num_batches" not in name}, path)
@@ -629,7 +629,7 @@ def test_the_command_says_everything_that_is_wrong(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_the_command_makes_statistics_with_inception(tmp_path, capsys, extractor):
     folder = tmp_path / "pictures"
     folder.mkdir()

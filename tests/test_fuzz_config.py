@@ -485,7 +485,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "download_once", away)
 
 
-@pytest.mark.budget(150 if EXAMPLES <= 300 else 7200)
+@pytest.mark.timeout(150 if EXAMPLES <= 300 else 7200, func_only=True)
 @pytest.mark.usefixtures("no_network")
 @seeded
 @settings(ABOUT)
@@ -517,7 +517,7 @@ def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, 
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120 * PROCESSES)
+@pytest.mark.timeout(120 * PROCESSES, func_only=True)
 @seeded
 @settings(ABOUT, max_examples=PROCESSES, phases=[Phase.generate])
 @given(example=command_lines(("benchmark",)))

@@ -29,7 +29,7 @@ from zoo.encoders import build_encoders
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.budget(60),
+    pytest.mark.timeout(60, func_only=True),
     pytest.mark.usefixtures("same_number_of_threads"),
 ]  # slow: most draw a picture
 

@@ -387,7 +387,7 @@ def test_the_client_logs_in_with_a_password_that_no_longer_stands_in_the_address
 
 
 @pytest.mark.slow
-@pytest.mark.budget(600)
+@pytest.mark.timeout(600, func_only=True)
 def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, by_password, tmp_path, capsys):
     """Two starts from a store with a password: as it was typed, and behind a variable. Every file and line is searched."""
     runs, prompts = tmp_path / "runs", tmp_path / SECRETS["variable"] / "prompts.tsv"
@@ -422,7 +422,7 @@ def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, 
 
 
 @pytest.mark.slow
-@pytest.mark.budget(300)
+@pytest.mark.timeout(300, func_only=True)
 def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniature, tmp_path, capsys, monkeypatch):
     for name, value in {"SEED": "4711", "BEGIN": str(tmp_path / "old"), "NAME": "blueheron4711"}.items():
         monkeypatch.setenv(f"EASEL_{name}", value)
@@ -455,7 +455,7 @@ def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniatur
     assert "  remote: ${oc.env:EASEL_PLACE}\n" in (shown := capsys.readouterr().out) and "moved" not in shown
 
 
-@pytest.mark.budget(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tmp_path):
     for address in ("s3://AKIA:{password}@easel/x", "s3://easel/x?token={token}", "https://{token}@host/x?{password}"):
         remote = address.format(**SECRETS)

@@ -144,7 +144,7 @@ def test_fid_in_fp16_has_numpys_mean_and_covariance_of_float16_features(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.budget(200)
+@pytest.mark.timeout(200, func_only=True)
 @pytest.mark.parametrize("resize", ["bilinear299", "bicubic256"])
 def test_inception_in_fp16_takes_float16_images_and_gives_float16_features(images, resize):
     extractor = load_inception("random", resize)

@@ -100,7 +100,7 @@ def test_all_loaders_of_images_deliver_the_same_pictures(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(200)
+@pytest.mark.timeout(200, func_only=True)
 def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_path, capsys):
     results, work = tmp_path / "new" / "micro.json", tmp_path / "work"
     work.mkdir()
@@ -185,7 +185,7 @@ def test_a_full_disk_is_known_before_anything_is_measured(capsys, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_the_command_measures_a_real_start(tmp_path):
     from conftest import run
 

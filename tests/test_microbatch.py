@@ -13,6 +13,8 @@ import benchmark
 from training import cost, microbatch
 from training.cost import Cost
 
+pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+
 # 1 GiB each of weights, gradients; 2 of moments; 0.5 an image.
 COST = Cost(2**28, 0, 1e12, activation_gib_per_image=0.5, activation_gib_once=0.0, frozen_gib=0.0)
 
@@ -39,6 +41,7 @@ def test_the_estimate_is_the_largest_divisor_that_fits(monkeypatch, available, r
 
 def run(folder, name: str, *words: str) -> int:
     own = [f"run_folder={folder}", f"run_name={name}", "data.synthetic=true", "data.stage=moments"]
+    own += ["model.family=shapes", "image_size=32"]
     return benchmark.main([*TINY_RUN, *own, *words])
 
 

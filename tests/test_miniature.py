@@ -19,7 +19,7 @@ from evaluation.score_table import read_rows
 from prepare.shapes import command
 from reports import mlperf
 
-pytestmark = [pytest.mark.slow, pytest.mark.budget(90)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90, func_only=True)]
 
 
 def test_a_network_that_has_hardly_begun_misses_the_target_and_has_a_worse_fid_than_pictures_of_the_world(

@@ -29,6 +29,8 @@ from record.mlperf_events import MADE_WITH, TOKEN, read_events
 from reports.mlperf_runs import read_run
 from zoo.mlperf import RULESETS, not_closed
 
+pytestmark = pytest.mark.timeout(200, func_only=True)
+
 
 def program(tmp_path: Path, module: str, *words: object) -> tuple[bool, str]:
     """Call a checker as its users do. Returns whether it is content, and what it said."""

@@ -37,7 +37,7 @@ def test_words_that_are_not_possible_are_refused(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_a_mutant_is_killed_or_survives_or_times_out(tmp_path, monkeypatch):
     """In a project of one function and two tests, which stays as it is."""
     (tmp_path / "tests").mkdir()

@@ -32,7 +32,7 @@ def absolute_sum(content) -> float:
     return sum(map(absolute_sum, content.values())) if isinstance(content, dict) else 0.0
 
 
-@pytest.mark.budget(60)
+@pytest.mark.timeout(60, func_only=True)
 def test_a_run_that_an_older_version_began_ends_as_it_would_have_there(tmp_path, monkeypatch, capsys):
     with tarfile.open(ROOT / "tests/golden/run_of_before.tar.xz") as tar:
         tar.extractall(tmp_path / "runs", filter="data")

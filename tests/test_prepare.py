@@ -15,7 +15,7 @@ from conftest import picture, sample_files, tree, write_tar
 from PIL import Image
 from streaming import StreamingDataset
 
-from prepare import shards
+from prepare import shards, sources
 from prepare.shapes import command, pictures
 from stages.dataset import read_stage
 from zoo import load_family
@@ -440,7 +440,7 @@ def test_shards_says_what_it_cannot_do(tmp_path, capsys, words, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tar_that_lies_about_sizes_or_has_a_broken_header_costs_itself_and_no_memory(tmp_path, capsys):
+def test_a_tar_that_lies_about_sizes_or_has_a_broken_header_costs_itself_and_no_memory(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "in"
     write_tar(folder / "0.tar", {"good": sample_files(1)})
     with tarfile.open(folder / "1.tar", "w", format=tarfile.PAX_FORMAT) as tar:
@@ -452,9 +452,10 @@ def test_a_tar_that_lies_about_sizes_or_has_a_broken_header_costs_itself_and_no_
         member = tarfile.TarInfo("b.jpg")
         member.size, member.pax_headers = 5, {"GNU.sparse.size": "abc"}
         tar.addfile(member, io.BytesIO(b"12345"))
-    with tarfile.open(folder / "3.tar", "w:gz") as tar:  # 300 MB of zeros in 300 kB
+    monkeypatch.setattr(sources, "MAX_MEMBER_BYTES", 2**22)
+    with tarfile.open(folder / "3.tar", "w:gz") as tar:  # 5 MB of zeros in 5 kB
         member = tarfile.TarInfo("c.jpg")
-        member.size = 300_000_000
+        member.size = 5_000_000
         with open("/dev/zero", "rb") as zeros:
             tar.addfile(member, zeros)
     assert shards.main([str(folder), str(tmp_path / "out"), "workers=1"]) == 0

@@ -19,6 +19,8 @@ from config import flat
 from record import profile_table
 from record.profile_table import Piece, counted, kind_of_kernel, kind_of_operator, tabulate
 
+pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+
 # --- each moment counts once ---
 
 
@@ -253,7 +255,8 @@ def test_time_of_an_operator_is_without_that_of_those_inside_it(tmp_path):
 def run(tmp_path_factory):
     """A run of eight batches of which the fourth and fifth are recorded."""
     folder = tmp_path_factory.mktemp("runs")
-    words = [*TINY_RUN, "--use_synth_data", "max_duration=8ba", "measure.window_batches=1", f"run_folder={folder}"]
+    words = [*TINY_RUN, "model.family=shapes", "image_size=32", "--use_synth_data", "max_duration=8ba"]
+    words += ["measure.window_batches=1", f"run_folder={folder}"]
     assert benchmark.main([*words, "run_name=a", "profile.batches=2", "profile.start_batch=3"]) == 0
     return folder / "a"
 

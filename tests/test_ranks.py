@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.budget(90)
+@pytest.mark.timeout(90, func_only=True)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
     """Also where the one that failed is rank 0, with which the store goes; two machines, so that nobody ends the other."""
@@ -48,7 +48,7 @@ def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
 
 
 @pytest.mark.slow
-@pytest.mark.budget(90)
+@pytest.mark.timeout(90, func_only=True)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_composers_launcher_returns_the_code_whichever_rank_has_failed(failing, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -24,6 +24,8 @@ from reports.mlperf_band import read_bands, standing
 from reports.mlperf_runs import olympic_mean
 from zoo.mlperf import RULESETS
 
+pytestmark = pytest.mark.timeout(120, func_only=True)
+
 NEVER = [{**point, "fid": 150.0} for point in curves(512)[0][:4]]  # a run that did not converge
 
 

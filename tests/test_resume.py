@@ -64,7 +64,7 @@ def kill_after(
     assert alive == []
 
 
-@pytest.mark.budget(500)
+@pytest.mark.timeout(500, func_only=True)
 def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bit_for_bit(
     miniature, words_of, tmp_path
 ):
@@ -89,7 +89,7 @@ def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bi
         assert [line["batch"] for line in lines] == list(range(1, 15))
 
 
-@pytest.mark.budget(400)
+@pytest.mark.timeout(400, func_only=True)
 def test_two_ranks_that_train_from_moments_are_killed_and_go_on_bit_for_bit(words_of, tmp_path):
     composer(2, words_of(tmp_path, "whole", "max_duration=10ba"))
     words = words_of(tmp_path, "part", "max_duration=10ba")
@@ -99,7 +99,7 @@ def test_two_ranks_that_train_from_moments_are_killed_and_go_on_bit_for_bit(word
     assert same_training(newest(tmp_path, "part"), newest(tmp_path, "whole"))
 
 
-@pytest.mark.budget(300)
+@pytest.mark.timeout(300, func_only=True)
 def test_a_run_goes_on_with_another_number_of_ranks(words_of, tmp_path):
     """Other random numbers from there on, since they go by rank; the same samples in every batch."""
     words = words_of(tmp_path, "a")
@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(words_of, tmp_path):
     assert "goes on from batch 4, 128 images" in done.stderr and newest(tmp_path, "a")["progress"]["batch"] == 8
 
 
-@pytest.mark.budget(900)
+@pytest.mark.timeout(900, func_only=True)
 def test_ten_kills_while_checkpoints_are_written_lose_nothing_but_the_batches_since(words_of, tmp_path):
     """A checkpoint after every batch, so that most of the time one is being written."""
     more = ["max_duration=45ba", "save.keep=2"]

@@ -45,7 +45,7 @@ def unbroken(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.budget(120)
+@pytest.mark.timeout(120, func_only=True)
 def test_a_training_stopped_after_every_step_gives_the_same_bytes(unbroken, tmp_path, capsys):
     """max_minutes=0 stops each command after one step; ten steps and three stages need eleven commands at most."""
     words = ["--train_encoders", str(tmp_path), *MINIATURE, "max_minutes=0"]
@@ -63,6 +63,8 @@ def test_a_training_stopped_after_every_step_gives_the_same_bytes(unbroken, tmp_
                 assert torch.equal(tensor, other[part][name]), (stage, part, name)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
 def test_a_killed_training_goes_on_from_its_state_and_cuts_its_log_back(unbroken, tmp_path):
     """Killed after a line was written and before the state was: the line is made again, not twice."""
     for path in unbroken.rglob("*"):
@@ -76,6 +78,8 @@ def test_a_killed_training_goes_on_from_its_state_and_cuts_its_log_back(unbroken
     assert lines(tmp_path) == lines(unbroken) and files(tmp_path) == files(unbroken)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
 def test_the_log_says_what_was_measured_and_what_is_the_best(unbroken):
     measured = [(line["stage"], line["step"]) for line in lines(unbroken) if "score" in line]
     assert measured == [("reader", 2), ("reader", 3), ("clip", 2), ("clip", 3), ("vae", 2), ("vae", 4)]
@@ -85,6 +89,8 @@ def test_the_log_says_what_was_measured_and_what_is_the_best(unbroken):
         best[line["stage"]] = max(line["score"], best.get(line["stage"], -9.0))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
 def test_what_is_exported_is_half_precision_and_fits_the_family(unbroken):
     from safetensors.torch import load_file
 

@@ -165,21 +165,19 @@ def test_a_machine_without_shared_memory_files_is_left_alone(tmp_path, monkeypat
     assert remove_dead_segments() == []
 
 
-def test_the_namespaces_of_this_process_can_be_read():
-    assert shared_memory._namespace("pid") == Path("/proc/self/ns/pid").stat().st_ino
-
-
 def test_one_process_at_a_time_takes_a_number():
     """Without it two runs that start at one moment take the same: FileExistsError in one of them."""
-    code = "from stages.shared_memory import one_at_a_time\nwith one_at_a_time(): print('in', flush=True)"
+    code = "from stages.shared_memory import one_at_a_time\nprint('asks', flush=True)\n"
+    code += "with one_at_a_time(): print('in', flush=True)"
     with one_at_a_time():
         other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert other.stdout.readline() == "asks\n"
         with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(timeout=2)
+            other.wait(timeout=0.5)
     assert other.communicate(timeout=30)[0] == "in\n"
 
 
 def test_after_a_while_it_goes_on_without_its_turn(monkeypatch):
     monkeypatch.setattr(shared_memory, "TURN_SEC", 0.1)
-    with FileLock(Path(tempfile.gettempdir(), f"easel-{os.getuid()}-streams.lock")), one_at_a_time():
-        pass
+    with FileLock(Path(tempfile.gettempdir(), f"easel-{os.getuid()}-streams.lock")) as others, one_at_a_time():
+        assert others.is_locked

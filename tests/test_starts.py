@@ -26,7 +26,7 @@ from stages.fetch import StreamFailure
 from training import loggers
 from training.loggers import LoggersConfig, WandbConfig, wandb_mode
 
-pytestmark = pytest.mark.budget(90)
+pytestmark = pytest.mark.timeout(90, func_only=True)
 
 SYNTHETIC = [*TINY_RUN, "--use_synth_data"]
 

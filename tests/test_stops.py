@@ -15,7 +15,7 @@ from test_checkpoints import differences, newest, same_training
 
 from record.checkpoint_files import FULL, listed, read
 
-pytestmark = [pytest.mark.slow, pytest.mark.budget(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400, func_only=True)]
 
 STALLED_AFTER = 3
 
@@ -55,7 +55,8 @@ def stopped(folder: Path, number: int, to: str, *command: str) -> tuple[int, flo
             time.sleep(0.02)
         time.sleep(2.0)
         launcher, began = psutil.Process(process.pid), time.monotonic()
-        ranks = {child.environ().get("RANK"): child for child in launcher.children()}
+        begun = sorted(launcher.children(), key=lambda child: (child.create_time(), child.pid))
+        ranks = {str(rank): child for rank, child in enumerate(begun)}
         for child in launcher.children(recursive=True) if to == "all" else [ranks[to]]:
             child.send_signal(number)
         printed, said = process.communicate(timeout=90)

@@ -58,7 +58,7 @@ def test_threads_that_ask_at_once_share_one_connection_when_it_stands(sftp, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.budget(200)
+@pytest.mark.timeout(200, func_only=True)
 def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monkeypatch):
     port = str(urlsplit(sftp).port)
     behind = free_ports(1)
@@ -84,7 +84,7 @@ def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.budget(200)
+@pytest.mark.timeout(200, func_only=True)
 def test_a_session_that_never_begins_is_left_after_the_limit(tmp_path, monkeypatch):
     """By itself paramiko asks for a session, and for the version of its server, without a limit."""
     try:

@@ -14,9 +14,12 @@ from host_waits import FETCH, SCALAR, UPLOAD, HostWaits, watched
 
 import benchmark
 
+pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+
 # Python 3.12 runs a comprehension in the frame of its function.
 COMPREHENSION = "<dictcomp>" if sys.version_info < (3, 12) else "_train_loop"
 LONG_WINDOWS = ["max_duration=5ba", "measure.window_batches=20", "measure.warmup_batches=0"]
+LONG_WINDOWS += ["model.family=shapes", "image_size=32"]
 
 # composer/trainer/trainer.py of 0.32.1, in every batch: seven reads and four uploads, and one upload a microbatch.
 OF_COMPOSER = {

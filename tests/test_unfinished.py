@@ -201,7 +201,7 @@ def whole(words_of, tmp_path_factory) -> Path:  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.budget(200)
+@pytest.mark.timeout(200, func_only=True)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figures(
     number,
@@ -240,7 +240,7 @@ def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figur
 
 
 @pytest.mark.slow
-@pytest.mark.budget(300)
+@pytest.mark.timeout(300, func_only=True)
 def test_one_rank_of_two_gets_the_signal_while_the_other_has_no_more_to_do_and_both_stop(
     words_of,  # noqa: F811
     program,
@@ -267,7 +267,7 @@ def test_one_rank_of_two_gets_the_signal_while_the_other_has_no_more_to_do_and_b
 
 
 @pytest.mark.slow
-@pytest.mark.budget(500)
+@pytest.mark.timeout(500, func_only=True)
 def test_eval_is_stopped_by_a_signal_to_one_rank_and_goes_on(whole, program, tmp_path):
     words = [str(whole), f"out={tmp_path}/table", "eval.batch_size=3", "snapshots=last"]
     stopped = run("composer", "-n", "2", str(program), "eval", "10", "1", "2", *words, PYTHONPATH=str(ROOT))
@@ -284,7 +284,7 @@ def test_eval_is_stopped_by_a_signal_to_one_rank_and_goes_on(whole, program, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.budget(200)
+@pytest.mark.timeout(200, func_only=True)
 @pytest.mark.parametrize("last", [False, True])
 def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_row(
     whole, tmp_path, monkeypatch, capsys, last
@@ -309,7 +309,7 @@ def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_
 
 
 @pytest.mark.slow
-@pytest.mark.budget(200)
+@pytest.mark.timeout(200, func_only=True)
 def test_parts_of_a_score_that_was_killed_when_its_row_was_written_go_with_the_next_start(whole, tmp_path, monkeypatch):
     words = [str(whole), f"out={tmp_path}", "eval.batch_size=16", "snapshots=last"]
 
@@ -352,7 +352,7 @@ errors.command(main)
 
 
 @pytest.mark.slow
-@pytest.mark.budget(300)
+@pytest.mark.timeout(300, func_only=True)
 def test_a_signal_to_one_rank_after_its_last_row_is_the_end_of_both(whole, tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     words = [str(whole), f"out={tmp_path}/table", "eval.batch_size=16", "snapshots=last"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_RUN
+from conftest import TINY_RUN, cost_made_up
 from test_encoders import published  # noqa: F401
 from test_ldm import save_folder, tiny_networks
 
@@ -17,7 +17,7 @@ from record.checkpoint_files import FULL, WEIGHTS, listed, read
 from training import warm_start
 from zoo.objectives import ObjectiveConfig
 
-pytestmark = pytest.mark.budget(60)
+pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 TINY = ModelConfig(preset="tiny")
 
 
@@ -38,7 +38,8 @@ def earlier(tmp_path_factory) -> Path:
     """A finished run with an average, a full checkpoint and a snapshot."""
     runs = tmp_path_factory.mktemp("runs")
     words = [*TINY_RUN, "--use_synth_data", "--use_ema", "save.every_images=16", "save.snapshot_every_images=16"]
-    assert benchmark.main([*words, f"run_folder={runs}", "run_name=first"]) == 0
+    with cost_made_up():
+        assert benchmark.main([*words, f"run_folder={runs}", "run_name=first"]) == 0
     return runs / "first"
 
 

@@ -22,6 +22,8 @@ from prepare import latents
 from training.optimizer import lr_multiplier
 from zoo import FAMILIES, mlperf
 
+pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+
 RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
 LADDERS = sorted((ROOT / "yamls" / "ladders").glob("*.yaml"))
 HEADER = ("# What: ", "# Hardware: ", "# Expected: ", "# Command: ")

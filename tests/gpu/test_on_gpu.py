@@ -22,7 +22,7 @@ from zoo.objectives import ObjectiveConfig
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.budget(300),
+    pytest.mark.timeout(300, func_only=True),
     pytest.mark.skipif(
         bool(os.environ.get("SKIP_GPU_TESTS")) or not torch.cuda.is_available(),
         reason="no GPU, or SKIP_GPU_TESTS is set",
