@@ -616,9 +616,8 @@ def stopped_in_batch_five(monkeypatch, number: int, *words: str) -> int:
             signal.signal(number, handler)
 
 
-def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(
-    words_of, whole, tmp_path, capsys, monkeypatch, number=signal.SIGUSR1
-):
+def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(words_of, whole, tmp_path, capsys, monkeypatch):
+    number = signal.SIGUSR1
     words = words_of(tmp_path, "a", "max_duration=10ba")
     assert stopped_in_batch_five(monkeypatch, number, *words) == 128 + number
     gc.collect()  # the run's folder is free when its process ends: here, when its frames are gone

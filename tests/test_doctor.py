@@ -28,10 +28,8 @@ from stages.dataset import write_facts
 from stages.store_errors import explain_store_error
 from training import cost
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(60, func_only=True),
-]  # each of some sixty faults is a whole examination
+# Slow: each of some sixty faults is a whole examination.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60, func_only=True)]
 
 CHECKS = {
     *("versions", "variables", "devices", "open files", "segments", "port"),

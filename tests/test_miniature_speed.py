@@ -16,10 +16,7 @@ import benchmark
 from prepare import latents, shards
 from prepare.shapes import command
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900, func_only=True),
-]  # where other work runs beside: 270 s were seen
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900, func_only=True)]
 KEYS = {
     "eager": ["channels_last=true", "attention=math", "gradient_checkpointing=0.5", "device_train_microbatch_size=16"],
     "compiled": [

@@ -379,8 +379,11 @@ def test_a_speed_is_that_of_the_keys_which_the_summary_names(tmp_path, capsys):
     plain = ["measure.warmup_batches=0", "measure.window_batches=1", "save.every_images=8"]
     run(tmp_path, "a", *plain, "max_duration=4ba")
     assert run(tmp_path, "a", *plain, "max_duration=5ba")["windows"] == 5
-    summary = run(tmp_path, "a", *plain, "channels_last=true", "device_train_microbatch_size=4", "max_duration=6ba")
-    assert (summary["windows"], summary["batches"]) == (1, 6)
+    for number, keys in enumerate(
+        (["channels_last=true"], ["channels_last=true", "device_train_microbatch_size=4"]), 6
+    ):
+        summary = run(tmp_path, "a", *plain, *keys, f"max_duration={number}ba")
+        assert (summary["windows"], summary["batches"]) == (1, number)
 
 
 @pytest.mark.usefixtures("quick_estimate")
