@@ -36,8 +36,12 @@ _server: socket.socket | None = None
 
 
 def can_start(command: Sequence[str]) -> bool:
-    """True for a Python program or module, and for Composer's launcher."""
-    return Path(command[0]).name in ("python", "composer", Path(sys.executable).name)
+    """True for a Python program or module, and for Composer's launcher.
+
+    Not with W&B: it makes a folder when it is imported, which processes of one origin would share, and the first removes it.
+    """
+    is_python = Path(command[0]).name in ("python", "composer", Path(sys.executable).name)
+    return is_python and not any("wandb" in word for word in command)
 
 
 class Process(subprocess.Popen):
