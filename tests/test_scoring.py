@@ -175,7 +175,7 @@ def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
     """So that `seconds` stay right through a stop, a start without evaluation, and one with it again."""
     lines: list[dict] = []
     evaluation = Evaluation(
-        lambda: time.sleep(1.0) or {"eval_sec": 1.0},
+        lambda: time.sleep(2.0) or {"eval_sec": 2.0},
         every_images=2,
         average=None,
         clock=contextlib.nullcontext,
@@ -194,8 +194,8 @@ def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
     )
     trainer.fit()
     assert [line["batch"] for line in lines] == [1, 2, 3, 4]
-    assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < 1.0
-    assert lines[-1]["seconds_with_eval"] == pytest.approx(lines[-1]["seconds"] + 4.0)
+    assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < 2.0  # less than any one evaluation
+    assert lines[-1]["seconds_with_eval"] == pytest.approx(lines[-1]["seconds"] + 8.0)
     assert Progress.of(trainer.state).seconds == pytest.approx(lines[-1]["seconds"])
 
 
