@@ -216,7 +216,7 @@ def build_batches(
     networks: Networks,
     device: Device,
     at: Progress,
-    all_ready: Callable[[bool], bool] = lambda is_here: is_here,
+    all_ready: Callable[[bool], bool],
 ) -> DataSpec:
     """Build the run's data, from where it stands on. `all_ready`: see data.Loader."""
     data = build_data(

@@ -3,7 +3,7 @@
     composer benchmark.py ... profile.batches=3
 
 RUN_FOLDER/RUN_NAME/profile/trace.json.gz    for chrome://tracing or ui.perfetto.dev
-                            table.txt        time by kind and the kernels that take most (profile_table.py)
+                            table.txt        time by kind and the kernels that take most (record/profile_table.py)
                             table.json       the same
 
 torch.profiler itself, not composer.profiler around it: that one counts its cycles by the batch of the epoch, so that it would

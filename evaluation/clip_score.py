@@ -202,7 +202,7 @@ def _config_beside(path: Path) -> tuple[str | Mapping[str, Any], Mapping[str, An
 
 
 def _told_by_shapes(file: WeightsFile) -> str:
-    shapes = {canonical_name(name): shape for name, (_, shape) in file.tensor_specs.items()}
+    shapes = {canonical_name(name): shape for name, (_, shape) in file.entries.items()}
     image, text = shapes.get("visual.conv1.weight", ()), shapes.get("token_embedding.weight", ())
     name = ARCHITECTURES.get((image[0], text[-1])) if image and text else None
     if name is None:

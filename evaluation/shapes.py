@@ -31,12 +31,12 @@ TEXT_FILE = "text_encoder/model.safetensors"
 
 def is_reader(file: WeightsFile) -> bool:
     """True for the weights of a `Reader`."""
-    return READER_TENSOR in file.tensor_specs
+    return READER_TENSOR in file.entries
 
 
 def is_pair(file: WeightsFile) -> bool:
     """True for the weights of the pair, which are all but its text tower."""
-    return PAIR_TENSOR in file.tensor_specs and "text_projection.weight" in file.tensor_specs
+    return PAIR_TENSOR in file.entries and "text_projection.weight" in file.entries
 
 
 class ReaderFeatures:
@@ -110,8 +110,8 @@ def load_pair(file: WeightsFile) -> ShapesPair:
     text = open_weights(file.path.parent.parent / TEXT_FILE)
     both = WeightsFile(
         file.path,
-        {**file.tensor_specs, **text.tensor_specs},
-        lambda name: (file if name in file.tensor_specs else text).read(name),
+        {**file.entries, **text.entries},
+        lambda name: (file if name in file.entries else text).read(name),
     )
     network = build_clip()
     fill(network, both, "the shapes' CLIP pair")

@@ -1,4 +1,4 @@
-"""Forty faults of the core, one at a time: each has to fail a fast test of its own room. By hand, some 20 minutes.
+"""Forty faults of the core, one at a time: each has to fail a fast test of its own room. By hand, half an hour.
 
     python -m tests.mutants list                           each anchor is found once; runs nothing
     python -m tests.mutants base                           the tree as it is passes the test files of every mutant

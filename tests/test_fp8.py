@@ -78,7 +78,7 @@ def test_a_curve_is_near_that_of_bf16(keys):
     plain = train(model_of(keys, "sd2", precision="bf16"), 6)
     model = model_of({}, "sd2", precision="bf16")
     fp8.use(model.denoiser, min_features=WIDE, emulate=True)
-    speed.apply(model, SpeedKeys(**keys))
+    speed.apply(model, SpeedKeys(**keys), None)
     found = train(model, 6)
     assert found != plain
     assert found == pytest.approx(plain, rel=0.03)
@@ -90,7 +90,7 @@ def test_it_is_one_graph(monkeypatch):
     for _ in fresh_dynamo():
         model = model_of({}, "sd2", precision="bf16")
         fp8.use(model.denoiser, min_features=WIDE, emulate=True)
-        speed.apply(model, SpeedKeys(compile="whole"))
+        speed.apply(model, SpeedKeys(compile="whole"), None)
         train(model, 3)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the denoiser's and the text encoder's
 
@@ -107,3 +107,12 @@ def test_what_it_needs_is_said(monkeypatch):
     assert "Say compile=whole, or use precision=bf16." in fp8.problem(compiled=False)
     monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None)
     assert "needs torchao, which is not installed" in fp8.problem(compiled=True)
+
+
+def test_a_run_of_this_precision_has_its_layers_exchanged_and_no_other_has(monkeypatch):
+    model, exchanged = model_of({}, "sd2"), []
+    monkeypatch.setattr(fp8, "use", exchanged.append)
+    speed.apply(model, SpeedKeys(), "bf16")
+    assert exchanged == []
+    speed.apply(model, SpeedKeys(), "fp8")
+    assert exchanged == [model.denoiser]

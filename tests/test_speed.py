@@ -67,7 +67,7 @@ def model_of(keys: dict, family: str = "shapes", *, precision: str = "fp32") -> 
     config = ModelConfig(family=family, preset="tiny", weights="random")
     model = build_model(config, ObjectiveConfig(), size=size, normalize="symmetric", seed=1)
     model.place(torch.device("cpu"), precision)
-    speed.apply(model, SpeedKeys(**keys))
+    speed.apply(model, SpeedKeys(**keys), None)
     return model
 
 
@@ -90,7 +90,7 @@ def little(keys: dict) -> LatentDiffusion:
         use_linear_projection=True,
     )
     model.place(torch.device("cpu"), "fp32")
-    speed.apply(model, SpeedKeys(**keys))
+    speed.apply(model, SpeedKeys(**keys), None)
     return model
 
 
@@ -143,7 +143,7 @@ def denoiser_of(keys: dict, denoiser: nn.Module | None = None) -> SimpleNamespac
         torch.manual_seed(1)
         denoiser = load_family("sd2", "tiny", "stock").build_denoiser()
     network = SimpleNamespace(denoiser=denoiser, frozen={}, memory_format=torch.contiguous_format, replays_graphs=False)
-    speed.apply(network, SpeedKeys(**keys))
+    speed.apply(network, SpeedKeys(**keys), None)
     return network
 
 
@@ -494,7 +494,7 @@ def test_what_is_given_to_a_graph_of_cuda_or_kept_from_it_is_no_graphs_own(monke
     compiled = {}
     monkeypatch.setattr(nn.Module, "compile", lambda module, **ways: compiled.update({module: ways["options"]}))
     model = model_of({}, "sd2")
-    speed.apply(model, SpeedKeys(compile="whole", cuda_graphs=True))
+    speed.apply(model, SpeedKeys(compile="whole", cuda_graphs=True), None)
     assert compiled.pop(model.denoiser) == {"triton.cudagraphs": True}
     assert len(compiled) == 3 and not any(compiled.values())  # text encoder, both halves of the autoencoder
     kept = torch.zeros(1)

@@ -49,7 +49,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 
 def assert_same(file, expected):
-    assert {name: (t.dtype, tuple(t.shape)) for name, t in expected.items()} == dict(file.tensor_specs)
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in expected.items()} == dict(file.entries)
     for name, tensor in expected.items():
         read = file.tensor(name)
         assert read.dtype == tensor.dtype and read.device.type == "cpu" and not read.requires_grad
@@ -104,7 +104,7 @@ def test_opening_reads_no_tensor(tmp_path):
     with open(path, "wb") as file:
         file.write(head + struct.pack("<q", 2**28))
         file.truncate(file.tell() + 2**30)
-    assert open_weights(path).tensor_specs == {"big": (torch.float32, (2**28,))}
+    assert open_weights(path).entries == {"big": (torch.float32, (2**28,))}
 
 
 def lightning_like() -> types.ModuleType:
@@ -612,7 +612,7 @@ def test_random_damage_is_always_a_sentence(tmp_path):
             path.write_bytes(content)
             try:
                 file = open_weights(path)
-                for name in file.tensor_specs:
+                for name in file.entries:
                     file.tensor(name)
                 outcomes["read"] += 1
             except ValueError as error:

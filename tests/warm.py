@@ -26,8 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+# Not what imports W&B (open_clip does): it makes a folder then, which the first process to end would take from the others.
 PRELOADED = (
-    *("benchmark", "eval", "prepare.latents", "composer.cli.launcher", "torch._dynamo", "open_clip", "streaming"),
+    *("benchmark", "eval", "prepare.latents", "composer.cli.launcher", "torch._dynamo", "streaming"),
     *("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl"),
 )
 PR_SET_CHILD_SUBREAPER = 36
@@ -36,12 +37,8 @@ _server: socket.socket | None = None
 
 
 def can_start(command: Sequence[str]) -> bool:
-    """True for a Python program or module, and for Composer's launcher.
-
-    Not with W&B: it makes a folder when it is imported, which processes of one origin would share, and the first removes it.
-    """
-    is_python = Path(command[0]).name in ("python", "composer", Path(sys.executable).name)
-    return is_python and not any("wandb" in word for word in command)
+    """True for a Python program or module, and for Composer's launcher."""
+    return Path(command[0]).name in ("python", "composer", Path(sys.executable).name)
 
 
 class Process(subprocess.Popen):

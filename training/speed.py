@@ -162,7 +162,7 @@ class Network(Protocol):
     def frozen(self) -> Mapping[str, nn.Module]: ...
 
 
-def apply(model: Network, keys: SpeedKeys, precision: str | None = None) -> None:
+def apply(model: Network, keys: SpeedKeys, precision: str | None) -> None:
     """Change a model's networks as the keys say; once, where they are on their device and before the optimizer is built.
 
     Raises ConfigError: precision is fp8, but no layer of the denoiser is wide enough.

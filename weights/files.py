@@ -29,7 +29,7 @@ from torch import Tensor
 
 from weights.restricted_pickle import Inert, RestrictedUnpickler, Stored
 
-Form = tuple[torch.dtype, tuple[int, ...]]
+Entry = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
 
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -61,13 +61,13 @@ class WeightsFile:
     """An open weights file."""
 
     path: Path
-    tensor_specs: Mapping[str, Form]
+    entries: Mapping[str, Entry]
     """Every tensor's name -> type and shape, in the file's order."""
     read: Callable[[str], Tensor] = field(repr=False)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor: on the CPU, type, shape and strides as stored. Raises ValueError: its bytes cannot be read."""
-        assert name in self.tensor_specs, name
+        assert name in self.entries, name
         try:
             return self.read(name)
         except Refused:
@@ -151,8 +151,8 @@ def _open_safetensors(path: Path, size: int) -> WeightsFile:
         )
     if not stated:
         raise Refused(f"{path}: holds no tensors. Give a file that does.")
-    tensor_specs = {name: (SAFETENSORS_TYPES[kind], tuple(shape)) for name, (kind, shape) in stated.items()}
-    return WeightsFile(path, tensor_specs, file.get_tensor)
+    entries = {name: (SAFETENSORS_TYPES[kind], tuple(shape)) for name, (kind, shape) in stated.items()}
+    return WeightsFile(path, entries, file.get_tensor)
 
 
 # --- torch's formats: a pickle in which storages are named ---

@@ -107,13 +107,13 @@ def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], 
         except ValueError as error:
             found.append(f"{label}: {error}")
             continue
-        sources = {name: Source(_name_in_folder(name, weights.tensor_specs)) for name in module.state_dict()}
+        sources = {name: Source(_name_in_folder(name, weights.entries)) for name in module.state_dict()}
         places[label] = _Place(weights, sources)
-        extra = _extra_prefix(weights.tensor_specs, {source.name for source in sources.values()})
+        extra = _extra_prefix(weights.entries, {source.name for source in sources.values()})
         if extra:
             found.append(f"{label}: {_one_prefix_too_many(weights, extra)}")
         else:
-            left_over = [name for name in weights.tensor_specs if not POSITION_IDS.fullmatch(name)]
+            left_over = [name for name in weights.entries if not POSITION_IDS.fullmatch(name)]
             found += _misfits(label, module, places[label], left_over, _other_text_encoder(module, places[label]))
     return places, found
 
@@ -123,24 +123,22 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
         weights = open_weights(path)
     except ValueError as error:
         return {}, [str(error)]
-    if any(name.startswith(SDXL_PREFIX) for name in weights.tensor_specs):
+    if any(name.startswith(SDXL_PREFIX) for name in weights.entries):
         return {}, [f"{path}: is an SDXL checkpoint (it has {SDXL_PREFIX}*). Give one of SD 1.x or 2, as the model is."]
     places = {}
     for label, (module, network) in networks.items():
         sources = {name: network.source(name) for name in module.state_dict()}
         for ours, source in sources.items():
             sources[ours] = replace(
-                source, name=stored_name(network.prefix + source.name, weights.tensor_specs, network.prefix)
+                source, name=stored_name(network.prefix + source.name, weights.entries, network.prefix)
             )
         places[label] = _Place(weights, sources)
     wanted = {source.name for place in places.values() for source in place.sources.values()}
-    if extra := _extra_prefix(weights.tensor_specs, wanted):
+    if extra := _extra_prefix(weights.entries, wanted):
         return {}, [_one_prefix_too_many(weights, extra)]
     found = []
     for label, (module, network) in networks.items():
-        rests = {
-            name.removeprefix(network.prefix): name for name in weights.tensor_specs if name.startswith(network.prefix)
-        }
+        rests = {name.removeprefix(network.prefix): name for name in weights.entries if name.startswith(network.prefix)}
         if not rests:
             found.append(f"{label}: {_no_such_prefix(weights, network.prefix)}")
             continue
@@ -151,22 +149,20 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
 
 def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[str], cause: str | None) -> list[str]:
     """Compare names and shapes; `left_over`: names in the file that somebody has to want. One text at most."""
-    tensor_specs = place.weights.tensor_specs
+    entries = place.weights.entries
     wanted = {}
     for ours, tensor in module.state_dict().items():
         source = place.sources[ours]
         wanted[source.name] = (tensor.shape[0] * source.parts, *tensor.shape[1:]) if source.parts > 1 else tensor.shape
-    there = [name for name in wanted if name in tensor_specs]
+    there = [name for name in wanted if name in entries]
     shapes = [
-        f"{name} is {tensor_specs[name][1]}, wanted {tuple(wanted[name])}"
+        f"{name} is {entries[name][1]}, wanted {tuple(wanted[name])}"
         for name in there
-        if not _fits(tensor_specs[name][1], tuple(wanted[name]))
+        if not _fits(entries[name][1], tuple(wanted[name]))
     ]
-    types = [
-        f"{name} is {_words(tensor_specs[name][0])}" for name in there if not tensor_specs[name][0].is_floating_point
-    ]
+    types = [f"{name} is {_words(entries[name][0])}" for name in there if not entries[name][0].is_floating_point]
     kinds = (
-        ("missing", [name for name in wanted if name not in tensor_specs]),
+        ("missing", [name for name in wanted if name not in entries]),
         ("left over", [name for name in left_over if name not in wanted]),
         ("of another shape", shapes),
         ("of no floating-point type", types),
@@ -233,12 +229,12 @@ def _no_such_folders(root: Path, absent: Sequence[str]) -> str:
 
 
 def _no_such_prefix(weights: WeightsFile, prefix: str) -> str:
-    said = f"{weights.path} has no {prefix}*. It has {_groups(weights.tensor_specs)}."
+    said = f"{weights.path} has no {prefix}*. It has {_groups(weights.entries)}."
     for wanted, other, whose, variant in (
         (OPEN_CLIP_PREFIX, CLIP_PREFIX, "SD 1.x's text encoder", "sd15"),
         (CLIP_PREFIX, OPEN_CLIP_PREFIX, "SD 2's text encoder", "stock"),
     ):
-        if prefix == wanted and any(name.startswith(other) for name in weights.tensor_specs):
+        if prefix == wanted and any(name.startswith(other) for name in weights.entries):
             return (
                 f"{said} {other}* is {whose}: use model.variant={variant}, or give a file of the variant that is set."
             )
@@ -248,7 +244,7 @@ def _no_such_prefix(weights: WeightsFile, prefix: str) -> str:
 def _other_text_encoder(module: nn.Module, place: _Place) -> str | None:
     """Name the model of a folder's text encoder where its width tells it, and it is not ours."""
     table = "text_model.embeddings.token_embedding.weight"
-    shape = place.weights.tensor_specs.get(stored_name(table, place.weights.tensor_specs), (None, ()))[1]
+    shape = place.weights.entries.get(stored_name(table, place.weights.entries), (None, ()))[1]
     known = {768: "SD 1.x's text encoder: use model.variant=sd15", 1024: "SD 2's text encoder: use model.variant=stock"}
     ours = module.state_dict().get(table)
     if ours is None or len(shape) != 2 or shape[1] == ours.shape[1] or ours.shape[1] not in known:
@@ -305,7 +301,7 @@ def load(path: str, networks: Networks) -> list[str]:
     stored: dict[str, list[str]] = {}
     for label, (module, _) in networks.items():
         _fill(label, module, places[label])
-        dtypes = {places[label].weights.tensor_specs[source.name][0] for source in places[label].sources.values()}
+        dtypes = {places[label].weights.entries[source.name][0] for source in places[label].sources.values()}
         for dtype in sorted(dtypes - {torch.float32}, key=str):
             stored.setdefault(_words(dtype), []).append(label)
     return [

@@ -35,9 +35,9 @@ def fill(module: nn.Module, weights: WeightsFile, what: str) -> None:
         ValueError: names or shapes are not all the network's, or a tensor cannot be read.
     """
     own = {name: tensor for name, tensor in module.state_dict().items() if not name.endswith(OPTIONAL)}
-    names = {canonical_name(name): name for name in weights.tensor_specs if not name.endswith(OPTIONAL)}
+    names = {canonical_name(name): name for name in weights.entries if not name.endswith(OPTIONAL)}
     expected = {name: f"{tuple(tensor.shape)}" for name, tensor in own.items()}
-    given = {name: f"{weights.tensor_specs[at][1]}" for name, at in names.items()}
+    given = {name: f"{weights.entries[at][1]}" for name, at in names.items()}
     if text := difference(expected, given):
         raise ValueError(f"{weights.path}: does not fit {what}: {text}. Give the weights of that network.")
     with torch.no_grad():
