@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Time, Timestamp
-from conftest import ROOT, TINY_RUN, tree
+from conftest import ROOT, TINY_RUN, but_for_shared_memory, tree
 
 import benchmark
 from callbacks.run_record import RunRecord
@@ -180,11 +180,6 @@ def test_progress_after_the_last_batch_of_an_epoch_is_at_the_begin_of_the_next(b
 
 
 # --- runs ---
-
-
-def but_for_shared_memory(said: str) -> str:
-    """What was said, without what other runs on this machine have left in its shared memory."""
-    return "".join(line for line in said.splitlines(keepends=True) if not line.startswith("shared memory: "))
 
 
 def main(*words: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from mlperf_fixture import curves, write_run
-from test_checkpoints import but_for_shared_memory, newest, same_training
+from test_checkpoints import newest, same_training
 
 import benchmark
 import eval as eval_command
