@@ -42,8 +42,10 @@ from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
 from cli import errors, masking, ranks
+from cli.command import command, start
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
+from cli.log import log
 from config import as_written, flat, load
 from data import Loader, build_data
 from ema import EMA
@@ -334,8 +336,8 @@ def load_start(config: RunConfig, model: LatentDiffusion, run: RunState) -> str 
         start = fingerprint(model.denoiser)
     if config.model.variant == "mlperf":
         notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in mlperf.deviations(flat(config))]
-    if notes and dist.get_global_rank() == 0:
-        print(*notes, sep="\n", file=sys.stderr, flush=True)
+    for note in notes:
+        log.info(note)
     return start
 
 
@@ -348,6 +350,7 @@ def show(config: RunConfig) -> int:
     return 0
 
 
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str], began: float | None = None) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all.
 
@@ -388,10 +391,10 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     if is_speaker:
         if result["images_per_sec"] is None:
             given = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"
-            print(f"{given}. Lower it, or raise max_duration.", file=sys.stderr)
+            log.info(f"{given}. Lower it, or raise max_duration.")
         masking.print_as_it_is(result_line(result))
     return 0
 
 
 if __name__ == "__main__":
-    errors.command(functools.partial(main, began=psutil.Process().create_time()))
+    start(functools.partial(main, began=psutil.Process().create_time()))

@@ -19,8 +19,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import os
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +30,7 @@ from cli import masking
 from cli.command_line import Assignment, CommandLine, Problem, leaves, read_yaml, spread
 from cli.errors import ConfigError
 from cli.limits import MAX_PART_BYTES, Limits, beyond, given_as, shown
+from cli.log import log
 
 Config = TypeVar("Config")
 
@@ -175,9 +174,9 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
     if possible is not None:
         return value, _misfit(at, hint, possible)
     masked = masking.without_secrets(value)
-    if masked != value and at.text is None and os.environ.get("RANK", "0") == "0":
+    if masked != value and at.text is None:
         given = f"{at.where}: {_named(at)}: a secret stands in {masked}. It is neither shown nor kept"
-        print(f"{given}. {masking.where_it_belongs(str(masked))}.", file=sys.stderr, flush=True)
+        log.warning(f"{given}. {masking.where_it_belongs(str(masked))}.")
     return masked, None
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,9 +36,11 @@ from composer.utils import dist
 from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
 from cli import errors, masking, ranks
+from cli.command import command, start
 from cli.command_line import Assignment, CommandLine, Problem, parse_command_line, read_yaml
 from cli.errors import ConfigError
 from cli.limits import limited
+from cli.log import EVERY_RANK, log
 from config import flat, load, schema_keys
 from evaluation import plots, unfinished
 from evaluation.image_folder import image_batches, list_images
@@ -244,16 +245,13 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
         differing = sorted(key for key in DECIDING if key in own and own[key] != flat(config)[key])
         if differing:
             given = f"a trial: not as in {folder}/config.yaml: {', '.join(differing)}. Its summary.json stays as it is"
-            print(
-                f"target: {given}. To decide the run so, start it with these keys: composer benchmark.py",
-                file=sys.stderr,
-            )
+            log.info(f"target: {given}. To decide the run so, start it with these keys: composer benchmark.py")
         elif config.out is None and not any(row["partial"] for row in rows):
             if config.mlperf.enabled:
                 mlperf_log.conclude(folder, in_order, reached, afterwards=own.get("eval.when") == "after")
             write_outcome(folder, result, over=None if own.get("eval.when") == "after" else "pending")
         if reached is not None:
-            print(f"target: {said(reached)}.", file=sys.stderr)
+            log.info(f"target: {said(reached)}.")
         print(result_line({key: rounded(value) for key, value in result.items()}), flush=True)
 
 
@@ -335,7 +333,7 @@ def _keep(run: Path, batch_size: int) -> None:
         given = (
             f"eval.batch_size: {batch_size} was found, but {run / 'config.yaml'} cannot be written: {error.strerror}"
         )
-        print(f"{given}. Another machine may find another one: give it with eval.batch_size.", file=sys.stderr)
+        log.info(f"{given}. Another machine may find another one: give it with eval.batch_size.")
 
 
 # --- the command ---
@@ -380,14 +378,12 @@ def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:
         picture(drawn, folder / name)
         if left_out := dict.fromkeys(str(row["model"]) for row in rows if row not in drawn):
             what = f"without {', '.join(left_out)}, where {' or '.join((along, *more))} is missing"
-            print(f"eval: {folder / name} is drawn {what}. The table has all.", file=sys.stderr, flush=True)
+            log.info(f"eval: {folder / name} is drawn {what}. The table has all.")
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Read the command line, score, print a line a score; rank 0 speaks for all."""
-    if {"-h", "--help"} & set(argv) or not argv:
-        print(__doc__)
-        return 0 if argv else 2
     command = parse_command_line(argv, ALIASES, takes_places=True)
     masking.watch()
     debug = any(at.key == "loggers.debug" and at.value is True for at in command.assignments)
@@ -405,11 +401,10 @@ def main(argv: Sequence[str]) -> int:
         ranks.abort_all_ranks(str(error), code=2)
         if debug:
             traceback.print_exc()
-        print(error, file=sys.stderr, flush=True)
+        log.error(error, extra=EVERY_RANK)
         return 2
     except ranks.Signalled as stop:
-        if dist.get_global_rank() == 0:
-            print(f"{stop}: stopped. The same command goes on.", file=sys.stderr, flush=True)
+        log.info(f"{stop}: stopped. The same command goes on.")
         ranks.be_quiet()
         return 128 + stop.number
     except Exception as error:
@@ -423,4 +418,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    errors.command(main)
+    start(main)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cli.command_line import Problem, parse_command_line
-from cli.errors import ConfigError
 from config import load, to_yaml
 from preflight.limits import unwritable
 from record.environment import environment
@@ -19,22 +17,13 @@ from record.environment import environment
 Config = TypeVar("Config")
 
 
-def read_keys(
-    schema: type[Config], argv: Sequence[str], text: str | None, check: Callable[[Config], Sequence[Problem]]
-) -> Config | int:
-    """Return a command's configuration, or the exit code where its text, its keys or what is wrong with them was wanted."""
-    if {"-h", "--help"} & set(argv):
-        print(text)
-        return 0
+def read_keys(schema: type[Config], argv: Sequence[str], check: Callable[[Config], Sequence[Problem]]) -> Config | None:
+    """Return a command's configuration, or None where --print_config wanted it shown."""
     command_line = parse_command_line(argv, {})
-    try:
-        config = load(schema, command_line, not_yet={}, check=lambda given: [*check(given), *_places_problems(given)])
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = load(schema, command_line, not_yet={}, check=lambda given: [*check(given), *_places_problems(given)])
     if command_line.print_config:
         print(to_yaml(config), end="")
-        return 0
+        return None
     return config
 
 

@@ -64,6 +64,7 @@ from bench.micro_data import (
     write_images,
     write_moments,
 )
+from cli.command import command
 from cli.command_line import Problem
 from cli.limits import limited
 from config import as_written
@@ -303,11 +304,12 @@ def _temporary_folder(work: str | None) -> Iterator[Path]:
         signal.signal(signal.SIGCHLD, of_torch)
 
 
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(DataBenchConfig, argv, __doc__, check)
-    if isinstance(config, int):
-        return config
+    config = read_keys(DataBenchConfig, argv, check)
+    if config is None:
+        return 0
     begin = {**head(SCHEMA), "measured": "data_speed", "webdataset_version": importlib.metadata.version("webdataset")}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the temporary folder is removed first
     usual_threads, started = torch.get_num_threads(), time.monotonic()

@@ -34,8 +34,8 @@ import torch
 from composer.utils import dist
 
 from callbacks.throughput import peak_mem_gib
+from cli.command import command
 from cli.command_line import Problem, parse_command_line
-from cli.errors import ConfigError
 from config import load
 from evaluation.clip_score import load_clip
 from evaluation.scoring import Scorer
@@ -136,16 +136,13 @@ def measure(config: RunConfig) -> dict[str, Any]:
     }
 
 
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Read the configuration, measure, write the summary, print its line."""
-    try:
-        config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), not_yet=NOT_YET, check=problems_of))
-        if torch.cuda.is_available():
-            torch.cuda.set_device(dist.get_local_rank())
-        summary = measure(config)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), not_yet=NOT_YET, check=problems_of))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_local_rank())
+    summary = measure(config)
     if dist.get_global_rank() == 0:
         folder = Path(config.run_folder, config.run_name or "")
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, rounded, take_turns
+from cli.command import command
 from cli.limits import limited
 from config import as_written
 from evaluation.fid import FeatureSums, Statistics, frechet_distance
@@ -174,11 +175,12 @@ def rows(record: dict[str, Any]) -> Iterator[str]:
     yield f"{'FID':<28}{record['fid_ours']:>10.6g}{record['fid_torchmetrics']:>14.6g}"
 
 
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(FidConfig, argv, __doc__, lambda config: [])
-    if isinstance(config, int):
-        return config
+    config = read_keys(FidConfig, argv, lambda config: [])
+    if config is None:
+        return 0
     begin = {
         **head(SCHEMA),
         "measured": "fid_speed",

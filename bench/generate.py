@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
+from cli.command import command
 from cli.command_line import Problem
 from cli.limits import limited
 from config import as_written
@@ -203,11 +204,12 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(GenerateConfig, argv, __doc__, check)
-    if isinstance(config, int):
-        return config
+    config = read_keys(GenerateConfig, argv, check)
+    if config is None:
+        return 0
     record = measure(config)
     write_record(config.results, record)
     print(table(record))

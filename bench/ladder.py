@@ -35,8 +35,10 @@ import torch
 from omegaconf import OmegaConf
 
 from callbacks.quality_target import TARGET_KEYS
+from cli.command import command
 from cli.errors import ConfigError
 from cli.limits import kind_of_path, shown
+from cli.log import log
 from preflight.limits import unwritable
 from record.environment import commit, device_name
 from record.files import read_lines
@@ -307,34 +309,27 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
     folders: dict[str, Path | None] = {"results": Path("reports/results"), "runs": None}
-    try:
-        ladder = read_ladder(argv[0])
-        for word in argv[1:]:
-            key, _, value = word.partition("=")
-            if key not in folders or not value:
-                known = ", ".join(f"{name}=FOLDER" for name in folders)
-                raise ConfigError([f"command line: '{word}' is not known. Known: {known}."])
-            folders[key] = Path(value).resolve()
-        if found := _problems_here(ladder, argv[0], folders):
-            raise ConfigError(found)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    ladder = read_ladder(argv[0])
+    for word in argv[1:]:
+        key, _, value = word.partition("=")
+        if key not in folders or not value:
+            known = ", ".join(f"{name}=FOLDER" for name in folders)
+            raise ConfigError([f"command line: '{word}' is not known. Known: {known}."])
+        folders[key] = Path(value).resolve()
+    if found := _problems_here(ladder, argv[0], folders):
+        raise ConfigError(found)
 
     started, records, here, call = time.monotonic(), {}, commit(), f"{time.time():.0f}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the rung is ended first
     if here is None or here.endswith("+changes"):
         given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
-        print(f"{ladder.name}: {given}, so every rung runs again; those without a record first", file=sys.stderr)
+        log.info(f"{ladder.name}: {given}, so every rung runs again; those without a record first")
     if text := _kept_problem(folders["runs"], ladder, here):
-        print(text, file=sys.stderr)
-        return 2
+        raise ConfigError([text])
     paths = {rung: folders["results"] / ladder.name / f"{rung.name}.json" for rung in ladder.rungs}
     # Those without a record first. Of the others one that needs a call for itself: what is refused again would take its time.
     for rung, path in sorted(paths.items(), key=lambda p: (p[1].is_file(), p[1].is_file() and p[0].limit_sec is None)):

@@ -35,8 +35,11 @@ from bench.contest import Figures
 from bench.micro_data import IMAGES_BATCH, MOMENTS_BATCH, measure_data
 from bench.micro_ema import measure_ema
 from bench.micro_run import measure_checkpoint, measure_first_step
+from cli.command import command
 from cli.command_line import Problem
+from cli.errors import Failed
 from cli.limits import limited
+from cli.log import log
 from config import as_written
 
 SCHEMA = 1
@@ -161,7 +164,7 @@ def measure(config: MicroConfig) -> dict[str, Any]:
             raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
         figures |= found.flat
         by_round |= found.by_round
-        print(f"{name}: measured in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        log.info(f"{name}: measured in {time.monotonic() - begun:.0f} s")
     seconds = round(time.monotonic() - started, 1)
     return {**begin, "seconds": seconds, "config": as_written(config), **figures, "by_round": by_round}
 
@@ -186,23 +189,23 @@ def _cell(record: Mapping[str, Any], key: str | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(MicroConfig, argv, __doc__, check)
-    if isinstance(config, int):
-        return config
+    config = read_keys(MicroConfig, argv, check)
+    if config is None:
+        return 0
     busy, cores = os.getloadavg()[0], os.cpu_count() or 1
     if busy > cores / 4:
         text = f"{busy:.1f} before the start, on {cores} cores. The figures are of a busy machine"
-        print(f"micro: load average is {text}; run again when it is idle.", file=sys.stderr)
+        log.info(f"micro: load average is {text}; run again when it is idle.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: temporary folders are removed first
     try:
         record = measure(config)
         write_record(config.results, record)
     except (RuntimeError, OSError) as error:
         traceback.print_exception(error.__cause__ or error)
-        print(f"micro: no record was written. {error}", file=sys.stderr)
-        return 1
+        raise Failed(f"micro: no record was written. {error}") from error
     print(table(record))
     return 0
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from callbacks.throughput import Throughput, peak_tflops
+from cli.command import command
 from cli.command_line import Problem, parse_command_line
-from cli.errors import ConfigError
 from config import load
 from model import BatchRandomness, build_device, composer_precision
 from preflight.run import check, cost_of, planned_microbatch
@@ -135,13 +135,10 @@ def problems_of(config: RunConfig) -> list[Problem]:
     return found or check(config)
 
 
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Read the configuration, run it, write its summary, print its line."""
-    try:
-        config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), not_yet=NOT_YET, check=problems_of))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), not_yet=NOT_YET, check=problems_of))
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())
     summary = train(config)

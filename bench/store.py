@@ -41,6 +41,7 @@ from boto3.s3.transfer import TransferConfig
 from bench.command import head, write_record
 from bench.contest import Figures, take_turns
 from bench.micro_data import MOMENTS_BATCH, SEED, SIZE, build_family, write_moments
+from cli.command import command
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from cli.limits import limited
@@ -185,19 +186,15 @@ def place_problem(address: str) -> str | None:
     return address_problem(address)
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     places, words = [word for word in argv if "=" not in word], [word for word in argv if "=" in word]
-    if {"-h", "--help"} & set(argv) or len(places) != 1:
-        print(__doc__)
-        return 0 if {"-h", "--help"} & set(argv) else 2
-    try:
-        config = load(StoreConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
-        if text := place_problem(places[0]):
-            raise ConfigError([text])
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if len(places) != 1:
+        raise ConfigError(["command line: one PLACE has to be given. python -m bench.store --help says more."])
+    config = load(StoreConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    if text := place_problem(places[0]):
+        raise ConfigError([text])
     record = measure(places[0], config)
     write_record(config.results, record)
     speeds = [f"{name}_mb_per_sec" for name in ("download", "cold", "arrival", "warm")]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from cli.limits import limited
+from cli.log import log
 from record import profile_table
 
 FOLDER = "profile"
@@ -151,8 +151,8 @@ class Profile(Callback):
             self._profiler.on_trace_ready = None  # half a recording says nothing
             self._profiler.stop()
             self._profiler = None
-        if self.num_batches < self.first + self.num and dist.get_global_rank() == 0:
+        if self.num_batches < self.first + self.num:
             given = f"{self.num_batches} batches were trained here, {self.first + self.num} would have been needed"
             earlier = f" {self.folder} is of an earlier start, as its table says." if self.folder.is_dir() else ""
             text = f"nothing was recorded: {given}. Lower profile.start_batch.{earlier}"
-            print(f"profile: {text}", file=sys.stderr, flush=True)
+            log.info(f"profile: {text}")

@@ -6,12 +6,12 @@ so is the decision.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer import Callback, Logger, State
-from composer.utils import dist
+
+from cli.log import log
 
 TARGET_KEYS = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval", "fid", "clip")
 """What a run with a target has on its result line beside the rest."""
@@ -41,8 +41,7 @@ class QualityTarget(Callback):
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if (line := self.reached) is not None:
             state.stop_training()
-            if dist.get_global_rank() == 0:
-                print(f"target: {said(line)}. Training stops.", file=sys.stderr, flush=True)
+            log.info(f"target: {said(line)}. Training stops.")
 
     def result(self) -> dict[str, Any]:
         """Return TARGET_KEYS: of the evaluation that met it, or figures of the last one and `missed`."""

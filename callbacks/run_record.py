@@ -14,7 +14,6 @@ RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,6 +25,7 @@ from composer.utils import dist
 
 from cli import masking
 from cli.command_line import RENAMED
+from cli.log import log
 from record.environment import environment
 from record.files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, run_id_of, seconds_of_starts
 from record.summary import RESULT_KEYS, finite, rounded
@@ -260,9 +260,7 @@ class RunRecord(Callback):
             lines = ({"sample": sample, "key": key, "reason": reason} for sample, (key, reason) in new)
             append_lines(self.folder / BAD_SAMPLES, lines)
             key, reason = new[0][1]
-            print(
-                f"data: {len(new)} samples could not be used, e.g. {masking.printable(key)}: {reason}", file=sys.stderr
-            )
+            log.info(f"data: {len(new)} samples could not be used, e.g. {masking.printable(key)}: {reason}")
         self.samples.check(self.all_bad_samples)
 
     @contextlib.contextmanager

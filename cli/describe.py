@@ -29,6 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cli.command import command
+from cli.errors import Refused
+
 BLOCK = re.compile(r"(<!-- (own )?keys of ([\w.]+) -->\n).*?(<!-- end of keys -->)", re.S)
 NAMES = {int: "an integer", float: "a number", str: "text", types.NoneType: "null", Any: "see meaning"}
 
@@ -153,16 +156,13 @@ def described(text: str) -> str:
     return BLOCK.sub(block, text)
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
     try:
         pages = {path: (before := path.read_text(), described(before)) for path in map(Path, argv)}
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise Refused(str(error)) from error
     for path, (before, after) in pages.items():
         if after != before:
             path.write_text(after)

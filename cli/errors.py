@@ -1,22 +1,18 @@
-"""How a process ends: what it says of an error that is foreseen, and that its exit code is its own."""
+"""The errors that a user sees, and what a process says of one that ends it."""
 
 from __future__ import annotations
 
 import dis
-import os
-import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cli import masking
+from cli.log import EVERY_RANK, log
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
 # What libraries say, in plain RuntimeErrors, of a process that was ended from outside.
 ENDED = {
     "DataLoader worker (pid": "Too little memory or /dev/shm ends a worker so. Lower data.workers, or give more of it.",
@@ -34,6 +30,14 @@ class ConfigError(ValueError):
         self.problems = [masking.hidden(text) for text in problems]
         self.config = config
         super().__init__("\n".join(self.problems))
+
+
+class Refused(ValueError):
+    """The work cannot start there; the message says why and what to do."""
+
+
+class Failed(ValueError):
+    """The work had to stop; the message says why and what to do. What is done stays."""
 
 
 def is_foreseen(error: BaseException) -> bool:
@@ -84,18 +88,4 @@ def tell(error: BaseException, *, debug: bool) -> None:
     """Print the text of an error that is foreseen; with `debug`, or of another one, its trace before."""
     if debug or not is_foreseen(error):
         traceback.print_exception(error)
-    print(text_of(error), file=sys.stderr, flush=True)
-
-
-def command(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command in a process of its own, and end with its code, whatever the launcher sends in the meantime.
-
-    The first rank to leave has the launcher send SIGTERM to the others. SIGUSR1 ends it as SIGTERM does, see Composer.
-    """
-    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(128 + number))
-    code = main(sys.argv[1:])
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter goes down; a handler would not
-    if code > 128:
-        threading.Thread(target=lambda: (time.sleep(LEAVE_SEC), os._exit(code)), daemon=True).start()
-    sys.exit(code)
+    log.error(text_of(error), extra=EVERY_RANK)

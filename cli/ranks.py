@@ -3,8 +3,6 @@
 The ranks' own store (torch.distributed's, at rank 0) carries the message and the exit code. A rank that hears it prints the
 message and leaves with that code. A machine's first rank leaves first: composer's launcher then ends its others, and returns
 the code of the first one that has not ended well. If another left before it, that would be 143, of its SIGTERM.
-
-How a process ends is here too: what it says (`tell`), and that its exit code is its own (`command`).
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import itertools
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +22,7 @@ from composer.utils import dist
 from torch.distributed import PrefixStore, distributed_c10d
 
 from cli.errors import ConfigError
+from cli.log import EVERY_RANK, log
 
 Result = TypeVar("Result")
 
@@ -59,7 +57,7 @@ def watch_for_abort() -> None:
             while not _quiet.wait(POLL_SEC):
                 if store.check([KEY]) and not _quiet.is_set():
                     code, text = store.get(KEY).decode().split(" ", 1)
-                    print(text, file=sys.stderr, flush=True)
+                    log.error(text, extra=EVERY_RANK)
                     time.sleep(POLL_SEC)  # until all have heard
                     _let_first_leave(STAY_SEC)
                     os._exit(int(code))  # the main thread is in a collective that will never end
@@ -96,7 +94,7 @@ def stopped(stop: SystemExit) -> int:
     if code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):  # Ctrl-C comes to all of them
         text = f"{signal.Signals(code - 128).name}: stopped"
         abort_all_ranks(text, code)
-        print(f"{text}.", file=sys.stderr, flush=True)
+        log.error(f"{text}.", extra=EVERY_RANK)
     return code
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from composer.utils import dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from cli.log import log
 from evaluation.clip_score import CLIPScore, load_clip, times_100
 from evaluation.fid import FeatureSums, covariance_warning, frechet_distance, read_facts, reference_for
 from evaluation.inception import Resize, load_inception
@@ -95,18 +95,16 @@ class Meter:
 
     def say_what_is_short(self, num_images: int) -> None:
         """Warn, once for all ranks, of what makes figures that compare with few others."""
-        if dist.get_global_rank() != 0:
-            return
         if self.extractor is not None and (text := covariance_warning(num_images, self.extractor.num_features)):
-            print(f"eval: {text}", file=sys.stderr, flush=True)
+            log.info(f"eval: {text}")
         if self.extractor is not None and self.extractor.resize == "bicubic256" and not self._says_resize:
             asked = (
                 "Give those of pictures that were brought to 256 pixels too (prepare.fid_statistics resize=bicubic256)"
             )
-            print(f"eval.statistics: does not say its resize, and eval.resize=bicubic256. {asked}.", file=sys.stderr)
+            log.info(f"eval.statistics: does not say its resize, and eval.resize=bicubic256. {asked}.")
         named = (("inception", self.extractor), ("clip", self.pair))
         for key in (key for key, part in named if part is not None and "random" in part.name):
-            print(f"eval.{key}: random weights: what is scored with them compares with nothing else.", file=sys.stderr)
+            log.info(f"eval.{key}: random weights: what is scored with them compares with nothing else.")
 
     def reset(self) -> None:
         """Begin a new evaluation."""

@@ -9,7 +9,6 @@ are float64 and go on in the order in which they were begun: the figures are the
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from cli.errors import ConfigError
+from cli.log import EVERY_RANK, log
 from evaluation.meter import Meter
 from record.checkpoint_files import PART, SCHEMA, is_whole, read, stem, write
 
@@ -83,7 +83,7 @@ def _kind(of: str) -> str:
 def set_aside(path: Path) -> None:
     """Rename a part that cannot be used, and say so."""
     path.replace(path.with_name(path.name + ".damaged"))
-    say(f"{path} is damaged, or of another evaluation; set aside")
+    log.warning(f"eval: {path} is damaged, or of another evaluation; set aside.", extra=EVERY_RANK)
 
 
 class Work:
@@ -134,13 +134,12 @@ class Work:
             except (KeyError, TypeError, ValueError):
                 set_aside(path)
         done, num = self._over_ranks()
-        if self.rank == 0 and done:
-            say(f"goes on: {done:,} of {num:,} images were scored by an earlier start")
+        if done:
+            log.info(f"eval: goes on: {done:,} of {num:,} images were scored by an earlier start.")
         if self.rank == 0 and (others := parts.of_others(self.of)):
             what = f"{len(others)} parts of other evaluations (weights, settings, prompts or ranks) are not used"
-            say(
-                f"{parts.folder}: {what}; {'they go with this one' if parts.is_alone else 'remove them if nobody goes on'}"
-            )
+            use = "they go with this one" if parts.is_alone else "remove them if nobody goes on"
+            log.info(f"eval: {parts.folder}: {what}; {use}.")
 
     def _over_ranks(self) -> tuple[int, int]:
         """Return how many images are done, and how many there are."""
@@ -174,7 +173,8 @@ class Work:
         try:
             self.parts.keep(self.of, self.rank, content)
         except (OSError, RuntimeError) as error:
-            say(f"{self.parts.folder}: cannot be written ({error}); a killed evaluation would go on from before")
+            given = f"{self.parts.folder}: cannot be written ({error})"
+            log.warning(f"eval: {given}; a killed evaluation would go on from before.", extra=EVERY_RANK)
         self.kept_at = time.monotonic()
 
     def leave(self) -> None:
@@ -182,16 +182,10 @@ class Work:
         self.meter.measure_given()
         self._keep()
         done, num = self._over_ranks()
-        if self.rank == 0:
-            where = "nothing of it is kept" if self.parts is None else f"kept in {self.parts.folder}"
-            say(f"left at a signal: {done:,} of {num:,} images were scored; {where}")
+        where = "nothing of it is kept" if self.parts is None else f"kept in {self.parts.folder}"
+        log.info(f"eval: left at a signal: {done:,} of {num:,} images were scored; {where}.")
 
     def forget(self) -> None:
         """Remove the parts: the score is written."""
         if self.parts is not None and self.rank == 0:
             self.parts.remove(self.of)
-
-
-def say(text: str) -> None:
-    """Print a line of an evaluation."""
-    print(f"eval: {text}.", file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from composer.utils import dist
 
+from cli.command import command
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
@@ -157,22 +158,15 @@ def look(check: Check, case: Case) -> list[Finding]:
     return outcome
 
 
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
     if dist.get_local_rank() != 0:
         return 0  # started by a launcher: one process of a machine speaks
     command_line = parse_command_line(argv, ALIASES)
     if command_line.print_config:
-        print("command line: --print_config is for benchmark.py. Leave it out here.", file=sys.stderr, flush=True)
-        return 2
-    try:
-        case = Case(load(RunConfig, command_line, not_yet=NOT_YET, check=lambda config: []))
-    except ConfigError as error:
-        print(error, file=sys.stderr, flush=True)
-        return 2
+        raise ConfigError(["command line: --print_config is for benchmark.py. Leave it out here."])
+    case = Case(load(RunConfig, command_line, not_yet=NOT_YET, check=lambda config: []))
     levels = []
     for group, of_group in checks_of(case).items():
         print(f"--- {group} ---", flush=True)

@@ -20,11 +20,12 @@ from composer.utils import dist
 from streaming.base.format.mds.reader import MDSReader
 from torch import Tensor
 
+from cli.errors import Failed
 from cli.limits import ImageSize
 from model import AUTOCAST_DTYPES, ModelConfig, normalize_images
 from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
-from prepare.places import Failed, Place
+from prepare.places import Place
 from stages.fetch import HASH, file_digest
 from stages.images import SampleError, check_caption, decode_image, resize_and_crop
 from zoo import load_family

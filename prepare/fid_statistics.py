@@ -26,9 +26,11 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
+from cli.command import command
 from cli.command_line import Problem, parse_command_line
-from cli.errors import ConfigError
+from cli.errors import ConfigError, Failed
 from cli.limits import limited
+from cli.log import log
 from config import load, to_yaml
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
 from evaluation.image_folder import image_batches, list_images
@@ -89,11 +91,9 @@ def measure(paths: Sequence[Path], extractor: Extractor, config: FidStatisticsCo
     return sums.compute()
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
     places, words = split_words(argv)
     command_line = parse_command_line(words, {})
     problems, config, paths, extractor = [], FidStatisticsConfig(), [], None
@@ -122,25 +122,22 @@ def main(argv: Sequence[str]) -> int:
         except ValueError as error:
             problems.append(f"inception: {error}")
     if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return 2
+        raise ConfigError(problems)
     return _make(paths, Path(places[1]), extractor, config)
 
 
 def _make(paths: Sequence[Path], out: Path, extractor: Extractor, config: FidStatisticsConfig) -> int:
     if text := covariance_warning(len(paths), extractor.num_features):
-        print(f"FOLDER: {text}", file=sys.stderr)
+        log.warning(f"FOLDER: {text}")
     facts = {"extractor": extractor.name, "fingerprint": extractor.fingerprint, "resize": extractor.resize}
     if config.image_size is not None:
         facts["image_size"] = config.image_size
     try:
         write_statistics(out, measure(paths, extractor, config), facts)
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
+        raise Failed(str(error)) from error
     except OSError as error:
-        print(f"OUT: {out} cannot be written: {error}.", file=sys.stderr)
-        return 1
+        raise Failed(f"OUT: {out} cannot be written: {error}.") from error
     print(f"statistics of {len(paths):,} images, {extractor.num_features:,} features of {extractor.name}: {out}")
     return 0
 

@@ -41,9 +41,11 @@ from PIL import Image
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
+from cli.command import command
 from cli.command_line import Problem, parse_command_line
-from cli.errors import ConfigError
+from cli.errors import ConfigError, Failed, Refused
 from cli.limits import ImageSize, limited
+from cli.log import log
 from config import load, to_yaml
 from model import ModelConfig, model_problems
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
@@ -64,7 +66,7 @@ from prepare.parts import (
     wait_for_plan,
     where_to_look,
 )
-from prepare.places import Failed, Place, Refused, address_problem, open_place, out_problem
+from prepare.places import Place, address_problem, open_place, out_problem
 from stages.dataset import Stage, read_stage
 from stages.fetch import HASH
 from stages.images import resize_name
@@ -222,9 +224,8 @@ def write_stage(
         store_text=config.store_text,
     )
     plan, ranks = plan_for(config, encoder, stage, shards), dist.get_world_size()
-    if dist.get_global_rank() == 0:
-        for note in encoder.encoders.notes:
-            print(f"model.weights: {note}", file=sys.stderr, flush=True)
+    for note in encoder.encoders.notes:
+        log.info(f"model.weights: {note}")
     if dist.get_global_rank() != 0:
         wait_for_plan(place, plan)
         todo = parts_to_make(place, plan)
@@ -244,11 +245,9 @@ def write_stage(
     return counts, speed
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file. Rank 0 speaks for all."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
     if dist.get_local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(dist.get_local_rank())  # so that no rank opens a context on the first GPU
     paths, words = split_words(argv)
@@ -271,18 +270,16 @@ def main(argv: Sequence[str]) -> int:
         problem = out_problem(paths[1], paths[:1])
         problems += [problem] if problem else []
     if problems:
-        return _refuse("\n".join(problems))
+        _let_first_speak()
+        raise ConfigError(problems)
     assert found is not None
     try:
         result = write_stage(config, *found, open_place(paths[1]))
-    except (Refused, ConfigError) as error:
-        return _refuse(str(error))
-    except Failed as error:
-        print(error, file=sys.stderr, flush=True)
-        return 1
+    except (Refused, ConfigError):
+        _let_first_speak()
+        raise
     except OSError as error:
-        print(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.", file=sys.stderr, flush=True)
-        return 1
+        raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
     if result is None:
         return 0
     counts, speed = result
@@ -290,11 +287,10 @@ def main(argv: Sequence[str]) -> int:
     return 0 if counts.written else 1
 
 
-def _refuse(text: str) -> int:
+def _let_first_speak() -> None:
+    """Wait on a machine's other ranks: the launcher ends them all, and returns the code of the first to leave."""
     if dist.get_local_rank() != 0:
         time.sleep(REFUSAL_WAIT_SEC)
-    print(text, file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == "__main__":

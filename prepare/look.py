@@ -41,9 +41,11 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
+from cli.command import command
 from cli.command_line import Assignment, CommandLine, Problem, parse_command_line
-from cli.errors import ConfigError
+from cli.errors import ConfigError, Failed
 from cli.limits import limited
+from cli.log import log
 from cli.masking import printable
 from config import load, to_yaml
 from model import ModelConfig, model_problems
@@ -51,7 +53,7 @@ from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
 from prepare.look_picture import Histogram, Sample, Tile, first_of, share, size_in_words, spread
 from prepare.parts import split_words
-from prepare.places import Failed, Place, address_problem, open_place, out_problem
+from prepare.places import Place, address_problem, open_place, out_problem
 from stages.dataset import FACTS_FILE, Stage, is_remote, read_stage
 from stages.shard_file import ShardError, ShardFile
 from zoo import load_family
@@ -385,15 +387,13 @@ def look(config: LookConfig, place: Place, stage: Stage, shards: list[dict[str, 
             how = [("moments are shown as", shown_by)] if stage.kind == "moments" else []
             print_facts([*how, ("picture", str(out.absolute()))])
     for text in problems:
-        print(text, file=sys.stderr, flush=True)
+        log.info(text)
     return 1 if problems else 0
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
     paths, words = split_words(argv)
     problems, config, found = [], LookConfig(), None
     if not 1 <= len(paths) <= 2:
@@ -416,14 +416,10 @@ def main(argv: Sequence[str]) -> int:
     if command_line.print_config and not problems:
         print(to_yaml(config), end="")
         return 0
-    if not problems:
-        assert found is not None
-        try:
-            return look(config, *found, Path(out))
-        except ConfigError as error:
-            problems = error.problems
-    print("\n".join(problems), file=sys.stderr, flush=True)
-    return 2
+    if problems:
+        raise ConfigError(problems)
+    assert found is not None
+    return look(config, *found, Path(out))
 
 
 def _command_line(words: Sequence[str], stage: Stage | None) -> CommandLine:

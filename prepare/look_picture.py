@@ -12,7 +12,6 @@ import bisect
 import dataclasses
 import functools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from streaming.base.format.mds.encodings import mds_decode
 from torch import nn
 
 from cli.limits import MAX_CAPTION
+from cli.log import log
 from cli.masking import printable
 from prepare.moments import check_finite
 from stages.images import SampleError, check_caption, decode_image
@@ -96,7 +96,7 @@ def build_vae(family: Family, weights: str, made: str | None) -> tuple[nn.Module
     """
     encoders = build_encoders(family, weights)
     for note in encoders.notes:
-        print(f"model.weights: {note}", file=sys.stderr, flush=True)
+        log.info(f"model.weights: {note}")
     used = encoders.fingerprints["vae"]
     text = "pictures by a VAE of random weights" if weights == RANDOM else f"pictures by the VAE of {weights}"
     if made is None:

@@ -30,8 +30,9 @@ from streaming import MDSWriter
 from streaming.base.util import bytes_to_int
 
 from cli import masking
+from cli.errors import Failed, Refused
 from cli.limits import text_possible
-from prepare.places import Failed, Place, Refused
+from prepare.places import Place
 from stages.dataset import FACTS_FILE, write_facts
 from stages.fetch import HASH
 

@@ -24,6 +24,7 @@ from streaming.base.storage import upload
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.util import retry
 
+from cli.errors import Refused
 from preflight.limits import unwritable
 from record.checkpoint_files import to_disk
 from stages import store_errors
@@ -33,14 +34,6 @@ from stages.stores import download_once
 WORK = ".work"
 LOCK_WAIT_SEC = 10.0  # the workers of a command that was killed notice it and end within a second
 NUM_TRIES = 5  # 1, 2, 4, 8 s apart: a store may be away for some seconds
-
-
-class Refused(ValueError):
-    """The work cannot start there; the message says why and what to do."""
-
-
-class Failed(ValueError):
-    """The work had to stop; the message says why and what to do. What is done stays."""
 
 
 class Place:

@@ -36,8 +36,9 @@ from typing import Any
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
+from cli.command import command
 from cli.command_line import Problem, parse_command_line
-from cli.errors import ConfigError
+from cli.errors import ConfigError, Failed, Refused
 from cli.limits import ImageSize, limited
 from config import load, to_yaml
 from prepare.moments import mds_columns, npy_shape, read_npy, tokens_of
@@ -54,7 +55,7 @@ from prepare.parts import (
     split_words,
     where_to_look,
 )
-from prepare.places import Failed, Place, Refused, open_place, out_problem
+from prepare.places import Place, open_place, out_problem
 from prepare.sources import (
     MOMENTS_SUFFIX,
     Sample,
@@ -261,11 +262,9 @@ def _end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
     paths, words = split_words(argv)
     command_line = parse_command_line(words, {})
     problems, config, sources = [], ShardsConfig(), []
@@ -286,22 +285,14 @@ def main(argv: Sequence[str]) -> int:
         problem = out_problem(paths[-1], [path for path in paths[:-1] if Path(path).is_dir()])
         problems += [problem] if problem else []
     if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return 2
+        raise ConfigError(problems)
     try:
         counts = write_stage(sources, open_place(paths[-1]), config)
-    except Refused as error:
-        print(error, file=sys.stderr)
-        return 2
-    except Failed as error:
-        print(error, file=sys.stderr)
-        return 1
     except OSError as error:
-        print(f"OUT: {paths[-1]} cannot be written: {error}. {GO_ON}.", file=sys.stderr)
-        return 1
-    except concurrent.futures.BrokenExecutor:
-        print(f"workers: one was killed, perhaps for want of memory. {GO_ON}; workers=1 takes least.", file=sys.stderr)
-        return 1
+        raise Failed(f"OUT: {paths[-1]} cannot be written: {error}. {GO_ON}.") from error
+    except concurrent.futures.BrokenExecutor as error:
+        text = "workers: one was killed, perhaps for want of memory"
+        raise Failed(f"{text}. {GO_ON}; workers=1 takes least.") from error
     print(f"{counts}; {where_to_look(counts, paths[-1])}")
     return 0 if counts.written else 1
 

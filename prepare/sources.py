@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
+from cli.errors import Failed
 from prepare.parts import GO_ON
-from prepare.places import Failed
 from stages.images import SampleError, check_caption
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")

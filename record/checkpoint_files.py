@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from cli.errors import ConfigError
+from cli.log import log
 
 SCHEMA = 1
 FULL, WEIGHTS, PART = "full-ba", "weights-im", "part-"
@@ -137,7 +137,7 @@ def find_newest(folder: Path) -> Path | None:
         if is_whole(path):
             return path
         damaged.append(path.rename(path.with_name(path.name + ".damaged")))
-        print(f"checkpoints: {path} is damaged (its bytes do not have its digest); set aside.", file=sys.stderr)
+        log.info(f"checkpoints: {path} is damaged (its bytes do not have its digest); set aside.")
     damaged += [path for path in folder.glob(f"{FULL}*.damaged") if path not in damaged]
     if damaged:
         raise ConfigError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cli.errors import ConfigError
+from cli.log import log
 
 Line = Mapping[str, Any]
 
@@ -168,4 +168,4 @@ def close(log: EventLog, reached: Line | None, images: int, at: float | None = N
 
 def say(text: str) -> None:
     """Tell the person who started the run."""
-    print(f"mlperf: {text}.", file=sys.stderr, flush=True)
+    log.info(f"mlperf: {text}.")

@@ -29,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from cli import masking
+from cli.command import command
+from cli.errors import ConfigError, Refused
+from cli.log import log
 from reports.mlperf_band import draw, read_bands, standing
 from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
@@ -79,11 +82,9 @@ VERSIONS = {
 }
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Read the runs, report, write; returns the exit code."""
-    if {"-h", "--help"} & set(argv) or not argv:
-        print(__doc__)
-        return 0 if argv else 2
     keys = dict(word.split("=", 1) for word in argv if "=" in word and not Path(word).exists())
     places = [word for word in argv if "=" not in word or Path(word).exists()]
     problems = [f"{key}: unknown key. Possible: out=FOLDER." for key in keys if key != "out"]
@@ -99,10 +100,9 @@ def main(argv: Sequence[str]) -> int:
         fix = "A result is of one configuration and ten seeds: leave one of them out."
         problems += [f"{text}. {fix}" for text in [*differences(with_log), *same_seeds(with_log)]]
     for text in broken if runs else ():
-        print(f"{text}. Left out.", file=sys.stderr)
+        log.info(f"{text}. Left out.")
     if problems:
-        print(*problems, sep="\n", file=sys.stderr)
-        return 2
+        raise ConfigError(problems)
     out = Path(keys.get("out", "mlperf_report"))
     try:
         report(runs, out)
@@ -110,8 +110,7 @@ def main(argv: Sequence[str]) -> int:
         raise
     except OSError as error:
         given = f"out: {error.filename or out} cannot be written: {error.strerror}"
-        print(f"{given}. Give a folder that this user may write in: out=FOLDER.", file=sys.stderr)
-        return 2
+        raise Refused(f"{given}. Give a folder that this user may write in: out=FOLDER.") from error
     return 0
 
 
@@ -129,7 +128,7 @@ def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
             broken.append(f"{error.filename} cannot be read: {error.strerror}")
             continue
         if run is None:
-            print(f"{place}: no config.yaml: no run, left out.", file=sys.stderr)
+            log.info(f"{place}: no config.yaml: no run, left out.")
         else:
             found[folder] = run
     return sorted(found.values(), key=lambda run: run.name), broken
@@ -255,7 +254,7 @@ def _read_system(path: Path) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        print(f"{path} cannot be read, and is written anew.", file=sys.stderr)
+        log.info(f"{path} cannot be read, and is written anew.")
     return content if isinstance(content, dict) else {}
 
 

@@ -22,6 +22,9 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from cli.command import command
+from cli.errors import Refused
+
 MARGIN_PX, FONT_PX, LINE_PX, MAX_LINES = 10, 16, 18, 6
 
 
@@ -65,11 +68,9 @@ def captioned(tiles: Sequence[Image.Image], captions: Sequence[str], tile_px: in
     return picture
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
     sizes = {"tile_px": 128, "columns": 8, "gap_px": 2}
     places = [word for word in argv if word.partition("=")[0] not in sizes]
     try:
@@ -89,8 +90,7 @@ def main(argv: Sequence[str]) -> int:
         Path(places[2]).parent.mkdir(parents=True, exist_ok=True)
         picture.save(places[2], optimize=True)
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise Refused(str(error)) from error
     print(f"written: {places[2]}")
     return 0
 

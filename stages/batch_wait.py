@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from cli.log import EVERY_RANK, log
 from stages.fetch import SAY_SEC, StreamFailure
 
 SLICE_SEC = 1.0  # of a wait: so late a signal is heard, by the ranks that have their batch too
@@ -62,7 +62,7 @@ def next_batch(
                 raise StreamFailure(f"data: {text}: the loader's workers hang. Start the run again: it goes on.")
             if now - began - said_at >= SAY_SEC:
                 said_at = now - began
-                print(f"data: {said_at:.0f} s: waiting for a batch ({here[1]:,} bytes are here)", file=sys.stderr)
+                log.info(f"data: {said_at:.0f} s: waiting for a batch ({here[1]:,} bytes are here)", extra=EVERY_RANK)
         return batch
     finally:
         iterator._timeout = usual

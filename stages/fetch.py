@@ -19,7 +19,6 @@ import errno
 import hashlib
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ import xxhash
 from streaming.base.format.base.reader import FileInfo
 from streaming.base.stream import Stream
 
+from cli.log import EVERY_RANK, log
 from stages.store_errors import explain_store_error
 from stages.stores import READ_TIMEOUT_SEC, client_of, require_private_api
 
@@ -88,7 +88,7 @@ def saying(what: Callable[[], str]) -> Iterator[None]:
 
     def say() -> None:
         while not done.wait(SAY_SEC):
-            print(f"data: {time.monotonic() - began:.0f} s: {what()}", file=sys.stderr, flush=True)
+            log.info(f"data: {time.monotonic() - began:.0f} s: {what()}", extra=EVERY_RANK)
 
     threading.Thread(target=say, daemon=True).start()
     try:
@@ -249,7 +249,7 @@ class RetryingStream(Stream):
                 raise StreamFailure(f"data: {damaged}. Make the stage again, or copy it anew.")
             path.unlink()
             if tries < len(SOON_SEC):
-                print(f"data: {damaged}; it is fetched again from {self.remote}.", file=sys.stderr, flush=True)
+                log.warning(f"data: {damaged}; it is fetched again from {self.remote}.", extra=EVERY_RANK)
                 if tries:  # the first was perhaps the cache's
                     time.sleep(SOON_SEC[tries - 1])
             if not self.is_wanted():

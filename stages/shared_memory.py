@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import os
 import re
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -21,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from cli.log import EVERY_RANK, log
 
 SEGMENTS, PROCESSES, NAMESPACES = Path("/dev/shm"), Path("/proc"), Path("/proc/self/ns")
 NAME = re.compile(r"(\d{6})_[a-z_]+")
@@ -66,10 +67,10 @@ def remove_dead_segments() -> list[str]:
         if left:
             named = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             six = "[0-9]" * 6
-            print(
+            log.warning(
                 f"shared memory: {named} may be left from runs that are gone, but {hidden}: left as they are. If no other "
                 f"run is alive on this machine: rm -f {SEGMENTS}/{six}_* {tempfile.gettempdir()}/{six}_*_filelock",
-                file=sys.stderr,
+                extra=EVERY_RANK,
             )
         return []
     return [number for number in dead if _remove(segments[number], locks[number])]

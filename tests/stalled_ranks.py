@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from composer.utils import dist
 
 import benchmark
-from cli import errors
+from cli.command import start
 from stages.stream import MomentsStream
 
 
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     _, ranks, num_batches, *sys.argv[1:] = sys.argv
     if str(dist.get_global_rank()) in ranks.split(","):
         stall_after(int(num_batches))
-    errors.command(benchmark.main)
+    start(benchmark.main)

@@ -21,6 +21,7 @@ import pytest
 from conftest import sample_files, started, tree, write_tar
 from streaming import MDSWriter, StreamingDataset
 
+from cli.errors import Failed, Refused
 from prepare import parts, places, shards
 from prepare.sources import known_by
 from stages.dataset import read_stage
@@ -211,7 +212,7 @@ def test_a_second_command_for_the_same_place_is_refused(source, unbroken, tmp_pa
     text = "is being written by another command on this machine. Let that one end, or stop it."
     with (
         places.Folder(str(out)).only_writer(),
-        pytest.raises(places.Refused) as error,
+        pytest.raises(Refused) as error,
         places.Folder(str(out)).only_writer(),
     ):
         pass
@@ -250,14 +251,14 @@ def test_waiting_for_other_ranks_ends_with_the_names_of_what_is_missing(tmp_path
     monkeypatch.setattr(places.Folder, "poll_sec", 0.01)
     place, plan = places.Folder(str(tmp_path / "out")), plan_of(9)
     parts.begin(place, plan)
-    with pytest.raises(places.Failed) as error:
+    with pytest.raises(Failed) as error:
         parts.wait_for_plan(place, plan_of(8), patience_sec=0.1)
     assert str(error.value) == (
         f"OUT: {place.address}: rank 0 wrote no plan.json for this command. What is done stays; the same command goes on "
         f"from there."
     )
     parts.make_part(place, plan, 3, fill)
-    with pytest.raises(places.Failed) as error:
+    with pytest.raises(Failed) as error:
         parts.wait_for_parts(place, 9, patience_sec=0.1)
     assert str(error.value) == (
         f"OUT: {place.address}: no other rank finished a part for 0 minutes; 8 are missing: part-00000, part-00001, "
@@ -272,7 +273,7 @@ def test_waiting_for_other_ranks_ends_with_the_names_of_what_is_missing(tmp_path
 def test_a_part_of_another_plan_is_not_taken_for_ones_own(tmp_path):
     place, plan = places.Folder(str(tmp_path / "out")), plan_of(1)
     parts.make_part(place, plan_of(2), 0, fill)
-    with pytest.raises(places.Failed, match="part-00000 was made by another command at the same time. Remove OUT.$"):
+    with pytest.raises(Failed, match="part-00000 was made by another command at the same time. Remove OUT.$"):
         parts.finish(place, plan)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import but_for_shared_memory
 from mlperf_fixture import curves, write_run
 from test_checkpoints import newest, same_training
 

@@ -330,7 +330,8 @@ def test_parts_of_a_score_that_was_killed_when_its_row_was_written_go_with_the_n
 # A rank that gets a signal when it has its last row, while rank 0 has something to do yet.
 LATE = """
 import os, pathlib, signal, sys, time, eval
-from cli import errors, ranks
+from cli import ranks
+from cli.command import start
 from composer.utils import dist
 scored, drawn = eval.score_run, eval.draw
 
@@ -347,7 +348,7 @@ def main(words):
     pathlib.Path(f"{__file__}.{dist.get_global_rank()}.{code}").touch()
     return code
 
-errors.command(main)
+start(main)
 """
 
 

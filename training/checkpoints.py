@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from cli import masking
 from cli.errors import ConfigError
 from cli.limits import limited
+from cli.log import log
 from cli.ranks import STOP_SIGNALS
 from ema import EMA
 from record.checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
@@ -372,12 +372,7 @@ class Checkpointer(Callback):
         else:
             self._save(state, full=True)
             outcome = f"saved {self.last_full}"
-        if dist.get_global_rank() == 0:
-            print(
-                f"{name}: stopped after batch {batch}; {outcome}. The same command goes on.",
-                file=sys.stderr,
-                flush=True,
-            )
+        log.info(f"{name}: stopped after batch {batch}; {outcome}. The same command goes on.")
         self._handlers = {}  # not given back: the first rank to leave has the launcher send SIGTERM to the others
         raise Stopped(128 + number)
 

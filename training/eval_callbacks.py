@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from callbacks.run_record import RunRecord
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput
 from cli.errors import ConfigError
+from cli.log import log
 from ema import EMA
 from evaluation import plots, unfinished
 from evaluation.prompts import read_prompts
@@ -98,12 +98,12 @@ def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapp
     assert config.eval.every_images is not None
     due = range(config.eval.every_images, images, config.eval.every_images)  # what is owed here and now comes first
     missing = sorted(set(due) - {line["images"] for line in evaluations})
-    if missing and dist.get_global_rank() == 0:
+    if missing:
         given = (
             f"{len(missing)} of {len(due)} points before {images:,} images were not evaluated (first: {missing[0]:,})"
         )
         found = "A target that is met from here on may have been met before. composer eval.py scores the snapshots there are"
-        print(f"eval: {given}. {found}.", file=sys.stderr, flush=True)
+        log.info(f"eval: {given}. {found}.")
     return len(missing)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 
 from cli.errors import ConfigError
+from cli.log import log
 
 SERVER_SEC = 5.0  # for W&B's server to answer; its own client waits for 90
 WandbMode = Literal["online", "offline"]
@@ -121,7 +121,7 @@ def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
         ways = "Run `wandb login --relogin`, mend WANDB_API_KEY, or say loggers.wandb.mode=offline"
         raise ConfigError([f"loggers.wandb: {server} does not take this machine's login. {ways}."])
     later = f"wandb sync {folder}/wandb/offline-run-*"
-    print(f"loggers.wandb: {server} {refusal}: logged offline. To send it later: {later}", file=sys.stderr, flush=True)
+    log.info(f"loggers.wandb: {server} {refusal}: logged offline. To send it later: {later}")
     return "offline"
 
 

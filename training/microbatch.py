@@ -7,13 +7,13 @@ torch 2.8 and later it fails together with FSDP.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from composer.utils import dist
 
+from cli.log import log
 from model import LatentDiffusion
 from training.cost import (
     BYTES_PER_PARAMETER_OF_DDP,
@@ -81,10 +81,9 @@ def find(
         raise ValueError(
             f"device_train_microbatch_size: auto, but not one image fits this GPU. Try {', then '.join(ways)}."
         )
-    if dist.get_global_rank() == 0:
-        how = "tried" if model.device.type == "cuda" else "by estimate"
-        text = f"auto is {size} of a device batch of {device_batch} ({how}); it stays so for this start"
-        print(f"device_train_microbatch_size: {text}.", file=sys.stderr, flush=True)
+    how = "tried" if model.device.type == "cuda" else "by estimate"
+    text = f"auto is {size} of a device batch of {device_batch} ({how}); it stays so for this start"
+    log.info(f"device_train_microbatch_size: {text}.")
     return size
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from filelock import FileLock, Timeout
 from callbacks.quality_target import TARGET_KEYS, outcome, said
 from cli import errors, masking, ranks
 from cli.errors import ConfigError
+from cli.log import log
 from config import flat
 from evaluation.score_table import OF_BEFORE, read_rows
 from record.checkpoint_files import check_whole, find_newest, read
@@ -100,8 +100,8 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
     else:
         found, more = _unmet(folder, summary, lines, config)
         text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on{more}"
+    log.info(f"run_name: {folder} {text}.")
     if dist.get_global_rank() == 0:
-        print(f"run_name: {folder} {text}.", file=sys.stderr, flush=True)
         if found:
             write_outcome(folder, found)
         there = [f"{key}." for key in read_config(folder)]  # what it has lost, the checkpoint has said
@@ -274,10 +274,10 @@ class RunState:
         if self.lock is not None and (num_starts > 1 or self.checkpoint):
             at = f"batch {self.progress.batch}, {self.progress.images:,} images"
             where = f"{at} ({self.checkpoint[0]})" if self.checkpoint else "its beginning: it has no checkpoint"
-            print(f"run_name: {self.folder} goes on from {where}.", file=sys.stderr, flush=True)
+            log.info(f"run_name: {self.folder} goes on from {where}.")
         for name, text in self.lost.items() if self.lock is not None else ():
             told = "it was cut, or is a copy of before. summary.json will say so (history_lost)"
-            print(f"run_name: {self.folder / name} {text}: {told}.", file=sys.stderr, flush=True)
+            log.info(f"run_name: {self.folder / name} {text}: {told}.")
 
     def verify(
         self, config: RunConfig, stage: Stage | None, encoders: Mapping[str, str], *, denoiser_start: str | None

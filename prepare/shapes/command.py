@@ -19,13 +19,14 @@ Exit code: 0 when OUT was written, 1 when it could not be written, 2 when the co
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from filelock import Timeout
 
+from cli.command import command
+from cli.errors import ConfigError, Failed, Refused
 from cli.limits import shown, text_possible
 from preflight.limits import unwritable
 from prepare.shapes.pictures import LAYOUTS, Pictures, write, write_prompts
@@ -82,11 +83,9 @@ def parse(
     return values, problems
 
 
+@command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
     if TRAIN in argv:
         return train_main([word for word in argv if word != TRAIN])
     paths = [word for word in argv if "=" not in word]
@@ -103,20 +102,16 @@ def main(argv: Sequence[str]) -> int:
         problems += _path_problems(paths)
     problems += _vain_keys(given, paths, values)
     if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return 2
+        raise ConfigError(problems)
     try:
         print(_make(Path(paths[0]), values))
-    except Timeout:
-        print(
-            f"OUT: {paths[0]} is being written by another process. Wait for it, or give another name.", file=sys.stderr
-        )
-        return 2
+    except Timeout as error:
+        text = f"OUT: {paths[0]} is being written by another process"
+        raise Refused(f"{text}. Wait for it, or give another name.") from error
     except OSError as error:
-        print(
-            f"OUT: {paths[0]} cannot be written: {error}. Make room or give another place, then again.", file=sys.stderr
-        )
-        return 1
+        raise Failed(
+            f"OUT: {paths[0]} cannot be written: {error}. Make room or give another place, then again."
+        ) from error
     return 0
 
 
@@ -138,8 +133,7 @@ def train_main(words: Sequence[str]) -> int:
     values, problems = parse([word for word in words if "=" in word], TRAINING_NUMBERS, {})
     problems += _path_problems(paths)
     if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return 2
+        raise ConfigError(problems)
     is_done = train_encoders(Path(paths[0]), TrainingConfig(**values))
     print(f"{'done' if is_done else 'stopped after max_minutes; the same command goes on'}: {paths[0]}/weights")
     return 0

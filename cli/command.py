@@ -1,0 +1,56 @@
+"""What all commands have in common: --help, how a refusal ends, and an exit code that is the command's own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from cli.errors import ConfigError, Failed, Refused
+from cli.log import EVERY_RANK, log
+
+LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
+
+
+def command(text: str | None, *, needs_words: bool = True) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Make a function of argv a command: it prints `text` where help is asked for, and says what it refuses.
+
+    Args:
+        text: the head of its file.
+        needs_words: without any it prints `text` too, and its exit code is 2.
+    """
+
+    def wrap(main: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def run(argv: Sequence[str], **more: object) -> int:
+            if {"-h", "--help"} & set(argv) or (needs_words and not argv):
+                print(text)
+                return 0 if argv else 2
+            try:
+                return main(argv, **more)
+            except (ConfigError, Refused, Failed) as error:
+                log.error(error, extra=EVERY_RANK)
+                return 1 if isinstance(error, Failed) else 2
+
+        return run
+
+    return wrap
+
+
+def start(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command in a process of its own, and end with its code, whatever the launcher sends in the meantime.
+
+    The first rank to leave has the launcher send SIGTERM to the others. SIGUSR1 ends it as SIGTERM does, see Composer.
+    """
+    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(128 + number))
+    code = main(sys.argv[1:])
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter goes down; a handler would not
+    if code > 128:
+        threading.Thread(target=lambda: (time.sleep(LEAVE_SEC), os._exit(code)), daemon=True).start()
+    sys.exit(code)

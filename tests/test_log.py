@@ -1,0 +1,63 @@
+"""What is said on stderr: by rank 0, or by the rank that alone knows; and what every command does with --help."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+
+import pytest
+from conftest import ROOT
+from test_layout import module_of, sources
+
+from cli.log import EVERY_RANK, log
+
+COMMANDS = sorted(
+    module_of(path) for path in sources() if "@command(" in path.read_text() and path.name != "command.py"
+)
+
+
+@pytest.mark.parametrize("rank", ["0", "3", None])
+def test_one_rank_speaks_unless_a_line_is_of_one_rank(rank, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    log.info("of the run: 100 %s")
+    log.info("of this rank", extra=EVERY_RANK)
+    said = ["of this rank"] if rank == "3" else ["of the run: 100 %s", "of this rank"]
+    assert capsys.readouterr().err.splitlines() == said
+
+
+def test_the_libraries_loggers_do_not_say_it_again(capsys):
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        log.info("once")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert capsys.readouterr().err == "once\n"
+
+
+def test_nothing_but_the_log_writes_on_stderr():
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+        if any(keyword.arg == "file" for keyword in node.keywords)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_the_head_of_the_file(name, capsys):
+    module = importlib.import_module(name)
+    assert module.main(["a", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.strip() == module.__doc__.strip() and f"\n{' ' * 4}" in said
+
+
+def test_the_commands_are_all_there():
+    assert {"benchmark", "eval", "prepare.shards", "prepare.doctor", "bench.ladder", "reports.mlperf"} <= set(COMMANDS)
+    main = {module_of(path) for path in sources() if "\ndef main(argv" in path.read_text()}
+    assert main == set(COMMANDS)
