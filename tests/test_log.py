@@ -13,7 +13,7 @@ from test_layout import module_of, sources
 from cli.log import EVERY_RANK, log
 
 COMMANDS = sorted(
-    module_of(path) for path in sources() if "@command(" in path.read_text() and path.name != "command.py"
+    module_of(path) for path in sources() if "@command(" in path.read_text() and path != ROOT / "cli/command.py"
 )
 
 
