@@ -52,3 +52,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         ways = "Bring back a copy, or remove it and summary.json: benchmark.py then goes on from the newest checkpoint"
         raise ConfigError([f"{problem.text} {ways}, with the keys of its command." for problem in unreadable])
     return {at.key: at.value for at in values if id(at) not in unresolved}
+
+
+def masked_text(folder: Path) -> str:
+    """Return the text of a run's config.yaml without secrets: an earlier version's may have a password in an address."""
+    return masking.masked((folder / "config.yaml").read_text())

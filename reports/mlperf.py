@@ -28,10 +28,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cli import masking
 from cli.command import command
 from cli.errors import ConfigError, Refused
 from cli.log import log
+from record.config_file import masked_text
 from reports.mlperf_band import draw, read_bands, standing
 from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
@@ -231,8 +231,7 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     (systems / f"{name}.json").write_text(json.dumps(filled, indent=2) + "\n")
     code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
     code.mkdir(parents=True, exist_ok=True)
-    config = (runs[0].folder / "config.yaml").read_text()  # an older version's may have a password in an address
-    (code / "config.yaml").write_text(masking.masked(config))
+    (code / "config.yaml").write_text(masked_text(runs[0].folder))
     commit = runs[0].environment.get("commit")
     command = "composer benchmark.py config.yaml seed=SEED run_name=NAME"
     text = f"Easel at commit {commit}. A run, with the seed of its log: {command}\n"

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cli.command_line import Assignment, read_yaml
-from config import resolved
+from record.run_files import RunFiles, read_files
 
-TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
 NUM_SAMPLES, NUM_IMAGES = 6_513_144, 30_000  # of training, and of each score of the benchmark
@@ -25,15 +21,6 @@ NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
 RANDOM = ("inception", "CLIP")
 """random-inception and random-CLIP are networks of random weights, for trials."""
 
-METADATA = {
-    "run_start": ["samples_count"],
-    "block_stop": ["samples_count"],
-    "eval_accuracy": ["samples_count", "metric"],
-    "run_stop": ["samples_count", "status"],
-    "restart": ["samples_count"],
-}
-"""What this report reads of an event beside its value."""
-
 # Two runs of one result may differ in these keys: which run it is, where it lies, and what is shown of it.
 MAY_DIFFER = ("run_name", "run_folder", "seed", "max_duration", "data.local", "loggers.", "measure.", "eval.batch_size")
 SAME_MACHINE = ("device", "num_devices")
@@ -41,28 +28,12 @@ SAME_MACHINE = ("device", "num_devices")
 NUM_SHOWN = 6  # keys that differ, of a run
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run has left.
-
-    config: key -> value; events: of the log up to what is wrong with it, None where it has none; fault: what that is.
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    recorded: Sequence[Mapping[str, Any]]
-    events: Sequence[Mapping[str, Any]] | None
-    fault: str | None = None
+class Run(RunFiles):
+    """The files of a run, and what they say of a result."""
 
     @property
     def name(self) -> str:
         return self.folder.name
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "mlperf.log"
 
     def values(self, key: str) -> list[Any]:
         """Return the values of a key's events, in order."""
@@ -246,93 +217,8 @@ class Run:
 
 def read_run(folder: Path) -> Run | None:
     """Return what lies in a folder, or None where it is no run's. Raises ValueError: a file of it cannot be read."""
-    if not (folder / "config.yaml").is_file():
-        return None
-    path = folder / "config.yaml"
-    assignments, problems = read_yaml(str(path))
-    if problems:
-        raise ValueError(problems[0].text.rstrip("."))
-    summary = _json(folder / "summary.json")
-    config = _resolved(assignments, summary)
-    if not _is_number(config.get("global_batch_size")):
-        raise ValueError(f"{path} has no global_batch_size: it is no run's")
-    recorded = [line for line in _recorded(folder / "metrics.jsonl") if not line.get("partial")]
-    events, fault = _events(folder / "mlperf.log") if (folder / "mlperf.log").is_file() else (None, None)
-    return Run(folder, config, _json(folder / "environment.json"), summary, recorded, events, fault)
-
-
-def _resolved(assignments: Sequence[Assignment], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's keys with what stood behind `${...}`: as the summary has it, else in this environment, else None."""
-    found, unresolved = resolved(assignments, None)
-    config = {at.key: None if id(at) in unresolved else at.value for at in found}
-    stood = {at.key for at in found if at.text is not None or id(at) in unresolved}
-    return {**config, **{key: summary[key] for key in stood & summary.keys()}}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} cannot be read: it holds a {type(content).__name__}")
-    return content
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _recorded(path: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of metrics.jsonl, without a last line that is not whole."""
-    found = []
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            content = None
-        is_whole = isinstance(content, dict) and (not content.get("evaluation") or _is_number(content.get("images")))
-        if not is_whole and line.endswith("\n"):
-            raise ValueError(f"{path} cannot be read: line {number:,} is none of a run's")
-        found += [content] if is_whole and content.get("evaluation") else []
-    return found
-
-
-def _events(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the events of a log up to one that cannot be read, and what is the matter with that."""
-    found = []
-    for number, line in enumerate(_lines(path), 1):
-        if not line.endswith("\n"):
-            how = "it is being written, or its run was killed: then start that again, with the same command"
-            return found, f"its log ends in the middle of a line: {how}"
-        try:
-            content = json.loads(line.removeprefix(TOKEN)) if line.startswith(TOKEN) else None
-        except (ValueError, RecursionError):
-            content = None
-        if (text := _fault_of(content)) is not None:
-            return found, f"line {number:,} of its log {text}: Easel has not written it so"
-        found.append(content)
-    return found, None
-
-
-def _fault_of(event: Any) -> str | None:
-    """Say why this is no event that can be read; None: it is one."""
-    whole = isinstance(event, dict) and event.keys() >= {"time_ms", "key", "value", "metadata"}
-    if not whole or not isinstance(event["metadata"], dict) or not _is_number(event["time_ms"]):
-        return "is no event of MLPerf's"
-    key, value, metadata = event["key"], event["value"], event["metadata"]
-    missing = [name for name in METADATA.get(key, []) if metadata.get(name) is None]
-    if missing:
-        return f"has no {missing[0]}"
-    if not isinstance(metadata.get("samples_count", 0), int) or (key == "seed" and not isinstance(value, int)):
-        return "has no whole number where one belongs"
-    if key == "eval_accuracy" and not (_is_number(value) and metadata["metric"] in ("FID", "CLIP")):
-        return "is no FID or CLIP score"
-    return None
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    files = read_files(folder)
+    return None if files is None else Run(**vars(files))
 
 
 def differences(runs: Sequence[Run]) -> list[str]:

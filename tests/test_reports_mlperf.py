@@ -6,8 +6,10 @@ to collect.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -598,3 +600,18 @@ def test_reports_read_runs_through_the_record_and_import_no_room_that_makes_them
         modules = {name.split(".")[0] for name in imports_of(path)}
         own = {name for name in modules if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()}
         assert own <= {"reports", "record", "config", "cli"}, path
+
+
+READS_ITSELF = {"mlperf.py:_read_system", "mlperf_band.py:read_bands", "samples.py:main"}
+"""Of no run's folder: a report's own file, the reference's curves, a picture with its captions."""
+
+
+def test_reports_open_no_file_of_a_run_themselves():
+    found = set()
+    for path in (ROOT / "reports").glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                called = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+                if any(re.fullmatch(r"open|json\.loads?|.*\.(open|read_text|read_bytes)", name) for name in called):
+                    found.add(f"{path.name}:{function.name}")
+    assert found == READS_ITSELF
