@@ -39,6 +39,7 @@ from cli.command import command
 from cli.errors import ConfigError
 from cli.limits import kind_of_path, shown
 from cli.log import log
+from cli.table import as_table
 from preflight.limits import unwritable
 from record.environment import commit, device_name
 from record.files import read_lines
@@ -299,14 +300,8 @@ def _extreme(row: Mapping[str, Any], end: str) -> float:
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Format records as a table for the terminal, one row a rung; with what became of its target, where one has a target."""
     columns = COLUMNS if all(record.get("target") is None for record in records) else (*COLUMNS, *TARGET_KEYS)
-    rows = [("rung", *columns)]
-    rows += [
-        (record["rung"], *("-" if record.get(c) is None else str(record[c]) for c in columns)) for record in records
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    rows = [[record["rung"], *(record.get(column) for column in columns)] for record in records]
+    return as_table(("rung", *columns), rows, "ll" + "r" * (len(columns) - 1))
 
 
 @command(__doc__)

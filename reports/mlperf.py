@@ -31,6 +31,7 @@ from typing import Any
 from cli.command import command
 from cli.errors import ConfigError, Refused
 from cli.log import log
+from cli.table import as_table
 from record.config_file import masked_text
 from reports.mlperf_band import draw, read_bands, standing
 from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
@@ -141,16 +142,23 @@ def report(runs: Sequence[Run], out: Path) -> None:
         problem = run.problem()
         if problem is None:
             counted.append(run)
-            status = "success" if run.has_passed else "aborted"
-            figures = f"images={run.images} minutes={run.minutes:.3f} init_sec={run.init_sec:.1f}"
-            print(f"run={run.name} seed={run.seed} status={status} {figures}")
         else:
             print(f"run={run.name} left out: {problem}.")
     counted.sort(key=lambda run: run.seed)
     if counted:
+        print(table(counted))
         folder = write_submission(counted, out)
         print_result(counted, folder)
     write_picture(runs, out)
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Return the runs that count as a table for the terminal, in their order."""
+    rows = []
+    for run in runs:
+        status = "success" if run.has_passed else "aborted"
+        rows.append((run.name, run.seed, status, run.images, f"{run.minutes:.3f}", f"{run.init_sec:.1f}"))
+    return as_table(("run", "seed", "status", "images", "minutes", "init_sec"), rows, "lrlrrr")
 
 
 def print_result(runs: Sequence[Run], folder: Path) -> None:
