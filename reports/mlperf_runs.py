@@ -1,4 +1,4 @@
-"""A run's record and its MLPerf log as a report reads them, and whether the run can count in a result."""
+"""A run as the MLPerf report sees it: its evaluations, its times, and whether it can count in a result."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ BENCHMARK = "stable_diffusion"
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
 NUM_SAMPLES, NUM_IMAGES = 6_513_144, 30_000  # of training, and of each score of the benchmark
 NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
-"""What the benchmark's scores are made with, as an evaluation's line names it."""
+"""The benchmark's networks, as the line of an evaluation names them."""
 
 RANDOM = ("inception", "CLIP")
 """random-inception and random-CLIP are networks of random weights, for trials."""
 
-# Two runs of one result may differ in these keys: which run it is, where it lies, and what is shown of it.
+# Keys in which two runs of one result may differ.
 MAY_DIFFER = ("run_name", "run_folder", "seed", "max_duration", "data.local", "loggers.", "measure.", "eval.batch_size")
 SAME_MACHINE = ("device", "num_devices")
-"""Of environment.json."""
-NUM_SHOWN = 6  # keys that differ, of a run
+"""Keys of environment.json in which they may not."""
+NUM_SHOWN = 6  # differing keys that are named for a run
 
 
 class Run(RunFiles):
@@ -44,7 +44,7 @@ class Run(RunFiles):
         return self.values("seed")[0]
 
     def said(self, key: str) -> Any:
-        """Return what the log says of the submission, or config.yaml, which a resume may have changed."""
+        """Return a key of the submission: from the log, else from config.yaml, which a resume may have changed."""
         return next(iter(self.values(f"submission_{key}")), self.config.get(f"mlperf.{key}"))
 
     @property
@@ -53,14 +53,14 @@ class Run(RunFiles):
 
     @property
     def header(self) -> dict[str, Any]:
-        """Key -> value of what the log says before the run's clock begins, without the seed."""
+        """Key -> value of the events before init_stop, without the seed."""
         keys = [event["key"] for event in self.events or ()]
         end = keys.index("init_stop") if "init_stop" in keys else 0
         return {event["key"]: event["value"] for event in (self.events or ())[:end] if event["key"] != "seed"}
 
     @property
     def logged(self) -> list[dict[str, Any]]:
-        """Images, fid and clip of each evaluation of the log, by images."""
+        """Images, fid and clip of each evaluation in the log, by images."""
         found: dict[int, dict[str, Any]] = {}
         for event in self.events or ():
             if event["key"] == "eval_accuracy":
@@ -71,33 +71,33 @@ class Run(RunFiles):
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The same, and those of the record where that knows more."""
+        """The same, with the evaluations of metrics.jsonl that the log does not have."""
         found = {line["images"]: {key: line.get(key) for key in ("images", "fid", "clip")} for line in self.recorded}
         found |= {line["images"]: line for line in self.logged}
         return [found[images] for images in sorted(found)]
 
     @property
     def foreign_scores(self) -> list[str]:
-        """What keeps its scores from being compared with the reference's."""
+        """Reasons why its scores do not compare with the reference's."""
         num = next(iter([*self.values("eval_samples"), *(line.get("num_images") for line in self.recorded)]), None)
         networks = [key for key in ("inception", "clip") if self.config.get(f"eval.{key}") == "random"]
         lines = [*self.recorded, *(event["metadata"] for event in self.events or () if event["key"] == "eval_stop")]
         others = {line[key] for line in lines for key, name in NETWORKS.items() if line.get(key, name) != name}
         said = [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
         said += [f"random {' and '.join(networks)}"] if networks else []
-        others -= {None, *(f"random-{name}" for name in RANDOM if name.lower() in networks)}  # named by their key
+        others -= {None, *(f"random-{name}" for name in RANDOM if name.lower() in networks)}  # their key names them
         return said + ([f"scored by {' and '.join(sorted(others))}"] if others else [])
 
     @property
     def label(self) -> str:
-        """Its name and global batch, and what keeps its scores from being compared with the reference's."""
+        """Name and global batch, with these reasons."""
         fixture = ["a fixture"] if self.values("fixture") else []
         said = [f"batch {self.config['global_batch_size']}", *fixture, *self.foreign_scores]
         return f"{self.name} ({', '.join(said)})"
 
     @property
     def first_pass(self) -> dict[str, Any] | None:
-        """The first evaluation of the log that meets the run's own target; None where it has no target."""
+        """The first evaluation in the log that meets the run's own target; None: there is none, or no target."""
         fid, clip = (self.config.get(f"target.{key}") for key in ("fid", "clip"))
         if fid is None and clip is None:
             return None
@@ -109,13 +109,13 @@ class Run(RunFiles):
 
     @property
     def points(self) -> list[int]:
-        """Images at which training came to a point of evaluation, up to run_stop."""
+        """Images seen at each evaluation point, up to run_stop."""
         blocks = {event["metadata"]["samples_count"] for event in self.events or () if event["key"] == "block_stop"}
         return sorted(images for images in blocks if images <= self.images)
 
     @property
     def is_scored_throughout(self) -> bool:
-        """Every point up to the first pass has its scores: the rules ask for that in one run of a result."""
+        """Every evaluation point up to run_stop has scores; the rules ask for that in one run of a result."""
         return {*self.points} <= {line["images"] for line in self.logged}
 
     @property
@@ -128,7 +128,7 @@ class Run(RunFiles):
 
     @property
     def images(self) -> int:
-        """Seen by run_stop."""
+        """Images seen by run_stop."""
         return self.stops[-1]["metadata"]["samples_count"]
 
     def _ms(self, key: str) -> float:
@@ -145,32 +145,34 @@ class Run(RunFiles):
 
     @cached_property
     def checked(self) -> str | None:
-        """What MLPerf's own checker has against the log, in a line; None: nothing."""
+        """What MLPerf's own checker objects to in the log, in one line; None: nothing."""
         return check(self.log, self.ruleset)
 
     def problem(self) -> str | None:
-        """Why this run cannot count in a result, not even as one that failed; None where it can."""
+        """Why this run cannot count in a result, not even as a failed one; None: it can."""
         if self.events is None:
             return "has no mlperf.log (mlperf.enabled=true)"
         if self.fault is not None:
             return self.fault
         counts = {key: len(self.values(key)) for key in ("seed", "init_start", "init_stop", "run_start")}
         if not all(counts.values()):
-            return "its log ends before run_start: the run begins, or was killed there. Start it again (same command)"
-        if not self.logged and (self.has_passed or not self.stops):  # a loss of NaN ends before the first
+            return (
+                "its log ends before run_start: the run is just starting, or was killed. Start it again (same command)"
+            )
+        if not self.logged and (self.has_passed or not self.stops):  # a NaN loss ends a run before its first evaluation
             return "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)"
         if not self.stops:
-            return "its log is open: the run goes on or was killed, or composer eval.py RUN has not come to its end"
+            return "its log is open: the run is still going or was killed, or composer eval.py RUN is not finished"
         if len(self.stops) > 1 or max(counts.values()) > 1:
             return "its log has more than one run in it"
         return self._of_submission() or self._of_its_end() or (self.checked if self.has_passed else None)
 
     def _of_submission(self) -> str | None:
-        """What a submission cannot have."""
+        """What the rules of a submission forbid; None: nothing."""
         is_closed = self.said("division") == "closed"
         for key in ("org", "platform"):
             if (name := self.said(key)) is not None and not re.fullmatch(r"\w[\w.+ -]*", str(name)):
-                return f"mlperf.{key}: '{name}' cannot be the name of a folder, which it is in a submission"
+                return f"mlperf.{key}: '{name}' cannot be a folder's name, and a submission has a folder of that name"
         if self.ruleset not in RULESETS:
             return f"mlperf.ruleset: '{self.ruleset}' is not known here. Possible: {', '.join(RULESETS)}"
         if self.values("fixture"):
@@ -187,7 +189,7 @@ class Run(RunFiles):
         return None
 
     def _of_its_end(self) -> str | None:
-        """What is wrong with where it ends."""
+        """What is wrong with its end; None: nothing."""
         first, ended, target = (
             self.first_pass,
             self.images,
@@ -216,19 +218,19 @@ class Run(RunFiles):
 
 
 def read_run(folder: Path) -> Run | None:
-    """Return what lies in a folder, or None where it is no run's. Raises ValueError: a file of it cannot be read."""
+    """Return the run of a folder, or None where it is not a run's. Raises ValueError: names a broken file."""
     files = read_files(folder)
     return None if files is None else Run(**vars(files))
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """Say in what runs differ that are to be one result; the first run is what the others are compared with."""
+    """Say how the other runs of a result differ from the first."""
     first, found = runs[0], []
     for run in runs[1:]:
         keys = [key for key in dict.fromkeys([*first.config, *run.config]) if not key.startswith(MAY_DIFFER)]
         differing = _differing(first.config, run.config, keys)
         differing |= _differing(first.environment, run.environment, SAME_MACHINE)
-        if not differing and run.header:  # a log may have been begun in another way than its run went on
+        if not differing and run.header:  # config.yaml may have changed since the log began
             differing = _differing(first.header, run.header, first.header)
         said = [
             f"{key}: {a} in {first.folder}, {b} in {run.folder}" for key, (a, b) in [*differing.items()][:NUM_SHOWN]
@@ -244,7 +246,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], keys: Iterabl
 
 
 def same_seeds(runs: Sequence[Run]) -> list[str]:
-    """Say which runs have the seed of another."""
+    """Say which runs share a seed."""
     first: dict[int, Run] = {}
     found = []
     for run in runs:
@@ -255,7 +257,7 @@ def same_seeds(runs: Sequence[Run]) -> list[str]:
 
 
 def olympic_mean(values: Sequence[float], num_failed: int = 0) -> float | None:
-    """Return the mean without the best (least) and the worst; a run that failed is the worst. None: nothing is left."""
+    """Return the mean without the least and the greatest; a failed run is the greatest. None: nothing is left."""
     kept = sorted(values)[1 : len(values) - max(0, 1 - num_failed)]
     return sum(kept) / len(kept) if kept else None
 
@@ -265,7 +267,7 @@ def olympic_mean(values: Sequence[float], num_failed: int = 0) -> float | None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """The checkers speak through logging, at length."""
+    """Turn logging off: the checkers log a great deal."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -275,19 +277,19 @@ def _silence() -> Iterator[None]:
 
 
 def check(log: Path, ruleset: str) -> str | None:
-    """Return what the compliance checker has against a log, in a line; None: nothing."""
+    """Return what the compliance checker objects to in a log, in one line; None: nothing."""
     from mlperf_logging.compliance_checker import mlp_compliance
 
-    mlp_compliance.enqueued_configs.clear()  # what a check that broke off has left there
+    mlp_compliance.enqueued_configs.clear()  # left there by a check that failed
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:
         with _silence():
             if checker.check_file(str(log), f"training_{ruleset}/common.yaml"):
                 return None
-    except KeyError as error:  # an evaluation of one metric
+    except KeyError as error:  # an evaluation has only one metric
         return f"MLPerf's checker ({ruleset}) refuses its log: an evaluation without {error}"
     lines = [*checker.overwritable.values(), *checker.not_overwritable][0].splitlines()
-    tests = [line for line in lines if line.startswith("failed test:")]  # which line of the log stands before it
+    tests = [line for line in lines if line.startswith("failed test:")]  # the line before it says where in the log
     said = " ".join(" ".join([lines[0].rstrip(":"), *(f"({test})" for test in tests[:1])]).split())
     return f"MLPerf's checker ({ruleset}) refuses its log: {said}"
 
@@ -296,7 +298,7 @@ def reference_points(folder: Path, ruleset: str) -> tuple[bool, str, float]:
     """Ask the checker of reference points about the result_*.txt of a folder.
 
     Returns:
-        whether they pass; in its own words why; what the mean time is multiplied with.
+        whether they pass; the checker's reason; the factor on the mean time.
     """
     from mlperf_logging.rcp_checker import rcp_checker
 

@@ -405,7 +405,7 @@ def test_the_picture_of_the_readme_is_what_make_docs_would_draw(tmp_path):
         (["grid.png", "captions.txt", "out.png", "gap_px=x"], "gap_px: 'x'. Possible: 0 to 4,096. Give such a number."),
         (
             ["grid.png", "captions.txt", "out.png"],
-            "11 x 11 px, which are no 2 x 2 images with gaps of 2 px. Possible: a",
+            "11 x 11 px, not 2 x 2 images with gaps of 2 px. Possible: a",
         ),
     ],
 )

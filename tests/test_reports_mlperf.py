@@ -116,9 +116,7 @@ def test_what_is_not_known_of_a_system_is_named(submitted):
     )
     missing = [field for field, value in system.items() if not value]
     assert f"missing in no_machine.json: {', '.join(missing)}.\n" in text and "cooling" in missing
-    assert (
-        "missing beside it: the source code (implementations/easel); that caches were cleared before each run" in text
-    )
+    assert "missing beside it: the source code (implementations/easel); cleared caches before each run" in text
 
 
 MACHINE = {
@@ -254,7 +252,7 @@ def test_runs_of_different_configurations_or_machines_are_refused(tmp_path, caps
     record(runs[1], [], seed=1, global_batch_size=1024, config=closed("4.0.0"), optimizer={"eps": 1e-6})
     machine = json.loads((runs[1] / "environment.json").read_text())
     (runs[1] / "environment.json").write_text(json.dumps({**machine, "num_devices": 4}))
-    fix = "A result is of one configuration and ten seeds: leave one of them out."
+    fix = "A result needs one configuration and ten seeds: leave one of them out."
     assert refused(capsys, runs, tmp_path / "out") == [
         f"global_batch_size: 512 in {runs[0]}, 1024 in {runs[1]}. {fix}",
         f"mlperf.ruleset: 5.0.0 in {runs[0]}, 4.0.0 in {runs[1]}. {fix}",
@@ -278,14 +276,14 @@ def test_logs_that_were_begun_in_another_way_are_refused_and_many_keys_are_not_a
 def test_the_same_seed_twice_is_refused(tmp_path, capsys):
     runs = ten(tmp_path / "runs")[:2]
     runs.append(make(tmp_path / "runs" / "again", curves(512)[5], seed=1))
-    fix = "A result is of one configuration and ten seeds: leave one of them out."
+    fix = "A result needs one configuration and ten seeds: leave one of them out."
     assert refused(capsys, runs, tmp_path / "out") == [f"seed: 1 in {runs[2]} and in {runs[1]}. {fix}"]
 
 
 def test_a_folder_that_is_no_run_is_named_and_words_that_are_none_are_refused(tmp_path, capsys):
     (tmp_path / "other").mkdir()
     assert refused(capsys, [tmp_path / "other"], tmp_path / "out") == [
-        f"{tmp_path}/other: no config.yaml: no run, left out.",
+        f"{tmp_path}/other: not a run, it has no config.yaml. Left out.",
         f"{tmp_path}/other: no run (config.yaml). Give runs: runs/NAME ...",
     ]
     assert mlperf.main(["nowhere", "outt=x"]) == 2
@@ -317,7 +315,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, capsys):
         (bad / name).write_text(before)
     (bad / "config.yaml").write_bytes(b"\xff")
     assert mlperf.main([str(bad), f"out={tmp_path / 'out'}"]) == 2
-    left = "No run is left. Mend it, or give other runs: runs/NAME ..."
+    left = "No run is left. Repair it, or give other runs: runs/NAME ..."
     wrong = "line 1: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
     assert capsys.readouterr().err == f"{bad / 'config.yaml'}: cannot be read as YAML: {wrong}. {left}\n"
     (bad / "config.yaml").write_text("[]")
@@ -337,7 +335,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, capsys):
 def test_where_no_run_is_left_the_broken_file_is_named(tmp_path, capsys, name, text, wrong):
     bad = make(tmp_path / "bad", seed=2)
     (bad / name).write_text(text)
-    left = "No run is left. Mend it, or give other runs: runs/NAME ..."
+    left = "No run is left. Repair it, or give other runs: runs/NAME ..."
     assert refused(capsys, [bad], tmp_path / "out") == [f"{bad / name} cannot be read: {wrong}. {left}"]
 
 
@@ -446,7 +444,7 @@ def broken(folder: Path, kind: str) -> Path:
 WHY = {
     "cut": "its log ends in the middle of a line: it is being written, or its run was killed: then start that again, with",
     "bytes that are no text": "line 68 of its log is no event of MLPerf's: Easel has not written it so",
-    "nothing in it": "its log ends before run_start: the run begins, or was killed there. Start it again",
+    "nothing in it": "its log ends before run_start: the run is just starting, or was killed. Start it again",
     "a list": "line 68 of its log is no event of MLPerf's",
     "no metric": "line 28 of its log has no metric: Easel has not written it so",
     "no status": "line 67 of its log has no status: Easel has not written it so",
@@ -458,11 +456,11 @@ WHY = {
     "few images": "5 images a score: no result of the closed division, which asks for 30,000 images, by the benchmark's",
     "few samples": "trained on 6,000,000 samples: no result of the closed division, which asks for 6,513,144",
     "random networks": "random inception: no result of the closed division",
-    "the name of its parents": "mlperf.org: '..' cannot be the name of a folder, which it is in a submission",
+    "the name of its parents": "mlperf.org: '..' cannot be a folder's name, and a submission has a folder of that name",
     "another year": "mlperf.ruleset: '3.1.0' is not known here. Possible: 4.0.0, 4.1.0, 5.0.0",
     "a late init_stop": "MLPerf's checker (5.0.0) refuses its log: CHECK for 'init_stop' failed in line 19 (failed test: ",
     "no evaluation": "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)",
-    "open": "its log is open: the run goes on or was killed, or composer eval.py RUN has not come to its end",
+    "open": "its log is open: the run is still going or was killed, or composer eval.py RUN is not finished",
     "two passes": "its run_stop is at 3,072,000 images, but it passed first at 2,560,000",
     "two ends": "its log has more than one run in it",
     "restarted": "was restarted at 512,000 images: no result of the closed division",
