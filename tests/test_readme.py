@@ -306,7 +306,7 @@ def test_every_key_that_is_named_exists():
             first, *rest = span.split()
             key = first.partition("=")[0]
             if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in sections:
-                if not key.endswith((".py", ".png", ".csv", ".yaml", ".log")):
+                if not key.endswith((".py", ".png", ".csv", ".jsonl", ".yaml", ".log")):
                     named = {key, *(f"{key.rpartition('.')[0]}.{word}" for word in rest)}
                     unknown += [(page, name) for name in named - keys]
             elif re.fullmatch(r"[a-z_]+=\S*", first) and key not in keys | others | {

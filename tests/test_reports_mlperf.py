@@ -264,7 +264,7 @@ def test_runs_of_different_configurations_or_machines_are_refused(tmp_path, caps
 def test_logs_that_were_begun_in_another_way_are_refused_and_many_keys_are_not_all_listed(tmp_path, capsys):
     runs = [make(tmp_path / "a", seed=0), make(tmp_path / "b", seed=1, gradient_accumulation_steps=2)]
     [line] = refused(capsys, runs, tmp_path / "out")
-    assert line.startswith(f"gradient_accumulation_steps: 1 in {runs[0]}, 2 in {runs[1]}. A result is of one")
+    assert line.startswith(f"gradient_accumulation_steps: 1 in {runs[0]}, 2 in {runs[1]}. A result needs one")
     many = {f"key{n}": n for n in range(20)}
     record(runs[1], [], seed=1, global_batch_size=512, config=closed(), optimizer=many)
     lines = refused(capsys, runs, tmp_path / "out")
