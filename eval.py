@@ -129,7 +129,7 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
         problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
         if kind != "images":
             config = _completed(config, place, kind, given)
-            problems += model_problems(config.model, config.image_size, encoders_wanted=False)
+            problems += model_problems(config.model, config.size, encoders_wanted=False)
             problems += _size_problems(config) + precision_problems(config)
             problems += speed_problems(config)
             if text := limits.batch_problem(config.global_batch_size, 1, 1):
