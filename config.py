@@ -10,7 +10,7 @@ A value may be `${oc.env:VARIABLE}` or `${another.key}`: it is resolved for use,
 configuration is shown or written. A password in an address is masked. See cli/masking.py.
 
 This file knows OmegaConf and messages. It has no section of its own: each section is a frozen dataclass beside the code
-that owns it.
+that owns it. OmegaConf, not a schema library: it brings the layers, `${...}` and YAML that takes them, in one.
 """
 
 from __future__ import annotations
