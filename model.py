@@ -41,7 +41,7 @@ from zoo import load_family
 from zoo.encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
 from zoo.objectives import Objective, ObjectiveConfig
 from zoo.sampling import sample
-from zoo.spec import Family, as_size
+from zoo.spec import Family
 
 # h w of the latents that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB an
 # image there (256 x 512 x 512 in two bytes), where the latent takes 64 KiB: it would bound the batch of the sampler.
@@ -66,26 +66,19 @@ class ModelConfig:
     """Where training begins: a run's folder or checkpoint, or published weights. null: at random weights."""
 
 
-def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: bool) -> list[Problem]:
+def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: bool) -> list[Problem]:
     """Return what cannot be about a family, its size and its encoders' weights.
 
     Args:
-        image_size: as the user gave it.
         encoders_wanted: real pictures are encoded, or their moments trained on: random weights have to be asked for.
     """
-    found = []
-    try:
-        size = as_size(image_size)
-    except ValueError as error:
-        size = None
-        found.append(Problem(f"image_size: {error}", ("image_size",)))
-    family = None
+    found, family = [], None
     try:
         family = load_family(config.family, config.preset, config.variant)
     except ValueError as error:
         found.append(Problem(str(error), ("model.family", "model.preset", "model.variant")))
     else:
-        if size is not None and (text := family.size_problem(size)):
+        if text := family.size_problem(size):
             found.append(Problem(f"image_size: {text}", ("image_size",)))
     if config.weights is None and encoders_wanted and (family is None or family.shipped is None):
         ways = (
@@ -337,7 +330,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         denoiser = family.build_denoiser()
-    objective = objective.filled(family.objective)
+    objective = objective.resolved(family.objective)
     return LatentDiffusion(
         family,
         family.build_objective(objective),

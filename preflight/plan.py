@@ -64,7 +64,7 @@ def shown(
 def _can_be_traced(config: Any) -> bool:
     """True where there is a network for this size and prediction, and a batch that is one."""
     unloaded = dataclasses.replace(config.model, weights=None)  # weights that are not here change nothing of it
-    if model_problems(unloaded, config.image_size, encoders_wanted=False):
+    if model_problems(unloaded, config.size, encoders_wanted=False):
         return False
     family = load_family(config.model.family, config.model.preset, config.model.variant)
     sizes = (config.global_batch_size, config.device_train_microbatch_size)

@@ -17,7 +17,8 @@ STARTS, METRICS, CUT, BAD_SAMPLES = "starts.jsonl", "metrics.jsonl", "metrics.cu
 SUMMARY = "summary.json"
 SCORES = ("eval.jsonl", "eval.csv")
 """Written by evaluation/score_table.py."""
-ALL = (STARTS, METRICS, CUT, BAD_SAMPLES, SUMMARY, "config.yaml", "environment.json", "mlperf.log", *SCORES)
+OTHERS = ("config.yaml", "later.yaml", "environment.json", "mlperf.log", *SCORES)
+ALL = (STARTS, METRICS, CUT, BAD_SAMPLES, SUMMARY, *OTHERS)
 NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     STARTS: {"start": int, "run_id": str, "device": str, "num_devices": int},
     METRICS: {"batch": int},

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.command_line import Assignment, read_yaml
+from cli.command_line import Assignment
 from config import resolved
+from record.config_file import CONFIG, read_files
 from record.files import METRICS, SUMMARY
 from record.mlperf_events import NAME, events_to_fault, is_number
 
@@ -23,7 +24,7 @@ class RunFiles:
 
     folder: Path
     config: Mapping[str, Any]
-    """Key -> value of config.yaml."""
+    """Key -> value of config.yaml and later.yaml."""
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
     """Empty where the run is not finished."""
@@ -39,12 +40,12 @@ class RunFiles:
         return self.folder / NAME
 
 
-def read_files(folder: Path) -> RunFiles | None:
+def read_run_files(folder: Path) -> RunFiles | None:
     """Return the files of a run, or None where the folder has no config.yaml. Raises ValueError: names one that is broken."""
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     if not path.is_file():
         return None
-    assignments, problems = read_yaml(str(path))
+    assignments, problems = read_files(folder)
     if problems:
         raise ValueError(problems[0].text.rstrip("."))
     summary = _object(folder / SUMMARY)
@@ -57,7 +58,7 @@ def read_files(folder: Path) -> RunFiles | None:
 
 
 def _resolved(assignments: Sequence[Assignment], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.yaml; one with `${...}` as the summary has it, else as this environment does, else None."""
+    """Return a run's keys; one with `${...}` as the summary has it, else as this environment does, else None."""
     found, unresolved = resolved(assignments, None)
     config = {at.key: None if id(at) in unresolved else at.value for at in found}
     variable = {at.key for at in found if at.text is not None or id(at) in unresolved}

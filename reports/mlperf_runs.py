@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from record.run_files import RunFiles, read_files
+from record.run_files import RunFiles, read_run_files
 
 BENCHMARK = "stable_diffusion"
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
@@ -44,7 +44,7 @@ class Run(RunFiles):
         return self.values("seed")[0]
 
     def said(self, key: str) -> Any:
-        """Return a key of the submission: from the log, else from config.yaml, which a resume may have changed."""
+        """Return a key of the submission: from the log, else from the configuration, which a resume may have changed."""
         return next(iter(self.values(f"submission_{key}")), self.config.get(f"mlperf.{key}"))
 
     @property
@@ -219,7 +219,7 @@ class Run(RunFiles):
 
 def read_run(folder: Path) -> Run | None:
     """Return the run of a folder, or None where it is not a run's. Raises ValueError: names a broken file."""
-    files = read_files(folder)
+    files = read_run_files(folder)
     return None if files is None else Run(**vars(files))
 
 
@@ -230,7 +230,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
         keys = [key for key in dict.fromkeys([*first.config, *run.config]) if not key.startswith(MAY_DIFFER)]
         differing = _differing(first.config, run.config, keys)
         differing |= _differing(first.environment, run.environment, SAME_MACHINE)
-        if not differing and run.header:  # config.yaml may have changed since the log began
+        if not differing and run.header:  # the configuration may have changed since the log began
             differing = _differing(first.header, run.header, first.header)
         said = [
             f"{key}: {a} in {first.folder}, {b} in {run.folder}" for key, (a, b) in [*differing.items()][:NUM_SHOWN]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run
 from mlperf_fixture import Drive, closed, curves, header, passes, record, write_run
+from omegaconf import OmegaConf
 from PIL import Image
 from test_layout import imports_of
 
@@ -515,6 +516,17 @@ def test_the_division_is_the_logs_own(tmp_path, capsys):
     text = said(capsys, [folder], tmp_path / "out")
     assert json.loads((tmp_path / "out/Fixture/systems/no_machine.json").read_text())["division"] == "closed"
     assert "the open division" not in text
+
+
+def test_what_a_later_start_was_given_counts_and_is_in_the_submission(tmp_path, capsys):
+    folder = make(tmp_path / "r", seed=0)
+    (folder / "later.yaml").write_text("target:\n  clip: 0.12\ndevice_train_microbatch_size: 8\n")
+    run = mlperf_runs.read_run(folder)
+    assert (run.config["target.clip"], run.config["device_train_microbatch_size"]) == (0.12, 8)
+    said(capsys, [folder], tmp_path / "out")
+    [written] = (tmp_path / "out").rglob("implementations/easel/config.yaml")
+    assert OmegaConf.load(written).target.clip == 0.12
+    assert OmegaConf.load(written).global_batch_size == 512
 
 
 def test_an_open_run_that_was_restarted_counts(tmp_path, capsys):
