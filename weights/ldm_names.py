@@ -24,9 +24,7 @@ from torch import nn
 
 OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
 NOTHING = re.compile(r"(?!)")
-POSITION_IDS = re.compile(
-    r"(text_model\.)?embeddings\.position_ids"
-)  # 0 .. 76; stored only by old versions of transformers
+POSITION_IDS = re.compile(r"(text_model\.)?embeddings\.position_ids")  # 0 .. 76; stored only by old transformers
 
 # Keys of config.json that no tensor's shape shows
 VAE_FACTS = ("scaling_factor", "norm_num_groups", "act_fn")
