@@ -1,7 +1,7 @@
 """The prompts of an evaluation: the MLPerf reference's val2014_30k.tsv, or any file like it.
 
-Tab-separated, UTF-8, with a header; the columns `image_id`, `id` and `caption` may stand in any order, others are left out.
-Quotes as pandas writes them: a caption with a quotation mark in it stands in quotation marks, its own doubled.
+Tab-separated, UTF-8, with a header. The columns `image_id`, `id` and `caption` may have any order; others are ignored.
+Quoting as in pandas: a caption that contains a quotation mark is put in quotation marks, and its own are doubled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXAMPLE = f"Its first line has to be {' TAB '.join(COLUMNS)}, as in the MLPerf r
 
 @dataclass(frozen=True)
 class Prompt:
-    """A caption to generate an image for; `number` names it, and its noise, for ever."""
+    """A caption to generate an image for; its noise depends on `number`."""
 
     number: int
     """The column `id`."""
@@ -45,7 +45,7 @@ class PromptSet:
 
     @property
     def partial(self) -> bool:
-        """True where not all prompts of the file are used: a smoke run, whose score is none."""
+        """True if not all prompts of the file are used: a smoke run, whose score counts for no target."""
         return len(self.prompts) < self.num_in_file
 
 
@@ -53,11 +53,11 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
     """Read a file of prompts.
 
     Args:
-        num_prompts: use the first so many; None: all.
+        num_prompts: use only the first ones; None: all.
 
     Raises:
-        ValueError: it cannot be read, lacks a column or has it twice, or has a line that is no prompt; says which, and what
-            to do.
+        ValueError: the file is unreadable, lacks a column, has one twice, or has an invalid line. The message says which,
+            and what to do.
     """
     try:
         content = Path(path).expanduser().read_bytes()
@@ -67,7 +67,7 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start:,}). {EXAMPLE}.") from error
     rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
-    prompts, begin = [], 1  # where a row begins: with a quotation mark that does not close it goes on over many lines
+    prompts, begin = [], 1  # where a row begins: after an open quotation mark it spans many lines
     try:
         header = next(rows, [])
         _check_header(path, header)

@@ -242,7 +242,7 @@ def test_guidance_is_swept_and_drawn(watched, tmp_path):
 def test_a_run_is_scored_at_another_size_by_networks_that_take_it(watched, tmp_path, capsys):
     words = [str(watched), "snapshots=last", "eval.image_size=16", f"out={tmp_path}/small"]
     assert eval_command.main(words) == 2
-    assert "the judges of the shapes world know pictures of 32 x 32 px" in capsys.readouterr().err
+    assert "the miniature's scoring networks take 32 x 32 px" in capsys.readouterr().err
     assert eval_command.main([*words, "eval.statistics=null", "eval.inception=null", "eval.clip=random"]) == 0
     [row] = read_rows(tmp_path / "small" / "eval.csv")
     assert row["eval_image_size"] == [16, 16] and np.isfinite(row["clip"]) and row["fid"] is None

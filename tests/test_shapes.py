@@ -292,7 +292,7 @@ def test_the_judges_are_known_by_their_files_and_say_what_the_networks_say():
 def test_the_judges_take_pictures_of_their_size_only():
     reader, pair = load_inception(WEIGHTS / "reader/model.safetensors"), load_clip(WEIGHTS / "clip/model.safetensors")
     said = (
-        "images: 64 x 32 px, but the judges of the shapes world know pictures of 32 x 32 px. Say image_size=32, or give "
+        "images: 64 x 32 px, but the miniature's scoring networks take 32 x 32 px. Say image_size=32, or give "
         "other networks."
     )
     for ask in (reader, pair.encode_images):

@@ -21,7 +21,7 @@ from cli.limits import limited
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The section `objective`: what the denoiser is trained to predict."""
+    """What the denoiser is trained to predict."""
 
     prediction: str | None = None
     """What the network predicts: epsilon or v. null: the variant's own."""
