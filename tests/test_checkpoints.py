@@ -500,8 +500,8 @@ CASES = {
     ),
     "emptied average": (
         lambda kept: kept["ema"]["weights"].clear(),
-        "{path}: ema: the saved average does not fit the model: 286 missing (denoiser.conv_in.weight, denoiser.conv_in.bias, "
-        "denoiser.time_embedding.linear_1.weight and 283 more).",
+        "{path}: ema: the saved EMA weights do not fit the model: 286 missing (denoiser.conv_in.weight, "
+        "denoiser.conv_in.bias, denoiser.time_embedding.linear_1.weight and 283 more).",
     ),
     "no optimizer": (
         lambda kept: kept.pop("optimizer"),

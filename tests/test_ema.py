@@ -333,7 +333,7 @@ def test_an_average_that_does_not_fit_is_refused_with_the_names():
     with pytest.raises(ValueError) as error:
         fresh.load_state_dict(state)
     assert str(error.value) == (
-        "ema: the saved average does not fit the model: 1 missing (0.bias); 1 left over (extra); 1 of another form "
+        "ema: the saved EMA weights do not fit the model: 1 missing (0.bias); 1 left over (extra); 1 of another form "
         "(2.weight is float32 (1,), not float32 (2, 4))."
     )
 
@@ -346,7 +346,7 @@ def test_an_average_that_was_emptied_is_not_taken_for_one_that_has_not_begun(cha
     change(state)
     fresh = EMA(EMAConfig(True, decay=0.5))
     fresh.bind(tiny_model())
-    with pytest.raises(ValueError, match="^ema: the saved average does not fit the model: 5 missing "):
+    with pytest.raises(ValueError, match="^ema: the saved EMA weights do not fit the model: 5 missing "):
         fresh.load_state_dict(state)
 
 
