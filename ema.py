@@ -48,8 +48,7 @@ class EMAConfig:
     start: str = "0ba"
     """Batches (800000ba) or images (512000sp) before the EMA begins. It takes no memory until then."""
     device: Literal["model", "cpu"] = "model"
-    """Where the EMA weights are kept. model: on the model's device. cpu: in host memory, if the GPU is full; then set `every`
-    well above 1."""
+    """model: on the model's device. cpu: in host memory, for a full GPU; then set `every` well above 1."""
     every: int = limited(1, 1)
     """Batches between two updates."""
 

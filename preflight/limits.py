@@ -1,4 +1,4 @@
-"""What would make a run fail: arithmetic of the batch, room on a disk, places that cannot be written."""
+"""Reasons for a run to fail: batch sizes that do not divide, too little disk space, folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cli.limits import read_duration, shown
 from config import count
 from record.checkpoint_files import FULL, WEIGHTS, listed
 
-MAX_NAME_BYTES = 200  # a file system takes 255 for a name; loggers add to it
+MAX_NAME_BYTES = 200  # file systems allow 255; loggers append to the name
 
 
 def unwritable(folder: str | Path) -> str | None:
-    """Say why nothing can be written in a folder that may not exist yet, or None; leaves nothing behind."""
+    """Say why a folder, which may not exist yet, cannot be written, or None. Leaves no files."""
     path = Path(folder).absolute()
     try:
         while not path.exists():
@@ -30,15 +30,15 @@ def unwritable(folder: str | Path) -> str | None:
 def room_problem(
     folder: str | Path, checkpoint_gib: float, num: int, snapshot_gib: float = 0.0, num_snapshots: int = 0
 ) -> str | None:
-    """Say that a disk has no room for the checkpoints of a run, or None.
+    """Return the message that a disk has too little space for a run's checkpoints, or None.
 
     Args:
-        folder: of the run; what it holds already is counted as room: it will be replaced, or is one of those to come.
-        num: full checkpoints that are there at once: those kept, and the one that is being written.
+        folder: of the run; the files already in it count as free space, since they are replaced or part of the total.
+        num: full checkpoints that exist at once: those kept, and the one being written.
         num_snapshots: by the end of the run.
     """
     if unwritable(folder):
-        return None  # which is said by itself
+        return None  # reported by its own check
     there = Path(folder).absolute()
     held_gib = (
         sum(path.stat().st_size for kind in (FULL, WEIGHTS) for path in listed(there / "checkpoints", kind)) / 2**30
@@ -58,7 +58,7 @@ def room_problem(
 
 
 def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
-    """Say why a run of this name cannot leave its record there, or None."""
+    """Say why a run of this name cannot write its record there, or None."""
     for key, given in (("run_name", run_name or ""), ("run_folder", run_folder)):
         if not given.isprintable():
             return f"{key}: {given[:80]!r} has a character that cannot be seen. Give one without."
@@ -74,7 +74,7 @@ def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
 
 
 def _is_begun(folder: Path) -> bool:
-    """True for a run's folder, also for one that was killed before it had written anything or has lost its config.yaml."""
+    """True for a run's folder, even if the run was killed before writing anything, or its config.yaml is lost."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
@@ -84,14 +84,14 @@ def _is_begun(folder: Path) -> bool:
 
 
 def duration_problem(duration: str) -> str | None:
-    """Say that a text is no duration that a run can have, or None."""
+    """Return the message that a text is not a valid duration, or None."""
     if read_duration(duration, ("ba", "sp", "ep")) is None:
         return f"'{shown(duration)}' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
     return None
 
 
 def batch_problem(global_batch_size: int, num_ranks: int, microbatch: int) -> str | None:
-    """Say which batch sizes would divide into ranks and microbatches, or None."""
+    """Return the message that a batch size does not divide into ranks and microbatches, with the nearest ones; or None."""
     step = num_ranks * microbatch
     if global_batch_size >= 1 and global_batch_size % step == 0:
         return None

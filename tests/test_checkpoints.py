@@ -496,7 +496,7 @@ CASES = {
     ),
     "no average": (
         lambda kept: kept.update(ema=None),
-        "ema.enabled: true, but {path} has no average. Leave it as the run was begun.",
+        "ema.enabled: true, but {path} has no EMA weights. Leave it as the run was begun.",
     ),
     "emptied average": (
         lambda kept: kept["ema"]["weights"].clear(),

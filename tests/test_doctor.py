@@ -385,7 +385,7 @@ def test_a_key_that_cannot_be_is_named_and_what_follows_from_it_is_not_looked_at
     code, found = examine("image_size=63")
     errors = [check for check, findings in found.items() if findings[0][0] == ERROR]
     assert code == 1 and errors == ["config"] and found["config"][0][1].startswith("image_size: ")
-    assert found["memory"][0] == (WARNING, "not looked at: it follows from what is an error above. Mend that first.")
+    assert found["memory"][0] == (WARNING, "not checked: it depends on an error above. Fix that first.")
 
 
 def test_weights_that_are_not_there_are_found(only_error, examine, tmp_path):
@@ -659,7 +659,7 @@ def test_a_batch_of_more_images_than_the_stage_has_is_found(only_error):
             "save.every_images=8",
             "save.every_images: 8 is no more than a batch: one is written after every batch. Raise it.",
         ),
-        ("save.every_images=0", "save.every_images: 0: a run that is stopped begins anew."),
+        ("save.every_images=0", "save.every_images: 0: a stopped run begins anew."),
     ],
 )
 def test_what_is_unlikely_to_be_meant_is_a_warning(examine, word, told):

@@ -123,7 +123,7 @@ def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
         "eval.prompts: not given. Give a tab-separated file with image_id, id and caption.",
         "eval.statistics: not given, but eval.inception is. FID needs both; leave out both for none.",
         "target.clip: given, but clip is not measured. Give eval.clip, or leave it out.",
-        "eval.weights: ema, but the run keeps no average. Say ema.enabled=true (--use_ema), or eval.weights=training.",
+        "eval.weights: ema, but the run keeps no EMA weights. Say ema.enabled=true (--use_ema), or eval.weights=training.",
         "eval.guidance: [1, 2]: a run is scored at one. Give one number; composer eval.py RUN takes a list.",
         "eval.image_size: 60 x 60 px does not fit sd2. Both sides have to be multiples of 8.",
         "eval.every_images: 512,000, but max_duration=4ba is 32: nothing would be evaluated. Lower it.",

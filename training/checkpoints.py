@@ -153,7 +153,7 @@ def restore(
     elif text := difference(_wanted_moments(optimizer), _moments(saved["state"])):
         problems.append(f"{path}: its optimizer state does not fit the model: {text}. The file is not whole.")
     if (average is None) != (content.get("ema") is None):
-        has, wants = ("an average", "false") if average is None else ("no average", "true")
+        has, wants = ("EMA weights", "false") if average is None else ("no EMA weights", "true")
         problems.append(f"ema.enabled: {wants}, but {path} has {has}. Leave it as the run was begun.")
     if problems:
         raise ConfigError(problems)

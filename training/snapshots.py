@@ -86,7 +86,7 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         differing.append(f"objective.prediction: {text}")
     average = (content.get("ema") or {}).get("weights") or None
     if weights == "ema" and content.get("ema") is None:
-        differing.append(f"eval.weights: ema, but {path} has no average. Say eval.weights=training.")
+        differing.append(f"eval.weights: ema, but {path} has no EMA weights. Say eval.weights=training.")
     use = "ema" if average is not None and weights != "training" else "training"
     tensors = average if use == "ema" else content["model"]
     own = {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
