@@ -327,8 +327,8 @@ def _newest_checkpoint(folder: Path) -> list[Finding]:
     for number, path in enumerate(there):
         if is_whole(path):
             if number == 0:
-                return [Finding(OK, "run", f"{folder} goes on from {path.name}, which is whole")]
-            text = f"{there[0]} is damaged: its bytes do not have the digest in its name. The run goes on from {path.name}."
+                return [Finding(OK, "run", f"{folder} resumes from {path.name}, which is whole")]
+            text = f"{there[0]} is damaged: its bytes do not have the digest in its name. The run resumes from {path.name}."
             return [Finding(WARNING, "run", text)]
     damaged = [*there, *(folder / "checkpoints").glob(f"{FULL}*.damaged")]
     if damaged:

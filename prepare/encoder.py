@@ -51,7 +51,7 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int)
     try:
         sample = reader[row]
     except OSError as error:
-        raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command goes on.") from error
+        raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
     try:
         caption = check_caption(sample["caption"])
         image = resize_and_crop(decode_image(sample["jpg"]), size, dtype)

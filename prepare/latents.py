@@ -9,7 +9,7 @@ address in a store. Images are resized and cropped as in training. Samples that 
 their reasons in OUT/skipped.jsonl, and counted. A shard of IN that is missing or damaged stops the command.
 
 Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (its number) modulo (number of ranks). Stopped at
-any point, the same command goes on with the parts that are not done, also on another number of ranks, and OUT has the
+any point, the same command resumes with the parts that are not done, also on another number of ranks, and OUT has the
 same bytes as if it had never been stopped (on the same kind of device). On a CPU a rank computes in one thread, since the
 number of threads changes last bits: start a rank a core, `composer -n CORES`. Ranks beyond the number of shards have
 nothing to do (shard_size of prepare.shards makes more of them). The precision is fp32 unless another one is

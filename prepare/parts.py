@@ -41,7 +41,7 @@ PLAN_SCHEMA = 1
 PART_FILE = "part.json"
 SKIPPED_FILE = "skipped.jsonl"
 PATIENCE_SEC = 1800.0
-GO_ON = "What is done stays; the same command goes on from there"
+GO_ON = "What is done stays; the same command resumes from there"
 
 
 def part_name(number: int) -> str:
@@ -350,7 +350,7 @@ def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:
             named = ", ".join(map(part_name, sorted(missing)[:5])) + (", ..." if known > 5 else "")
             raise Failed(
                 f"OUT: {place.address}: no other rank finished a part for {patience_sec / 60:.0f} minutes; {known} are "
-                f"missing: {named}. Start the command again: it goes on from what is done."
+                f"missing: {named}. Start the command again: it resumes from what is done."
             )
         time.sleep(place.poll_sec)
 

@@ -12,7 +12,7 @@ new, empty or the same command's, or an address in a store.
 The image's bytes are stored as they are, never encoded again; each is decoded once to know that it can be. A sample that
 cannot be used is skipped, named with its reason in OUT/skipped.jsonl, and counted; training will not meet it.
 
-Each source becomes a part of OUT (prepare/parts.py). Stopped at any point, the same command goes on with the parts that
+Each source becomes a part of OUT (prepare/parts.py). Stopped at any point, the same command resumes with the parts that
 are not done, and OUT has the same bytes as if it had never been stopped, with any number of workers (processes; default:
 one a core). OUT is a stage when its dataset.json is there.
 Exit code: 0 when at least one sample was written, 1 when none was or the work failed, 2 when it could not start.

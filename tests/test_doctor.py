@@ -730,7 +730,7 @@ def test_a_name_that_another_process_trains_under_is_found(only_error, examine, 
 
 def test_a_run_that_was_begun_otherwise_is_found(only_error, tmp_path):
     folder = begin_run(tmp_path, seed=18)
-    assert only_error("run").startswith(f"seed: 17, but {folder} was begun with 18. A run goes on as it began:")
+    assert only_error("run").startswith(f"seed: 17, but {folder} was begun with 18. A run resumes as it began:")
 
 
 def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_path):
@@ -738,10 +738,10 @@ def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_p
 
     folder = begin_run(tmp_path) / "checkpoints"
     older, newer = (write(folder, stem(FULL, batch), {"batch": batch}) for batch in (1, 2))
-    assert examine()[1]["run"] == [(OK, f"{folder.parent} goes on from {newer.name}, which is whole")]
+    assert examine()[1]["run"] == [(OK, f"{folder.parent} resumes from {newer.name}, which is whole")]
     damage(newer)
     code, found = examine()
-    assert code == 0 and found["run"][0][0] == WARNING and found["run"][0][1].endswith(f"goes on from {older.name}.")
+    assert code == 0 and found["run"][0][0] == WARNING and found["run"][0][1].endswith(f"resumes from {older.name}.")
     damage(older)
     assert only_error("run").startswith(f"checkpoints: every one of the 2 full checkpoints in {folder} is damaged.")
     assert sorted(folder.iterdir()) == [older, newer]  # nothing was set aside

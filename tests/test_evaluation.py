@@ -497,7 +497,7 @@ def test_a_finished_run_keeps_its_result_without_evaluation_and_with_a_harder_ta
     ):
         assert benchmark.main([*words, *more]) == 0
         said = capsys.readouterr().err
-        assert "is finished" in said and "goes on from" not in said and "not evaluated" not in said
+        assert "is finished" in said and "resumes from" not in said and "not evaluated" not in said
         expected = "reached" if more == ["eval.when=off"] else "missed"
         assert summary_of(tmp_path / "watched")["target"] == expected
 
@@ -509,7 +509,7 @@ def test_the_same_prompts_elsewhere_are_the_same_and_a_reached_target_is_said(wo
     capsys.readouterr()
     assert benchmark.main([*words, f"eval.prompts={tmp_path / 'copy.tsv'}"]) == 0
     said = capsys.readouterr()
-    assert "has reached its target" in said.err and "goes on from" not in said.err and "target=reached" in said.out
+    assert "has reached its target" in said.err and "resumes from" not in said.err and "target=reached" in said.out
 
 
 def test_an_end_in_the_last_evaluation_loses_no_loss(words_of, tmp_path, monkeypatch, capsys):

@@ -39,7 +39,7 @@ def test_a_run_that_an_older_version_began_ends_as_it_would_have_there(tmp_path,
     monkeypatch.chdir(tmp_path)
     assert benchmark.main(KEYS) == 0
     out, err = capsys.readouterr()
-    assert "runs/of_before goes on from batch 2, 8 images" in err
+    assert "runs/of_before resumes from batch 2, 8 images" in err
     assert f"loss={LOSS}" in out
     content = read(find_newest(tmp_path / "runs/of_before/checkpoints"))
     assert content["progress"]["batch"] == 4

@@ -501,7 +501,7 @@ def test_a_disk_that_fails_once_does_not_become_a_finished_part(tmp_path, capsys
         assert shards.main(words) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"SOURCE: {tmp_path}/in/1.tar cannot be read: [Errno 5] Input/output error: '{tmp_path}/in/1.tar'. What is done "
-        f"stays; the same command goes on from there."
+        f"stays; the same command resumes from there."
     )
     assert not (tmp_path / "out" / "dataset.json").exists()
     assert shards.main(words) == 0 and len(rows(tmp_path / "out")) == 2

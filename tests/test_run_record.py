@@ -156,7 +156,7 @@ def test_a_broken_summary_is_named_with_what_to_do(tmp_path, content, said):
         text = str(caught.value)
         assert (
             text.startswith(f"{path} is no whole summary: {said}")
-            and "goes on from the run's newest checkpoint" in text
+            and "resumes from the run's newest checkpoint" in text
         )
     assert path.read_text() == content
 

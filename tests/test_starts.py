@@ -275,7 +275,7 @@ def test_a_loader_worker_that_the_kernel_ends_is_foreseen():
         next(iter(torch.utils.data.DataLoader(Killed(), num_workers=1)))
     assert errors.is_foreseen(caught.value) and re.fullmatch(
         r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Killed\.|exited unexpectedly) Too little memory or "
-        r"/dev/shm ends a worker so\. Lower data\.workers, or give more of it\. The same command goes on from the last "
+        r"/dev/shm ends a worker so\. Lower data\.workers, or give more of it\. The same command resumes from the last "
         r"checkpoint\.",
         errors.text_of(caught.value).replace("  ", " "),
     )

@@ -222,7 +222,7 @@ def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figur
         assert first == f"eval: stopped by a signal: 12 of 32 images were scored; saved in {folder / NAME}."
         saved = listed(folder / "checkpoints", FULL)[0]
         assert saved.name.startswith("full-ba000000000003-")
-        assert second == f"SIGTERM: stopped after batch 3; saved {saved}. The same command goes on."
+        assert second == f"SIGTERM: stopped after batch 3; saved {saved}. The same command resumes it."
     made, generate = [], benchmark.LatentDiffusion.generate
     monkeypatch.setattr(
         benchmark.LatentDiffusion,
@@ -274,7 +274,7 @@ def test_eval_is_stopped_by_a_signal_to_one_rank_and_goes_on(whole, program, tmp
     words = [str(whole), f"out={tmp_path}/table", "eval.batch_size=3", "snapshots=last"]
     stopped = run("composer", "-n", "2", str(program), "eval", "10", "1", "2", *words, PYTHONPATH=str(ROOT))
     assert stopped.returncode == 138, stopped.stdout + stopped.stderr
-    assert "SIGUSR1: stopped. The same command goes on.\n" in stopped.stderr
+    assert "SIGUSR1: stopped. The same command resumes it.\n" in stopped.stderr
     assert len(list((tmp_path / "table" / NAME).glob("part-*.pt"))) == 2
     done = run("composer", "-n", "2", "eval.py", *words)
     assert done.returncode == 0 and "images were scored by an earlier start" in done.stderr, done.stderr
@@ -302,7 +302,7 @@ def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_
     with monkeypatch.context() as patch:
         patch.setattr(Meter, "figures", finished)
         assert eval_command.main(words) == 143
-    assert "SIGTERM: stopped. The same command goes on.\n" in capsys.readouterr().err
+    assert "SIGTERM: stopped. The same command resumes it.\n" in capsys.readouterr().err
     first = read_rows(tmp_path / "eval.csv")
     assert len(first) == 1 and not (tmp_path / NAME).exists()
     assert eval_command.main(words) == 0

@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_needs_no_start(earlier, tmp_path, capsys):
     start.unlink()
     assert benchmark.main([*words, "max_duration=6ba"]) == 0
     said = capsys.readouterr().err
-    assert "goes on from batch 4" in said and "begins with" not in said
+    assert "resumes from batch 4" in said and "begins with" not in said
     assert json.loads((tmp_path / "a/summary.json").read_text())["denoiser_start_fingerprint"] == first != None  # noqa: E711
 
 

@@ -208,7 +208,7 @@ def disagreements(
     saved = content["identity"]
     made = {key: saved.get(key, defaults.get(key)) for key in identity}
     differing = [
-        f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run goes on as it began: use that value, or another "
+        f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run resumes as it began: use that value, or another "
         f"run_name."
         for key, value in identity.items()
         if made[key] != value and not masking.is_interpolated(made[key])
@@ -372,7 +372,7 @@ class Checkpointer(Callback):
         else:
             self._save(state, full=True)
             outcome = f"saved {self.last_full}"
-        log.info(f"{name}: stopped after batch {batch}; {outcome}. The same command goes on.")
+        log.info(f"{name}: stopped after batch {batch}; {outcome}. The same command resumes it.")
         self._handlers = {}  # not restored: when the first rank exits, the launcher sends SIGTERM to the others
         raise Stopped(128 + number)
 

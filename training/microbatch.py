@@ -149,7 +149,7 @@ def explained(microbatch: int, device_batch: int, *, savings: Sequence[str], las
         ways = [f"device_train_microbatch_size={smaller}"] if smaller else []
         ways += savings if smaller else [*savings, LAST_WAYS]
         checkpoint = last_checkpoint()
-        onwards = f"goes on from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint yet"
+        onwards = f"resumes from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint yet"
         raise OutOfMemory(
             f"device_train_microbatch_size: out of memory with {microbatch} images a pass of a device batch of "
             f"{device_batch}{_held()}. Try {', then '.join(ways)}; the same command with it {onwards}."

@@ -101,7 +101,7 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
         return None  # it met an easier target, or a longer training is wanted
     else:
         found, more = _unmet(folder, summary, lines, config)
-        text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on{more}"
+        text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would resume it{more}"
     log.info(f"run_name: {folder} {text}.")
     if dist.get_global_rank() == 0:
         if found:
@@ -225,7 +225,7 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     if differing:
         raise ConfigError(
             [
-                f"{key}: {_as_yaml(value)}, but {folder} was begun with {_as_yaml(begun[key])}. A run goes on as it began: "
+                f"{key}: {_as_yaml(value)}, but {folder} was begun with {_as_yaml(begun[key])}. A run resumes as it began: "
                 f"use that value, or another run_name."
                 for key, value in differing.items()
             ]
@@ -276,7 +276,7 @@ class RunState:
         if self.lock is not None and (num_starts > 1 or self.checkpoint):
             at = f"batch {self.progress.batch}, {self.progress.images:,} images"
             where = f"{at} ({self.checkpoint[0]})" if self.checkpoint else "its beginning: it has no checkpoint"
-            log.info(f"run_name: {self.folder} goes on from {where}.")
+            log.info(f"run_name: {self.folder} resumes from {where}.")
         for name, text in self.lost.items() if self.lock is not None else ():
             told = "it was cut, or is a copy of before. summary.json will say so (history_lost)"
             log.info(f"run_name: {self.folder / name} {text}: {told}.")

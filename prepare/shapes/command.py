@@ -135,7 +135,7 @@ def train_main(words: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     is_done = train_encoders(Path(paths[0]), TrainingConfig(**values))
-    print(f"{'done' if is_done else 'stopped after max_minutes; the same command goes on'}: {paths[0]}/weights")
+    print(f"{'done' if is_done else 'stopped after max_minutes; the same command resumes it'}: {paths[0]}/weights")
     return 0
 
 

@@ -1,9 +1,9 @@
 """Train the encoders of the shapes world on a CPU: hours, in which it may be stopped and started at will.
 
     python -m prepare.shapes --train_encoders OUT
-    python -m prepare.shapes --train_encoders OUT max_minutes=30      # then the same command goes on
+    python -m prepare.shapes --train_encoders OUT max_minutes=30      # then the same command resumes
 
-    OUT/STAGE.pt            the newest state of a stage (reader, clip, vae; prepare/shapes/stages.py): it goes on from there
+    OUT/STAGE.pt            the newest state of a stage (reader, clip, vae; prepare/shapes/stages.py): it resumes from there
     OUT/training.jsonl      a line every 100 steps (losses), and one every `every_steps` (qualities)
     OUT/weights/            the best so far of every network, whole at any time: what zoo/shapes_weights is a copy of
 
