@@ -1,4 +1,4 @@
-"""The shapes world: what its captions say is what is drawn, its parts never meet, its command, its tokens and family."""
+"""The miniature: captions describe exactly what is drawn, its parts share no scene, its command, tokens and family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ONE = Scene("large", "red", "square", "top left", "white")
 TWO = Scene("small", "green", "cross", "left of", "orange", "large", "black", "circle")
 
 
-# --- the world ---
+# --- the scenes ---
 
 
 def test_there_are_47040_scenes_and_no_two_have_the_same_caption():
@@ -270,7 +270,7 @@ def test_shapes_says_which_sizes_it_takes(size, said):
     assert text == f"{said} does not fit shapes. Both sides have to be multiples of 4."
 
 
-# --- its judges ---
+# --- its scoring networks ---
 
 
 def test_the_judges_are_known_by_their_files_and_say_what_the_networks_say():

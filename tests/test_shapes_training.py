@@ -1,4 +1,4 @@
-"""Training of the shapes world's encoders: a miniature goes on after a stop as if there had been none; what is shipped."""
+"""Training of the miniature's encoders: a stopped training resumes as if it had never been stopped; what is shipped."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_step_waits_nowhere_of_ours_and_for_composer_as_often_as_is_known(monk
     assert waits.of("composer") == {**OF_COMPOSER, f"_train_microbatch of trainer.py: {UPLOAD}": microbatches}
 
 
-def test_with_late_loss_a_step_waits_nowhere(monkeypatch, tmp_path):
+def test_with_async_loss_a_step_waits_nowhere(monkeypatch, tmp_path):
     """What is left of Composer's are uploads, which the host does not wait for."""
     words = ["--use_synth_data", "data.stage=moments", "device_train_microbatch_size=4", "async_loss=true"]
     waits = HostWaits()
