@@ -114,7 +114,7 @@ class DataConfig:
             return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
         where = "data.remote" if self.remote else "data.local"
         if is_remote(self.location) and (self.local is None or is_remote(self.local)):
-            given = "not given" if self.local is None else f"{self.local} is no folder of this machine"
+            given = "not given" if self.local is None else f"{self.local} is not a folder on this machine"
             return [("data.local", f"{given}. It keeps the shards of {self.location}. Give a folder.")]
         try:
             stage = read_stage(self.location)

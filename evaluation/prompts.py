@@ -18,9 +18,7 @@ from cli.limits import MAX_CAPTION
 from cli.masking import printable
 
 COLUMNS = ("image_id", "id", "caption")
-QUOTES = (
-    'Its quotation marks do not close, or are not doubled: a caption that has some stands in them, as in """a"" cat"'
-)
+QUOTES = 'Its quotation marks do not close, or are not doubled: quote a caption that has some, as in """a"" cat"'
 EXAMPLE = f"Its first line has to be {' TAB '.join(COLUMNS)}, as in the MLPerf reference's val2014_30k.tsv"
 
 
@@ -103,13 +101,13 @@ def _check_header(path: str, header: Sequence[str]) -> None:
 
 def _prompt(path: str, line: int, header: Sequence[str], row: Sequence[str]) -> Prompt:
     if len(row) != len(header):
-        raise ValueError(f"{path}: line {line:,} has {len(row)} columns, its header {len(header)}. Mend that line.")
+        raise ValueError(f"{path}: line {line:,} has {len(row)} columns, its header {len(header)}. Fix that line.")
     cells = dict(zip(header, row, strict=True))
     numbers = {}
     for name in ("id", "image_id"):
         if not re.fullmatch("-?[0-9]{1,4000}", cells[name]):  # int() takes 1_0 and other scripts' digits, too
             raise ValueError(
-                f"{path}: line {line:,} has {name} '{printable(cells[name][:40])}', no whole number. Mend it."
+                f"{path}: line {line:,} has {name} '{printable(cells[name][:40])}', not a whole number. Fix it."
             )
         numbers[name] = int(cells[name])
     caption = cells["caption"].strip()

@@ -116,7 +116,9 @@ class EvalConfig:
         bad = [value for value in given if type(value) not in (int, float) or math.isnan(value)]
         if bad or not given:
             wrong = given_as([*bad, given][0])
-            raise ValueError(f"{wrong} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them.")
+            raise ValueError(
+                f"{wrong} is not a guidance scale. Possible: a number, e.g. 8 (1: none) or a list of them."
+            )
         return [float(value) for value in given]
 
     def _file_problems(self, images_alone: bool) -> list[tuple[str, str]]:
@@ -165,7 +167,7 @@ class TargetConfig:
         for key, needs in (("fid", config.statistics), ("clip", config.clip)):
             value = getattr(self, key)
             if value is not None and not math.isfinite(value):
-                found.append((f"target.{key}", f"{value} is no number that can be met. The benchmark's: 90 and 0.15."))
+                found.append((f"target.{key}", f"{value} cannot be met. The benchmark's: 90 and 0.15."))
             elif value is not None and config.when == "off":
                 found.append((f"target.{key}", "given, but nothing is evaluated. Say eval.when=in_training, or after."))
             elif value is not None and needs is None:

@@ -267,7 +267,7 @@ def folders(case: Case) -> list[Finding]:
         if not (folder := os.environ.get(variable)):
             continue
         if variable == "TMPDIR" and not Path(folder).is_dir():  # Python silently uses another one
-            found.append(Finding(ERROR, "folders", f"TMPDIR: {folder} is no folder. Make it, or take it out."))
+            found.append(Finding(ERROR, "folders", f"TMPDIR: {folder} is not a folder. Make it, or take it out."))
         elif text := limits.unwritable(folder):
             found.append(Finding(ERROR, "folders", f"{variable}: {text}"))
     places = [case.config.run_folder, *cached, tempfile.gettempdir()]

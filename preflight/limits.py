@@ -64,10 +64,12 @@ def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
             return f"{key}: {given[:80]!r} has a character that cannot be seen. Give one without."
     fits = run_name is None or (run_name == Path(run_name).name and 0 < len(run_name.encode()) <= MAX_NAME_BYTES)
     if run_name is not None and (not fits or run_name.startswith(".")):
-        return f"run_name: '{run_name[:80]}' is no folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
+        return (
+            f"run_name: '{run_name[:80]}' is not a folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
+        )
     folder = Path(run_folder, run_name or "")
     if run_name is not None and folder.exists() and not _is_begun(folder):
-        given = f"{folder} is there, and is no run (it has no config.yaml)"
+        given = f"{folder} exists and is not a run (it has no config.yaml)"
         return f"run_name: {given}. Take another run_name, or remove it."
     text = unwritable(run_folder)
     return f"run_folder: {text}" if text else None

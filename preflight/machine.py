@@ -317,7 +317,7 @@ def rendezvous(num_ranks: int) -> list[Finding]:
             return [Finding(ERROR, "port", f"{missing} is not set, the other is. Set both, or let composer -n do it.")]
         return [Finding(OK, "port", "MASTER_ADDR and MASTER_PORT are not set: composer -n sets them")]
     if not port.isdecimal() or not 1 <= int(port) <= 65535:
-        return [Finding(ERROR, "port", f"MASTER_PORT={port} is no port. Possible: 1 to 65535; above 1023 is usual.")]
+        return [Finding(ERROR, "port", f"MASTER_PORT={port} is not a port. Possible: 1 to 65535; above 1023 is usual.")]
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:

@@ -144,10 +144,10 @@ def _in_the_way(local: Path, shards: Sequence[Shard]) -> str | None:
     names = [Path("index.json"), *(Path(shard.name) for shard in shards)]
     for folder in sorted({parent for name in names for parent in name.parents if parent.name}):
         if os.path.lexists(local / folder) and not (local / folder).is_dir():
-            return f"{local / folder} is no folder, the stage has one of that name. Remove it."
+            return f"{local / folder} is not a folder, but the stage has one of that name. Remove it."
     for name in names:  # a broken link will be replaced by the file
         if (local / name).exists() and not (local / name).is_file():
-            return f"{local / name} is no file, the stage has one of that name. Remove it."
+            return f"{local / name} is not a file, but the stage has one of that name. Remove it."
     return None
 
 

@@ -136,7 +136,7 @@ def test_a_flag_can_stand_for_several_keys():
             "--print_config. Every key is key=value.",
         ),
         (["--preset", "c"], "command line: '--preset c' is not known. Known: a, b."),
-        (["a\nb"], "command line: 'a\\nb' is no path. Possible: a text without control characters and line ends."),
+        (["a\nb"], "command line: 'a\\nb' is not a path. Possible: a text without control characters and line ends."),
         (["batch"], "command line: 'batch' is neither a .yaml file nor key=value."),
         (["a.yaml", "b.yaml"], "command line: two YAML files, a.yaml and b.yaml. One run has one file."),
         (

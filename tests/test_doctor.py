@@ -346,7 +346,7 @@ def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_found(only_er
     monkeypatch.setenv("MASTER_ADDR", "node0.invalid")
     assert only_error("port").startswith("MASTER_ADDR=node0.invalid does not resolve: ")
     monkeypatch.setenv("MASTER_PORT", "70000")
-    assert only_error("port") == "MASTER_PORT=70000 is no port. Possible: 1 to 65535; above 1023 is usual."
+    assert only_error("port") == "MASTER_PORT=70000 is not a port. Possible: 1 to 65535; above 1023 is usual."
 
 
 def test_an_interface_that_is_not_there_is_found_and_overrides_are_warned_of(only_error, examine, monkeypatch):
@@ -436,7 +436,7 @@ def test_what_lies_in_a_shards_place_in_the_cache_is_an_error(only_error, tmp_pa
     shutil.copytree(tmp_path / "stage", tmp_path / "local")
     (path := first_shard(tmp_path / "local")).unlink()
     path.mkdir()
-    assert only_error("cache") == f"data.local: {path} is no file, the stage has one of that name. Remove it."
+    assert only_error("cache") == f"data.local: {path} is not a file, but the stage has one of that name. Remove it."
 
 
 def test_a_cache_of_another_stage_is_found(only_error, tmp_path):
@@ -750,7 +750,7 @@ def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_p
 def test_a_folder_that_is_no_run_is_found(only_error, tmp_path):
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "notes.txt").touch()
-    assert "runs/one is there, and is no run (it has no config.yaml)" in only_error("run")
+    assert "runs/one exists and is not a run (it has no config.yaml)" in only_error("run")
 
 
 # --- the command itself ---

@@ -134,7 +134,7 @@ def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
     ("given", "wrong"), [([1, "nan"], "'nan'"), ([float("nan")], "nan"), (True, "True"), ([], "[]"), (["a", 1], "'a'")]
 )
 def test_a_guidance_that_is_no_scale_is_named_alone(given, wrong):
-    text = f"{wrong} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them."
+    text = f"{wrong} is not a guidance scale. Possible: a number, e.g. 8 (1: none) or a list of them."
     assert EvalConfig(guidance=given).problems(now=False) == [("eval.guidance", text)]
 
 
@@ -231,7 +231,7 @@ def test_a_flag_of_the_predecessor_takes_its_value_and_what_changes_no_score_is_
         "command line: eval.guidance",
     ]
     assert eval_refused(capsys, tmp_path / "no") == [
-        f"{tmp_path}/no is no folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
+        f"{tmp_path}/no is not a folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
     ]
 
 

@@ -138,7 +138,7 @@ def test_no_login_at_wandb_is_said_before_anything_starts(wandb_at, tmp_path, ca
 
 
 NO_SERVER = (
-    "loggers.wandb: WANDB_BASE_URL is no address of a W&B server (not shown, it may hold a key). Write https://HOST, as "
+    "loggers.wandb: WANDB_BASE_URL is not the address of a W&B server (not shown, it may hold a key). Write https://HOST, as "
     "https://api.wandb.ai is one, or take it out of the environment.\n"
 )
 CREDENTIALS = (

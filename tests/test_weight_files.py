@@ -458,7 +458,7 @@ def test_a_file_of_another_kind_is_named(tmp_path):
     path = tmp_path / "w.bin"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(64))
     assert refused(path) == (
-        "is no weights file (72 bytes that begin 89504e470d0a1a0a). Known: safetensors and files of torch.save. "
+        "is not a weights file (72 bytes that begin 89504e470d0a1a0a). Known: safetensors and files of torch.save. "
         "It may be damaged: fetch it again."
     )
     path.write_bytes(pickle.dumps({"a": 1}))

@@ -102,7 +102,7 @@ def _server_problem() -> str | None:
         is_address = False
     if is_address:
         return None
-    given = f"{where} is no address of a W&B server (not shown, it may hold a key)"
+    given = f"{where} is not the address of a W&B server (not shown, it may hold a key)"
     out = "the environment" if where == "WANDB_BASE_URL" else "that file"
     return f"{given}. Write https://HOST, as https://api.wandb.ai is one, or take it out of {out}."
 

@@ -34,7 +34,9 @@ def kind_of(place: str) -> Kind:
     """Return the kind of a path. Raises ValueError: it cannot be scored."""
     folder = Path(place).expanduser()
     if kind_of_path(folder) != "folder":
-        raise ValueError(f"{place} is no folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images.")
+        raise ValueError(
+            f"{place} is not a folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
+        )
     if (folder / "config.yaml").is_file():
         return "run"
     return "diffusers" if (folder / "model_index.json").is_file() else "images"

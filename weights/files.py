@@ -295,7 +295,7 @@ def _not_weights(path: Path, size: int, head: bytes, is_pickle: bool) -> str:
         page = "a web page, as a refused download leaves it," if begin.startswith("<") else "a text file,"
         return f"{path}: is {page} not weights: its {size:,} bytes begin '{begin}'. Fetch the file itself."
     return (
-        f"{path}: is no weights file ({size:,} bytes that begin {head[:8].hex()}). "
+        f"{path}: is not a weights file ({size:,} bytes that begin {head[:8].hex()}). "
         "Known: safetensors and files of torch.save. It may be damaged: fetch it again."
     )
 

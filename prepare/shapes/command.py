@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     given = [word.partition("=")[0] for word in argv if "=" in word]
     values, problems = parse([word for word in argv if "=" in word], NUMBERS, CHOICES)
     if odd := next(
-        (f"'{shown(path)}' is no path. Possible: {text}" for path in paths if (text := text_possible(path))), None
+        (f"'{shown(path)}' is not a path. Possible: {text}" for path in paths if (text := text_possible(path))), None
     ):
         problems.append(f"OUT: {odd}.")
     elif len(paths) == 1 and Path(paths[0]).exists():
