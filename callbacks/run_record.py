@@ -181,7 +181,7 @@ class RunRecord(Callback):
         return kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a checkpoint's state: the losses since the last edge, up to this batch, and the files' sizes."""
+        """Return the losses since the last edge, up to this batch, and the numbers of lines and starts."""
         return {
             "losses": list(self.losses.of_window),
             "batch": self._batch,

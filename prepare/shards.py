@@ -175,7 +175,7 @@ def plan_for(sources: Sequence[Path], shard_size: int) -> Plan:
             "image_size": list(size),
             # The MLPerf reference feeds images in [0, 1] to its VAE (mlcommons/training, issue 721), and computes in fp32.
             "normalize": "unit",
-            "encoders": {"vae": None, "text": None},  # the reference does not publish their digests; SD2's
+            "encoders": {"vae": None, "text": None},  # the reference does not name the weights; SD2's
             "precision": "fp32",
             "store_text": False,
         }

@@ -1,6 +1,6 @@
-"""Checkpoints: the files, what they hold, what is refused, and the run that goes on bit for bit.
+"""Checkpoints: their files and content, what is refused, and that a run resumes bit for bit.
 
-Whole commands that are killed are in tests/test_resume.py.
+Tests that kill whole commands are in tests/test_resume.py.
 """
 
 from __future__ import annotations
@@ -535,7 +535,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(words_of, begun, caps
 
 
 def test_what_a_start_leaves_that_was_killed_at_once_does_not_hinder_the_next(words_of, tmp_path, monkeypatch, capsys):
-    """And a run whose config.yaml was lost goes on: its checkpoint says what it is."""
+    """A run without its config.yaml also resumes: its checkpoint has the run's identity."""
     import callbacks.run_record as run_record
 
     def killed(path, text):

@@ -1,4 +1,4 @@
-"""config.py: the order of the layers, and every message in full. Nothing of a run is imported here."""
+"""config.py: the order of the layers, and the full text of every message. No code of a run is imported here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data.py: pixels against PIL, the batch contract, the order of samples, and samples that cannot be used."""
+"""data.py: pixels against PIL, the batch contract, the order of samples, and unusable samples."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_the_factor_of_k_steps_is_the_product_of_k_factors(config):
 
 
 def test_a_float32_average_of_bfloat16_weights_does_not_stall():
-    """In bfloat16, 1 + 1e-4 * 1 is 1: an average kept in that type would never move."""
+    """In bfloat16, 1 + 1e-4 * 1 is 1: EMA weights of that type would never change."""
     weights, averages = [torch.ones(4, dtype=torch.bfloat16)], [torch.zeros(4)]
     for _ in range(100):
         lerp_(averages, weights, 1e-4)

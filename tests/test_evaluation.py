@@ -1,7 +1,7 @@
 """Evaluation in training and afterwards, end to end on the miniature, with its trained networks and 32 prompts.
 
-That the scores are the same ones, that training goes on untouched, and when it stops, is what is tested; what they are worth
-is in tests/test_miniature.py.
+These tests check that both give the same scores, that training is not affected, and when it stops. Whether the scores are
+good is tested in tests/test_miniature.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""training/microbatch.py: the largest microbatch without a rest, found once; and what is said where memory was not enough."""
+"""training/microbatch.py: the largest microbatch that divides the batch, found once; and the out-of-memory message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MLPerf log before MLPerf's own checkers, which are called as programs; and what a run, a restart and eval.py write."""
+"""The MLPerf log: MLPerf's own checkers, called as programs, accept it; and what a run, a restart and eval.py write."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs that older versions began go on: tests/golden/run_of_before.tar.xz was written by the code of commit f7a93be.
+"""Runs of older versions resume: tests/golden/run_of_before.tar.xz was written by the code of commit f7a93be.
 
-A tiny network of the family shapes, two batches old, whose float tensors were replaced by a short pattern, so that the file
-is small. The figures are those of the same commit after two batches more, in float64 sums of absolute values.
+It is a tiny network of the family shapes after two batches. Its float tensors were replaced by a short pattern to keep the
+file small. The expected values are that commit's after two more batches, as float64 sums of absolute values.
 """
 
 from __future__ import annotations

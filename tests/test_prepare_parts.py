@@ -1,4 +1,4 @@
-"""prepare/parts.py and places.py: work that is stopped anywhere goes on to the same bytes, and never passes for a stage."""
+"""prepare/parts.py and places.py: work stopped anywhere resumes to the same bytes, and is not a stage until it is done."""
 
 from __future__ import annotations
 

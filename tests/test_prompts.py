@@ -1,4 +1,4 @@
-"""evaluation/prompts.py: a file of prompts is read as pandas wrote it, and what is no prompt is named with its line."""
+"""evaluation/prompts.py: a file of prompts is read as pandas wrote it, and an invalid prompt is named with its line."""
 
 from __future__ import annotations
 

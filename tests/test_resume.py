@@ -1,6 +1,6 @@
-"""Runs that are killed and started again: what they learn is what the unbroken run learns, to the last bit.
+"""Runs that are killed and started again end with the same weights as an uninterrupted run, bit for bit.
 
-SIGKILL goes to the launcher and the ranks, not to the loader workers: these have to notice by themselves.
+SIGKILL goes to the launcher and the ranks, not to the loader workers, which have to notice it themselves.
 """
 
 from __future__ import annotations

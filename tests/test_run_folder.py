@@ -1,6 +1,6 @@
-"""A run's folder with a damaged file: whoever reads it says what is wrong and what to do (exit code 2), or goes on rightly.
+"""A run's folder with a damaged file: every reader says what is wrong and what to do (exit code 2), or continues correctly.
 
-The commands run in this process: an exception that nobody explains, which a user would see as a traceback, fails the test.
+The commands run in this process: an unexplained exception, which a user would see as a traceback, fails the test.
 """
 
 from __future__ import annotations

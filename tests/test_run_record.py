@@ -1,4 +1,4 @@
-"""callbacks/run_record.py: what a killed writer leaves is read, what is broken otherwise is named with its file."""
+"""callbacks/run_record.py: files left by a killed writer are read; other damage is reported with the file's name."""
 
 from __future__ import annotations
 

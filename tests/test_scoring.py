@@ -1,4 +1,4 @@
-"""evaluation/scoring.py and eval.py without a network: what may be configured, when a target is met, what is scored."""
+"""evaluation/scoring.py and eval.py without a network: valid configurations, when a target is met, what is scored."""
 
 from __future__ import annotations
 

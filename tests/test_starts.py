@@ -1,4 +1,4 @@
-"""Starts that are refused: what they say, exit code 2, and that nothing is left which was not there before."""
+"""Refused starts: their messages, exit code 2, and that they leave no files."""
 
 from __future__ import annotations
 

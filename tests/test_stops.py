@@ -1,4 +1,4 @@
-"""Runs on two ranks that are stopped by a signal: what they save, what they say, and the exit code of composer's launcher."""
+"""Runs on two ranks that are stopped by a signal: what they save, their messages, and the launcher's exit code."""
 
 from __future__ import annotations
 

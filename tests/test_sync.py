@@ -1,4 +1,4 @@
-"""A training step never waits for the device on our account, and on Composer's as often as is written here.
+"""A training step never waits for the device in our code, and in Composer's exactly as often as listed here.
 
 On a GPU tests/gpu/test_on_gpu.py asks the driver instead.
 """

@@ -1,4 +1,4 @@
-"""training/trainer.py: the same weights to the bit, each loss one batch late, nothing kept of a batch that is not finite."""
+"""training/trainer.py: the same weights bit for bit, each loss one batch late, nothing saved of a batch with a bad loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""model.denoiser: training begins at published weights or at an earlier run's, and says what cannot be."""
+"""model.denoiser: training begins with published weights or an earlier run's, and every invalid value is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def texts(
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory) -> Path:
-    """A finished run with an average, a full checkpoint and a snapshot."""
+    """A finished run with EMA weights, a full checkpoint and a snapshot."""
     runs = tmp_path_factory.mktemp("runs")
     words = [*TINY_RUN, "--use_synth_data", "--use_ema", "save.every_images=16", "save.snapshot_every_images=16"]
     with cost_made_up():

@@ -1,4 +1,4 @@
-"""weights/files.py: what torch and safetensors write is read as it was; what a file says to call is not called."""
+"""weights/files.py: files of torch and safetensors are read correctly; functions named in a file are never called."""
 
 from __future__ import annotations
 

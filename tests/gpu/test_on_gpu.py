@@ -1,4 +1,4 @@
-"""What only a GPU shows: autocast by Composer, the peak that MFU divides by, the memory estimate against the truth."""
+"""Tests that need a GPU: Composer's autocast, the peak FLOP/s for MFU, the memory estimate against the real memory."""
 
 from __future__ import annotations
 
