@@ -49,15 +49,19 @@ lint: $(STAMP)  ## ruff: format and rules
 	$(VENV)/bin/ruff format --check -q .
 	$(VENV)/bin/ruff check -q .
 
+# Two halves of the tests beside each other, one for each of two cores; what the second says is shown when the first has ended.
+define both_halves
+@export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); failed=; \
+  $(PY) -m pytest -q -m "$(1)" --part=2 >$$said 2>&1 & \
+  $(PY) -m pytest -q -m "$(1)" --part=1 || failed=1; \
+  wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"
+endef
+
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
-	@# Two halves beside each other, one for each of two cores; what the second says is shown when the first has ended.
-	export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); failed=; \
-	  $(PY) -m pytest -q -m "not slow and not gpu" --part=2 >$$said 2>&1 & \
-	  $(PY) -m pytest -q -m "not slow and not gpu" --part=1 || failed=1; \
-	  wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"
+	$(call both_halves,not slow and not gpu)
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, each fault of a store once
-	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "slow and not gpu"
+	$(call both_halves,slow and not gpu)
 	$(MAKE) --no-print-directory test-fp8
 	$(MAKE) --no-print-directory test-store ROUNDS=1
 

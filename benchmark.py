@@ -99,7 +99,8 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
 
         # Networks: all that is frozen or trained, on the device; what else there is of this run agrees with it.
         networks = build_networks(config, run, device)
-        config, model, average = networks.config, networks.model, EMA(config.ema) if config.ema.enabled else None
+        given, config, model = config, networks.config, networks.model
+        average = EMA(config.ema) if config.ema.enabled else None
 
         # Data: from where the run stands on. No rank begins a batch before all have theirs, or have heard a signal.
         losses = Losses(folder / "checkpoints", AsyncLosses() if config.async_loss else None)
@@ -127,7 +128,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         facts = facts_of(config, networks.cost, model.encoders.fingerprints, networks.identity["denoiser_start"])
         gradient_norm = GradientNorm(config.optimizer.clip_norm)
         record = build_record(
-            config, facts, throughput=throughput, gradient_norm=gradient_norm, losses=losses, loader=loader
+            config, facts, given=given, throughput=throughput, gradient_norm=gradient_norm, losses=losses, loader=loader
         )
         record.start(run.progress.batch, images=run.progress.images, began=began, lost=run.lost)
         run.say(record.num_starts)

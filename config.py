@@ -10,7 +10,7 @@ A value may be `${oc.env:VARIABLE}` or `${another.key}`: it is resolved for use,
 configuration is shown or written. A password in an address is masked. See cli/masking.py.
 
 This file knows OmegaConf and messages. It has no section of its own: each section is a frozen dataclass beside the code
-that owns it.
+that owns it. OmegaConf, not a schema library: it brings the layers, `${...}` and YAML that takes them, in one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from cli import masking
 from cli.command_line import Assignment, CommandLine, Problem, leaves, read_yaml, spread
 from cli.errors import ConfigError
-from cli.limits import MAX_PART_BYTES, Limits, beyond, given_as, shown
+from cli.limits import MAX_PART_BYTES, Limits, beyond, given_as, shown, type_hints
 from cli.log import log
 
 Config = TypeVar("Config")
@@ -92,12 +92,24 @@ def _as_typed(at: Assignment, value: Any, hint: Any) -> Assignment:
 def schema_keys(schema: type, prefix: str = "") -> dict[str, Any]:
     """Every key of a dataclass and its sections with its type; a section's own key maps to the section's class."""
     keys: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(schema).items():
+    for name, hint in type_hints(schema).items():
         keys[f"{prefix}{name}"] = hint
         section = next((h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)), None)
         if section is not None:
             keys.update(schema_keys(section, f"{prefix}{name}."))
     return keys
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """True where a value is of a type that OmegaConf is not told."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_fits(value, kind) for kind in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        kinds = typing.get_args(hint)
+        kinds = kinds[:1] * max(1, len(value)) if isinstance(value, list | tuple) and Ellipsis in kinds else kinds
+        is_alike = isinstance(value, list | tuple) and len(value) == len(kinds)
+        return is_alike and all(map(_fits, value, kinds))
+    return type(value) in ((int, float) if hint is float else (hint,))
 
 
 def schema_limits(schema: type, prefix: str = "") -> dict[str, Limits]:
@@ -132,7 +144,8 @@ def _possible(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(str(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"a list of {len(typing.get_args(hint))} numbers"
+        kinds = typing.get_args(hint)
+        return "a list of numbers" if Ellipsis in kinds else f"a list of {len(kinds)} numbers"
     if dataclasses.is_dataclass(hint):
         return "a section with the keys " + ", ".join(field.name for field in dataclasses.fields(hint))
     names = {
@@ -166,13 +179,16 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
         or (str in kinds and not isinstance(value, str | types.NoneType))
     )
     if refused:
-        return value, _misfit(at, hint)
+        return value, _misfit(at, hint, None, limits.usual)
     is_choice = any(typing.get_origin(kind) is Literal for kind in kinds)
     kind = float if float in kinds else int if int in kinds else None if is_choice else str
-    is_of_type = kind is str or typing.get_origin(hint) is tuple or not isinstance(value, list | dict)
+    takes_list = any(typing.get_origin(part) is tuple for part in kinds)
+    is_of_type = kind is str or takes_list or not isinstance(value, list | dict)
     possible = beyond(value, kind, limits) if is_of_type else None  # else its type says what is possible
     if possible is not None:
-        return value, _misfit(at, hint, possible)
+        return value, _misfit(at, hint, possible, limits.usual)
+    if takes_list and typing.get_origin(hint) is not tuple and not _fits(value, hint):
+        return value, _misfit(at, hint, None, limits.usual)
     masked = masking.without_secrets(value)
     if masked != value and at.text is None:
         given = f"{at.where}: {_named(at)}: a secret stands in {masked}. It is neither shown nor kept"
@@ -180,17 +196,20 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
     return masked, None
 
 
-def _misfit(at: Assignment, hint: Any, possible: str | None = None) -> str:
+def _misfit(at: Assignment, hint: Any, possible: str | None = None, usual: str | None = None) -> str:
     """Say that a value is none of its key's. `possible`: what its limits leave; None: it is of another type."""
     if possible is not None:
         others = [
-            part for part in typing.get_args(hint) if typing.get_origin(part) is Literal or part is types.NoneType
+            part
+            for part in (typing.get_args(hint) if typing.get_origin(hint) is not tuple else ())
+            if typing.get_origin(part) in (Literal, tuple) or part is types.NoneType
         ]
         possible = " or ".join([possible, *map(_possible, others)])
     given = given_as(at.value)
     if at.text is not None:  # what it stands for may be a secret
         given = f"{_quoted(at.text)}, which stands for something else"
-    return f"{at.where}: {_named(at)} is {given}. Possible: {possible or _possible(hint)}."
+    of_others = f" Usual: {usual}." if usual else ""
+    return f"{at.where}: {_named(at)} is {given}. Possible: {possible or _possible(hint)}.{of_others}"
 
 
 def _named(at: Assignment) -> str:

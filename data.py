@@ -31,7 +31,7 @@ from streaming.base.util import bytes_to_int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from cli.limits import ImageSize, limited
+from cli.limits import ImageSize, limited, size_in_bytes
 from cli.masking import printable
 from stages.batch_wait import END, files_and_bytes, next_batch
 from stages.dataset import Stage, column_problem, holds_another_stage, is_remote, read_stage
@@ -68,8 +68,8 @@ class DataConfig:
     """Folder that keeps the shards of `remote`. null: a folder is read in place."""
     workers: int = limited(4, 0, 512)
     """Loader processes for each device. 0: read in the training process."""
-    cache_limit: str | None = None
-    """Size limit of `local`, for example 100gb. Shards being fetched, one per process, are extra. null: no limit."""
+    cache_limit: str | None = size_in_bytes(None, 1, MOST_BYTES, "500mb, 100gb, 1tb")
+    """Size limit of `local`. Shards being fetched, one per process, are extra. null: no limit."""
     patience_sec: float = limited(PATIENCE_SEC, 0.0, 1e6)
     """How long the run waits for an unreachable store before it stops."""
     num_canonical_nodes: int = limited(1, 1, 2**16)
@@ -102,10 +102,7 @@ class DataConfig:
                 how the variant's images are resized.
             encodings: of that stage's columns, if known; see `stages.dataset.column_problem`.
         """
-        found = []
-        if self.cache_limit is not None and not 0 < (_bytes(self.cache_limit) or 0) <= MOST_BYTES:
-            found.append(("data.cache_limit", f"'{self.cache_limit}' is not a size. Possible: 500mb, 100gb, 1tb."))
-        return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for, encodings or {})
+        return [] if self.synthetic else self._stage_problems(global_batch_size, made_for, encodings or {})
 
     def _stage_problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str]
@@ -144,7 +141,7 @@ class DataConfig:
 
     def _cache_problems(self, stage: Stage) -> list[tuple[str, str]]:
         """Check the folder that keeps the shards, if there is one."""
-        limit = None if self.cache_limit is None else _bytes(self.cache_limit)
+        limit = None if self.cache_limit is None else bytes_to_int(self.cache_limit)
         if self.remote is None or self.local is None:
             in_place = (
                 f"{self.cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
@@ -162,18 +159,11 @@ class DataConfig:
         if holds_another_stage(self.local, stage):
             given = f"{self.local} holds shards of another stage than {stage.location}"
             return [("data.local", f"{given}. Give another folder, or remove this one.")]
-        if limit is not None and 0 < limit < 4 * stage.largest_shard_bytes:
+        if limit is not None and limit < 4 * stage.largest_shard_bytes:
             given = f"{self.cache_limit} holds fewer than 4 of the largest shard ({stage.largest_shard_bytes:,} bytes)"
             least = 4 * stage.largest_shard_bytes // 2**20 + 1
             return [("data.cache_limit", f"{given}. Give at least {least}mb, or null.")]
         return []
-
-
-def _bytes(size: str) -> int | None:
-    try:
-        return bytes_to_int(size)
-    except (ValueError, OverflowError):  # OverflowError: "infgb"
-        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

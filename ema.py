@@ -27,9 +27,10 @@ import torch
 from composer import Algorithm, Event, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
-from cli.limits import limited, read_duration
+from cli.limits import duration, exclusive, limited
 from weights.tensors import difference, tensor_specs, trained_parameters
 
+MAX_SIGMA_REL = 1.0 / math.sqrt(12.0)  # gamma = 0, a uniform average over the whole run
 DEFAULT_DECAY = 0.9999  # of MosaicML's and NVIDIA's Stable Diffusion recipes; a half-life of 6,931 batches
 
 
@@ -39,13 +40,13 @@ class EMAConfig:
 
     enabled: bool = False
     """Keep EMA weights."""
-    half_life: str | None = None
+    half_life: str | None = duration(None, "ba", "sp")
     """Batches (1000ba) or images (2048000sp) after which a batch's weight in the EMA has halved."""
-    decay: float | None = None
+    decay: float | None = limited(None, 0.0, 1.0, below=True, usual="0.999 to 0.9999")
     """Fixed factor for each batch. null: 0.9999 if neither half_life nor sigma_rel is given."""
-    sigma_rel: float | None = None
+    sigma_rel: float | None = limited(None, 0.0, MAX_SIGMA_REL, above=True, below=True, usual="0.05 to 0.25")
     """Relative width of a power-function EMA (arXiv:2312.02696); 0.05 to 0.25 are usual."""
-    start: str = "0ba"
+    start: str = duration("0ba", "ba", "sp", least=0)
     """Batches (800000ba) or images (512000sp) before the EMA begins. It takes no memory until then."""
     device: Literal["model", "cpu"] = "model"
     """model: on the model's device. cpu: in host memory, for a full GPU; then set `every` well above 1."""
@@ -53,32 +54,13 @@ class EMAConfig:
     """Batches between two updates."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every invalid value."""
-        found = []
+        """(key, message) for keys that do not go together."""
+        found = exclusive("ema", self, "half_life", "decay", "sigma_rel")
         set_to = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         if set_to and not self.enabled:
             text = f"false, but ema.{set_to[0]} is given. Say ema.enabled=true (--use_ema), or leave it out."
             found.append(("ema.enabled", text))
-        given = [key for key in ("half_life", "decay", "sigma_rel") if getattr(self, key) is not None]
-        if len(given) > 1:
-            words = " and ".join(f"ema.{key}: {getattr(self, key)}" for key in given[1:])
-            found.append((f"ema.{given[0]}", f"{getattr(self, given[0])} and {words} exclude each other."))
-        if self.half_life is not None and read_duration(self.half_life, ("ba", "sp")) is None:
-            found.append(
-                ("ema.half_life", f"'{self.half_life}' is not possible. Possible: 1000ba, 2048000sp; 1 and up.")
-            )
-        if read_duration(self.start, ("ba", "sp"), least=0) is None:
-            found.append(("ema.start", f"'{self.start}' is not possible. Possible: 0ba, 800000ba, 512000sp."))
-        if self.decay is not None and not 0.0 <= self.decay < 1.0:
-            found.append(("ema.decay", f"{self.decay} is not in [0, 1). Usual: 0.999 to 0.9999."))
-        if self.sigma_rel is not None and not 0.0 < self.sigma_rel < MAX_SIGMA_REL:
-            found.append(
-                ("ema.sigma_rel", f"{self.sigma_rel} is not in (0, {MAX_SIGMA_REL:.3f}). Usual: 0.05 to 0.25.")
-            )
         return found
-
-
-MAX_SIGMA_REL = 1.0 / math.sqrt(12.0)  # gamma = 0, a uniform average over the whole run
 
 
 def power_gamma(sigma_rel: float) -> float:

@@ -37,7 +37,7 @@ from callbacks import mlperf_log
 from callbacks.quality_target import outcome, said
 from cli import errors, masking, ranks
 from cli.command import command, start
-from cli.command_line import Assignment, CommandLine, Problem, parse_command_line, read_yaml
+from cli.command_line import Assignment, CommandLine, Problem, parse_command_line
 from cli.errors import ConfigError
 from cli.limits import limited
 from cli.log import EVERY_RANK, log
@@ -51,7 +51,7 @@ from evaluation.unfinished import Parts
 from model import LatentDiffusion, build_device, model_problems
 from preflight import limits
 from preflight.run import precision_problems, speed_problems
-from record.config_file import keep_batch_size, read_config
+from record.config_file import LATER, keep_batch_size, read_config, read_files
 from record.files import check_record, run_id_of
 from record.summary import result_line, rounded, write_outcome
 from training import speed, warm_start
@@ -115,12 +115,13 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
     """Return the configuration that something is scored with. Raises ConfigError: with every problem at once."""
     given = {at.key for at in command.assignments}
     when = Assignment("eval.py", "eval.when", "after", "eval.when")
-    yaml = str(Path(place, "config.yaml")) if kind == "run" else None
+    of_run: list[Assignment] = []
     if kind == "run":
         check_record(Path(place))
-    if yaml and (unreadable := read_yaml(yaml)[1]):
-        raise ConfigError([problem.text for problem in unreadable])
-    command = dataclasses.replace(command, yaml=yaml, assignments=[*command.assignments, when])
+        of_run, unreadable = read_files(Path(place))
+        if unreadable:
+            raise ConfigError([problem.text for problem in unreadable])
+    command = dataclasses.replace(command, yaml=None, assignments=[*of_run, *command.assignments, when])
 
     def check(config: EvalCommand) -> list[Problem]:
         found = [*config.eval.problems(now=True, images_alone=kind == "images"), *config.target.problems(config.eval)]
@@ -128,7 +129,7 @@ def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
         problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
         if kind != "images":
             config = _completed(config, place, kind, given)
-            problems += model_problems(config.model, config.image_size, encoders_wanted=False)
+            problems += model_problems(config.model, config.size, encoders_wanted=False)
             problems += _size_problems(config) + precision_problems(config)
             problems += speed_problems(config)
             if text := limits.batch_problem(config.global_batch_size, 1, 1):
@@ -330,9 +331,7 @@ def _keep(run: Path, batch_size: int) -> None:
     try:
         keep_batch_size(run, batch_size)
     except OSError as error:
-        given = (
-            f"eval.batch_size: {batch_size} was found, but {run / 'config.yaml'} cannot be written: {error.strerror}"
-        )
+        given = f"eval.batch_size: {batch_size} was found, but {run / LATER} cannot be written: {error.strerror}"
         log.info(f"{given}. Another machine may find another one: give it with eval.batch_size.")
 
 

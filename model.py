@@ -41,7 +41,7 @@ from zoo import load_family
 from zoo.encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
 from zoo.objectives import Objective, ObjectiveConfig
 from zoo.sampling import sample
-from zoo.spec import Family, as_size
+from zoo.spec import Family
 
 # Latent places (B h w) that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB
 # per image (256 x 512 x 512 in two bytes), a latent only 64 KiB. More would let decoding limit the sampler's batch.
@@ -66,26 +66,19 @@ class ModelConfig:
     """Initial weights of the denoiser: a run's folder or checkpoint, or published weights. null: random."""
 
 
-def model_problems(config: ModelConfig, image_size: Any, *, encoders_wanted: bool) -> list[Problem]:
+def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: bool) -> list[Problem]:
     """Return the problems of a family, the image size and the encoders' weights.
 
     Args:
-        image_size: as the user gave it.
         encoders_wanted: the run uses real images or their moments, so random encoders have to be requested explicitly.
     """
-    found = []
-    try:
-        size = as_size(image_size)
-    except ValueError as error:
-        size = None
-        found.append(Problem(f"image_size: {error}", ("image_size",)))
-    family = None
+    found, family = [], None
     try:
         family = load_family(config.family, config.preset, config.variant)
     except ValueError as error:
         found.append(Problem(str(error), ("model.family", "model.preset", "model.variant")))
     else:
-        if size is not None and (text := family.size_problem(size)):
+        if text := family.size_problem(size):
             found.append(Problem(f"image_size: {text}", ("image_size",)))
     if config.weights is None and encoders_wanted and (family is None or family.shipped is None):
         ways = (
@@ -337,7 +330,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         denoiser = family.build_denoiser()
-    objective = objective.filled(family.objective)
+    objective = objective.resolved(family.objective)
     return LatentDiffusion(
         family,
         family.build_objective(objective),

@@ -66,7 +66,7 @@ def problems_of(config: RunConfig) -> list[Problem]:
     if config.eval.num_prompts == 1:
         found.append(("eval.num_prompts", "1, but FID compares covariances. Give 2 at least."))
     problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
-    problems += model_problems(config.model, config.image_size, encoders_wanted=False)
+    problems += model_problems(config.model, config.size, encoders_wanted=False)
     return problems + precision_problems(config) + speed_problems(config)
 
 

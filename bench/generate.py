@@ -29,12 +29,11 @@ from torch import Tensor
 from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
 from cli.command import command
-from cli.command_line import Problem
 from cli.limits import limited
 from config import as_written
 from model import LatentDiffusion, ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig
-from zoo.sampling import build_scheduler, prompt_generator, prompt_noise, sampling_problems
+from zoo.sampling import MAX_STEPS, MIN_STEPS, SamplerName, build_scheduler, prompt_generator, prompt_noise
 from zoo.spec import MAX_SIDE_PX, as_size
 
 if TYPE_CHECKING:
@@ -60,11 +59,11 @@ class GenerateConfig:
     """Images that are generated in a turn."""
     batch_size: int = limited(16, 1, 2**16)
     """Images a pass."""
-    sampler: str = "ddim"
-    """ddim, plms, dpm++ or euler."""
-    steps: int = 20
+    sampler: SamplerName = "ddim"
+    """How an image is drawn from noise."""
+    steps: int = limited(20, MIN_STEPS, MAX_STEPS)
     """Steps of the sampler."""
-    guidance: float = 8.0
+    guidance: float = limited(8.0, 0.0)
     """Scale of classifier-free guidance."""
     rounds: int = limited(5, 1)
     """Turns of each contestant."""
@@ -72,12 +71,6 @@ class GenerateConfig:
     """Threads of torch on a CPU."""
     results: str = "reports/results/generate_speed.json"
     """File of the record; an earlier one is replaced."""
-
-
-def check(config: GenerateConfig) -> list[Problem]:
-    """Return every problem of the keys."""
-    of_sampling = sampling_problems(config.sampler, config.steps, config.guidance)
-    return [Problem(f"{key}: {text}", (key,)) for key, text in of_sampling]
 
 
 def clip_tokenizer(max_length: int) -> CLIPTokenizer:
@@ -207,7 +200,7 @@ def table(record: Mapping[str, Any]) -> str:
 @command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(GenerateConfig, argv, check)
+    config = read_keys(GenerateConfig, argv, lambda config: [])
     if config is None:
         return 0
     record = measure(config)

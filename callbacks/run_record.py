@@ -1,6 +1,7 @@
 """Writes the run record, the files of a run.
 
-RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration; with another run_name it repeats the run
+RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration, written once; with another run_name it repeats the run
+                    later.yaml         what later starts were given otherwise, and what the run has found
                    environment.json    versions, commit, device, machine
                    starts.jsonl        one line per start: time, first batch, hardware; the run's id (first start); how
                                        long it took, if its process was not killed
@@ -26,6 +27,7 @@ from composer.utils import dist
 from cli import masking
 from cli.command_line import RENAMED
 from cli.log import log
+from record.config_file import ConfigFiles
 from record.environment import environment
 from record.files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, run_id_of, seconds_of_starts
 from record.summary import RESULT_KEYS, finite, rounded
@@ -54,7 +56,7 @@ class RunRecord(Callback):
 
     Args:
         folder: of this run; created by `start`.
-        config_yaml: the resolved configuration.
+        keys: of the resolved configuration.
         facts: further keys of summary.json (device, image_size, stage, preset, ...).
         throughput: the callback that closes windows; it has to come before this one.
         gradient_norm: the window's gradient norms, read and reset here; it has to come before this one.
@@ -70,7 +72,7 @@ class RunRecord(Callback):
     def __init__(
         self,
         folder: Path,
-        config_yaml: str,
+        keys: ConfigFiles,
         facts: Mapping[str, Any],
         *,
         throughput: Throughput,
@@ -80,7 +82,7 @@ class RunRecord(Callback):
         how: Mapping[str, Any] | None = None,
     ):
         self.folder = folder
-        self.config_yaml = config_yaml
+        self.keys = keys
         self.facts = dict(facts)
         self.throughput = throughput
         self.gradient_norm = gradient_norm
@@ -123,7 +125,7 @@ class RunRecord(Callback):
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
             own = {**start, **where, "how": self.how, **({"lost": list(lost)} if lost else {})}
-            write_whole(self.folder / "config.yaml", self.config_yaml)  # first: a folder without it is not a run
+            self.keys.write(self.folder)  # first: a folder without it is not a run
             self._starts = [*earlier, own]
             write_whole(self.folder / STARTS, as_lines(self._starts))
             write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 from cli.command import command
 from cli.errors import Refused
+from cli.limits import type_hints
 
 BLOCK = re.compile(r"(<!-- (own )?keys of ([\w.]+) -->\n).*?(<!-- end of keys -->)", re.S)
 NAMES = {int: "an integer", float: "a number", str: "text", types.NoneType: "null", Any: "see meaning"}
@@ -49,7 +50,7 @@ class Key:
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key | tuple[str, type]]:
     """Yield a dataclass's keys in their order, then each section's name and class, followed by its keys."""
-    hints, texts, owners = typing.get_type_hints(schema), {}, {}
+    hints, texts, owners = type_hints(schema), {}, {}
     for owner in reversed(schema.__mro__):
         for name, text in _texts(owner).items():
             texts[name], owners[name] = text, owner
@@ -88,13 +89,16 @@ def _possible(hint: Any, limits: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"a list of {len(typing.get_args(hint))} numbers"
+        kinds = typing.get_args(hint)
+        return "a list of numbers" if Ellipsis in kinds else f"a list of {len(kinds)} numbers"
     if typing.get_origin(hint) is list:
         return "a list"
     if hint is bool:
         return "`true`, `false`"
     if hint in (int, float) and limits is not None:
         return limits.possible(hint(0))
+    if hint is str and limits is not None and limits.of_text:
+        return limits.of_text[1]
     return NAMES[hint]
 
 

@@ -1,6 +1,8 @@
 """What a value may be, whatever its key: how large a number, how long a text, which file; and how a message shows it.
 
-    workers: int = limited(4, 0, 512)      # the limits stand beside the field; config.load checks them
+    workers: int = limited(4, 0, 512)                  # the limits stand beside the field; config.load checks them
+    half_life: str | None = duration(None, "ba", "sp")
+    image_size: Pixels = limited(512, 1, 16384)
 
 Texts are names, paths and addresses here: a line of UTF-8 that a file system takes. Files are read to their end, so that
 only regular ones are: a device or a pipe may have none.
@@ -8,11 +10,16 @@ only regular ones are: a device or a pipe may have none.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import stat
+import types
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from cli import masking
 
@@ -24,15 +31,25 @@ MAX_CAPTION = 10_000  # characters: a text encoder reads 77 tokens, and whatever
 
 ImageSize = tuple[int, int]
 """(width, height) in pixels."""
+# Types that OmegaConf cannot check (it knows no union with a list): config.load does, by what stands behind Any.
+Pixels = Annotated[Any, int | tuple[int, int]]
+Scales = Annotated[Any, float | tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """From where to where a number makes sense; None: from or to where any number does. `above`: without its lower end."""
+    """From where to where a number makes sense; None: from or to where any number does.
+
+    above, below: without its lower, its upper end; usual: what people give; of_text: reads a text, None where it is not
+    one that its key takes, and says what is possible.
+    """
 
     least: float | None = None
     most: float | None = None
     above: bool = False
+    below: bool = False
+    usual: str | None = None
+    of_text: tuple[Callable[[str], Any], str] | None = None
 
     def _ends(self, value: float) -> tuple[float, float]:
         widest = MOST if isinstance(value, int) else MOST_FRACTIONAL
@@ -41,25 +58,79 @@ class Limits:
     def allow(self, value: float) -> bool:
         """False for nan, too."""
         least, most = self._ends(value)
-        return least <= value <= most and not (self.above and value == least)
+        return least <= value <= most and not (self.above and value == least) and not (self.below and value == most)
 
     def possible(self, value: float) -> str:
         """Say what they are, for a message about a value that they do not allow: `1 and up`, `0 to 512`."""
         is_open = self.most is None and self.least is not None and not value > self._ends(value)[1]
-        least, most = (f"{end:,}" if isinstance(value, int) else f"{end:g}" for end in self._ends(value))
-        if self.above:
-            return f"above {least}" if is_open else f"above {least}, to {most}"
-        return f"{least} and up" if is_open else f"{least} to {most}"
+        least, most = (f"{end:,}" if isinstance(value, int) else f"{end:.4g}" for end in self._ends(value))
+        if is_open:
+            return f"above {least}" if self.above else f"{least} and up"
+        upper = f"below {most}" if self.below else f"to {most}"
+        return f"above {least}, {upper}" if self.above else f"{least} to {upper.removeprefix('to ')}"
 
 
 def limited(
-    default: float | None, least: float | None = None, most: float | None = None, *, above: bool = False
+    default: Any,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: bool = False,
+    below: bool = False,
+    usual: str | None = None,
 ) -> Any:
-    """Return the field of a number with its limits, for a dataclass whose values `config.load` reads."""
-    return field(default=default, metadata={"limits": Limits(least, most, above)})
+    """Return the field of a number, or a list of them, with its limits, for a dataclass whose values `config.load` reads."""
+    return field(default=default, metadata={"limits": Limits(least, most, above, below, usual)})
+
+
+def of_form(default: str | None, read: Callable[[str], Any], possible: str) -> Any:
+    """Return the field of a text that `read` gives None for where it is not possible."""
+    return field(default=default, metadata={"limits": Limits(of_text=(read, possible))})
+
+
+def duration(default: str | None, *units: str, least: int = 1) -> Any:
+    """Return the field of one of Composer's time strings. `units`: of ba (batches), sp (samples), ep (epochs)."""
+    words = {"ba": "30ba (batches)", "sp": "5120sp (samples)", "ep": "2ep (epochs)"}
+    possible = f"{', '.join(words[unit] for unit in units)}, {least} and up"
+    return of_form(default, functools.partial(read_duration, units=units, least=least), possible)
+
+
+def size_in_bytes(default: str | None, least: int, most: int, possible: str) -> Any:
+    """Return the field of a size such as 64mb or 1tb. `possible`: the limits in words."""
+
+    def read(text: str) -> int | None:
+        from streaming.base.util import bytes_to_int
+
+        try:
+            return size if least <= (size := bytes_to_int(text)) <= most else None
+        except (ValueError, OverflowError):  # the latter of "infgb"
+            return None
+
+    return of_form(default, read, possible)
+
+
+def exclusive(section: str, config: Any, *names: str) -> list[tuple[str, str]]:
+    """(key, message) where more than one of these keys of a section is given."""
+    given = [f"{section}.{name}" for name in names if getattr(config, name) is not None]
+    others = " and ".join(f"{key}: {getattr(config, key.rpartition('.')[2])}" for key in given[1:])
+    first = given and getattr(config, given[0].rpartition(".")[2])
+    return [(given[0], f"{first} and {others} exclude each other.")] if others else []
 
 
 # --- numbers and texts ---
+
+
+def type_hints(schema: type) -> dict[str, Any]:
+    """Field -> type, what stands behind Any included."""
+    return {name: _declared(hint) for name, hint in typing.get_type_hints(schema, include_extras=True).items()}
+
+
+def _declared(hint: Any) -> Any:
+    if typing.get_origin(hint) is Annotated:
+        return hint.__metadata__[0]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, map(_declared, typing.get_args(hint)))
+    return hint
 
 
 def beyond(value: Any, kind: type | None, limits: Limits) -> str | None:
@@ -80,7 +151,8 @@ def beyond(value: Any, kind: type | None, limits: Limits) -> str | None:
         except ValueError:  # no number, as its type will say; or one of more than 4,300 digits
             value = MOST + 1 if value.strip("+-").isdecimal() else None
     if isinstance(value, str):
-        return text_possible(value)
+        read, possible = limits.of_text or (lambda text: text, "")
+        return text_possible(value) or (possible if read(value) is None else None)
     if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and isinstance(value, float)):
         return None
     value = float(value) if kind is float and abs(value) < MOST_FRACTIONAL else value

@@ -112,7 +112,7 @@ class Case:
     def num_batches(self) -> int | None:
         """Batches of the run; None: unknown."""
         run = self.resolved
-        if run is None or limits.duration_problem(run.max_duration):
+        if run is None:
             return None
         epoch_batches = SYNTHETIC_EPOCH_BATCHES
         if not run.data.synthetic:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from cli.limits import read_duration, shown
 from config import count
 from record.checkpoint_files import FULL, WEIGHTS, listed
 
@@ -83,13 +82,6 @@ def _is_begun(folder: Path) -> bool:
     return (
         "config.yaml" in names or names <= {".lock", ".config.yaml.tmp"} or any(folder.glob("checkpoints/full-ba*.pt"))
     )
-
-
-def duration_problem(duration: str) -> str | None:
-    """Return the message that a text is not a valid duration, or None."""
-    if read_duration(duration, ("ba", "sp", "ep")) is None:
-        return f"'{shown(duration)}' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
-    return None
 
 
 def batch_problem(global_batch_size: int, num_ranks: int, microbatch: int) -> str | None:

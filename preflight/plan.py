@@ -63,7 +63,7 @@ def shown(
 def _can_be_traced(config: Any) -> bool:
     """True if there is a network for this size and prediction, and the batch sizes are valid."""
     unloaded = dataclasses.replace(config.model, weights=None)  # missing weights do not change it
-    if model_problems(unloaded, config.image_size, encoders_wanted=False):
+    if model_problems(unloaded, config.size, encoders_wanted=False):
         return False
     family = load_family(config.model.family, config.model.preset, config.model.variant)
     sizes = (config.global_batch_size, config.device_train_microbatch_size)

@@ -93,7 +93,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     if config.copy_stream and config.data.synthetic:
         text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
-    found += model_problems(config.model, config.image_size, encoders_wanted=not config.data.synthetic)
+    found += model_problems(config.model, config.size, encoders_wanted=not config.data.synthetic)
     found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += _mlperf_problems(config) + _log_folder_problems(config) + _shared_memory_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
@@ -108,8 +108,6 @@ def _run_problems(config: RunConfig) -> list[Problem]:
         found.append(Problem(text, ("run_name", "run_folder")))
     if config.data.remote and config.data.local and (text := limits.unwritable(config.data.local)):
         found.append(Problem(f"data.local: {text}", ("data.local",)))
-    if text := limits.duration_problem(config.max_duration):
-        found.append(Problem(f"max_duration: {text}", ("max_duration",)))
     if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
@@ -152,8 +150,6 @@ def batch_gib(config: RunConfig) -> float:
 
 def _num_batches(config: RunConfig) -> int | None:
     """Return the batches of a run, or None if its duration is in epochs: then they depend on the stage."""
-    if limits.duration_problem(config.max_duration) or config.global_batch_size < 1:
-        return None
     if config.max_duration.endswith("ep") and not config.data.synthetic:
         return None
     return total_batches(
@@ -163,7 +159,7 @@ def _num_batches(config: RunConfig) -> int | None:
 
 def _planned_batches(config: RunConfig) -> int | None:
     """As `_num_batches`, and read the stage if the duration is in epochs."""
-    if (num := _num_batches(config)) is not None or limits.duration_problem(config.max_duration):
+    if (num := _num_batches(config)) is not None:
         return num
     with contextlib.suppress(ValueError):  # named by the section `data`
         epoch = read_stage(config.data.location or "").num_samples // config.global_batch_size

@@ -44,7 +44,7 @@ from tqdm import tqdm
 from cli.command import command
 from cli.command_line import Problem, parse_command_line
 from cli.errors import ConfigError, Failed, Refused
-from cli.limits import ImageSize, limited
+from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
 from config import load, to_yaml
 from model import ModelConfig, model_problems
@@ -60,7 +60,6 @@ from prepare.parts import (
     finish,
     make_part,
     parts_to_make,
-    shard_size_problem,
     split_words,
     wait_for_parts,
     wait_for_plan,
@@ -70,7 +69,7 @@ from prepare.places import Place, address_problem, open_place, out_problem
 from stages.dataset import Stage, read_stage
 from stages.fetch import HASH
 from stages.images import resize_name
-from zoo.spec import as_size
+from zoo.spec import MAX_SIDE_PX, as_size
 
 REFUSAL_WAIT_SEC = 30.0  # the launcher ends all ranks when the first one exits; rank 0 has to print its message before
 
@@ -85,7 +84,7 @@ class LatentsConfig:
     """The keys of this command."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    image_size: Any = 512
+    image_size: Pixels = limited(512, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Pixels: one number for a square, or [width, height]."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
@@ -95,8 +94,8 @@ class LatentsConfig:
     """Precision of the encoders. Moments are made once and used for days."""
     store_text: bool = False
     """Also store the text encoder's states: 158 kB per caption for SD2."""
-    shard_size: str = "64mb"
-    """Size of a shard, 1kb to 4gb."""
+    shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
+    """Size of a shard."""
     workers: int = limited(4, 1, 512)
     """Decoding threads for each rank."""
 
@@ -109,8 +108,6 @@ class LatentsConfig:
 def check(config: LatentsConfig) -> list[Problem]:
     """Return every problem that can be found before anything is built."""
     found = []
-    if text := shard_size_problem(config.shard_size):
-        found.append(Problem(text, ("shard_size",)))
     if config.precision == "tf32" and not torch.cuda.is_available():
         found.append(Problem("precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",)))
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
@@ -118,7 +115,7 @@ def check(config: LatentsConfig) -> list[Problem]:
         found.append(Problem(f"composer -n: {given}. Start at most that many."))
     if config.model.denoiser is not None:
         found.append(Problem("model.denoiser: has no use here: nothing is trained. Leave it out.", ("model.denoiser",)))
-    return found + model_problems(config.model, config.image_size, encoders_wanted=True)
+    return found + model_problems(config.model, config.size, encoders_wanted=True)
 
 
 def open_input(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:

@@ -57,7 +57,7 @@ from prepare.places import Place, address_problem, open_place, out_problem
 from stages.dataset import FACTS_FILE, Stage, is_remote, read_stage
 from stages.shard_file import ShardError, ShardFile
 from zoo import load_family
-from zoo.spec import Family
+from zoo.spec import Family, as_size
 
 Fact = tuple[str, str]  # a name, and what is known of it
 NEEDED = {"images": ("jpg", "bytes"), "moments": ("moments", "ndarray")}
@@ -91,8 +91,11 @@ def check(config: LookConfig, stage: Stage | None) -> list[Problem]:
     if stage is not None and stage.kind == "images" and config.model.weights is not None:
         text = f"model.weights: has no use with a stage of images: {stage.location} is shown as it is. Leave it out."
         found.append(Problem(text, ("model.weights",)))
-    image_size = 512 if stage is None else stage.facts.get("image_size", 512)
-    return found + model_problems(config.model, image_size, encoders_wanted=False)
+    try:
+        size = as_size(512 if stage is None else stage.facts.get("image_size", 512))
+    except ValueError as error:
+        return [*found, Problem(f"image_size: {error}", ("image_size",))]
+    return found + model_problems(config.model, size, encoders_wanted=False)
 
 
 def open_stage(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:

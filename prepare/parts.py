@@ -27,7 +27,6 @@ from typing import Any
 
 from filelock import Timeout
 from streaming import MDSWriter
-from streaming.base.util import bytes_to_int
 
 from cli import masking
 from cli.errors import Failed, Refused
@@ -369,14 +368,3 @@ def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into places and keys (KEY=VALUE and --flags). ./a=b is a place, a=b is a key."""
     keys = [word for word in argv if re.match(r"--|[\w.]+=", word) or text_possible(word)]
     return [masking.without_secrets(word) for word in argv if word not in keys], keys
-
-
-def shard_size_problem(size: str) -> str | None:
-    """Return the message that a text is not a shard size, or None."""
-    try:
-        num_bytes = bytes_to_int(size)
-    except (ValueError, OverflowError):  # OverflowError: "infgb"
-        num_bytes = -1
-    if 1024 <= num_bytes < 2**32:  # an MDS shard counts its bytes in 32 bits
-        return None
-    return f"shard_size: '{size}' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb."

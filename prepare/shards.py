@@ -37,9 +37,9 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from cli.command import command
-from cli.command_line import Problem, parse_command_line
+from cli.command_line import parse_command_line
 from cli.errors import ConfigError, Failed, Refused
-from cli.limits import ImageSize, limited
+from cli.limits import ImageSize, limited, size_in_bytes
 from config import load, to_yaml
 from prepare.moments import mds_columns, npy_shape, read_npy, tokens_of
 from prepare.parts import (
@@ -51,7 +51,6 @@ from prepare.parts import (
     finish,
     make_part,
     parts_to_make,
-    shard_size_problem,
     split_words,
     where_to_look,
 )
@@ -80,18 +79,10 @@ MLPERF_SIZE = (512, 512)
 class ShardsConfig:
     """The keys of this command."""
 
-    shard_size: str = "64mb"
-    """Size of a shard, 1kb to 4gb."""
+    shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
+    """Size of a shard."""
     workers: int | None = limited(None, 1, 512)
     """Processes. null: one for each core that this process may use."""
-
-
-def check(config: ShardsConfig) -> list[Problem]:
-    """Return the problems of all keys."""
-    found = []
-    if text := shard_size_problem(config.shard_size):
-        found.append(Problem(text, ("shard_size",)))
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     command_line = parse_command_line(words, {})
     problems, config, sources = [], ShardsConfig(), []
     try:
-        config = load(ShardsConfig, command_line, not_yet={}, check=check)
+        config = load(ShardsConfig, command_line, not_yet={}, check=lambda config: [])
     except ConfigError as error:
         problems += error.problems
     if command_line.print_config and not problems:

@@ -277,19 +277,19 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "run_name=old",
     ]
     assert refused(capsys, *words) == [
+        "command line: max_duration is 'soon'. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",
         "command line: seed is -1. Possible: 0 to 4,294,967,295.",
+        "command line: image_size is [64]. Possible: an integer or a list of 2 numbers. Usual: 512, or [width, height].",
         "command line: 'num_frames' is not available: training on video is not part of this version. Leave it out.",
         "command line: ema.every is 0. Possible: 1 and up.",
         "command line: save.keep is 0. Possible: 1 and up.",
-        f"run_name: {tmp_path}/old exists and is not a run (it has no config.yaml). Take another run_name, or remove it.",
-        "max_duration: 'soon' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",
+        f"run_name: {tmp_path}/old is there, and is no run (it has no config.yaml). Take another run_name, or remove it.",
         "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16.",
         "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
         "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
-        "image_size: [64] is not a size. Possible: pixels, e.g. 512, or [width, height], to 16384.",
-        "model.weights: not given. Real data need encoders. Give a diffusers folder or an LDM checkpoint "
+        "model.weights: not given. Real data want encoders. Give a diffusers folder or an LDM checkpoint "
         "(512-base-ema.ckpt), or model.weights=random for random ones.",
     ]
 
@@ -322,7 +322,8 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         (["run_name=''"], "run_name: '' is not a folder name. Use letters, digits, - and _, 200 at most."),
         (
             ["image_size=800000"],
-            "image_size: 800000 is not a size. Possible: pixels, e.g. 512, or [width, height], to 16384.",
+            "command line: image_size is 800000. Possible: 1 to 16,384 or a list of 2 numbers. Usual: 512, or [width, "
+            "height].",
         ),
         (
             ["objective.shift=3"],

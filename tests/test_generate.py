@@ -262,5 +262,5 @@ def test_the_speed_command_says_what_cannot_be(capsys):
     assert bench_generate.main(["rounds=0", "sampler=heun", "steps=1000"]) == 2
     text = capsys.readouterr().err
     assert "command line: rounds is 0. Possible: 1 and up." in text
-    assert "sampler: unknown sampler 'heun'. Known: ddim, plms, dpm++, euler." in text
-    assert "steps: 1000 is not possible. Possible: 2 to 500." in text
+    assert "command line: sampler is 'heun'. Possible: one of ddim, plms, dpm++, euler." in text
+    assert "command line: steps is 1000. Possible: 2 to 500." in text

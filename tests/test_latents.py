@@ -457,7 +457,7 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
             [
                 "command line: batch_size is 0. Possible: 1 to 65,536.",
                 "command line: workers is 'x'. Possible: an integer.",
-                "shard_size: '1' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb.",
+                "command line: shard_size is 1. Possible: 1kb to 4gb.",
                 "precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.",
                 "image_size: 70 x 70 px does not fit sd2. Both sides have to be multiples of 8.",
             ],

@@ -10,6 +10,7 @@ import torch
 from conftest import TINY_RUN
 
 import benchmark
+from record.config_file import read_config
 from training import cost, microbatch
 from training.cost import Cost
 
@@ -58,7 +59,8 @@ def test_auto_is_a_number_in_the_record_and_changes_no_loss(tmp_path, capsys):
     )
     summary = json.loads((tmp_path / "auto" / "summary.json").read_text())
     assert summary["device_train_microbatch_size"] == 8
-    assert "device_train_microbatch_size: 8" in (tmp_path / "auto" / "config.yaml").read_text()
+    assert "device_train_microbatch_size: auto\n" in (tmp_path / "auto" / "config.yaml").read_text()
+    assert read_config(tmp_path / "auto")["device_train_microbatch_size"] == 8
     assert run(tmp_path, "fixed", "device_train_microbatch_size=2") == 0
     assert losses(tmp_path, "auto") == pytest.approx(losses(tmp_path, "fixed"), rel=1e-4)
 

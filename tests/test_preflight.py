@@ -9,10 +9,13 @@ import shutil
 import pytest
 import torch
 
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import load
 from ema import EMAConfig
 from model import ModelConfig, build_model
 from preflight import limits
-from preflight.limits import batch_problem, duration_problem, room_problem, run_folder_problem, unwritable
+from preflight.limits import batch_problem, room_problem, run_folder_problem, unwritable
 from preflight.run import savings
 from training import cost
 from training.cost import Cost, measure_cost, memory_problem
@@ -176,16 +179,18 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
     assert batch_problem(-8, 1, 8) == "-8 is not a multiple of 1 ranks x 8 microbatch = 8. Nearest: 8."
 
 
-@pytest.mark.parametrize("duration", ["1ba", "30ba", "2ep", "5120sp"])
-def test_durations_that_can_be(duration):
-    assert duration_problem(duration) is None
+@pytest.mark.parametrize("text", ["1ba", "30ba", "2ep", "5120sp"])
+def test_durations_that_a_run_can_have(text):
+    assert load(RunConfig, parse_command_line([f"max_duration={text}"], {}), not_yet={}, check=lambda config: [])
 
 
-@pytest.mark.parametrize("duration", ["", "30", "0ba", "-1ba", "1dur", "10tok", "many"])
-def test_durations_that_cannot_be(duration):
-    assert duration_problem(duration) == (
-        f"'{duration}' is not a duration. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
-    )
+@pytest.mark.parametrize("text", ["''", "'30'", "0ba", "-1ba", "1dur", "10tok", "many"])
+def test_durations_that_no_run_can_have(text):
+    with pytest.raises(ConfigError) as error:
+        load(RunConfig, parse_command_line([f"max_duration={text}"], {}), not_yet={}, check=lambda config: [])
+    possible = "Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
+    given = text.strip("'")
+    assert str(error.value) == f"command line: max_duration is '{given}'. {possible}"
 
 
 def test_a_folder_that_cannot_be_written_is_found_and_nothing_is_left_behind(tmp_path):

@@ -407,7 +407,7 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "shard_size=99tb"],
-            "shard_size: '99tb' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb.",
+            "command line: shard_size is '99tb'. Possible: 1kb to 4gb.",
         ),
         (["{tmp}/in.tar", "{tmp}/out", "workers=0"], "command line: workers is 0. Possible: 1 to 512 or null."),
         (["{tmp}/in.tar", "{tmp}/in.tar"], "OUT: {tmp}/in.tar is a file. Give a folder."),
@@ -422,8 +422,8 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
         ),
         (
             ["{tmp}/none", "{tmp}/out", "shard_size=x", "wokers=2"],
+            "command line: shard_size is 'x'. Possible: 1kb to 4gb.\n"
             "command line: unknown key 'wokers'. Did you mean 'workers'?\n"
-            "shard_size: 'x' is not the size of a shard. Possible: 1kb to 4gb, e.g. 64mb.\n"
             "{tmp}/none: no such file or folder. Possible: a tar, a folder of tars, a folder of files.",
         ),
     ],

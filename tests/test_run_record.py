@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from test_benchmark import refused
 
 import benchmark
@@ -16,7 +17,7 @@ from callbacks.throughput import MeasureConfig, Throughput
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
-from record.config_file import found_batch_size, keep_keys, read_config
+from record.config_file import ConfigFiles, found_batch_size, keep_batch_size, keep_keys, read_config
 from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 from record.summary import write_outcome
 from training.run_config import ALIASES, RunConfig
@@ -50,7 +51,7 @@ OF_FILE = {
 def record_of(folder: Path) -> RunRecord:
     return RunRecord(
         folder,
-        "seed: 1\n",
+        ConfigFiles({"seed": 1}),
         {},
         throughput=Throughput(MeasureConfig(), flops_per_image=1.0, peak=None),
         gradient_norm=GradientNorm(None),
@@ -172,6 +173,39 @@ def test_a_broken_config_of_a_run_is_named_with_what_to_do(tmp_path, content):
         text = str(caught.value)
         assert text.startswith(f"{path}: ") and "Bring back a copy, or remove it" in text and "\n" not in text
     assert path.read_text() == content
+
+
+def test_config_yaml_is_written_once_and_what_is_otherwise_since_then_stands_beside_it(tmp_path):
+    def start(given: dict, **found) -> dict:
+        ConfigFiles.of(given, {**given, **found}).write(tmp_path)
+        return read_config(tmp_path)
+
+    first = {"seed": 17, "max_duration": "1ep", "micro": "auto", "eval.batch_size": None}
+    assert start(first, micro=8) == {**first, "micro": 8}
+    written, later = (tmp_path / "config.yaml").read_bytes(), tmp_path / "later.yaml"
+    assert OmegaConf.load(tmp_path / "config.yaml") == OmegaConf.create(
+        {"seed": 17, "max_duration": "1ep", "micro": "auto", "eval": {"batch_size": None}}
+    )
+    keep_batch_size(tmp_path, 4)
+    assert read_config(tmp_path) == {**first, "micro": 8, "eval.batch_size": 4} and found_batch_size(tmp_path) == 4
+    assert start({**first, "max_duration": "2ep", "new": 1}, micro=2) == {
+        **first,
+        "max_duration": "2ep",
+        "micro": 2,
+        "new": 1,
+    }
+    assert later.read_text() == "max_duration: 2ep\nmicro: 2\nnew: 1\n"
+    assert start({**first, "micro": 4}) == {**first, "micro": 4} and later.read_text() == "micro: 4\n"
+    assert start(first) == first
+    assert (tmp_path / "config.yaml").read_bytes() == written
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "later.yaml"])
+def test_either_file_that_is_broken_is_named(tmp_path, name):
+    ConfigFiles({"seed": 17}, {"seed": 18}).write(tmp_path)
+    (tmp_path / name).write_text("seed: [")
+    with pytest.raises(ConfigError, match=f"{name}: cannot be read as YAML"):
+        read_config(tmp_path)
 
 
 def test_a_run_whose_record_is_broken_is_refused_before_anything_is_built(tmp_path, capsys, monkeypatch):

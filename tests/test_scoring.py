@@ -275,7 +275,7 @@ def test_a_run_that_one_may_not_write_in_wants_another_place_for_the_table(a_run
 def test_a_batch_size_that_cannot_be_kept_is_said_and_the_scoring_goes_on(tmp_path, capsys):
     eval_command._keep(tmp_path / "gone", 16)
     said = (
-        f"eval.batch_size: 16 was found, but {tmp_path}/gone/config.yaml cannot be written: No such file or directory."
+        f"eval.batch_size: 16 was found, but {tmp_path}/gone/later.yaml cannot be written: No such file or directory."
     )
     assert capsys.readouterr().err.startswith(said)
 

@@ -252,12 +252,14 @@ def test_the_projects_own_weights_are_used_where_none_are_given():
     given, none, random_ones = (build_encoders(family, weights).fingerprints for weights in ("shipped", None, "random"))
     assert given == none and not set(given.values()) & set(random_ones.values())
     assert build_encoders(family, str(family.shipped)).fingerprints == given
-    assert model_problems(ModelConfig(family="shapes"), 32, encoders_wanted=True) == []
+    assert model_problems(ModelConfig(family="shapes"), (32, 32), encoders_wanted=True) == []
     assert weights_problems(family, "shipped") == weights_problems(family, str(family.shipped)) == []
 
 
 def test_a_family_without_weights_in_the_project_says_so():
-    [problem] = model_problems(ModelConfig(family="sd2", preset="tiny", weights="shipped"), 64, encoders_wanted=True)
+    [problem] = model_problems(
+        ModelConfig(family="sd2", preset="tiny", weights="shipped"), (64, 64), encoders_wanted=True
+    )
     assert problem.text == (
         "model.weights: shipped, but the project has no weights of sd2. Give a diffusers folder or an LDM checkpoint, or "
         "model.weights=random for random ones."

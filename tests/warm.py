@@ -95,6 +95,7 @@ def serve(connection: socket.socket) -> None:
     """Fork a process for each request, until the tests end."""
     for name in PRELOADED:
         importlib.import_module(name)
+    assert "wandb" not in sys.modules, "it makes a temporary folder when it is imported: each process wants its own"
     gc.collect()
     gc.freeze()  # so that what is imported stays shared with those that are forked
     while True:

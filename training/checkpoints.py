@@ -12,6 +12,7 @@ place, and unpickles any file that it finds (seen with 0.32.1).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import shutil
 import signal
@@ -52,6 +53,12 @@ class SaveConfig:
     evaluation, the benchmark's interval."""
     grace_sec: float = limited(30.0, 0.0, 1e6)
     """Seconds from SIGTERM or SIGUSR1 to the kill, 30 with Composer's launcher. A checkpoint is written if there is time."""
+
+    def resolved(self, every_images: int, snapshot_every_images: int) -> SaveConfig:
+        """Fill in these intervals where null was given."""
+        every = every_images if self.every_images is None else self.every_images
+        snapshots = snapshot_every_images if self.snapshot_every_images is None else self.snapshot_every_images
+        return dataclasses.replace(self, every_images=every, snapshot_every_images=snapshots)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from composer import Time, TimeUnit
 from torch import nn
 
-from cli.limits import limited
+from cli.limits import exclusive, limited
 
 WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not exactly zero
 
@@ -26,7 +27,7 @@ class OptimizerConfig:
     """Learning rate after the warm-up. null: 1e-4, unless lr_per_image is given; for mlperf the reference point's."""
     lr_per_image: float | None = limited(None, 0.0, above=True)
     """Learning rate for each image of the global batch. Give this or lr."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = limited((0.9, 0.999), 0.0, 1.0, below=True, usual="[0.9, 0.999]")
     """AdamW's two betas."""
     eps: float = limited(1e-8, 0.0, above=True)
     """AdamW's epsilon."""
@@ -38,15 +39,12 @@ class OptimizerConfig:
     """Clip gradients to this norm over all parameters. null: no clipping."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every invalid value."""
-        found = []
-        if self.lr is not None and self.lr_per_image is not None:
-            found.append(
-                ("optimizer.lr", f"{self.lr} and optimizer.lr_per_image: {self.lr_per_image} exclude each other.")
-            )
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            found.append(("optimizer.betas", f"{list(self.betas)} are not in [0, 1). Usual: [0.9, 0.999]."))
-        return found
+        """(key, message) for keys that do not go together."""
+        return exclusive("optimizer", self, "lr", "lr_per_image")
+
+    def resolved(self, lr_per_image: float | None) -> OptimizerConfig:
+        """Take this rate, if there is one."""
+        return self if lr_per_image is None else dataclasses.replace(self, lr_per_image=lr_per_image)
 
     def learning_rate(self, global_batch_size: int) -> float:
         """Return the rate after warm-up."""
@@ -67,16 +65,13 @@ class ScheduleConfig:
     """The same in images, rounded up to whole batches. Give this or warmup_batches."""
 
     def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every invalid value."""
-        found = []
-        if self.warmup_batches is not None and self.warmup_images is not None:
-            found.append(
-                (
-                    "schedule.warmup_batches",
-                    f"{self.warmup_batches} and schedule.warmup_images: {self.warmup_images} exclude each other.",
-                )
-            )
-        return found
+        """(key, message) for keys that do not go together."""
+        return exclusive("schedule", self, "warmup_batches", "warmup_images")
+
+    def resolved(self, warmup_batches: int | None) -> ScheduleConfig:
+        """Take this warm-up where none was given."""
+        is_given = (self.warmup_batches, self.warmup_images) != (None, None)
+        return self if is_given else dataclasses.replace(self, warmup_batches=warmup_batches)
 
     def num_warmup_batches(self, global_batch_size: int) -> int:
         if self.warmup_images is not None:

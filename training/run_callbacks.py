@@ -16,9 +16,10 @@ from callbacks.profile import Profile
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
 from callbacks.throughput import Throughput, peak_tflops
-from config import to_yaml
+from config import flat
 from data import Loader
 from model import BatchRandomness
+from record.config_file import ConfigFiles
 from record.environment import device_name
 from training import speed
 from training.checkpoints import Checkpointer
@@ -36,15 +37,16 @@ def build_record(
     config: RunConfig,
     facts: Mapping[str, Any],
     *,
+    given: RunConfig,
     throughput: Throughput,
     gradient_norm: GradientNorm,
     losses: Losses,
     loader: Loader | None,
 ) -> RunRecord:
-    """Build the run's record. `facts`: further keys of its summary."""
+    """Build the run's record. `facts`: further keys of its summary; `given`: the configuration before values were found."""
     return RunRecord(
         Path(config.run_folder, config.run_name or ""),
-        to_yaml(config),
+        ConfigFiles.of(flat(given), flat(config)),
         facts,
         throughput=throughput,
         gradient_norm=gradient_norm,

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from composer.utils import dist
@@ -15,10 +15,10 @@ from callbacks.mlperf_log import MLPerfConfig
 from callbacks.profile import ProfileConfig
 from callbacks.throughput import MeasureConfig
 from cli.command_line import Alias
-from cli.limits import ImageSize, limited
+from cli.limits import ImageSize, Pixels, duration, limited
 from data import DataConfig
 from ema import EMAConfig
-from evaluation.scoring import EVERY_IMAGES, EvalConfig, TargetConfig, rounded_up
+from evaluation.scoring import EvalConfig, TargetConfig
 from model import LatentDiffusion, ModelConfig, build_model
 from training.checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
 from training.loggers import LoggersConfig
@@ -27,7 +27,7 @@ from training.speed import SpeedKeys
 from zoo import load_family, mlperf
 from zoo.encoders import own_weights
 from zoo.objectives import ObjectiveConfig
-from zoo.spec import as_size
+from zoo.spec import MAX_SIDE_PX, as_size
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class RunKeys:
     """Parent folder of all runs: the record is in run_folder/run_name."""
     seed: int = limited(17, 0, 2**32 - 1)
     """Seed of the weights, the order of samples, and all random numbers of a step."""
-    max_duration: str = "30ba"
-    """How long to train: 30ba (batches), 5120sp (samples) or 2ep (epochs)."""
+    max_duration: str = duration("30ba", "ba", "sp", "ep")
+    """How long to train."""
     global_batch_size: int = limited(2048, 1, 10**9)
     """Images per step, over all ranks."""
     device_train_microbatch_size: int | Literal["auto"] | None = limited(None, 1, 10**9)
     """Images per pass on each device. null: the whole device batch. auto: as many as fit, found once. It affects only speed
     and memory."""
-    image_size: Any = 512
+    image_size: Pixels = limited(512, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Pixels: one number for a square, or [width, height]."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] | None = None
     """null: bf16 on a GPU, fp32 on a CPU. fp8 is an experiment: bf16, with wide linear layers in float8 by torchao."""
@@ -107,48 +107,36 @@ NOT_YET = {
 
 def resolve(config: RunConfig) -> RunConfig:
     """Replace null by its value on this machine, so that the run record shows what was used."""
-    family = load_family(config.model.family, config.model.preset, config.model.variant)
-    device_batch = config.global_batch_size // dist.get_world_size()
-    name = config.run_name or (
-        f"{config.model.family}-{config.model.preset}-{config.size[0]}px-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    family, batch = (
+        load_family(config.model.family, config.model.preset, config.model.variant),
+        config.global_batch_size,
     )
-    optimizer, schedule = config.optimizer, config.schedule
-    if wants_own_rate(config):
-        optimizer = dataclasses.replace(optimizer, lr_per_image=mlperf.lr_per_image(config.global_batch_size))
-    if config.model.variant == "mlperf" and schedule.warmup_batches is None and schedule.warmup_images is None:
-        schedule = dataclasses.replace(schedule, warmup_batches=mlperf.WARMUP_BATCHES)
-    every_images = 0 if config.data.synthetic else DEFAULT_EVERY_IMAGES
-    snapshots = every_images
-    if every_images and config.model.variant == "mlperf":  # where the rules require them
-        snapshots = mlperf.checkpoint_batches(config.global_batch_size) * config.global_batch_size
-    evaluation = config.eval
-    if evaluation.when != "off":
-        every = rounded_up(evaluation.every_images or EVERY_IMAGES, config.global_batch_size)
-        evaluation = dataclasses.replace(
-            evaluation,
-            every_images=every,
-            weights=evaluation.weights or ("ema" if config.ema.enabled else "training"),
-        )
-        every_images = snapshots = (
-            every  # a checkpoint before each evaluation, which may take longer than the training before it
-        )
-    given, snapshot = config.save.every_images, config.save.snapshot_every_images
+    is_mlperf = config.model.variant == "mlperf"
+    evaluation = config.eval.resolved(batch, has_ema=config.ema.enabled)
+    every = 0 if config.data.synthetic else DEFAULT_EVERY_IMAGES
+    if evaluation.when != "off":  # a checkpoint before each evaluation, which may take longer than training to it
+        every = snapshots = evaluation.every_images or 0
+    else:
+        snapshots = (
+            mlperf.checkpoint_batches(batch) * batch if every and is_mlperf else every
+        )  # the rules ask for these
     return dataclasses.replace(
         config,
-        run_name=name,
-        save=dataclasses.replace(
-            config.save,
-            every_images=every_images if given is None else given,
-            snapshot_every_images=snapshots if snapshot is None else snapshot,
-        ),
+        run_name=config.run_name or _new_name(config),
+        save=config.save.resolved(every, snapshots),
         eval=evaluation,
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
-        device_train_microbatch_size=config.device_train_microbatch_size or device_batch,
+        device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         model=dataclasses.replace(config.model, weights=config.model.weights or own_weights(family)),
-        objective=config.objective.filled(family.objective),
-        optimizer=optimizer,
-        schedule=schedule,
+        objective=config.objective.resolved(family.objective),
+        optimizer=config.optimizer.resolved(mlperf.lr_per_image(batch) if wants_own_rate(config) else None),
+        schedule=config.schedule.resolved(mlperf.WARMUP_BATCHES if is_mlperf else None),
     )
+
+
+def _new_name(config: RunConfig) -> str:
+    what = f"{config.model.family}-{config.model.preset}-{config.size[0]}px"
+    return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def build(config: RunConfig) -> LatentDiffusion:

@@ -62,7 +62,7 @@ class LatentFamily:
         return (LATENT_CHANNELS, height // self.pixels_per_latent, width // self.pixels_per_latent)
 
     def build_objective(self, config: ObjectiveConfig) -> DiscreteDiffusion:
-        prediction = config.filled(self.objective).prediction
+        prediction = config.resolved(self.objective).prediction
         if prediction not in self.predictions:
             given = f"objective.prediction: {self.name} cannot be trained on '{prediction}'"
             raise ValueError(f"{given}. Possible: {', '.join(self.predictions)}.")

@@ -34,7 +34,7 @@ class ObjectiveConfig:
     caption_dropout: float | None = limited(None, 0.0, 1.0)
     """Fraction of captions replaced by the empty one; guidance needs it. null: 0.1, or 0 for mlperf."""
 
-    def filled(self, own: Mapping[str, Any]) -> ObjectiveConfig:
+    def resolved(self, own: Mapping[str, Any]) -> ObjectiveConfig:
         """Return a copy with the variant's own values in place of null."""
         return dataclasses.replace(self, **{key: value for key, value in own.items() if getattr(self, key) is None})
 

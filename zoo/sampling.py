@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """sampler -> diffusers' class, and its constructor's arguments besides the schedule."""
 
+SamplerName = Literal["ddim", "plms", "dpm++", "euler"]
 SAMPLERS = tuple(SCHEDULERS)
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
 """What the network predicts -> diffusers' name for it."""
