@@ -416,7 +416,7 @@ def test_a_tar_file_is_refused_and_not_unpacked(tmp_path):
 
     with tarfile.open(tmp_path / "w.pt", "w") as tar:
         tar.add(__file__, "storages")
-    with pytest.raises(ValueError, match="w.pt: is no weights file .* Known: safetensors and files of torch.save."):
+    with pytest.raises(ValueError, match="w.pt: is not a weights file .* Known: safetensors and files of torch.save."):
         open_weights(tmp_path / "w.pt")
 
 
