@@ -24,7 +24,7 @@ from prepare.shapes.pictures import draw_jitter, prompt_scenes, render
 from zoo import load_family
 from zoo.encoders import build_encoders, own_weights, weights_problems
 from zoo.shapes.networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, tokenize
-from zoo.shapes.world import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
+from zoo.shapes.scenes import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
 
 ONE = Scene("large", "red", "square", "top left", "white")
 TWO = Scene("small", "green", "cross", "left of", "orange", "large", "black", "circle")

@@ -23,7 +23,7 @@ from prepare.shapes.training import load_clip, load_reader, schedule
 from zoo import load_family
 from zoo.encoders import build_encoders
 from zoo.shapes.networks import WEIGHTS
-from zoo.shapes.world import ATTRIBUTES
+from zoo.shapes.scenes import ATTRIBUTES
 
 MINIATURE = ["reader_steps=3", "clip_steps=3", "vae_steps=4", "every_steps=2", "num_measured=64"]
 

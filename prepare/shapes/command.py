@@ -6,7 +6,7 @@
     python -m prepare.shapes prompts.tsv part=prompts num_images=1000
     python -m prepare.shapes --train_encoders OUT max_minutes=60      # see prepare/shapes/training.py
 
-zoo/shapes/world.py defines the scenes: one object or two (objects=one|two|both), of two sizes, eight colours and four
+zoo/shapes/scenes.py defines the scenes: one object or two (objects=one|two|both), of two sizes, eight colours and four
 shapes. An image depends only on the seed and its number, so the same command gives the same bytes. Two images of one scene
 differ by about a pixel in place and size. The three parts (training, prompts, reference) share no scene. OUT becomes a
 folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards` reads like any other.
@@ -29,7 +29,7 @@ from cli.errors import ConfigError, Failed, Refused
 from cli.limits import shown, text_possible
 from preflight.limits import unwritable
 from prepare.shapes.pictures import LAYOUTS, Pictures, write, write_prompts
-from zoo.shapes.world import (
+from zoo.shapes.scenes import (
     PARTS,
 )
 

@@ -21,7 +21,7 @@ from filelock import FileLock
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from zoo.shapes.world import (
+from zoo.shapes.scenes import (
     ARRANGEMENTS,
     COLOURS,
     PLACES,

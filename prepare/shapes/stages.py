@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from prepare.shapes.pictures import draw_jitter, render
 from zoo.shapes.networks import SIDE_PX, Reader, build_clip, build_vae, tokenize
-from zoo.shapes.world import ATTRIBUTES, Scene, changed, draw_scene, random_scene
+from zoo.shapes.scenes import ATTRIBUTES, Scene, changed, draw_scene, random_scene
 
 HELD_OUT_PARTS = ("prompts", "reference")
 HELD_OUT_SEED = 20260101  # any fixed number: all trainings are measured on the same images

@@ -1,4 +1,4 @@
-"""The miniature's family, `shapes`: Stable Diffusion 2 made small, for the scenes of zoo/shapes/world.py.
+"""The miniature's family, `shapes`: Stable Diffusion 2 made small, for the scenes of zoo/shapes/scenes.py.
 
 The same classes as SD2's, with trained encoders, in sizes that two CPU cores train in minutes: diffusers'
 UNet2DConditionModel on the latents of an AutoencoderKL, conditioned on the states of a CLIP text encoder. The encoders'

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weights.clip_text import build_text_model
-from zoo.shapes.world import ATTRIBUTES, WORDS
+from zoo.shapes.scenes import ATTRIBUTES, WORDS
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
