@@ -1,4 +1,4 @@
-"""Batches of images, moments or synthetic tensors, all with the contract of zoo/spec.py.
+"""Batches of images, moments or synthetic tensors, as zoo/spec.py defines them.
 
 From a stage `images` to a batch (B samples a device, H W the run's image size):
 
@@ -6,11 +6,11 @@ From a stage `images` to a batch (B samples a device, H W the run's image size):
     resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut at its centre (stages/images.py)
     batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenised in one call
 
-From a stage `moments` (prepare/latents.py) a batch is read as it lies in the shards: moments float16 (B, 2C, h, w), tokens.
-Images are normalised on the device (model.py): in uint8 a quarter of the bytes travel. A sample that cannot be used is named,
-counted, and replaced by the next good one of its shard, so that every batch is full and every rank has as many.
+From a stage `moments` (prepare/latents.py), a batch is read as stored: moments float16 (B, 2C, h, w), tokens.
+Images are normalised on the device (model.py), because uint8 has a quarter of the bytes to copy. An unusable sample is
+reported, counted, and replaced by the next good one of its shard. So every batch is full, and all ranks have the same number.
 
-`data.synthetic=true` gives one batch of the same columns, drawn once on the device: a run then measures the model.
+`data.synthetic=true` gives one batch with the same columns, drawn once on the device, to measure the model's speed alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from stages.stream import BatchStream, MomentsStream
 from stages.workers import live_as_worker
 from zoo.spec import Column, Family
 
-# All that the order of samples hangs on is set explicitly: it then depends on the seed and the global batch alone.
+# Every setting that affects the order of samples is explicit, so it depends only on the seed and the global batch size.
 ORDER = {
     "partition_algo": "relaxed",
     "sampling_method": "balanced",
@@ -51,15 +51,15 @@ ORDER = {
 }
 SYNTHETIC_EPOCH_BATCHES = 1000
 MOST_BYTES = 10**18  # an exabyte
-LOADER_MARGIN_SEC = 120.0  # a loader worker that has said nothing for so long beyond patience_sec hangs
+LOADER_MARGIN_SEC = 120.0  # a loader worker counts as hung if it is silent for this long beyond patience_sec
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where batches come from, and in which order."""
+    """The source and the order of batches."""
 
     stage: Literal["images", "moments"] = "images"
-    """What is read: images, or moments that were encoded before."""
+    """The kind of stage to read: images, or moments encoded beforehand."""
     synthetic: bool = False
     """One random batch, drawn once and kept on the device. remote and local are ignored."""
     remote: str | None = None
@@ -69,19 +69,19 @@ class DataConfig:
     workers: int = limited(4, 0, 512)
     """Loader processes for each device. 0: read in the training process."""
     cache_limit: str | None = size_in_bytes(None, 1, MOST_BYTES, "500mb, 100gb, 1tb")
-    """Most bytes in `local`; shards on their way are extra, one for each process. null: no limit."""
+    """Size limit of `local`. Shards being fetched, one per process, are extra. null: no limit."""
     patience_sec: float = limited(PATIENCE_SEC, 0.0, 1e6)
-    """How long the run waits for a store that is away, before it stops."""
+    """How long the run waits for an unreachable store before it stops."""
     num_canonical_nodes: int = limited(1, 1, 2**16)
-    """Fixes the order of samples for any number of nodes. Set it to the most nodes that the run may have."""
+    """Keeps the order of samples the same on any number of nodes. Set it to the largest number that the run may have."""
     shuffle: bool = True
-    """Shuffle the samples. Their order depends on seed, global batch and num_canonical_nodes alone."""
+    """Shuffle the samples. Their order depends only on seed, global batch size and num_canonical_nodes."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
     posterior: Literal["sample", "mean"] = "sample"
-    """The latent of an image: drawn from the VAE's posterior at each reading, or its mean."""
+    """The latent of an image: a new draw from the VAE's posterior at each reading, or the posterior's mean."""
     max_bad_samples: int = limited(100, 0)
-    """The run stops at more unusable samples than this."""
+    """The run stops if there are more unusable samples than this."""
 
     @property
     def location(self) -> str | None:
@@ -89,18 +89,18 @@ class DataConfig:
 
     @property
     def folders(self) -> tuple[str | None, str | None]:
-        """(where shards are fetched from, the folder that they are read from); a folder alone is read in place."""
+        """(source of the shards, folder that they are read from); a local stage without `local` is read in place."""
         return (None, self.remote) if self.remote and self.local is None else (self.remote, self.local)
 
     def problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
     ) -> list[tuple[str, str]]:
-        """(key, message) for every invalid value, the stage's own facts included.
+        """(key, message) for every invalid value, including values that do not fit the stage.
 
         Args:
-            made_for: key of the configuration -> its value, for what a stage of moments has been made for; and `resize`, how
-                the variant's images are resized.
-            encodings: of that stage's columns, where they are known; see `stages.dataset.column_problem`.
+            made_for: key of the configuration -> its value, for everything that a stage of moments depends on; and `resize`,
+                how the variant's images are resized.
+            encodings: of that stage's columns, if known; see `stages.dataset.column_problem`.
         """
         return [] if self.synthetic else self._stage_problems(global_batch_size, made_for, encodings or {})
 
@@ -111,7 +111,7 @@ class DataConfig:
             return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
         where = "data.remote" if self.remote else "data.local"
         if is_remote(self.location) and (self.local is None or is_remote(self.local)):
-            given = "not given" if self.local is None else f"{self.local} is no folder of this machine"
+            given = "not given" if self.local is None else f"{self.local} is not a folder on this machine"
             return [("data.local", f"{given}. It keeps the shards of {self.location}. Give a folder.")]
         try:
             stage = read_stage(self.location)
@@ -122,8 +122,8 @@ class DataConfig:
             given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
         for key, value in made_for.items():
-            made = stage.facts.get(key.rpartition(".")[2])  # an `images` stage is made for nothing in particular
-            if made is None or made == value:  # nor do moments that others have made say everything
+            made = stage.facts.get(key.rpartition(".")[2])  # an `images` stage does not depend on these
+            if made is None or made == value:  # moments made by others may not say
                 continue
             if key == "resize":
                 given = f"its images are resized by '{value}', but the moments at {stage.location} were made of images"
@@ -140,7 +140,7 @@ class DataConfig:
         return found + self._cache_problems(stage)
 
     def _cache_problems(self, stage: Stage) -> list[tuple[str, str]]:
-        """Check the folder that keeps the shards, where there is one."""
+        """Check the folder that keeps the shards, if there is one."""
         limit = None if self.cache_limit is None else bytes_to_int(self.cache_limit)
         if self.remote is None or self.local is None:
             in_place = (
@@ -175,7 +175,7 @@ class StreamingLAIONDataset(BatchStream):
     """The stage `images` as batches: {"images": (B, 3, H, W), text columns int64 (B, L), "bad": [...]}.
 
     Args:
-        family: says the images' type, and how captions become tokens.
+        family: gives the images' type and the tokenizer.
         image_size: (width, height), px.
         arguments: keyword arguments of StreamingDataset.
     """
@@ -195,7 +195,7 @@ class StreamingLAIONDataset(BatchStream):
         }
 
     def read_sample(self, sample_id: int) -> dict[str, Any]:
-        """Return the sample, or the next good one of its shard; "bad" lists those passed over. Raises: see `first_good`."""
+        """Return the sample, or the next good one of its shard; "bad" lists the skipped ones. Raises: see `first_good`."""
         used, bad = self.first_good(sample_id, self._use)
         return {**used, "bad": bad}
 
@@ -207,15 +207,15 @@ class StreamingLAIONDataset(BatchStream):
 
 
 class Loader(StreamingDataLoader):
-    """A StreamingDataLoader with epochs of a fixed length, that takes the report of unusable samples out of each batch.
+    """A StreamingDataLoader with epochs of a fixed length; it removes the report of unusable samples from each batch.
 
-    An epoch is the whole batches of the stage. Without that it would depend on the number of ranks, since streaming pads the
-    samples to a multiple of them, and from the second epoch on a batch would not be the same on another number of ranks; a
-    run that is resumed there goes on in its place (mosaicml/streaming issue 869).
+    An epoch is the stage's number of whole batches. Streaming itself pads the samples to a multiple of the number of ranks.
+    Then an epoch's length, and from the second epoch on the batches, would depend on that number. With a fixed length, a run
+    can resume on another number of ranks at the same place (mosaicml/streaming issue 869).
 
     `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
-    `all_ready`: told about each second of a wait that this rank's next batch is not here, and once it is: that it is; says
-    whether all ranks have theirs, before which none begins with it. What it raises ends the wait.
+    `all_ready`: called about once a second with false while this rank waits for its next batch, then with true. It returns
+    whether all ranks have theirs; no rank starts its batch earlier. An error that it raises ends the wait.
     """
 
     def __init__(
@@ -243,13 +243,13 @@ class Loader(StreamingDataLoader):
         self._batches_before = batch_in_epoch
 
     def close(self) -> None:
-        """End the worker processes; left to the garbage collector each would be waited for in vain for five seconds."""
+        """End the worker processes; the garbage collector would wait five seconds for each, for nothing."""
         if self._iterator is not None and self.num_workers:
             self._iterator._shutdown_workers()
         self.dataset.let_go()
 
     def check(self, bad_samples: Mapping[int, tuple[str, str]]) -> None:
-        """Raise ValueError with the first few names where these are more than the limit."""
+        """Raise ValueError, with the first few names, if these are more than the limit."""
         if len(bad_samples) <= self.max_bad_samples:
             return
         named = "; ".join(f"{printable(key)}: {reason}" for key, reason in list(bad_samples.values())[:5])
@@ -260,7 +260,7 @@ class Loader(StreamingDataLoader):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         num_batches, self._batches_before = self._batches_before, 0
-        batches = DataLoader.__iter__(self)  # not StreamingDataLoader's: a generator, which the end of a wait would end
+        batches = DataLoader.__iter__(self)  # not StreamingDataLoader's generator: an error in a wait would end that
         arrived = functools.partial(files_and_bytes, self.dataset.stream.local)
         while num_batches < self.epoch_batches:
             batch = next_batch(batches, arrived, self.timeout, lambda: self.all_ready(False))
@@ -271,7 +271,7 @@ class Loader(StreamingDataLoader):
             self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
             self.check(self.bad_samples)
             while not self.all_ready(True):
-                pass  # each time the others have waited for another second
+                pass  # each pass: the others have waited for another second
             num_batches += 1
             yield batch
         if num_batches < self.epoch_batches:
@@ -280,9 +280,9 @@ class Loader(StreamingDataLoader):
 
 
 class SyntheticBatches:
-    """One batch of random columns, drawn once on the device and given again and again.
+    """One batch of random columns, drawn once on the device and returned every time.
 
-    An epoch of it is 1,000 batches, since a duration may be given in epochs.
+    An epoch has 1,000 batches, since a duration may be given in epochs.
     """
 
     def __init__(self, columns: Mapping[str, Column], batch_size: int, device: torch.device, seed: int):
@@ -313,7 +313,7 @@ class SyntheticBatches:
 def _open_stream(
     config: DataConfig, family: Family, size: ImageSize, arguments: Mapping[str, Any]
 ) -> MomentsStream | StreamingLAIONDataset:
-    """Open the stage's stream, after what runs that are gone have left in shared memory was removed."""
+    """Remove what ended runs have left in shared memory, then open the stage's stream."""
     columns = family.columns("moments", size).items()
     kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
     with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
@@ -339,17 +339,17 @@ def build_data(
     """Return the run's batches for this rank, as a Composer DataSpec.
 
     Args:
-        family: says the columns, and how captions become tokens.
+        family: gives the columns and the tokenizer.
         size: (width, height) of the images, px.
-        device_batch_size: samples a rank and batch.
+        device_batch_size: samples per rank and batch.
         device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
-        index_sha256: of the stage's index.json, as dataset.json has it; None: that is read here.
+        index_sha256: digest of the stage's index.json, from dataset.json; None: dataset.json is read here.
         all_ready: see Loader.
 
     Raises:
-        StreamFailure: the stage's index cannot be had, on all ranks.
-        ValueError: there is no stage.
+        StreamFailure: the stage's index cannot be fetched; raised on all ranks.
+        ValueError: the stage does not exist.
     """
     if config.synthetic:
         return DataSpec(SyntheticBatches(family.columns(config.stage, size), device_batch_size, device, seed))

@@ -1,17 +1,17 @@
-"""Exponential moving average of the trained weights: one float32 copy, updated in place, exact on resume.
+"""EMA weights: an exponential moving average of the trained weights. One float32 copy, updated in place, exact on resume.
 
-After each optimizer step, for every trained parameter theta and its average e (float32):
+After each optimizer step, for every trained parameter theta and its EMA weights e (float32):
 
     e <- beta e + (1 - beta) theta            one `torch._foreach_lerp_` per dtype and device, no temporaries
 
-    ema.decay=0.9999            beta = decay, a batch
+    ema.decay=0.9999            beta = decay, per batch
     ema.half_life=1000ba        beta = 2^(-1 / 1000): the weight of a batch halves every 1000 batches
-    ema.half_life=2048000sp     the same in images: survives another global batch size
+    ema.half_life=2048000sp     the same in images, independent of the global batch size
     ema.sigma_rel=0.05          beta_t = (1 - 1/t)^(gamma + 1): power-function average (Karras et al. 2024, arXiv:2312.02696,
                                 section 3.1; gamma follows from the average's width relative to the run)
 
-Updated every k batches, the factor is the product of the k single ones. Steps that the gradient scaler skipped do not count.
-Keys are canonical parameter names, so that a checkpoint fits whatever wraps the model (DDP, FSDP, torch.compile).
+With an update every k batches, the factor is the product of the k single ones. Steps that the gradient scaler skipped do
+not count. Keys are canonical parameter names, so a checkpoint does not depend on wrappers (DDP, FSDP, torch.compile).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class EMAConfig:
     half_life: str | None = duration(None, "ba", "sp")
     """Batches (1000ba) or images (2048000sp) after which a batch's weight in the EMA has halved."""
     decay: float | None = limited(None, 0.0, 1.0, below=True, usual="0.999 to 0.9999")
-    """Fixed factor for each batch. null: 0.9999 where neither half_life nor sigma_rel is given."""
+    """Fixed factor for each batch. null: 0.9999 if neither half_life nor sigma_rel is given."""
     sigma_rel: float | None = limited(None, 0.0, MAX_SIGMA_REL, above=True, below=True, usual="0.05 to 0.25")
-    """Relative width of a power-function average (arXiv:2312.02696); 0.05 to 0.25 are usual."""
+    """Relative width of a power-function EMA (arXiv:2312.02696); 0.05 to 0.25 are usual."""
     start: str = duration("0ba", "ba", "sp", least=0)
-    """Batches (800000ba) or images (512000sp) before it begins. It takes no memory until then."""
+    """Batches (800000ba) or images (512000sp) before the EMA begins. It takes no memory until then."""
     device: Literal["model", "cpu"] = "model"
-    """model: beside the weights. cpu: in host memory, for a full GPU; then set `every` well above 1."""
+    """model: on the model's device. cpu: in host memory, for a full GPU; then set `every` well above 1."""
     every: int = limited(1, 1)
     """Batches between two updates."""
 
@@ -75,13 +75,13 @@ def power_gamma(sigma_rel: float) -> float:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter: the shard of a DTensor (FSDP2), or all of it. An average needs no other rank's."""
+    """This rank's part of a parameter: its shard of a DTensor (FSDP2), or all of it. The EMA needs no other rank's part."""
     tensor = parameter.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _average_specs(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the tensor specs that an average of these parameters has: their local parts, in float32."""
+    """Return the tensor specs of these parameters' EMA weights: their local parts, in float32."""
     meta = {name: torch.empty(_local(p).shape, dtype=torch.float32, device="meta") for name, p in parameters.items()}
     return tensor_specs(meta)
 
@@ -97,15 +97,15 @@ def lerp_(averages: list[Tensor], weights: list[Tensor], amount: float) -> None:
     for (dtype, _), (to, of) in groups.items():
         if dtype == torch.float32:
             torch._foreach_lerp_(to, of, amount)
-        else:  # a float32 average of bfloat16 weights: lerp wants one type, add promotes as it goes
+        else:  # float32 EMA of bfloat16 weights: lerp needs equal types, add promotes them
             torch._foreach_mul_(to, 1.0 - amount)
             torch._foreach_add_(to, of, alpha=amount)
 
 
 class EMA(Algorithm):
-    """Keeps the average; `applied()` lends it to the model.
+    """Keeps the EMA weights; `applied()` puts them into the model for a while.
 
-    `weights`: canonical name -> average, float32; empty until `start`. `num_steps`: optimizer steps that went into it.
+    `weights`: canonical name -> EMA weights, float32; empty until `start`. `num_steps`: optimizer steps averaged so far.
     """
 
     def __init__(self, config: EMAConfig):
@@ -117,7 +117,7 @@ class EMA(Algorithm):
         self._skipped = False
         self._applied = False
         self._parameters: dict[str, nn.Parameter] = {}
-        self._staging: list[Tensor] = []  # pinned, where weights and average are on different devices
+        self._staging: list[Tensor] = []  # pinned; used if weights and EMA are on different devices
         assert not config.problems(), config.problems()
         start = Time.from_timestring(config.start)
         half_life = None if config.half_life is None else Time.from_timestring(config.half_life)
@@ -142,26 +142,26 @@ class EMA(Algorithm):
             self._begin()
 
     def bind(self, model: nn.Module) -> None:
-        """Take the model's trained parameters, whatever wraps them. Raises ValueError: they are not those averaged."""
+        """Take the model's trained parameters, without wrappers. Raises ValueError: the EMA is of other parameters."""
         parameters = trained_parameters(model)
         if self.weights and (text := difference(_average_specs(parameters), tensor_specs(self.weights))):
-            raise ValueError(f"ema: the average is not of this model: {text}.")
+            raise ValueError(f"ema: the EMA weights are of another model: {text}.")
         self._parameters = parameters
 
     # --- what ---
 
     def _begin(self) -> None:
-        """Start as a copy of the weights: averaging from zeros would need a correction ever after."""
+        """Start as a copy of the weights: an average that starts from zeros would need a bias correction."""
         self.weights = {name: self._empty(p).copy_(_local(p)) for name, p in self._parameters.items()}
 
     def _empty(self, parameter: Tensor) -> Tensor:
         local = _local(parameter)
         if self.config.device == "model":
-            return torch.empty_like(local, dtype=torch.float32)  # keeps the memory format: foreach wants equal strides
+            return torch.empty_like(local, dtype=torch.float32)  # keeps the memory format: foreach needs equal strides
         return torch.empty_like(local, dtype=torch.float32, device="cpu", pin_memory=local.is_cuda)
 
     def _step(self, num_images: int) -> None:
-        assert not self._applied, "the average is in the model: an update would average it with itself"
+        assert not self._applied, "the EMA weights are in the model: an update would average them with themselves"
         if self._skipped:
             return
         self.num_steps += 1
@@ -174,7 +174,7 @@ class EMA(Algorithm):
         lerp_(list(self.weights.values()), self._weights_where_the_average_is(), amount)
 
     def decay_of(self, steps: int, images: int, total_steps: int) -> float:
-        """Return the factor of an update over some steps, the last of which is number `total_steps` (from 1)."""
+        """Return the factor of an update over `steps` steps, the last of which is number `total_steps` (from 1)."""
         if self._gamma is not None:
             return ((total_steps - steps) / total_steps) ** (self._gamma + 1.0)  # the product of (1 - 1/t)^(gamma + 1)
         if self._half_life is not None:
@@ -184,7 +184,7 @@ class EMA(Algorithm):
 
     @torch.no_grad()
     def _weights_where_the_average_is(self) -> list[Tensor]:
-        # Not `_local`: no gradient is recorded here, and detaching some hundred tensors is a thirtieth of the update.
+        # Not `_local`: no gradient is recorded here, and detaching hundreds of tensors takes 1/30 of the update's time.
         local = [p.to_local() if hasattr(p, "to_local") else p for p in self._parameters.values()]
         if self.config.device == "model" or not any(tensor.is_cuda for tensor in local):
             return local
@@ -196,16 +196,16 @@ class EMA(Algorithm):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the average into the model and take it out again, whatever happens in between.
+        """Put the EMA weights into the model, and the training weights back afterwards, even after an error.
 
-        An exchange, tensor by tensor: the extra memory is that of the largest one. Without an average yet, or inside
-        another `applied()`, it changes nothing.
+        Tensors are swapped one by one, so the extra memory is that of the largest one. Before the EMA has begun, or inside
+        another `applied()`, this does nothing.
         """
         if self._applied or not self.weights:
             yield
             return
         exchanged: list[tuple[Tensor, Tensor]] = []
-        kept: list[Tensor] = []  # training weights of another type than float32: an exchange would round the average
+        kept: list[Tensor] = []  # training weights of another type than float32: a swap would round the EMA
         try:
             self._applied = True
             for name, parameter in self._parameters.items():
@@ -224,24 +224,24 @@ class EMA(Algorithm):
                 _exchange(weight, other)
             self._applied = False
 
-    # --- kept in checkpoints ---
+    # --- in checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and its counts; tensors are the live ones."""
+        """Return the EMA weights and their counts; the tensors are not copied."""
         counts = {"steps": self.num_steps, "pending_steps": self._pending_steps, "pending_images": self._pending_images}
         return {"weights": dict(self.weights), **counts}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = False) -> None:
-        """Take over an average, always by exact name and shape. Call `bind` first.
+        """Load EMA weights by exact name and shape, whatever `strict` says. Call `bind` first.
 
         Raises:
-            ValueError: lists what is missing, left over or of another shape.
+            ValueError: names or shapes differ; lists tensors that are missing, left over or of another shape.
         """
         assert self._parameters, "bind the model first"
         saved = state["weights"]
         if saved or state["steps"]:  # not begun yet: nothing to compare
             if text := difference(_average_specs(self._parameters), tensor_specs(saved)):
-                raise ValueError(f"ema: the saved average does not fit the model: {text}.")
+                raise ValueError(f"ema: the saved EMA weights do not fit the model: {text}.")
             self.weights = {name: self._empty(p).copy_(saved[name]) for name, p in self._parameters.items()}
         self.num_steps = state["steps"]
         self._pending_steps, self._pending_images = state["pending_steps"], state["pending_images"]
@@ -249,7 +249,7 @@ class EMA(Algorithm):
 
 @torch.no_grad()
 def _exchange(one: Tensor, other: Tensor) -> None:
-    """Exchange the contents of two tensors, on the same device or not; `one` is restored if that fails midway."""
+    """Swap the contents of two tensors, on any devices; `one` is restored if that fails midway."""
     before = one.clone()
     try:
         one.copy_(other)
@@ -260,10 +260,10 @@ def _exchange(one: Tensor, other: Tensor) -> None:
 
 
 def step_will_be_skipped(state: State) -> bool:
-    """True when the gradient scaler has found an infinity in this batch's gradients, which it has unscaled by now.
+    """True if the gradient scaler has found an infinity in this batch's gradients; it has already unscaled them.
 
-    Asked of the scaler, since a hook on the optimizer's step sees a fused step that does nothing. Only fp16 has a scaler;
-    reading its answer waits for the device.
+    The scaler is asked because a hook on the optimizer's step is called even if a fused optimizer skips the step. Only
+    fp16 has a scaler; reading its answer waits for the device.
     """
     if state.scaler is None or not state.scaler.is_enabled():
         return False

@@ -403,7 +403,7 @@ def main(argv: Sequence[str]) -> int:
         log.error(error, extra=EVERY_RANK)
         return 2
     except ranks.Signalled as stop:
-        log.info(f"{stop}: stopped. The same command goes on.")
+        log.info(f"{stop}: stopped. The same command resumes it.")
         ranks.be_quiet()
         return 128 + stop.number
     except Exception as error:

@@ -1,21 +1,21 @@
-"""One ComposerModel for every family: encode -> corrupt -> denoise -> loss, and back: generate.
+"""One ComposerModel for every family. Training: encode -> corrupt -> denoise -> loss; sampling: generate.
 
-The order of a training step, for a batch that `BatchRandomness` has given its random numbers:
+A training step, for a batch whose random numbers `BatchRandomness` has drawn:
 
     images (B, 3, H, W) --normalise, VAE--------> moments (B, 2C, h, w)      stage `images` only
     moments + posterior noise ------------------> latents x_0 (B, C, h, w)   scaled once
     tokens (B, L), some replaced by the empty caption's --text encoder--> condition
     x_0, noise, times --------------------------> x_t --denoiser--> prediction, against the objective's target
 
-and of generating:
+Generating images:
 
     tokens (B, L), and the empty caption's ----------text encoder--> condition, unconditional rows first
     noise (B, C, h, w) --sampler, denoiser------> latents x_0 --VAE--> images (B, 3, H, W) float32 in [0, 1]
 
 Shapes: B batch, C latent channels, H W image height and width, h w latent height and width, L text tokens.
 
-The denoiser is the only registered module. The frozen encoders live in a plain holder, outside the module tree: no state
-dict has them, DDP does not broadcast them, `model.train()` does not reach them, no optimizer sees them.
+The denoiser is the only registered module. The frozen encoders are held outside the module tree: they are in no state dict
+and no optimizer, DDP does not broadcast them, and `model.train()` does not reach them.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ from zoo.objectives import Objective, ObjectiveConfig
 from zoo.sampling import sample
 from zoo.spec import Family
 
-# h w of the latents that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB an
-# image there (256 x 512 x 512 in two bytes), where the latent takes 64 KiB: it would bound the batch of the sampler.
+# Latent places (B h w) that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB
+# per image (256 x 512 x 512 in two bytes), a latent only 64 KiB. More would let decoding limit the sampler's batch.
 DECODE_PLACES = 16 * 64 * 64
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model, its frozen encoders, and where training begins."""
+    """The model, its frozen encoders, and its initial weights."""
 
     family: str = "sd2"
-    """The kind of model: sd2 (Stable Diffusion 2), or shapes (the miniature)."""
+    """The family of models: sd2 (Stable Diffusion 2), or shapes (the miniature)."""
     preset: str = "full"
-    """full, or tiny: the same code and kinds of blocks with under 2 M parameters, for a CPU."""
+    """full, or tiny: the same code and types of blocks with under 2 M parameters, for a CPU."""
     variant: str = "stock"
     """stock. For sd2 also mlperf (the MLPerf benchmark's network) and sd15 (Stable Diffusion 1.5)."""
     weights: str | None = None
-    """The frozen encoders: diffusers folder, LDM checkpoint, `random`, or `shipped`. null: shipped where there are any,
-    else random for synthetic data only."""
+    """The frozen encoders: diffusers folder, LDM checkpoint, `random`, or `shipped`. null: shipped if the family has any,
+    else random, for synthetic data only."""
     denoiser: str | None = None
-    """Where training begins: a run's folder or checkpoint, or published weights. null: at random weights."""
+    """Initial weights of the denoiser: a run's folder or checkpoint, or published weights. null: random."""
 
 
 def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: bool) -> list[Problem]:
-    """Return what cannot be about a family, its size and its encoders' weights.
+    """Return the problems of a family, the image size and the encoders' weights.
 
     Args:
-        encoders_wanted: real pictures are encoded, or their moments trained on: random weights have to be asked for.
+        encoders_wanted: the run uses real images or their moments, so random encoders have to be requested explicitly.
     """
     found, family = [], None
     try:
@@ -84,7 +84,7 @@ def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: boo
         ways = (
             "Give a diffusers folder or an LDM checkpoint (512-base-ema.ckpt), or model.weights=random for random ones"
         )
-        text = f"model.weights: not given. Real data want encoders. {ways}."
+        text = f"model.weights: not given. Real data need encoders. {ways}."
         found.append(Problem(text, ("model.weights", "data.synthetic")))
     elif config.weights not in (None, RANDOM) and family is not None:
         texts = weights_problems(family, config.weights)
@@ -96,7 +96,7 @@ def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: boo
 def normalize_images(images: Tensor, normalize: str) -> Tensor:
     """# (B, 3, H, W) uint8, or float32 / 255 -> float32 in [-1, 1] ("symmetric", as SD's VAE was trained) or [0, 1] ("unit").
 
-    "unit" is what the MLPerf reference feeds its VAE (its issue 721): needed to compare with it, wrong otherwise.
+    The MLPerf reference feeds its VAE "unit" (its issue 721). Use that only to compare with it; otherwise it is wrong.
     """
     unit = images if images.is_floating_point() else images.float() / 255.0
     return unit if normalize == "unit" else unit * 2.0 - 1.0
@@ -106,13 +106,13 @@ class LatentDiffusion(ComposerModel):
     """A family's denoiser with its frozen encoders and objective.
 
     Args:
-        family: what is particular to the model.
-        objective: the forward process, its target and weights.
+        family: see `zoo.spec.Family`.
+        objective: the forward process with its target and loss weights.
         denoiser: the trained network.
         encoders: the frozen networks.
         size: (width, height) of the images, px.
         normalize: "symmetric" or "unit", see `normalize_images`.
-        posterior: "sample" or "mean": what of the VAE's posterior is the latent.
+        posterior: "sample" or "mean": the latent is drawn from the VAE's posterior, or is its mean.
         caption_dropout: fraction of captions replaced by the empty one in training.
     """
 
@@ -139,9 +139,9 @@ class LatentDiffusion(ComposerModel):
         self.caption_dropout = caption_dropout
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.device = torch.device("cpu")
-        # Of images and latents on their way into a network: see training/speed.py.
+        # Memory format of images and latents at a network's input: see training/speed.py.
         self.memory_format = torch.contiguous_format
-        self.replays_graphs = False  # the denoiser's kernels come from CUDA graphs: see training/speed.py
+        self.replays_graphs = False  # the denoiser runs as CUDA graphs: see training/speed.py
         self._autocast_dtype: torch.dtype | None = None
         self._empty_condition: dict[str, Tensor] | None = None
 
@@ -151,16 +151,16 @@ class LatentDiffusion(ComposerModel):
         return self.encoders.modules
 
     def place(self, device: torch.device, precision: str) -> LatentDiffusion:
-        """Move all parts to the device; encoders are cast to the compute precision, the denoiser stays float32.
+        """Move everything to the device. Encoders are cast to the compute precision; the denoiser stays float32.
 
-        Composer opens autocast on a GPU and refuses it on a CPU, so there the model opens its own.
+        Composer opens autocast on a GPU and refuses it on a CPU, so on a CPU the model opens its own.
         """
         self.denoiser.to(device)
         self.encoders.to(device, AUTOCAST_DTYPES.get(precision, torch.float32))
         return self.compute_on(device, precision)
 
     def compute_on(self, device: torch.device, precision: str) -> LatentDiffusion:
-        """Bring what is no module to the device where the modules are already."""
+        """Move everything that is not a module to the device; the modules are there already."""
         self.device = device
         self.objective.to(device)
         self.empty_text = {name: tokens.to(device) for name, tokens in self.empty_text.items()}
@@ -171,9 +171,9 @@ class LatentDiffusion(ComposerModel):
     # --- one step ---
 
     def draw(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the batch with every random number of its step: posterior, noise, times and caption dropout.
+        """Return the batch with all random numbers of its step: posterior, noise, times and caption dropout.
 
-        Drawn for the whole device batch before it is split, so that the microbatch size changes no number.
+        They are drawn for the whole device batch before it is split, so they do not depend on the microbatch size.
 
         Args:
             batch: columns of the stage, B first.
@@ -194,7 +194,7 @@ class LatentDiffusion(ComposerModel):
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the frozen encoders, one call each for the batch: latents (B, C, h, w) float32, and the condition."""
+        """Run each frozen encoder once; return the latents, (B, C, h, w) float32, and the condition."""
         if "moments" in batch:
             moments = batch["moments"]
         else:
@@ -222,13 +222,13 @@ class LatentDiffusion(ComposerModel):
         return {"prediction": prediction, "target": target, "weight": self.objective.weight(times)}
 
     def _denoise(self, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
-        """One call of the network, (B, C, h, w), (B,) -> (B, C, h, w), in training and in sampling alike.
+        """One call of the network, (B, C, h, w), (B,) -> (B, C, h, w), for training and sampling.
 
-        The tensors' types and layouts are the same in both: a compiled network has a graph for each it has seen.
+        Both use the same types and memory formats, because a compiled network compiles again for every new one.
         """
         noisy = noisy.contiguous(memory_format=self.memory_format)
         prediction = self.family.denoise(self.denoiser, noisy, times.contiguous(), condition)
-        # A replay writes where the one before has written, and a sampler may still hold that.
+        # Each replay overwrites the output of the one before, which a sampler may still use.
         return prediction.clone() if self.replays_graphs else prediction
 
     def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
@@ -237,14 +237,14 @@ class LatentDiffusion(ComposerModel):
         return (outputs["weight"] * error.flatten(1).mean(dim=1)).mean()
 
     def get_metrics(self, is_train: bool) -> dict[str, Any]:
-        return {}  # Composer would compute and reduce training metrics in every batch
+        return {}  # else Composer would compute and reduce training metrics in every batch
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The precision that Composer opens around a step on a GPU, for a step without it; nothing on a CPU."""
+        """On a GPU, the autocast that Composer opens around a step, for a step without Composer; nothing on a CPU."""
         return self._autocast("cuda")
 
     def _autocast(self, device_type: str) -> contextlib.AbstractContextManager:
-        """The run's autocast where the model is on such a device, nothing where it is on another."""
+        """The run's autocast if the model is on a device of this type, else nothing."""
         if self._autocast_dtype is None or self.device.type != device_type:
             return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=self._autocast_dtype)
@@ -262,14 +262,14 @@ class LatentDiffusion(ComposerModel):
         guidance: float,
         progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
-        """Make images from captions and noise, with the weights that the denoiser holds now.
+        """Generate images from captions and noise, with the denoiser's current weights.
 
         Args:
             text: the batch's text columns, (B, L) each, as `Family.tokenize` returns them.
-            noise: (B, C, h, w) standard normal; its h and w say the images' size.
+            noise: (B, C, h, w) standard normal; its h and w give the images' size.
             sampler: one of zoo.sampling.SAMPLERS.
-            steps: of the sampler.
-            guidance: its scale, away from the empty caption; 1 is none, and half the work.
+            steps: sampling steps.
+            guidance: guidance scale; 1 is none, and takes half the time.
             progress: see `zoo.sampling.sample`.
 
         Returns:
@@ -279,7 +279,7 @@ class LatentDiffusion(ComposerModel):
             ValueError: an invalid sampler, number of steps or guidance.
         """
         columns = {name: tokens.to(self.device, non_blocking=True) for name, tokens in text.items()}
-        # The same autocast as in training: on a GPU around the text encoder too, where Composer opens it around the step.
+        # The same autocast as in training. On a GPU it includes the text encoder, since Composer opens it around the step.
         with evaluating(self.denoiser), self._autocast("cuda"):
             condition = self.family.encode_text(self.encoders.modules, columns)
             if guidance != 1.0:
@@ -305,7 +305,7 @@ class LatentDiffusion(ComposerModel):
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Hold a module in eval mode; afterwards every part of it is as it was, whatever happened."""
+    """Put a module into eval mode; afterwards restore each submodule's mode, even after an error."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -324,7 +324,7 @@ def build_model(
     posterior: str = "sample",
     seed: int,
 ) -> LatentDiffusion:
-    """Build a model on the CPU: the denoiser's weights from `seed`; random encoders come from a seed of their own."""
+    """Build a model on the CPU. The denoiser's weights come from `seed`, random encoders from a fixed seed of their own."""
     family = load_family(config.family, config.preset, config.variant)
     encoders = build_encoders(family, config.weights)
     with torch.random.fork_rng(devices=[]):
@@ -344,10 +344,10 @@ def build_model(
 
 
 def build_device(precision: str) -> Device:
-    """Return Composer's device; float32 means float32, tf32 has to be asked for (Composer's own default allows it).
+    """Return Composer's device. TF32 is off unless the precision is tf32 (Composer's default allows it always).
 
-    On a CPU the ranks of a machine share its cores, unless OMP_NUM_THREADS says how many threads each has: with all cores
-    each, two ranks on two cores were 50 times slower.
+    On a CPU the ranks of a machine share its cores, unless OMP_NUM_THREADS sets each rank's threads. When each used all
+    cores, two ranks on two cores were 50 times slower.
     """
     if torch.cuda.is_available():
         return DeviceGPU(allow_tf32=precision != "fp32")
@@ -357,21 +357,21 @@ def build_device(precision: str) -> Device:
 
 
 def composer_precision(device: Device, precision: str) -> str:
-    """Return what Composer calls a run's precision: which autocast it opens around a step, on a GPU alone."""
+    """Return Composer's name for a run's precision, i.e. the autocast that it opens around a step (on a GPU only)."""
     names = {torch.bfloat16: "amp_bf16", torch.float16: "amp_fp16"}
     return names.get(AUTOCAST_DTYPES.get(precision), "fp32") if device.name == "gpu" else "fp32"
 
 
 def step_seed(seed: int, batch_index: int, rank: int) -> int:
-    """Return the seed of one step's generator, in [0, 2**63): a hash, so that neighbours share nothing."""
+    """Return the seed of one step's generator, in [0, 2**63): a hash, so that neighbouring steps are independent."""
     digest = hashlib.blake2b(f"{seed} {batch_index} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class BatchRandomness(Callback):
-    """Gives every batch its random numbers from (seed, global batch index, rank) alone.
+    """Draws every batch's random numbers from (seed, global batch index, rank) alone.
 
-    Nothing random in a step comes from the global generator, which Composer does not restore in mid-epoch.
+    No step uses the global generator, because Composer does not restore it when resuming within an epoch.
     """
 
     def __init__(self, model: LatentDiffusion, seed: int):

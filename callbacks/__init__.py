@@ -1,4 +1,4 @@
-"""One Composer callback a file, and the losses, which several ask; none imports another.
+"""One Composer callback per file, and the losses that several of them read. None imports another.
 
-training/, benchmark.py, eval.py and bench/ come in. Imports record/, cli/ and config.py.
+training/, benchmark.py, eval.py and bench/ import this room. It imports record/, cli/ and config.py.
 """

@@ -1,13 +1,13 @@
-"""Evaluates a run while it trains: at every point of its cadence, with training's clock stopped.
+"""Evaluates a run during training, at fixed intervals, with training's clock stopped.
 
-A point is a batch's end at a multiple of `every_images`, after the checkpoints of that batch. A run that was ended between a
-point's checkpoint and its evaluation has the evaluation first when it goes on: no point is left out, none comes twice.
+An evaluation point is a batch's end at a multiple of `every_images`, after that batch's checkpoints. If a run was stopped
+between a point's checkpoint and its evaluation, it evaluates first when it resumes. So every point is evaluated once.
 
-The seconds of an evaluation's line are those of training up to it, from the run's first start, without evaluations:
-Composer's clock runs on through what a callback does, and adds that to the next batch. There it is taken off again, from
-the clock itself: checkpoints keep that, so that nothing else has to be kept through stops, and starts without evaluation.
+An evaluation line's `seconds` is the training time up to it, since the run's first start, without evaluations. Composer's
+clock keeps running in callbacks and adds that time to the next batch. We subtract it there from the clock itself. Since
+checkpoints save that clock, nothing else has to be saved for resumes or for starts without evaluation.
 
-A signal is heard within the evaluation too. What is scored by then is kept, and the next start goes on with it
+A signal can also stop an evaluation. Its sums so far are saved, and the next start resumes from them
 (evaluation/scoring.py).
 """
 
@@ -30,16 +30,16 @@ Line = dict[str, Any]
 
 
 class Evaluation(Callback):
-    """Scores the model at each point of the cadence and hands the line to the record.
+    """Scores the model at each evaluation point and passes the line to the record.
 
     Args:
-        score: returns figures and settings of the model as it is; called on all ranks.
+        score: returns the model's metrics and settings; called on all ranks.
         every_images: a multiple of the global batch size.
-        average: the EMA to evaluate, where there is one yet; None: the training weights.
-        clock: has another clock run than training's.
+        average: evaluate these EMA weights once they exist; None: the training weights.
+        clock: context in which the evaluation clock runs instead of training's.
         earlier: evaluations of this run so far.
-        keep: takes a new one.
-        stop: ends the run where an evaluation was left at a signal; called on all ranks, with training's weights back.
+        keep: called with each new evaluation.
+        stop: ends the run after a signal has stopped an evaluation; called on all ranks, with the training weights restored.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Evaluation(Callback):
     ):
         self.score, self.every_images, self.average = score, every_images, average
         self.clock, self.earlier, self.keep, self.stop = clock, earlier, keep, stop
-        self._owed_sec = 0.0  # of an evaluation, which Composer's clock will add to the next batch
+        self._owed_sec = 0.0  # an evaluation's time, which Composer's clock will add to the next batch
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.catch_up(state, logger)  # Composer's clock does not run yet
+        self.catch_up(state, logger)  # Composer's clock is not running yet
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         began = time.monotonic()
@@ -71,7 +71,7 @@ class Evaluation(Callback):
         self._owed_sec = 0.0
 
     def catch_up(self, state: State, logger: Logger) -> None:
-        """Evaluate where the run is at a point that has not been evaluated yet."""
+        """Evaluate if the run is at an evaluation point that has not been evaluated yet."""
         now, average = state.timestamp, self.average
         is_point = now.sample.value > 0 and now.sample.value % self.every_images == 0
         if not is_point or any(line["batch"] == now.batch.value for line in self.earlier()):
@@ -90,6 +90,6 @@ class Evaluation(Callback):
             "seconds": seconds,
             "seconds_with_eval": seconds + evaluations_sec,
             "weights": "ema" if average is not None and average.weights else "training",
-            "eval_weights": "training" if average is None else "ema",  # what was asked for: an average may begin later
+            "eval_weights": "training" if average is None else "ema",  # as configured: the EMA may begin later
         }
         self.keep({**where, **score}, logger)

@@ -1,4 +1,4 @@
-"""The norm of all gradients, clipped to where asked, and its mean over a window."""
+"""The norm of all gradients, with optional clipping, and its mean over a window."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 class GradientNorm(Callback):
-    """Takes the norm of all gradients as one foreach norm, clips to it where asked, and keeps it on the device.
+    """Computes the norm of all gradients in one foreach call, clips if configured, and keeps the norm on the device.
 
-    `mean()` waits for the device: once a window, so that no step does. A checkpoint keeps what a window has so far.
+    `mean()` waits for the device, but is called only once per window. Checkpoints save an unfinished window's norms.
     """
 
     saved_as = "GradientNorm"  # in checkpoints
@@ -24,7 +24,7 @@ class GradientNorm(Callback):
         self._num = 0
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # Composer has unscaled the gradients of fp16 by now, and the optimizer has not stepped.
+        # Composer has already unscaled fp16 gradients, and the optimizer has not stepped yet.
         parameters = [p for p in state.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
         if self.clip_norm is not None:

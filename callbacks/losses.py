@@ -1,6 +1,6 @@
-"""Every batch's loss. The host reads it at the batch's end, or one batch late (async_loss=true).
+"""The loss of every batch. The host reads it at the batch's end, or one batch later (async_loss=true).
 
-A loss that is not finite ends the run on all ranks, before anything of its batch is kept.
+A non-finite loss stops the run on all ranks before anything of that batch is saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOTAL = "loss/train/total"
 
 @dataclass(frozen=True)
 class Loss:
-    """A batch's loss: its number counted from 0, the mean over all ranks, and this rank's own."""
+    """A batch's loss: batch number from 0, mean over all ranks, and this rank's own loss."""
 
     batch: int
     mean: float
@@ -30,13 +30,13 @@ class Loss:
 
 
 class AsyncLosses:
-    """Losses on their way from the device, in the order of the batches."""
+    """Losses being copied from the device, in the order of the batches."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def put(self, batch: int, loss: Tensor) -> None:
-        """Send a batch's loss, (1,), on its way; waits for nothing."""
+        """Start copying a batch's loss, (1,), to the host, without waiting."""
         both = loss.detach().float().repeat(2)
         dist.all_reduce(both[:1], reduce_operation="SUM")
         here = torch.empty(2, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
@@ -47,9 +47,9 @@ class AsyncLosses:
         self._waiting.append((batch, here, arrived))
 
     def take(self, leave: int) -> list[Loss]:
-        """Return all but the newest ones, which may still be computed; waits for those that it returns.
+        """Return all but the newest `leave` losses, which may still be computed. Waits for the returned ones.
 
-        The same on all ranks, since what is decided by a loss is decided together.
+        All ranks get the same batches, since they decide together.
         """
         taken = []
         while len(self._waiting) > leave:
@@ -65,8 +65,8 @@ class Losses:
     """The losses since the last window's end.
 
     Args:
-        checkpoints: folder of the run's checkpoints; the message of an end names the newest one.
-        on_their_way: losses that come one batch late; None: Composer reads each at its batch's end.
+        checkpoints: folder of the run's checkpoints; the message for a non-finite loss names the newest one.
+        on_their_way: losses that arrive one batch late; None: Composer reads each at its batch's end.
     """
 
     def __init__(self, checkpoints: Path, on_their_way: AsyncLosses | None = None):
@@ -75,7 +75,7 @@ class Losses:
         self._state: State | None = None
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Take a batch's loss, or ask for those before it; called at its end."""
+        """Take the loss of the batch that ends; with async_loss, those before it."""
         self._state = state
         if self.on_their_way is not None:
             self.settle(leave=1)
@@ -88,14 +88,14 @@ class Losses:
         self.of_window.append(loss)
 
     def settle(self, leave: int = 0) -> None:
-        """Know every loss up to the batch that has ended, and stop where one is not finite; all ranks call it.
+        """Read all losses of ended batches but the newest `leave`, and check that they are finite. All ranks call it.
 
         Raises:
             ValueError: a loss is not finite; names batch, ranks and the last good checkpoint.
         """
         for loss in [] if self.on_their_way is None else self.on_their_way.take(leave):
             assert self._state is not None
-            self._state.total_loss_dict = {TOTAL: loss.mean}  # where Composer has it, for whoever asks
+            self._state.total_loss_dict = {TOTAL: loss.mean}  # where Composer keeps it, for other readers
             if not math.isfinite(loss.mean):
                 self._stop(loss.batch, loss.mean, math.isfinite(loss.own))
             self.of_window.append(loss.mean)
@@ -105,7 +105,7 @@ class Losses:
         return sum(self.of_window) / len(self.of_window)
 
     def _stop(self, batch: int, loss: float, is_finite_here: bool) -> None:
-        # Every rank sees the same mean and comes here, so that this gathering cannot hang.
+        # Every rank sees the same mean and calls this, so the gather cannot hang.
         finite = dist.all_gather_object(is_finite_here)
         ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
         where = f"rank {ranks}" if ranks else "an earlier microbatch of some rank"

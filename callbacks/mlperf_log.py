@@ -1,23 +1,22 @@
 """The MLPerf log of a run: the events that MLPerf's own checkers read, written by rank 0 alone.
 
-RUN_FOLDER/RUN_NAME/mlperf.log, a line an event in mlperf-logging's form. In this order, samples_count (images seen) in the
-metadata of all that follows run_start:
+RUN_FOLDER/RUN_NAME/mlperf.log has one line per event, in mlperf-logging's format. The order is below. All events after
+run_start have samples_count (images seen) in their metadata.
 
-    cache_clear submission_*                                             whose log it is
-    init_start seed train_samples eval_samples ... opt_* init_stop       the run as it is configured, before its clock runs
+    cache_clear submission_*                                             who submits
+    init_start seed train_samples eval_samples ... opt_* init_stop       the run's configuration, before its clock runs
     run_start
-    block_start loss lr_abs tracked_stats block_stop                     training, a block to each point of evaluation
+    block_start loss lr_abs tracked_stats block_stop                     training, one block up to each evaluation point
     eval_start eval_accuracy (FID) eval_accuracy (CLIP) eval_stop        an evaluation
-    run_stop                                                             status: success where the target is met, or aborted
-    restart                                                              our own: a start that is not the run's first
+    run_stop                                                             status: success if the target is met, else aborted
+    restart                                                              our own event: a later start of the run
 
-Where the run is evaluated in training, run_stop is when it ends. Where it is evaluated afterwards, untimed as the rules
-allow, training leaves the log open, and `conclude` closes it at the time of the snapshot that met the target first.
+If the run is evaluated during training, run_stop is its end. If it is evaluated afterwards (untimed, as the rules allow),
+training leaves the log open. `conclude` closes it with the time of the first snapshot that met the target.
 
-A log is only added to. What is taken from it is the end of a line that a killed writer left, and the run_stop of a run that
-is started again to go on, or of which more points are scored. A run that was restarted is no result of the closed division:
-its log says `restart`, and where. Times never run backwards from line to line, but at a run_stop that is dated back to its
-snapshot, as the rules have it.
+Lines are only appended. Two things are removed: an unfinished line that a killed writer left; and run_stop, if the run is
+resumed or more of its points are scored. A restarted run is no result of the closed division; its log says `restart`, and
+where. Times never decrease from line to line, except for a run_stop that has its snapshot's time, as the rules require.
 
 Sources: mlcommons/logging at 7bbf7926 (compliance_checker/training_{4.0.0,4.1.0,5.0.0}: common.yaml and
 {closed,open}_stable_diffusion.yaml); the order is that of the submissions to v5.0.
@@ -49,7 +48,7 @@ Line = Mapping[str, Any]
 
 INIT_LIMIT_MIN = {"closed": 30, "open": 240}  # from init_start to init_stop (compliance_checker, common.yaml)
 LOCK_TIMEOUT_SEC = 60.0
-STATUS = "research"  # of submission_status, which 4.0.0 asks for: what it is until somebody submits it
+STATUS = "research"  # submission_status, required by 4.0.0, of a run that nobody has submitted yet
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,13 @@ class MLPerfConfig:
     enabled: bool = False
     """Write mlperf.log."""
     division: Literal["closed", "open"] = "open"
-    """closed: a run is refused unless every constant is the benchmark's."""
+    """closed: a run is refused if any constant differs from the benchmark's."""
     ruleset: Literal["4.0.0", "4.1.0", "5.0.0"] = "5.0.0"
     """MLPerf's ruleset."""
     org: str | None = None
-    """Who submits. 4.0.0 and 4.1.0 ask for it. null: not said."""
+    """The submitter's name. Required by 4.0.0 and 4.1.0. null: not stated."""
     platform: str | None = None
-    """Name of the system, for example 8xH200. 4.0.0 and 4.1.0 ask for it. null: not said."""
+    """The system's name, for example 8xH200. Required by 4.0.0 and 4.1.0. null: not stated."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every invalid value."""
@@ -89,16 +88,16 @@ class MLPerfConfig:
 
 
 class MLPerfLog(Callback):
-    """Writes the log of a run while it trains. It has to stand behind the callback that evaluates.
+    """Writes the log of a run during training. It has to come after the callback `Evaluation`.
 
     Args:
         folder: of the run.
         config: the section `mlperf`.
         header: key -> value of the events between init_start and init_stop, seed first.
-        every_images: between two points of evaluation.
-        in_training: the run is evaluated while it trains, so that its end is known when training ends.
+        every_images: images between two evaluation points.
+        in_training: the run is evaluated during training, so its result is known when training ends.
         evaluations: those of this run so far, in order.
-        began: seconds since 1970; None: when this process did.
+        began: start of the run, in seconds since 1970; None: the start of this process.
         now: the clock.
     """
 
@@ -122,21 +121,21 @@ class MLPerfLog(Callback):
         self.log = EventLog(self.path, now)
         self.is_writer = dist.get_global_rank() == 0
         self._is_open = False
-        self._block: tuple[float, int] | None = None  # when it began, at how many images
+        self._block: tuple[float, int] | None = None  # its start time, and the images then
         self._lr = 0.0
-        self._written: set[int] = set()  # images of the evaluations that the log has
+        self._written: set[int] = set()  # images of the evaluations in the log
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: how many events there were."""
+        """Return a checkpoint's state: the number of events so far."""
         return {"events": num_lasting(self.path)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take nothing over: `lost_events` has compared it."""
+        """Load nothing: `lost_events` has already compared it."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self.is_writer:
             self._open(state.timestamp.sample.value)
-            self._write_evaluations()  # one that was owed, or that the log had not when it was killed
+            self._write_evaluations()  # made at the start, or missing in a killed run's log
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if self.is_writer and self._block is None:
@@ -145,7 +144,7 @@ class MLPerfLog(Callback):
             self.log.event("block_start", "training_step", at=self._block[0], samples_count=images)
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        self._lr = state.optimizers[0].param_groups[0]["lr"]  # of this batch: at its end the next one's is set already
+        self._lr = state.optimizers[0].param_groups[0]["lr"]  # this batch's; at its end the next one's is already set
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.sample.value % self.every_images == 0:
@@ -159,15 +158,15 @@ class MLPerfLog(Callback):
         self._close_block(state)
 
     def stop(self, reached: Line | None, images: int) -> None:
-        """Close the log of a run that is evaluated in training, now; leave that of another one open.
+        """Close the log now if the run is evaluated during training; else leave it open.
 
         Args:
-            reached: the evaluation that met the target.
-            images: seen by now.
+            reached: the evaluation that met the target, if any.
+            images: seen so far.
         """
         if not (self.is_writer and self.in_training):
             return
-        if not self._is_open:  # the process before this one trained and evaluated all, and was killed then
+        if not self._is_open:  # an earlier process finished training and evaluation, then was killed
             if any(event["key"] == "run_stop" for event in read_events(self.path)):
                 return
             self._open(images)
@@ -176,7 +175,7 @@ class MLPerfLog(Callback):
 
     @contextlib.contextmanager
     def aborted_by_divergence(self, state: State) -> Iterator[None]:
-        """Close the log of a run whose loss does not stay finite: it has failed, and counts as that among its ten."""
+        """Close the log if the loss becomes non-finite: the run has failed, and counts as failed in a submission of ten."""
         try:
             yield
         except ValueError:
@@ -188,21 +187,21 @@ class MLPerfLog(Callback):
     def _open(self, images: int) -> None:
         self._is_open = True
         if not is_begun(self.path.parent):
-            self.path.unlink(missing_ok=True)  # killed within its first lines
+            self.path.unlink(missing_ok=True)  # killed while writing its first lines
             self._begin()
             if not images:
-                return  # else its log was taken away, and it must not look as if it began here
+                return  # else its log was removed; the run must not look as if it began here
         events = reopen(self.path)
-        # What lies behind the checkpoint that the run goes on from comes again.
+        # Evaluations after the checkpoint that the run resumes from will be made again.
         self._written = {count for count in evaluated(events) if count <= images}
         self.log.event("restart", 1 + sum(event["key"] == "restart" for event in events), samples_count=images)
         say(f"restarted at {images:,} images: no result of the closed division; for one, take another run_name")
 
     def _begin(self) -> None:
-        """Write everything up to run_start; init_start is when the process began."""
+        """Write everything up to run_start; init_start has the process's start time."""
         given = {"org": self.config.org, "platform": self.config.platform, "status": STATUS}
         submission = {"benchmark": "stable_diffusion", "division": self.config.division, **given}
-        self.log.event("cache_clear", False, at=self.began)  # Easel clears none: who owns the machine does
+        self.log.event("cache_clear", False, at=self.began)  # Easel clears no cache: the machine's owner does
         for key, value in submission.items():
             if value is not None:
                 self.log.event(f"submission_{key}", value, at=self.began)
@@ -238,7 +237,7 @@ class MLPerfLog(Callback):
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep others from a run: another eval.py that comes to its end at the same time, or a start that trains it on."""
+    """Lock a run against other processes: another eval.py that finishes now, or a start that resumes training."""
     try:
         with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT_SEC):
             yield
@@ -250,21 +249,22 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None, *, afterwards: bool = False) -> None:
-    """Bring evaluations that were made afterwards into the log of a run, and close it at the time of a snapshot.
+    """Add evaluations made after training to a run's log, and close it with the time of a snapshot.
 
-    A log that was closed so takes those that it has not yet, in the order of their images, behind those that it has: its end
-    stays, unless an earlier snapshot has met the target. Nothing is done where the run has no log, its training has not come
-    to its end, or that has closed the log.
+    If the log was closed like this before, evaluations that it lacks are appended in the order of their images. Its end
+    stays the same unless an earlier snapshot met the target. Nothing is done if the run has no log, its training has not
+    ended, or training has closed the log.
 
     Args:
         folder: of the run.
-        evaluations: rows of eval.py in the order of their images, `snapshot` among them; those behind the first that met the
-            target stay out.
-        reached: the first that met the target: its snapshot says when. None: the last one's does, and the run is aborted.
-        afterwards: the run is evaluated afterwards alone: what has closed its log is this.
+        evaluations: rows of eval.py in the order of their images, with `snapshot`; those after the first that met the
+            target are left out.
+        reached: the first that met the target; its snapshot gives the time. None: the last one's snapshot does, and the
+            run is aborted.
+        afterwards: the run is evaluated only after training, so an earlier call of this has closed its log.
 
     Raises:
-        ConfigError: the log cannot be read, or another process has the run.
+        ConfigError: the log is unreadable, or another process is using the run.
     """
     path = folder / NAME
     if not path.is_file() or not evaluations:
@@ -296,14 +296,14 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None, *,
 
 
 def _written_at(snapshot: Path) -> float:
-    """Return when a snapshot was written, seconds since 1970. Raises ConfigError: it does not say."""
+    """Return when a snapshot was written, in seconds since 1970. Raises ConfigError: the snapshot does not say."""
     if not isinstance(written := read_checkpoint(snapshot).get("unix_time"), int | float):
         raise ConfigError([f"{snapshot}: does not say when it was written. It was not written by this program."])
     return written
 
 
 def _ends_elsewhere(stop: Mapping[str, Any], reached: Line | None, images: int) -> bool:
-    """True where a closed log is to end elsewhere: the target was met, or met earlier, or a later snapshot missed it too."""
+    """True if a closed log needs another end: the target was met, or met earlier, or a later snapshot missed it too."""
     if stop["status"] == "success":
         return reached is not None and reached["images"] < stop["samples_count"]
     return reached is not None or images > stop["samples_count"]

@@ -1,16 +1,16 @@
-"""A few steps recorded by torch.profiler, so that the next change for speed is chosen from evidence.
+"""Record a few steps with torch.profiler, to see where time is spent.
 
     composer benchmark.py ... profile.batches=3
 
 RUN_FOLDER/RUN_NAME/profile/trace.json.gz    for chrome://tracing or ui.perfetto.dev
-                            table.txt        time by kind and the kernels that take most (record/profile_table.py)
+                            table.txt        time by kind, and the slowest kernels (record/profile_table.py)
                             table.json       the same
 
-torch.profiler itself, not composer.profiler around it: that one counts its cycles by the batch of the epoch, so that it would
-begin anew in each; it instruments every event of the run for a trace of its own, and has no table. Rank 0 records.
+We use torch.profiler, not composer.profiler: the latter restarts its cycles in every epoch, instruments every event of the
+run for a trace of its own, and has no table. Rank 0 records.
 
-The profiler slows what it records. One batch before the recorded ones is its own warm-up; windows of callbacks/throughput.py
-that hold any of these batches, or the writing of the trace, are no measured windows.
+The profiler slows the batches that it records. The batch before them is its warm-up. Windows of callbacks/throughput.py that
+contain any of these batches, or the writing of the trace, are not measured windows.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ FOLDER = "profile"
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Steps that are recorded with torch.profiler, outside of the measured windows."""
+    """Steps recorded with torch.profiler, outside of the measured windows."""
 
     batches: int = limited(0, 0)
-    """Steps to record; 0: none. They leave a trace and a table of time in profile/."""
+    """Steps to record; 0: none. The trace and a table of times are written to profile/."""
     start_batch: int | None = limited(None, 1)
-    """Batches of this start before the first recorded one; the last of them warms the profiler up. null:
+    """Batches of this start before the first recorded one; the last of them warms up the profiler. null:
     measure.warmup_batches."""
 
     def first(self, warmup_batches: int) -> int:
-        """Return how many batches of a start come before the first recorded one."""
+        """Return the number of batches of a start before the first recorded one."""
         return max(1, warmup_batches) if self.start_batch is None else self.start_batch
 
     def problems(self, num_batches: int | None, warmup_batches: int) -> list[tuple[str, str]]:
@@ -52,7 +52,7 @@ class ProfileConfig:
 
         Args:
             num_batches: of the run; None: not known yet.
-            warmup_batches: of the measuring.
+            warmup_batches: measure.warmup_batches.
         """
         if self.start_batch is not None and not self.batches:
             return [
@@ -70,14 +70,14 @@ class ProfileConfig:
 
 
 class Profile(Callback):
-    """Records steps; it has to stand before Throughput, whose windows it marks.
+    """Records steps. It has to come before Throughput, whose windows it marks.
 
     Args:
         config: which steps.
         folder: of the run; a recording replaces that of an earlier start.
-        about: what the table says of itself: whose steps they are.
-        warmup_batches: of the measuring.
-        disturb: tells what measures that the window of now is no measured one.
+        about: facts for the table: which start, machine and code were recorded.
+        warmup_batches: measure.warmup_batches.
+        disturb: marks the current window as not measured.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Profile(Callback):
 
     @property
     def _is_recording(self) -> bool:
-        """True in the batches that the profiler slows, its warm-up included, on every rank."""
+        """True during the batches that the profiler slows, including its warm-up, on every rank."""
         return self.first - 1 <= self.num_batches < self.first + self.num
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -116,7 +116,7 @@ class Profile(Callback):
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=self.num, repeat=1)
-        # acc_events changes nothing in a schedule of one cycle; without it torch 2.11 warns of what a next one would clear.
+        # acc_events has no effect on a schedule with one cycle; without it torch 2.11 warns about a next cycle.
         profiler = torch.profiler.profile(
             activities=activities, schedule=schedule, on_trace_ready=self._keep, acc_events=True
         )
@@ -129,7 +129,7 @@ class Profile(Callback):
         if self._profiler is None or not was_recording:
             return
         if state.device.name == "gpu" and self.num_batches in (self.first, self.first + self.num):
-            torch.cuda.synchronize()  # what is before the first and in the last is where it belongs
+            torch.cuda.synchronize()  # so that kernels count for the right batch
         self._profiler.step()
         if self.num_batches == self.first + self.num:
             self._profiler.stop()
@@ -148,7 +148,7 @@ class Profile(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self._profiler is not None:
-            self._profiler.on_trace_ready = None  # half a recording says nothing
+            self._profiler.on_trace_ready = None  # half a recording is useless
             self._profiler.stop()
             self._profiler = None
         if self.num_batches < self.first + self.num:

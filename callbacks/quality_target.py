@@ -1,7 +1,6 @@
-"""Stops a run at the first evaluation that meets its target, and says how long that took.
+"""Stops a run at the first evaluation that meets its target, and reports how long that took.
 
-The decision is made of the evaluations that the run record keeps: they are the same on all ranks, and after a restart, and
-so is the decision.
+The decision depends only on the evaluations in the run record, so it is the same on all ranks and after a restart.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from composer import Callback, Logger, State
 from cli.log import log
 
 TARGET_KEYS = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval", "fid", "clip")
-"""What a run with a target has on its result line beside the rest."""
+"""Additional keys of the result line of a run with a target."""
 
 
 class QualityTarget(Callback):
     """Ends training once the target is met.
 
     Args:
-        is_met: whether an evaluation meets it.
+        is_met: whether an evaluation meets the target.
         evaluations: those of this run so far, in order.
     """
 
@@ -36,7 +35,7 @@ class QualityTarget(Callback):
         return next((line for line in self.evaluations() if self.is_met(line)), None)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.batch_checkpoint(state, logger)  # an evaluation that was owed comes at the start
+        self.batch_checkpoint(state, logger)  # a missed evaluation is made at the start
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if (line := self.reached) is not None:
@@ -44,12 +43,12 @@ class QualityTarget(Callback):
             log.info(f"target: {said(line)}. Training stops.")
 
     def result(self) -> dict[str, Any]:
-        """Return TARGET_KEYS: of the evaluation that met it, or figures of the last one and `missed`."""
+        """Return TARGET_KEYS of the evaluation that met the target; else the last one's metrics and `missed`."""
         return outcome(self.evaluations(), self.reached)
 
 
 def outcome(evaluations: Sequence[Mapping[str, Any]], reached: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return TARGET_KEYS for a list of evaluations of which one, or none, met the target."""
+    """Return TARGET_KEYS for a list of evaluations; `reached` is the one that met the target, or None."""
     last = reached or (evaluations[-1] if evaluations else {})
     to_target = reached or {}
     values = (
@@ -64,6 +63,6 @@ def outcome(evaluations: Sequence[Mapping[str, Any]], reached: Mapping[str, Any]
 
 
 def said(line: Mapping[str, Any]) -> str:
-    """Return an evaluation that met its target in words."""
+    """Describe an evaluation that met its target."""
     figures = " and ".join(f"{key.upper()} {line[key]:.6g}" for key in ("fid", "clip") if line.get(key) is not None)
     return f"reached with {figures} after {line['images']:,} images and {line['seconds']:.1f} s of training"

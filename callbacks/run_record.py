@@ -1,14 +1,14 @@
-"""The run record: what a run leaves behind.
+"""Writes the run record, the files of a run.
 
 RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration, written once; with another run_name it repeats the run
                     later.yaml         what later starts were given otherwise, and what the run has found
                    environment.json    versions, commit, device, machine
-                   starts.jsonl        a line a start: when, from which batch, on what; the first one names the run's id;
-                                       how long it took, where its process came to an end of its own
-                   metrics.jsonl       a line a window: batch, images, loss (mean since the last edge), clocks, speed;
-                                       a line an evaluation (evaluation: true): figures, and what they depend on
-                   metrics.cut.jsonl   lines of batches that a resume went back behind, and of windows that it finished
-                   bad_samples.jsonl   number, key and reason of each sample that could not be used, where there is one
+                   starts.jsonl        one line per start: time, first batch, hardware; the run's id (first start); how
+                                       long it took, if its process was not killed
+                   metrics.jsonl       one line per window: batch, images, loss (mean since the last edge), clocks, speed;
+                                       one per evaluation (evaluation: true): metrics, and what they depend on
+                   metrics.cut.jsonl   lines that a resume removed: later batches, and unfinished windows
+                   bad_samples.jsonl   number, key and reason of each unusable sample, if there are any
                    summary.json        flat: the result line's keys under the same names, device, versions, commit
 """
 
@@ -42,27 +42,27 @@ SCHEMA = 1
 
 
 class Samples(Protocol):
-    """What a record asks of the loader."""
+    """The interface of the loader for the record."""
 
     bad_samples: Mapping[int, tuple[str, str]]
     """sample id -> (key, reason), of this rank so far."""
 
     def check(self, bad_samples: Mapping[int, tuple[str, str]]) -> None:
-        """Raise ValueError where these, of all ranks, are too many."""
+        """Raise ValueError if these unusable samples of all ranks are too many."""
 
 
 class RunRecord(Callback):
-    """Writes the record on rank 0: a line a window, a line an evaluation, the summary.
+    """Writes the record on rank 0: a line per window, a line per evaluation, and the summary.
 
     Args:
-        folder: of this run; made by `start`.
+        folder: of this run; created by `start`.
         keys: of the resolved configuration.
-        facts: what summary.json says beside the figures (device, image_size, stage, preset, ...).
-        throughput: the callback that closes windows; it has to stand before this one.
-        gradient_norm: the norms since the window began, read and begun again here; it stands before this one.
-        losses: of every batch; ends the run where one is not finite.
-        samples: the loader, which knows this rank's unusable samples and how many are too many; None: synthetic data.
-        how: what else a speed depends on beside the devices (the keys of speed, the microbatch); a run may go on with others.
+        facts: further keys of summary.json (device, image_size, stage, preset, ...).
+        throughput: the callback that closes windows; it has to come before this one.
+        gradient_norm: the window's gradient norms, read and reset here; it has to come before this one.
+        losses: of every batch; stops the run if one is not finite.
+        samples: the loader, which counts this rank's unusable samples and knows the limit; None: synthetic data.
+        how: other settings that affect speed (the keys of speed, the microbatch size); a resumed run may change them.
 
     `evaluations`: those of this run so far, in order, the same on all ranks.
     """
@@ -103,33 +103,33 @@ class RunRecord(Callback):
         self._is_writer = dist.get_global_rank() == 0
 
     def start(self, batch: int, *, images: int = 0, began: float | None = None, lost: Collection[str] = ()) -> None:
-        """Begin or go on with the record, at this batch; rank 0 cuts it back to there and keeps what it cuts.
+        """Begin or resume the record at this batch. Rank 0 cuts later lines off metrics.jsonl and keeps them elsewhere.
 
         Args:
             images: at this batch.
-            began: seconds since 1970 at which this start began; None: now.
-            lost: files of which a part is missing (record.files.lost_history), for all summaries from here on.
+            began: when this start began, in seconds since 1970; None: now.
+            lost: files with missing parts (record.files.lost_history), named in all summaries from now on.
 
         Raises:
-            ConfigError: what is there cannot be read; nothing is written then.
-            OSError: it cannot be written.
+            ConfigError: an existing file is unreadable; nothing is written then.
+            OSError: a file cannot be written.
         """
         self.environment = environment()
         self._begun_at = batch
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             names = (STARTS, BAD_SAMPLES, METRICS)
-            earlier, bad, metrics = (read_lines(self.folder / name) for name in names)  # before anything is written
+            earlier, bad, metrics = (read_lines(self.folder / name) for name in names)  # before writing anything
             self.num_starts = max((line.get("start", 1) for line in [*earlier, *metrics]), default=0) + 1
             self.run_id = run_id_of(self.folder) or uuid.uuid4().hex[:8]
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
             own = {**start, **where, "how": self.how, **({"lost": list(lost)} if lost else {})}
-            self.keys.write(self.folder)  # first: a folder without it is no run
+            self.keys.write(self.folder)  # first: a folder without it is not a run
             self._starts = [*earlier, own]
             write_whole(self.folder / STARTS, as_lines(self._starts))
             write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
-            (self.folder / "summary.json").unlink(missing_ok=True)  # it would say that the run is finished
+            (self.folder / "summary.json").unlink(missing_ok=True)  # it would mark the run as finished
             if earlier or batch:
                 earlier_sec = None if {STARTS, METRICS} & set(self.lost) else seconds_of_starts(self.folder)
                 setup_sec = 0.0 if began is None else max(0.0, time.time() - began)
@@ -143,47 +143,47 @@ class RunRecord(Callback):
             self.loss = kept[-1]["loss"] if kept else None
             self._last_edge = max((line["batch"] for line in kept if not line.get("unfinished")), default=0)
             if bad:
-                write_whole(self.folder / BAD_SAMPLES, as_lines(bad))  # without a line that a killed writer left
+                write_whole(self.folder / BAD_SAMPLES, as_lines(bad))  # drops an unfinished line of a killed writer
             for line in bad:
                 self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
         shared = [(self.all_bad_samples, self._last_edge, self.evaluations)]
         dist.broadcast_object_list(shared)
-        # All ranks decide alike on how many are too many, and on whether the target is met.
+        # All ranks need the same data to decide on the limit of unusable samples and on the target.
         self.all_bad_samples, self._last_edge, self.evaluations = shared[0]
 
     @property
     def lost(self) -> list[str]:
-        """The files of which the starts of this run have found a part missing."""
+        """The files in which any start of this run found a part missing."""
         return sorted({str(name) for start in self._starts for name in start.get("lost", [])})
 
     def about(self) -> dict[str, Any]:
-        """Return whose figures are made in this process: which start, where, by which code and keys of speed."""
+        """Return facts about this process: start, machine, code and keys of speed."""
         return {"start": self.num_starts, **{key: self.environment[key] for key in ("device", "commit")}, **self.how}
 
     def _has_speed_of(self, start: Mapping[str, Any]) -> bool:
-        """True where an earlier start ran as this one does: speeds of another machine or of other keys are not this one's."""
+        """True if an earlier start used the same machine and keys of speed, so that their speeds can be combined."""
         is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))
         how = {RENAMED.get(key, key): value for key, value in start.get("how", self.how).items()}
-        return is_same and how == self.how  # one of an older version may not say how: it counts
+        return is_same and how == self.how  # older versions did not record `how`: they count
 
     def _cut_back(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
-        """Leave the lines to be kept in metrics.jsonl and return them; the others go to metrics.cut.jsonl."""
+        """Keep and return some lines of metrics.jsonl; move the others to metrics.cut.jsonl."""
         path = self.folder / METRICS
         whole = read_lines(path)
         texts = path.read_bytes().split(b"\n") if path.exists() else []
         kept = [line for line in whole if is_kept(line)]
         cut = [text for text, line in zip(texts, whole, strict=False) if not is_kept(line)]
-        cut += [text for text in texts[len(whole) :] if text]  # what a killed writer left
+        cut += [text for text in texts[len(whole) :] if text]  # an unfinished line of a killed writer
         if cut:
             with open(self.folder / CUT, "ab") as file:
                 file.write(b"".join(text + b"\n" for text in cut))
             write_whole(path, as_lines(kept))
         elif texts and texts[-1]:
-            write_whole(path, as_lines(kept))  # its last line has no end
+            write_whole(path, as_lines(kept))  # or its last line is unfinished
         return kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the losses since the last edge, the last of them this batch's; what there was."""
+        """Return the losses since the last edge, up to this batch, and the numbers of lines and starts."""
         return {
             "losses": list(self.losses.of_window),
             "batch": self._batch,
@@ -192,19 +192,19 @@ class RunRecord(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the losses over, so that the next line's mean has every batch since the last edge."""
+        """Load the losses, so that the next line's mean includes every batch since the last edge."""
         num = max(0, state["batch"] - self._last_edge)  # a line may have been written after the checkpoint
         self.losses.of_window = state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :]
         if not self.losses.of_window:
             self.gradient_norm.restart()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        if self._is_writer:  # a window that the end of a shorter training closed is finished now
+        if self._is_writer:  # finish a window that an earlier, shorter training closed
             self._num_lines = len(self._cut_back(lambda line: not line.get("unfinished")))
             self.throughput.windows = [line for line in self.throughput.windows if not line.get("unfinished")]
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        self._lr = state.optimizers[0].param_groups[0]["lr"]  # of this batch: at its end the next one's is set already
+        self._lr = state.optimizers[0].param_groups[0]["lr"]  # this batch's; at its end the next one's is already set
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self._batch = state.timestamp.batch.value
@@ -240,7 +240,7 @@ class RunRecord(Callback):
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
-        """Keep an evaluation; all ranks call it with the same one."""
+        """Record an evaluation; all ranks call it with the same line."""
         seconds = {"start_sec": self.throughput.start_sec}
         whole = {"schema": SCHEMA, "start": self.num_starts, **seconds, "evaluation": True, **line}
         self.evaluations.append(whole)
@@ -251,7 +251,7 @@ class RunRecord(Callback):
         logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
 
     def _gather_bad_samples(self) -> None:
-        """Bring the unusable samples of all ranks together, once a window; all ranks then decide alike."""
+        """Gather all ranks' unusable samples once per window, so that all ranks decide the same."""
         if self.samples is None:
             return
         known = len(self.all_bad_samples)
@@ -267,23 +267,23 @@ class RunRecord(Callback):
 
     @contextlib.contextmanager
     def clocked(self) -> Iterator[None]:
-        """Stop the clocks when what is done within has come to its end, in whatever way, and keep what they have."""
+        """Stop the clocks at the end of the context, even after an error, and record them."""
         try:
             yield
         finally:
             self.throughput.stop()
             if self._is_writer:
                 self._starts[-1]["seconds"] = self.throughput.start_sec
-                with contextlib.suppress(OSError):  # a disk that is full is said by what follows, or has ended the run
+                with contextlib.suppress(OSError):  # a full disk is reported by the next write, or has ended the run
                     write_whole(self.folder / STARTS, as_lines(self._starts))
 
     def finish(self, outcome: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write summary.json and return the result line's figures, rounded as both show them.
+        """Write summary.json and return the result line's values, rounded as in both.
 
         Args:
-            outcome: what a run with a target, or with evaluations, has beside them.
+            outcome: further keys of a run with a target or with evaluations.
         """
-        if self.losses.of_window:  # of batches that no window of this start has closed
+        if self.losses.of_window:  # batches that no window of this start has closed
             self.loss = self.losses.mean()
         figures = {**self.throughput.result(), "loss": self.loss}
         figures["batches"] = max(figures["batches"], self._begun_at)
@@ -293,7 +293,7 @@ class RunRecord(Callback):
             "schema": SCHEMA,
             **result,
             **rest,
-            **(outcome or {}),  # whole: a target is compared with it again
+            **(outcome or {}),  # not rounded: it is compared with a target again
             "bad_samples": len(self.all_bad_samples),
             "starts": self.num_starts,
             "history_lost": self.lost,

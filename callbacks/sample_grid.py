@@ -1,7 +1,7 @@
-"""Grids of samples for fixed prompts: one picture an evaluation, the same prompt and noise at the same place in each.
+"""Sample grids for fixed prompts: one image per evaluation, with the same prompt and noise at the same place in each.
 
 RUN/samples/im000000512000.png     W&B: `samples/grid`
-RUN/samples/captions.txt           a line an image, in rows from the left
+RUN/samples/captions.txt           one line per image, row by row from the left
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def write_grid(folder: Path, num_images: int, samples: Sequence[tuple[str, Tenso
 
     Args:
         folder: of the run.
-        num_images: seen by then.
-        samples: caption and image, (3, H, W) uint8.
+        num_images: images seen so far.
+        samples: captions and images, (3, H, W) uint8.
     """
     if not samples:
         return
@@ -48,5 +48,5 @@ def write_grid(folder: Path, num_images: int, samples: Sequence[tuple[str, Tenso
     place.mkdir(parents=True, exist_ok=True)
     Image.fromarray(grid.permute(1, 2, 0).numpy()).save(place / f"im{num_images:012d}.png")
     (place / "captions.txt").write_text("".join(f"{printable(caption)}\n" for caption, _ in samples))
-    # Not as a table: W&B asks its server about tables, offline too, and for ever (seen with wandb 0.18.7).
+    # Not as a table: for tables, W&B queries its server forever, even offline (seen with wandb 0.18.7).
     logger.log_images(grid.permute(1, 2, 0).numpy(), name="samples/grid", channels_last=True, use_table=False)

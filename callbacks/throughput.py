@@ -3,18 +3,18 @@
     train        from the arrival of a batch to the end of its step     the only clock that feeds images_per_sec
     data_wait    the host waits for the next batch
     eval         evaluation
-    other        checkpoints, logging and what stands between batches
+    other        checkpoints, logging and everything else between batches
 
-At any moment one clock runs; Composer's events switch it. The device is synchronised at window edges only, so that
-measuring does not slow what is measured. Windows end at the same batches of the run in every start. The first
-`measure.warmup_batches` batches of a start belong to no measured window, nor do batches that a profiler recorded. The figure
-of a run is the median over its measured windows, with the least and the greatest. On several ranks each clock of a window is
-the slowest rank's, so images_per_sec errs to the low side.
+Exactly one clock runs at a time; Composer's events switch it. The device is synchronised only at window edges, so that
+measuring does not slow training. Windows end at the same batches in every start of the run. A measured window contains none
+of a start's first `measure.warmup_batches` batches and no batch recorded by the profiler. A run's speed is the median over
+its measured windows, reported with minimum and maximum. On several ranks, each clock of a window is the slowest rank's, so
+images_per_sec is rather too low than too high.
 
-images_per_sec_wall is what the run delivered: all its images over all four clocks of all its starts, on rank 0. The clocks
-run from the first start's first wait for data to the last checkpoint or evaluation; those of a later start from the begin of
-its process, so that what a restart costs is in: building, and batches that come again. The time between starts is not, nor
-what a process that was killed did after its last line in metrics.jsonl: nobody knows it.
+images_per_sec_wall is the run's overall speed: all its images over all four clocks of all its starts, on rank 0. The clocks
+run from the first start's first wait for data to the last checkpoint or evaluation. In later starts they run from the
+process's beginning, so the cost of a restart (building, repeated batches) is included. Not included are the time between
+starts, and a killed process's time after its last line in metrics.jsonl, which is unknown.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from cli.limits import limited
 
 CLOCKS = ("train", "data_wait", "eval", "other")
 
-# Peak of dense matrix products, TFLOP/s, by part of the device's name: the makers' published figures, without sparsity.
-# Not measured here; summary.json says which one MFU divided by, and `measure.peak_tflops` replaces it.
+# Peak TFLOP/s of dense matrix products, by part of the device's name: the makers' published figures, without sparsity.
+# Not measured here. summary.json names the peak that MFU used, and `measure.peak_tflops` overrides it.
 PEAK_TFLOPS = {
     "GB200": {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0},
     "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0},
@@ -54,32 +54,32 @@ class MeasureConfig:
     """The clocks and their windows."""
 
     window_batches: int = limited(10, 1)
-    """Batches in a window: one line of metrics.jsonl, one reading of the clocks."""
+    """Batches per window. Each window gives one line of metrics.jsonl and one reading of the clocks."""
     warmup_batches: int = limited(10, 0)
-    """First batches of each start, which belong to no measured window."""
+    """First batches of each start that are not measured."""
     peak_tflops: float | None = limited(None, 0.0, above=True)
-    """What MFU divides by, for one device. null: from the table of known GPUs."""
+    """Peak TFLOP/s of one device, which MFU divides by. null: from the table of known GPUs."""
     expected_images_per_sec: float | None = limited(None, 0.0, above=True)
-    """Speed over all ranks, for the time that --print_config estimates. null: no estimate."""
+    """Speed over all ranks, used by --print_config to estimate the time. null: no estimate."""
 
     def is_edge(self, batch: int) -> bool:
-        """True where a window ends after so many batches of the run, whichever start trains them."""
+        """True if a window ends after this many batches of the run; the same in every start."""
         after_warmup = batch - self.warmup_batches
         return after_warmup == 0 or (after_warmup if after_warmup > 0 else batch) % self.window_batches == 0
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Return the peak of a known device in TFLOP/s, else None: no MFU is better than one over a guess."""
+    """Return a known device's peak in TFLOP/s, else None: no MFU is better than one based on a guess."""
     known = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in device_name), {})
     return known.get(precision)
 
 
 class Throughput(Callback):
-    """Reads the clocks at window edges; `closed_window` holds the last window's figures while its batch ends.
+    """Reads the clocks at window edges; `closed_window` has the last window's values until its batch has ended.
 
     Args:
         config: window, warm-up and peak.
-        flops_per_image: of a whole training step, see training/cost.py.
+        flops_per_image: FLOP per image of a training step, see training/cost.py.
         peak: TFLOP/s that MFU divides by, or None.
     """
 
@@ -90,7 +90,7 @@ class Throughput(Callback):
         self.closed_window: dict[str, Any] | None = None
         self.windows: list[dict[str, Any]] = []
         self.num_batches = 0  # in this process; `windows` has those before a resume too
-        self.first_step_seconds: float | None = None  # of this process: what is compiled or tuned is in it
+        self.first_step_seconds: float | None = None  # of this process, with compiling and autotuning
         self.images = 0  # of the run, by now
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
         self._running, self._since = "other", time.perf_counter()
@@ -102,25 +102,25 @@ class Throughput(Callback):
         self._images_before = 0
 
     def go_on(self, images: int, *, earlier_sec: float | None, setup_sec: float) -> None:
-        """Go on with a run that was started before.
+        """Resume a run that was started before.
 
         Args:
-            images: of the run, by now.
-            earlier_sec: all clocks of the starts before; None: they are lost, and with them the figure that divides by them.
-            setup_sec: of this start, by now.
+            images: of the run so far.
+            earlier_sec: all clocks of earlier starts; None: they are lost, so there is no images_per_sec_wall.
+            setup_sec: setup time of this start so far.
         """
         self.images, self._earlier_sec, self._is_restart = images, earlier_sec, True
         self._total_sec, self._since = setup_sec, time.perf_counter()
 
     @property
     def start_sec(self) -> float:
-        """All clocks of this start by now, on this rank."""
+        """All clocks of this start so far, on this rank."""
         if not self._is_stopped:
             self._switch(self._running)
         return self._total_sec
 
     def stop(self) -> None:
-        """Stop the clocks: what follows is no part of the run."""
+        """Stop the clocks: the rest is not part of the run."""
         self._switch(self._running)
         self._is_stopped = True
 
@@ -138,11 +138,11 @@ class Throughput(Callback):
             torch.cuda.reset_peak_memory_stats()
         self._switch("other")
         self._clocks = dict.fromkeys(CLOCKS, 0.0)
-        if not self._is_restart:  # building is no part of a run, but of what a restart costs
+        if not self._is_restart:  # building counts only in a restart, as part of its cost
             self._total_sec = 0.0
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        self._switch("data_wait")  # the loader's workers start, or start over
+        self._switch("data_wait")  # the loader's workers start or restart
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self._switch("data_wait")
@@ -153,7 +153,7 @@ class Throughput(Callback):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Have the clock of evaluation run; what the device still has to do of training is waited for first."""
+        """Run the evaluation clock; first wait for the device to finish its training work."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         before = self._running
@@ -164,7 +164,7 @@ class Throughput(Callback):
             self._switch(before)
 
     def disturb(self) -> None:
-        """Have the window of now count as none that was measured: something slows its batches."""
+        """Mark the current window as not measured: something slows its batches."""
         self._is_disturbed = True
 
     def epoch_end(self, state: State, logger: Logger) -> None:
@@ -185,7 +185,7 @@ class Throughput(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self.closed_window = None
-        if self._window_batches:  # the rest of a duration that is no whole number of windows
+        if self._window_batches:  # the last, partial window
             self._close_window(state, unfinished=True)
 
     # --- what they say ---
@@ -194,7 +194,7 @@ class Throughput(Callback):
         if state.device.name == "gpu":
             torch.cuda.synchronize()
         self._switch("other")
-        # One reduction a window: the slowest rank's clocks and the fullest rank's memory.
+        # One reduction per window: the slowest rank's clocks and the largest memory use.
         readings = torch.tensor([*self._clocks.values(), peak_mem_gib(state.device.name == "gpu")], dtype=torch.float64)
         readings = state.device.tensor_to_device(readings)
         dist.all_reduce(readings, reduce_operation="MAX")
@@ -216,13 +216,13 @@ class Throughput(Callback):
         }
         self.windows.append(self.closed_window)
         self._switch("other")
-        self._clocks = dict.fromkeys(CLOCKS, 0.0)  # the reading itself belongs to no window
+        self._clocks = dict.fromkeys(CLOCKS, 0.0)  # the reading itself is part of no window
         self._window_batches = 0
         self._is_disturbed = False
         self._images_before = state.timestamp.sample.value
 
     def result(self) -> dict[str, Any]:
-        """Return the run's figures; those of speed are None where no batch was measured."""
+        """Return the run's values; speeds are None if no batch was measured."""
         measured = [window for window in self.windows if not (window["warmup"] or window.get("profiled"))]
         # A last, partial window counts only where there is no whole one.
         whole = [window for window in measured if window["window_batches"] == self.config.window_batches] or measured
@@ -252,7 +252,7 @@ class Throughput(Callback):
 
 
 def peak_mem_gib(on_gpu: bool) -> float:
-    """Return the most that was allocated by torch on a GPU, or resident on a CPU (Linux gives KiB)."""
+    """Return the peak memory: allocated by torch on a GPU, resident on a CPU (Linux gives KiB)."""
     if on_gpu:
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -88,7 +88,7 @@ def parse_command_line(argv: Sequence[str], aliases: Mapping[str, Alias], *, tak
     while rest:
         word = rest.pop(0)
         if "=" not in word and (possible := text_possible(word)):
-            problems.append(Problem(f"command line: '{shown(word)}' is no path. Possible: {possible}."))
+            problems.append(Problem(f"command line: '{shown(word)}' is not a path. Possible: {possible}."))
         elif takes_places and (kind_of_path(word) == "folder" or not (word.startswith("-") or "=" in word)):
             places.append(word)
         elif word in ("--print_config", "--print-config"):

@@ -75,7 +75,7 @@ def _is_ours(file: str) -> bool:
 def text_of(error: BaseException) -> str:
     """Return what an error says; where its text is not ours, what it is comes first."""
     if (why := _why_ended(error)) is not None and not _is_own(error):
-        return f"{str(error).splitlines()[0]} {why} The same command goes on from the last checkpoint."
+        return f"{str(error).splitlines()[0]} {why} The same command resumes from the last checkpoint."
     return str(error) if _is_own(error) or _is_message(error) else f"{type(error).__name__}: {error}"
 
 

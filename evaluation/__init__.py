@@ -1,4 +1,4 @@
 """Prompts -> images -> FID and CLIP score; score tables and plots.
 
-training/ and all above it come in. Imports zoo/, record/, weights/ and what lies below.
+training/ and everything above it import this room. It imports zoo/, record/, weights/ and the rooms below them.
 """

@@ -1,13 +1,13 @@
-"""CLIP score: how well images fit their captions, as the cosine between an OpenCLIP pair's two features.
+"""CLIP score: how well images fit their captions, measured by the cosine between OpenCLIP's image and text features.
 
     pair = load_clip("open_clip_pytorch_model.bin").to(device)
     score = CLIPScore()
     for ...: score.update(pair.encode_images(images), pair.encode_texts(captions), ids)
     score.compute(), times_100(score.compute())
 
-The figure is the mean cosine as MLPerf's reference has it (Hessel et al. 2021, arXiv:2104.08718, without its factor 2.5):
-neither clamped nor multiplied, in float32 with sums in float64; or in float16 as that has it, which rounds each cosine and
-the mean of them (float16 has steps of 0.00012 at 0.15: 0.149964 becomes 0.150024).
+The score is the mean cosine, as in MLPerf's reference (Hessel et al. 2021, arXiv:2104.08718, without its factor 2.5):
+neither clamped nor multiplied, in float32 with sums in float64. The reference computes in float16, which is possible
+here too: it rounds each cosine and the mean (float16 has steps of 0.00012 at 0.15: 0.149964 becomes 0.150024).
 
 Shapes: B batch, H W height and width in px, E features, e.g. 1024 for ViT-H-14.
 """
@@ -37,19 +37,19 @@ TINY = {
     "vision_cfg": {"image_size": 224, "layers": 2, "width": 64, "head_width": 32, "patch_size": 32},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
 }
-"""open_clip's model config of the random pair; 49408 words are its tokenizer's."""
+"""open_clip's model config of the random pair; 49408 is its tokenizer's vocabulary."""
 PLAIN = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu"}
-"""What a model config of open_clip's class CLIP has."""
-CONFIG_FILE = "open_clip_config.json"  # lies beside published weights: model_cfg and preprocess_cfg
+"""The keys of a model config for open_clip's class CLIP."""
+CONFIG_FILE = "open_clip_config.json"  # published beside the weights; has model_cfg and preprocess_cfg
 TEXTS_A_PASS = 64
-THREADS = 8  # PIL lets go of the interpreter while it resizes
+THREADS = 8  # PIL releases the GIL while it resizes
 
 
 class CLIPScore(Float64Sums):
-    """Sum of cosines and number of images, added up over batches and ranks.
+    """The mean cosine, from the sum of cosines and the number of images over batches and ranks.
 
     Args:
-        in_half: round features, cosines and mean to float16, as MLPerf's reference, whose numpy averages an array of float16.
+        in_half: round features, cosines and mean to float16, as MLPerf's reference does: numpy averages its float16 array.
     """
 
     higher_is_better = True
@@ -91,7 +91,7 @@ class CLIPScore(Float64Sums):
 
 
 def times_100(score: float | Tensor) -> float:
-    """Return a mean cosine as torchmetrics prints it: 100 times, and 0 where it is below."""
+    """Return a mean cosine as torchmetrics prints it: times 100, and 0 if negative."""
     return max(100.0 * float(score), 0.0)
 
 
@@ -102,10 +102,10 @@ class ClipPair:
     """OpenCLIP's image and text tower; made by `load_clip`.
 
     Attributes:
-        name: open_clip's name of the architecture, with `random` in it where the weights are.
-        fingerprint: SHA-256 of the file; of random weights a digest of their own.
+        name: open_clip's name of the architecture; contains `random` if the weights are random.
+        fingerprint: SHA-256 of the file; for random weights, a digest of the weights.
         num_features: E.
-        precision: of the towers; fp32 at first.
+        precision: of the towers; initially fp32.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class ClipPair:
         return self
 
     def preprocess(self, images: Tensor) -> Tensor:  # [0, 1] (B, 3, H, W) -> (B, 3, 224, 224), on the CPU
-        """Cut images to 8 bits and put each through open_clip's own transform for validation, in threads.
+        """Convert images to 8 bits and apply open_clip's own validation transform to each, in threads.
 
-        By PIL, although torchvision resizes whole batches, ten times as fast: from 512 px it is a level of 255 off in
-        0.4 % of the values. An image takes 7 ms of a core, generating it a fifth of a second of a GPU, or more.
+        It uses PIL. torchvision resizes whole batches ten times as fast, but from 512 px it is off by one level of 255 in
+        0.4 % of the values. PIL takes 7 ms of a core per image; generating the image takes 0.2 s of a GPU or more.
         """
         from torchvision.transforms.functional import to_pil_image
 
@@ -141,7 +141,7 @@ class ClipPair:
             return F.normalize(self.network.encode_image(self.preprocess(images).to(self.device)).float(), dim=-1)
 
     def encode_texts(self, captions: Sequence[str]) -> Tensor:
-        """Return features of length 1, (N, E) float32. What was encoded before is kept, on the CPU, and not encoded again."""
+        """Return features of length 1, (N, E) float32. Features are cached on the CPU, so each caption is encoded once."""
         import open_clip
 
         new = [caption for caption in dict.fromkeys(captions) if caption not in self._texts]
@@ -158,15 +158,15 @@ def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None 
     """Build a pair on the CPU, without any download.
 
     Args:
-        weights: a file of OpenCLIP's state dict (open_clip_pytorch_model.bin, .safetensors or any of torch.save); or
+        weights: a file with OpenCLIP's state dict (open_clip_pytorch_model.bin, .safetensors, or any file of torch.save);
             "random", for tests and trials; or the miniature's pair (evaluation/shapes.py).
-        architecture: open_clip's name or model config. None: that of the open_clip_config.json beside the file, which
-            says how images are normalised, too; without one ViT-H-14 or ViT-L-14, told by the file's shapes, with
-            OpenAI's normalisation and GELU. (Weights trained with QuickGELU want "ViT-L-14-quickgelu" here: shapes do
-            not show it.)
+        architecture: open_clip's name or model config. None: taken from open_clip_config.json beside the file, which also
+            gives the normalisation of images. Without that file: ViT-H-14 or ViT-L-14, recognised by the weights' shapes,
+            with OpenAI's normalisation and GELU. (For weights trained with QuickGELU give "ViT-L-14-quickgelu"; the
+            shapes do not show it.)
 
     Raises:
-        ValueError: no such file, an unknown architecture, or weights of another one.
+        ValueError: no such file, an unknown architecture, or weights of another architecture.
     """
     if str(weights) == RANDOM:
         network, transform, num_features = _build(architecture or TINY, {})
@@ -185,7 +185,7 @@ def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None 
 
 
 def _config_beside(path: Path) -> tuple[str | Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the model and its preprocessing as the config beside a weights file has them, or None."""
+    """Return the model and its preprocessing from the config beside a weights file, or None."""
     beside = path.with_name(CONFIG_FILE)
     if not beside.is_file():
         return None
@@ -240,7 +240,7 @@ def _build(architecture: str | Mapping[str, Any], preprocess: Mapping[str, Any])
             network = open_clip.CLIP(**config)
         settings = merge_preprocess_dict(PreprocessCfg(size=size), dict(preprocess))
         return network, image_transform_v2(PreprocessCfg(**settings), is_train=False), config["embed_dim"]
-    except Exception as error:  # its dataclasses and modules raise as they come for a config that is none
+    except Exception as error:  # for an invalid config, its dataclasses and modules raise errors of many types
         said = architecture if isinstance(architecture, str) else ", ".join(architecture)
         raise ValueError(
             f"CLIP architecture: '{said}' cannot be built ({type(error).__name__}: {error}). Possible: open_clip's plain "

@@ -1,14 +1,15 @@
-"""Frechet inception distance from sums: the memory is the same for ten images and for thirty thousand.
+"""Frechet inception distance from running sums: the memory does not grow with the number of images.
 
     sums = FeatureSums(2048)
     for ...: sums.update(extractor(images), ids)
     distance = frechet_distance(sums.compute(), read_statistics("val2014_30k_stats.npz", 2048))
 
 Heusel et al. 2017 (arXiv:1706.08500), equation 6: d^2 = |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)) for two Gaussians with
-means m and covariances A, B of an image network's features. A file of statistics is pytorch-fid's: an .npz with `mu` and
-`sigma`.
+means m and covariances A, B of an image network's features. Statistics files have pytorch-fid's format: an .npz with `mu`
+and `sigma`.
 
-Kernel inception distance is not here: its cubic kernel from sums alone needs third moments, D^3 numbers (69 GB at D = 2048).
+Kernel inception distance is not offered: from sums alone, its cubic kernel needs third moments, D^3 numbers (69 GB at
+D = 2048).
 
 Shapes: B batch, D features, e.g. 2048.
 """
@@ -27,10 +28,10 @@ from torch import Tensor
 
 from evaluation.numerics import Float64Sums, require_finite
 
-BLOCK = 256  # columns that are multiplied at once: fast from 128 to 512 on a CPU
-FLOAT32_ROUNDING = 1e-5  # of the largest value: what a covariance computed in float32 may be off
+BLOCK = 256  # columns multiplied at once; 128 to 512 are fast on a CPU
+FLOAT32_ROUNDING = 1e-5  # relative to the largest value: error allowed in a covariance computed in float32
 LARGEST = {"mu": float(torch.finfo(torch.float32).max), "sigma": float(torch.finfo(torch.float32).max) ** 2}
-"""Features are float32: what is beyond is of none, and would overflow in the distance."""
+"""Features are float32. Larger values cannot come from features, and would overflow in the distance."""
 
 
 class Statistics(NamedTuple):
@@ -41,21 +42,21 @@ class Statistics(NamedTuple):
     covariance: np.ndarray
     """(D, D) float64, unbiased, symmetric."""
     num_images: int | None = None
-    """That it comes from; None where a file does not say it."""
+    """Number of images they come from; None if the file does not say."""
 
 
 # --- files ---
 
 
 def read_statistics(path: str | Path, num_features: int | None = None) -> Statistics:
-    """Read a file of statistics: `mu`, `sigma`, and `num_images` where it has one.
+    """Read a file of statistics: `mu`, `sigma`, and `num_images` if present.
 
     Args:
-        path: an .npz as `write_statistics` and pytorch-fid write it; nothing pickled is read.
-        num_features: of the image network that the other statistics come from.
+        path: an .npz as written by `write_statistics` or pytorch-fid; pickled content is refused.
+        num_features: number of features of the image network; None: any.
 
     Raises:
-        ValueError: no such file, no .npz, other keys or shapes, values that cannot be, or of another network.
+        ValueError: no such file, no .npz, other keys or shapes, invalid values, or another number of features.
     """
     arrays = _read_npz(Path(path).expanduser())
     if "mu" not in arrays or "sigma" not in arrays:
@@ -74,7 +75,7 @@ def read_statistics(path: str | Path, num_features: int | None = None) -> Statis
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
-    """Read what a file says of its statistics, e.g. {"extractor": "inception-2015-12-05"}; of pytorch-fid's: nothing.
+    """Read a file's facts about its statistics, e.g. {"extractor": "inception-2015-12-05"}; pytorch-fid's files have none.
 
     Raises:
         ValueError: no such file, or no .npz.
@@ -83,14 +84,14 @@ def read_facts(path: str | Path) -> dict[str, Any]:
 
 
 def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[str, str | int | float]) -> None:
-    """Write a file of statistics, whole or not at all; one that is there is replaced.
+    """Write a file of statistics, whole or not at all. An existing file is replaced.
 
     Args:
-        path: used as it is, no suffix is added.
+        path: no suffix is added.
         facts: further single values, e.g. the image network's name, fingerprint and resize.
 
     Raises:
-        ValueError: the statistics are none that could be read again.
+        ValueError: the statistics are invalid and could not be read again.
         OSError: the file cannot be written.
     """
     mean, covariance, num_images = statistics
@@ -118,7 +119,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except Exception as error:  # numpy raises a dozen classes for a file that is none of its own
+    except Exception as error:  # numpy raises a dozen classes of errors for a foreign file
         said = (str(error).splitlines() or [""])[0][:120]
         raise ValueError(
             f"{path}: cannot be read as an .npz ({type(error).__name__}: {said}). Possible: one that numpy.savez wrote, "
@@ -127,7 +128,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _problem(mean: np.ndarray, covariance: np.ndarray, num_features: int | None) -> str | None:
-    """Say why these are no mean and covariance, or None."""
+    """Say why these are not a mean and a covariance, or None."""
     shapes = f"mu is {mean.dtype} {mean.shape}, sigma is {covariance.dtype} {covariance.shape}"
     if (
         mean.ndim != 1
@@ -157,9 +158,9 @@ def _problem(mean: np.ndarray, covariance: np.ndarray, num_features: int | None)
 class FeatureSums(Float64Sums):
     """Number, sum and sum of outer products of features, added up over batches and ranks.
 
-    The sums are of the features as they are, not of differences to some centre: they then add up over ranks without a
-    word between them, and in float64 cancellation costs the covariance about log10(mean^2 / variance) of 16 digits, which
-    is one digit for Inception's features. Only the blocks on and above the diagonal are computed, half of the work.
+    Features are not centred, so the ranks' sums can simply be added at the end. In float64, cancellation costs the
+    covariance about log10(mean^2 / variance) of 16 digits: one digit for Inception's features. Only the blocks on and
+    above the diagonal are computed, half of the work.
 
     Args:
         num_features: D.
@@ -202,7 +203,7 @@ class FeatureSums(Float64Sums):
 
 
 def covariance_warning(num_images: int | None, num_features: int) -> str | None:
-    """Say that there are too few images for a covariance of full rank, or None."""
+    """Return the warning that there are too few images for a covariance of full rank, or None."""
     if num_images is None or num_images > num_features:
         return None
     return (
@@ -215,13 +216,13 @@ def covariance_warning(num_images: int | None, num_features: int) -> str | None:
 
 
 def reference_for(path: str | Path, extractor: Any) -> Statistics:
-    """Read the statistics that an image network's are to be compared with, after checking that they can be.
+    """Read reference statistics, and check that they were made with this image network.
 
     Args:
-        extractor: evaluation.inception.Extractor; its name, fingerprint and resize are compared with those in the file.
+        extractor: evaluation.inception.Extractor; its name, fingerprint and resize have to equal those in the file.
 
     Raises:
-        ValueError: what `read_statistics` refuses, a matrix that is no covariance, or statistics of another way to features.
+        ValueError: see `read_statistics`; a matrix that is not a covariance; or another network, fingerprint or resize.
     """
     statistics, made = read_statistics(path, extractor.num_features), read_facts(path)
     try:
@@ -237,15 +238,15 @@ def reference_for(path: str | Path, extractor: Any) -> Statistics:
 
 
 def frechet_distance(a: Statistics, b: Statistics) -> float:
-    """Return the squared Frechet distance of two Gaussians (equation 6); what is called FID.
+    """Return the FID: the squared Frechet distance of two Gaussians (equation 6).
 
-    With A = F F^T and B = G G^T, A B has the non-zero eigenvalues of (F^T G)(F^T G)^T, so the trace of its square root is the
-    sum of the singular values of F^T G. Nothing is squared on the way, whose rounding a root would bring back as 1e-8, no
-    matrix that is not symmetric is taken apart, and a singular covariance, from fewer images than features, needs no
-    epsilon on its diagonal: its factor is only narrower.
+    With A = F F^T and B = G G^T, A B has the non-zero eigenvalues of (F^T G)(F^T G)^T. So the trace of its square root is
+    the sum of the singular values of F^T G. This avoids three problems. Nothing is squared, so no rounding error of 1e-16
+    grows to 1e-8 in a root. Only symmetric matrices are factored. And a singular covariance (fewer images than features)
+    needs no epsilon on its diagonal: its factor just has fewer columns.
 
     Raises:
-        ValueError: different numbers of features, a matrix that is no covariance, or numbers too large for the distance.
+        ValueError: different numbers of features, a matrix that is not a covariance, or values too large for the distance.
     """
     if a.mean.shape != b.mean.shape:
         raise ValueError(
@@ -255,7 +256,7 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
     difference = a.mean - b.mean
     product = _factor(a.covariance).T @ _factor(b.covariance)  # (rank of A, rank of B)
     overlap = torch.linalg.svdvals(product).sum().item() if product.isfinite().all() else math.inf
-    with np.errstate(over="ignore", invalid="ignore"):  # what is no number is refused
+    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are refused below
         squared = difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * overlap
     if not math.isfinite(squared):
         means = " and ".join(f"{np.abs(part.mean).max():.6g}" for part in (a, b))
@@ -264,7 +265,7 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
 
 
 def _factor(covariance: np.ndarray) -> Tensor:  # (D, D) -> (D, rank)
-    """Return F with F F^T = covariance, by Cholesky where it has full rank, else by its eigenvectors."""
+    """Return F with F F^T = covariance: by Cholesky if it has full rank, else from its eigenvectors."""
     matrix = torch.from_numpy(covariance)
     lower, failed = torch.linalg.cholesky_ex(matrix)
     if not failed:
@@ -275,5 +276,5 @@ def _factor(covariance: np.ndarray) -> Tensor:  # (D, D) -> (D, rank)
             f"FID: a covariance has the eigenvalue {values[0]:.6g}, the largest is {values[-1]:.6g}. A covariance has none "
             "below 0. Make these statistics again."
         )
-    is_kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps  # the rest is rounding
+    is_kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps  # the rest is rounding error
     return vectors[:, is_kept] * values[is_kept].sqrt()

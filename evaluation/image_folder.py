@@ -1,6 +1,6 @@
-"""Pictures in a folder, as evaluations read them: by name, decoded as they are, in batches of one size.
+"""Read a folder's images for an evaluation: sorted by name, decoded, in batches of equal size.
 
-Nothing is turned by EXIF and transparency is dropped, as in pytorch-fid: statistics of a folder are then the same as its.
+EXIF rotation is ignored and transparency is dropped, as in pytorch-fid, so that both give a folder the same statistics.
 
 Shapes: B batch, H W height and width in px.
 """
@@ -22,10 +22,10 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 def list_images(folder: str | Path) -> list[Path]:
-    """Return a folder's images, sorted by name; folders in it are not looked into.
+    """Return a folder's images, sorted by name; subfolders are ignored.
 
     Raises:
-        ValueError: there is no such folder, or no image in it.
+        ValueError: the folder does not exist or has no image.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -43,11 +43,11 @@ def read_image(path: Path, size_px: int | None = None) -> Tensor:  # -> uint8 (3
     """Decode an image.
 
     Args:
-        size_px: resize it to a square of this side first, by PIL's bicubic and without keeping the aspect, as MLPerf's
-            script for COCO does; None: as it is.
+        size_px: resize it to a square of this side, by PIL's bicubic and without keeping the aspect ratio, as MLPerf's
+            script for COCO does; None: no resize.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the image is unreadable.
     """
     try:
         with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
@@ -66,14 +66,14 @@ def read_image(path: Path, size_px: int | None = None) -> Tensor:  # -> uint8 (3
 def image_batches(
     paths: Sequence[Path], batch_size: int, size_px: int | None = None, workers: int = 4
 ) -> Iterator[tuple[list[Path], Tensor]]:
-    """Yield (paths, uint8 (B, 3, H, W)) in order; a batch ends early where the next image has another size.
+    """Yield (paths, uint8 (B, 3, H, W)) in order; a batch ends early if the next image has another size.
 
     Args:
         size_px: see `read_image`.
-        workers: threads that decode ahead, two batches at most.
+        workers: threads that decode ahead, at most two batches.
 
     Raises:
-        ValueError: an image cannot be read.
+        ValueError: an image is unreadable.
     """
     batch: list[tuple[Path, Tensor]] = []
     with ThreadPoolExecutor(workers) as pool:
@@ -92,7 +92,7 @@ def image_batches(
                     batch = []
                 batch.append((path, image.result()))
         finally:
-            pool.shutdown(cancel_futures=True)  # after an error what is ahead is not decoded
+            pool.shutdown(cancel_futures=True)  # after an error, cancel decoding ahead
     if batch:
         yield _stacked(batch)
 

@@ -1,12 +1,12 @@
-"""The image network of FID: TensorFlow's Inception of 2015, as the package pytorch-fid has ported it.
+"""The image network of FID: TensorFlow's Inception of 2015, as ported by the package pytorch-fid.
 
     extractor = load_inception("pt_inception-2015-12-05-6726825d.pth", resize="bilinear299").to(device)
     features = extractor(images)
 
-Two ways from an image to the network's 299 x 299 px are in use, and give other scores:
+Two ways of resizing an image to the network's 299 x 299 px are in use. They give different scores:
 
-    bilinear299   as MLPerf's reference: float32 as it comes from the decoder, bilinear without antialias
-    bicubic256    as NVIDIA's submissions: first 8 bits, and PIL's bicubic to 256 x 256 px; then as above
+    bilinear299   MLPerf's reference: the decoder's float32 output, bilinear without antialias
+    bicubic256    NVIDIA's submissions: rounded to 8 bits, then PIL's bicubic to 256 x 256 px; then as above
 
 Shapes: B batch, H W height and width in px, D features, 2048 for Inception.
 """
@@ -38,14 +38,14 @@ SIDE_PX, FIRST_SIDE_PX = 299, 256
 
 
 class Extractor(Protocol):
-    """An image network as FID takes it; a miniature's own can stand where Inception does.
+    """The interface of FID's image network. The miniature has its own instead of Inception.
 
     Attributes:
-        name: of the network, with `random` in it where its weights are.
+        name: of the network; contains `random` if its weights are random.
         fingerprint: of its weights.
-        resize: how images are brought to its size.
+        resize: how images are resized for it.
         num_features: D.
-        precision: of the features; fp32 at first.
+        precision: of the features; initially fp32.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Inception:
         return self
 
     def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, 2048)
-        """Return the features, in float32 or float16 as `precision` says, whatever autocast is on outside."""
+        """Return the features in float32 or float16, as `precision` says. An outer autocast has no effect."""
         assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
         with computing(self.device, self.precision):
             if self.resize == "bicubic256":
@@ -87,14 +87,14 @@ class Inception:
 
 
 def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extractor:
-    """Build Inception on the CPU, or the miniature's image network, which takes images as they are.
+    """Build Inception, or the miniature's image network (which does not resize), on the CPU.
 
     Args:
-        weights: path of pytorch-fid's file, known by its SHA-1; or "random", for tests and trials: kept from dying out on
-            the way through the layers, and otherwise without meaning; or the shapes' reader (evaluation/shapes.py).
+        weights: path of pytorch-fid's file, checked by its SHA-1; "random", for tests and trials (scaled so that signals
+            keep their size through the layers, otherwise meaningless); or the miniature's reader (evaluation/shapes.py).
 
     Raises:
-        ValueError: no such file, another one, or another `resize`.
+        ValueError: no such file, another file, or an unknown `resize`.
     """
     if resize not in get_args(Resize):
         raise ValueError(f"resize: '{resize}' is not known. Possible: {', '.join(get_args(Resize))}.")
@@ -119,10 +119,10 @@ def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extra
 
 
 def _build() -> nn.Module:
-    """Build the network, classifier included; its weights are to be filled in.
+    """Build the network with its classifier; the caller loads the weights.
 
-    torchvision's Inception3 with other averages in three kinds of block: what pytorch_fid.inception.fid_inception_v3 puts
-    together, which cannot be called because it fetches weights.
+    It is torchvision's Inception3 with other average pools in three kinds of blocks, as in
+    pytorch_fid.inception.fid_inception_v3. That function cannot be called because it downloads weights.
     """
     from pytorch_fid.inception import FIDInceptionA, FIDInceptionC, FIDInceptionE_1, FIDInceptionE_2
     from torchvision.models import inception as parts
@@ -150,13 +150,13 @@ def _random_network() -> nn.Module:
         torch.manual_seed(RANDOM_SEED)
         network = _build()
         for module in network.modules():
-            if isinstance(module, nn.Conv2d):  # torch's own start halves the signal at each of 20 layers
+            if isinstance(module, nn.Conv2d):  # torch's own initialisation halves the signal at each of 20 layers
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     return network
 
 
 def pil_bicubic(images: Tensor, side_px: int) -> Tensor:  # [0, 1] (B, 3, H, W) -> [0, 1] (B, 3, side, side), on the CPU
-    """Cut images to 8 bits, as `to_pil_image` does, and resize each by PIL's bicubic; the aspect is not kept."""
+    """Convert images to 8 bits, as `to_pil_image` does, and resize each by PIL's bicubic; the aspect ratio is not kept."""
     pixels = (images * 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     resized = [Image.fromarray(one).resize((side_px, side_px), Image.Resampling.BICUBIC) for one in pixels]
     return torch.from_numpy(np.stack([np.asarray(one) for one in resized])).permute(0, 3, 1, 2) / 255

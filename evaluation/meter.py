@@ -1,14 +1,14 @@
-"""Images in, figures out: the networks and the sums of one evaluation.
+"""The networks and sums of one evaluation: images in, metrics out.
 
     meter = Meter(inception=..., statistics=..., clip=...)
     with meter.on(device):
         for ...: meter.add(images, numbers, captions)
         figures = meter.figures()      # {"num_images": ..., "fid": ..., "clip": ..., "clip_x100": ...}
 
-On a GPU a batch is measured while the next one is generated: `add` measures the batch before, on a stream of its own, when
-the caller has given the GPU the next one to do. What runs on processor cores (PIL's resizing) and the waits for its results
-then need not hold up the GPU (not measured: no GPU was at hand). Nothing is left to a thread: in one the precision that
-measuring sets for itself would reach the sampler.
+On a GPU, a batch is measured while the next one is generated. The caller queues the next batch's generation and calls `add`,
+which measures the batch before on a separate stream. So work on CPU cores (PIL's resizing) and waits for results do not have
+to hold up the GPU (not measured: no GPU was at hand). No thread is used: the precision settings of measuring would affect
+the sampler too.
 
 Shapes: B batch, H W height and width in px.
 """
@@ -35,31 +35,31 @@ from evaluation.inception import Resize, load_inception
 from evaluation.numerics import Precision
 from weights.tensors import tensor_specs
 
-QUEUE_SEC = 3.0  # covers what the host does between two batches
+QUEUE_SEC = 3.0  # covers the host's work between two batches
 
 
 class Given(NamedTuple):
-    """A batch that waits to be measured."""
+    """A batch that is not measured yet."""
 
     images: Tensor
     """(B, 3, H, W) float32 in [0, 1]."""
     numbers: Sequence[int]
     captions: Sequence[str]
     generated: torch.cuda.Event | None
-    """None on a CPU: they are there."""
+    """None on a CPU: the images are ready."""
 
 
 class Meter:
     """The networks and sums of one evaluation.
 
     Args:
-        inception, statistics: of FID: weights of the image network, and what its features are compared with; or neither.
-        resize: how images come to that network.
+        inception, statistics: for FID: weights of the image network, and the reference statistics; or neither.
+        resize: how images are resized for that network.
         clip: weights of the CLIP pair; None: no CLIP score.
         precision: of the networks; fp16: as MLPerf's reference, which also rounds images, cosines and means to float16.
 
     Raises:
-        ValueError: a file cannot be read, or is another one than it has to be.
+        ValueError: a file is unreadable or is the wrong one.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Meter:
         self.reset()
 
     def say_what_is_short(self, num_images: int) -> None:
-        """Warn, once for all ranks, of what makes figures that compare with few others."""
+        """Warn, on one rank, of settings that make scores hard to compare."""
         if self.extractor is not None and (text := covariance_warning(num_images, self.extractor.num_features)):
             log.info(f"eval: {text}")
         if self.extractor is not None and self.extractor.resize == "bicubic256" and not self._says_resize:
@@ -109,13 +109,13 @@ class Meter:
     def reset(self) -> None:
         """Begin a new evaluation."""
         self._given: Given | None = None
-        own = {"sync_on_compute": False}  # the sums are added up here, once, and rank 0 alone computes
+        own = {"sync_on_compute": False}  # `figures` adds up the sums once, and rank 0 alone computes
         self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features, **own)
         self.cosines = None if self.pair is None else CLIPScore(in_half=self.in_half, **own)
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Have the networks on a device for as long as an evaluation takes: training wants the memory back."""
+        """Keep the networks on a device during an evaluation only: training needs the memory."""
         parts = [part for part in (self.extractor, self.pair, self.features, self.cosines) if part is not None]
         try:
             for part in parts:
@@ -133,11 +133,11 @@ class Meter:
         """Take a batch, and measure the one before it; `figures` measures the last.
 
         Args:
-            images: (B, 3, H, W) float32 in [0, 1]; on a GPU they may still be in the making.
-            numbers, captions: of the first images; the rest only fills the batch, so that every pass has one shape.
+            images: (B, 3, H, W) float32 in [0, 1]; on a GPU their computation may still be queued.
+            numbers, captions: of the first images; the others are padding, so that every pass has the same shape.
 
         Raises:
-            ValueError: names the prompts of what is not finite in the batch before.
+            ValueError: the batch before has non-finite values; names their prompts.
         """
         given = Given(images, numbers, captions, None if self._aside is None else torch.cuda.Event())
         if given.generated is not None:
@@ -147,14 +147,14 @@ class Meter:
 
     @torch.no_grad()
     def measure_given(self) -> None:
-        """Measure the batch that waits, where one does. Raises ValueError: names the prompts of what is not finite."""
+        """Measure the waiting batch, if there is one. Raises ValueError: non-finite values; names their prompts."""
         given, self._given = self._given, None
         if given is None:
             return
         if given.generated is None:
             self._measure(given)
             return
-        # The host waits for these images alone. What is queued behind them runs while they are measured.
+        # The host waits for these images only. Work queued after them runs while they are measured.
         given.generated.synchronize()
         with torch.cuda.stream(self._aside):
             given.images.record_stream(self._aside)
@@ -178,11 +178,11 @@ class Meter:
 
     @property
     def is_waiting(self) -> bool:
-        """True while the last batch that was added is not measured yet."""
+        """True while the last added batch is not measured yet."""
         return self._given is not None
 
     def sums(self) -> dict[str, dict[str, Tensor]]:
-        """Return the sums of what has been measured on this rank, on the CPU: metric -> state -> its copy."""
+        """Return this rank's sums so far, copied to the CPU: metric -> state -> tensor."""
         metrics = {"features": self.features, "cosines": self.cosines}
         return {
             name: {state: getattr(metric, state).detach().cpu().clone() for state in metric._reductions}
@@ -191,7 +191,7 @@ class Meter:
         }
 
     def go_on_from(self, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take up kept sums, in the place of nothing measured. Raises ValueError: they are of other metrics."""
+        """Resume from saved sums; nothing may be measured yet. Raises ValueError: they are of other metrics."""
         own, given = ({n: tensor_specs(states) for n, states in each.items()} for each in (self.sums(), sums))
         if own != given:
             raise ValueError(f"sums: {given}, not {own}")
@@ -202,10 +202,10 @@ class Meter:
             metric._update_count = 1  # else torchmetrics warns that nothing was measured
 
     def figures(self) -> dict[str, Any]:
-        """Add up the ranks' sums and return the figures, which rank 0 computes for all.
+        """Add up the ranks' sums and return the metrics, which rank 0 computes for all.
 
         Raises:
-            ValueError: as `add`, of the last batch.
+            ValueError: as in `add`, for the last batch.
         """
         self.measure_given()
         for metric in (self.features, self.cosines):
@@ -226,17 +226,17 @@ class Meter:
 
 
 class Pace:
-    """Keeps the GPU's queue of sampling steps to some seconds: a stop has to wait for what is queued.
+    """Limits the GPU's queue of sampling steps to a few seconds, because a stop has to wait for the queue.
 
-    Without it the host would queue a whole batch of images, a quarter of a minute of an H200, and the one before.
+    Without it the host would queue a whole batch of images (15 s on an H200) behind the one before.
     """
 
     def __init__(self) -> None:
         self._steps: deque[torch.cuda.Event] = deque()
-        self._num_ahead = 2  # until it is known how long one takes
+        self._num_ahead = 2  # until the time of a step is known
 
     def step(self) -> None:
-        """Note that a step has been queued; wait where that makes too many."""
+        """Record that a step was queued; wait if there are too many."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._steps.append(event)
@@ -248,7 +248,7 @@ class Pace:
 
 
 def _add_up(metric: Metric) -> None:
-    """Sum a metric's states over the ranks in place: torchmetrics' own way gathers all of them on each first."""
+    """Sum a metric's states over the ranks in place; torchmetrics itself would gather all states on every rank first."""
     for name in metric._reductions:
         dist.all_reduce(getattr(metric, name), reduce_operation="SUM")
 

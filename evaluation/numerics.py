@@ -1,4 +1,4 @@
-"""What every score here keeps to: sums in float64, networks in one precision, and no number that is none."""
+"""Numerics of all scores: sums in float64, networks in one fixed precision, finite values only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 Precision = Literal["fp32", "fp16"]
-"""fp32: full, whatever the run computes in. fp16: under autocast, as MLPerf's reference has its whole validation."""
+"""fp32: full, whatever the run's precision. fp16: under autocast, as in all validation of MLPerf's reference."""
 
 
 class Float64Sums(Metric):
-    """A metric whose states are sums and stay in their own type, whoever casts the model around them.
+    """A metric whose states are sums. They keep their type when the module around them is cast.
 
-    torchmetrics keeps `half()` and the like away from a metric, but not from one inside a module that is cast with
-    `to(dtype)`, and not its own `set_dtype`.
+    torchmetrics ignores `half()` and the like on a metric. It does not ignore `to(dtype)` on a module that contains one, nor
+    its own `set_dtype`.
     """
 
     full_state_update = False
@@ -37,11 +37,11 @@ def require_finite(values: Tensor, what: str, ids: Sequence[int | str] | Tensor 
 
     Args:
         values: (B, ...)
-        what: the values in words, for the message.
-        ids: prompt ids, one a row; None: rows are named by their number in the batch.
+        what: the values' name in the message.
+        ids: prompt ids, one per row; None: rows are named by their index in the batch.
 
     Raises:
-        ValueError: naming the prompts.
+        ValueError: a value is not finite; names the prompts.
     """
     assert ids is None or len(ids) == len(values), f"{len(ids)} ids for {len(values)} rows"
     finite = values.isfinite().flatten(1).all(dim=1) if values.ndim > 1 else values.isfinite()
@@ -74,16 +74,16 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def computing(device: torch.device, precision: Precision) -> Iterator[None]:
-    """Compute without gradients in full float32, or under fp16 autocast; on a CPU by its own list of what stays float32."""
+    """Compute without gradients in full float32, or under fp16 autocast (on a CPU with torch's CPU list of float32 ops)."""
     with full_float32(device), torch.autocast(device.type, dtype=torch.float16, enabled=precision == "fp16"):
         yield
 
 
 def _tf32_switches() -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute, value for float32) of what allows TensorFloat-32 in this torch.
+    """Return (owner, attribute, value for float32) of every switch for TensorFloat-32 in this torch.
 
-    From torch 2.9 on `allow_tf32` is a view of `fp32_precision`: it writes "none" where "ieee" or "tf32" may have stood, and
-    cannot be read where matmul, conv and rnn were set apart (aten/src/ATen/Context.cpp).
+    From torch 2.9 on, `allow_tf32` is a view of `fp32_precision`. Writing it replaces "ieee" or "tf32" by "none", and
+    reading it fails if matmul, conv and rnn have different values (aten/src/ATen/Context.cpp).
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     if not hasattr(matmul, "fp32_precision"):

@@ -1,7 +1,7 @@
 """The prompts of an evaluation: the MLPerf reference's val2014_30k.tsv, or any file like it.
 
-Tab-separated, UTF-8, with a header; the columns `image_id`, `id` and `caption` may stand in any order, others are left out.
-Quotes as pandas writes them: a caption with a quotation mark in it stands in quotation marks, its own doubled.
+Tab-separated, UTF-8, with a header. The columns `image_id`, `id` and `caption` may have any order; others are ignored.
+Quoting as in pandas: a caption that contains a quotation mark is put in quotation marks, and its own are doubled.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from cli.limits import MAX_CAPTION
 from cli.masking import printable
 
 COLUMNS = ("image_id", "id", "caption")
-QUOTES = (
-    'Its quotation marks do not close, or are not doubled: a caption that has some stands in them, as in """a"" cat"'
-)
+QUOTES = 'Its quotation marks do not close, or are not doubled: quote a caption that has some, as in """a"" cat"'
 EXAMPLE = f"Its first line has to be {' TAB '.join(COLUMNS)}, as in the MLPerf reference's val2014_30k.tsv"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A caption to generate an image for; `number` names it, and its noise, for ever."""
+    """A caption to generate an image for; its noise depends on `number`."""
 
     number: int
     """The column `id`."""
@@ -45,7 +43,7 @@ class PromptSet:
 
     @property
     def partial(self) -> bool:
-        """True where not all prompts of the file are used: a smoke run, whose score is none."""
+        """True if not all prompts of the file are used: a smoke run, whose score counts for no target."""
         return len(self.prompts) < self.num_in_file
 
 
@@ -53,11 +51,11 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
     """Read a file of prompts.
 
     Args:
-        num_prompts: use the first so many; None: all.
+        num_prompts: use only the first ones; None: all.
 
     Raises:
-        ValueError: it cannot be read, lacks a column or has it twice, or has a line that is no prompt; says which, and what
-            to do.
+        ValueError: the file is unreadable, lacks a column, has one twice, or has an invalid line. The message says which,
+            and what to do.
     """
     try:
         content = Path(path).expanduser().read_bytes()
@@ -67,7 +65,7 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start:,}). {EXAMPLE}.") from error
     rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
-    prompts, begin = [], 1  # where a row begins: with a quotation mark that does not close it goes on over many lines
+    prompts, begin = [], 1  # where a row begins: after an open quotation mark it spans many lines
     try:
         header = next(rows, [])
         _check_header(path, header)
@@ -103,13 +101,13 @@ def _check_header(path: str, header: Sequence[str]) -> None:
 
 def _prompt(path: str, line: int, header: Sequence[str], row: Sequence[str]) -> Prompt:
     if len(row) != len(header):
-        raise ValueError(f"{path}: line {line:,} has {len(row)} columns, its header {len(header)}. Mend that line.")
+        raise ValueError(f"{path}: line {line:,} has {len(row)} columns, its header {len(header)}. Fix that line.")
     cells = dict(zip(header, row, strict=True))
     numbers = {}
     for name in ("id", "image_id"):
         if not re.fullmatch("-?[0-9]{1,4000}", cells[name]):  # int() takes 1_0 and other scripts' digits, too
             raise ValueError(
-                f"{path}: line {line:,} has {name} '{printable(cells[name][:40])}', no whole number. Mend it."
+                f"{path}: line {line:,} has {name} '{printable(cells[name][:40])}', not a whole number. Fix it."
             )
         numbers[name] = int(cells[name])
     caption = cells["caption"].strip()

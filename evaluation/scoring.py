@@ -4,11 +4,11 @@
     images -> image network -> sums of features, float64 ---> all-reduced -> mean, covariance -> FID against a file
     images, captions -> CLIP pair -> sum of cosines, float64 -> all-reduced -> mean
 
-A score is a flat dictionary: its figures, and with them everything that they depend on: how many images, which networks
-by their fingerprints, which resize, sampler, guidance and weights. Two scores compare where all of that is alike.
+A score is a flat dictionary: the metrics and everything that they depend on (number of images, networks' fingerprints,
+resize, sampler, guidance, weights). Two scores can be compared if all of that is equal.
 
-An evaluation of the benchmark takes a quarter of an hour to an hour. So each rank keeps its sums once a minute, and at a
-signal, which all ranks hear between two steps of the sampler; the same evaluation goes on with the prompts that are not done.
+An evaluation of the benchmark takes 15 to 60 minutes. So each rank saves its sums once a minute and at a signal, which all
+ranks check between two sampling steps. The same evaluation later resumes with the remaining prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EVERY_IMAGES = 512_000  # of the MLPerf benchmark
 CPU_BATCH_SIZE = 16
 GPU_BATCH_SIZES = (64, 32, 16, 8, 4, 2, 1)
 FIGURES = ("num_images", "fid", "clip", "clip_x100", "eval_sec", "eval_images_per_sec")
-"""What a score has measured; its other keys say of what."""
+"""A score's metrics; its other keys say how they were measured."""
 
 
 @dataclass(frozen=True)
@@ -47,56 +47,56 @@ class EvalConfig:
     """How a run is scored: FID and CLIP score."""
 
     when: Literal["in_training", "after", "off"] = "off"
-    """in_training: every `every_images`. after: snapshots are written there, and eval.py scores them. off: never."""
+    """in_training: every `every_images`. after: write snapshots at these points, for eval.py to score. off: never."""
     every_images: int | None = limited(None, 1)
     """Images between two evaluations, rounded up to whole batches. null: 512000."""
     prompts: str | None = None
     """Tab-separated file with image_id, id and caption, such as the MLPerf reference's val2014_30k.tsv."""
     num_prompts: int | None = limited(None, 1)
-    """Use only the first so many. Such a score is partial and meets no target. null: all."""
+    """Use only the first prompts of the file. Such a score is partial and meets no target. null: all."""
     guidance: Scales = limited(8.0, 0.0)
-    """Scale of classifier-free guidance; 1: none. eval.py also takes a list."""
+    """Classifier-free guidance scale; 1: none. eval.py also takes a list."""
     steps: int = limited(50, MIN_STEPS, MAX_STEPS)
-    """Steps of the sampler."""
+    """Sampling steps."""
     sampler: SamplerName = "ddim"
     """How an image is drawn from noise."""
     weights: Literal["ema", "training"] | None = None
-    """Which weights are scored. null: the EMA weights where there are any."""
+    """Which weights are scored. null: the EMA weights if the run has them."""
     statistics: str | None = None
     """Reference statistics for FID: .npz with mu and sigma, from prepare.fid_statistics. null: no FID."""
     inception: str | None = None
     """Weights of FID's image network, pt_inception-2015-12-05-6726825d.pth, or `random`. null: no FID."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
-    """How images come to that network: as in the MLPerf reference, or through 256 pixels as in NVIDIA's submissions."""
+    """How images are resized for that network: as in the MLPerf reference, or through 256 px as in NVIDIA's submissions."""
     precision: Literal["fp32", "fp16"] = "fp32"
-    """Precision of the networks that measure. fp16: autocast and rounding as in the MLPerf reference."""
+    """Precision of the scoring networks. fp16: autocast and rounding as in the MLPerf reference."""
     clip: str | None = None
     """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14), or `random`. null: no CLIP score."""
     image_size: Pixels | None = limited(None, 1, MAX_SIDE_PX, usual="512, or [width, height]")
-    """Pixels of the generated images: a number, or [width, height]. null: those of training."""
+    """Size of the generated images in pixels: a number, or [width, height]. null: as in training."""
     batch_size: int | None = limited(None, 1, 2**16)
-    """Images a pass on each device. null: found once in a run, at its first evaluation."""
+    """Images per pass on each device. null: found at the run's first evaluation."""
     samples: int = limited(16, 0, 1024)
-    """Images in the grid of samples, those of the first prompts. 0: no grid."""
+    """Images in the sample grid, from the first prompts. 0: no grid."""
 
     def problems(self, *, now: bool, images_alone: bool = False) -> list[tuple[str, str]]:
-        """(key, message) for files that are missing.
+        """(key, message) for every missing file or key.
 
         Args:
-            now: it is evaluated here: its files have to be there.
-            images_alone: images are there already: FID needs no prompts.
+            now: this run evaluates, so its files have to exist.
+            images_alone: the images exist already, so FID needs no prompts.
         """
         return self._file_problems(images_alone) if now else []
 
     def resolved(self, global_batch_size: int, *, has_ema: bool) -> EvalConfig:
-        """Fill in what null stands for; every_images becomes whole batches."""
+        """Replace null by its value; every_images becomes whole batches."""
         if self.when == "off":
             return self
         every = rounded_up(self.every_images or EVERY_IMAGES, global_batch_size)
         return dataclasses.replace(self, every_images=every, weights=self.weights or ("ema" if has_ema else "training"))
 
     def meter(self) -> Meter:
-        """Build what measures, on the CPU. Raises ValueError: a file cannot be read, or is another one."""
+        """Build the meter on the CPU. Raises ValueError: a file is unreadable or is the wrong one."""
         return Meter(
             inception=self.inception,
             statistics=self.statistics,
@@ -106,7 +106,7 @@ class EvalConfig:
         )
 
     def guidances(self) -> list[float]:
-        """Return the scales of guidance."""
+        """Return the guidance scales."""
         given = self.guidance if isinstance(self.guidance, list | tuple) else [self.guidance]
         return [float(value) for value in given]
 
@@ -131,19 +131,19 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """The quality target: training ends where one evaluation meets all that is given."""
+    """The quality target: training ends when one evaluation meets all given thresholds."""
 
     fid: float | None = limited(None, 0.0)
-    """FID at most; 90 in the MLPerf benchmark. null: not asked for."""
+    """Highest FID; 90 in the MLPerf benchmark. null: no threshold."""
     clip: float | None = limited(None, -MOST, MOST)
-    """CLIP score at least, as a cosine; 0.15 in the MLPerf benchmark. null: not asked for."""
+    """Lowest CLIP score, as a cosine; 0.15 in the MLPerf benchmark. null: no threshold."""
 
     @property
     def is_given(self) -> bool:
         return self.fid is not None or self.clip is not None
 
     def is_met(self, score: Mapping[str, Any]) -> bool:
-        """True where a score meets it; a partial one never does."""
+        """True if a score meets the target; a partial one never does."""
         if not self.is_given or score["partial"]:
             return False
         fid, clip = score["fid"], score["clip"]
@@ -151,7 +151,7 @@ class TargetConfig:
         return fid_met and (self.clip is None or (clip is not None and clip >= self.clip))
 
     def problems(self, config: EvalConfig) -> list[tuple[str, str]]:
-        """(key, message) for what the evaluation cannot decide."""
+        """(key, message) for every threshold that is invalid or that the evaluation does not measure."""
         found = []
         for key, needs in (("fid", config.statistics), ("clip", config.clip)):
             value = getattr(self, key)
@@ -164,7 +164,7 @@ class TargetConfig:
 
 
 class Generator(Protocol):
-    """What is scored; `model.LatentDiffusion` is one."""
+    """The interface of a model that can be scored, e.g. `model.LatentDiffusion`."""
 
     family: Family
     device: torch.device
@@ -186,24 +186,24 @@ class Generator(Protocol):
 
 
 class _Heard(Exception):
-    """A signal, in the midst of a batch of images."""
+    """A signal arrived while a batch was generated."""
 
 
 class Scorer:
     """Scores models by one section `eval`; networks and prompts are read once.
 
     Args:
-        config: when is not looked at.
-        size: of the images where eval.image_size is null, px.
+        config: `when` is ignored.
+        size: of the images if eval.image_size is null, px.
         seed: of the prompts' noise, which is the run's.
-        settings: of the model, beyond its weights: what else a score depends on (precision, prediction).
-        show_progress: a bar with the time left, on rank 0.
-        found: takes the batch size when it has been found, on rank 0.
-        parts: where an evaluation that is not whole is kept; None: nowhere.
-        signal: returns the signal that this rank has had, 0: none; it is obeyed within an evaluation.
+        settings: the model's settings that a score depends on, besides its weights (precision, prediction).
+        show_progress: show a bar with the time left, on rank 0.
+        found: called with the batch size when it has been found, on rank 0.
+        parts: where an unfinished evaluation is saved; None: nowhere.
+        signal: returns the signal that this rank has received, 0: none; checked during an evaluation.
 
     Raises:
-        ValueError: prompts, statistics or weights cannot be used; says why.
+        ValueError: prompts, statistics or weights are unusable; says why.
     """
 
     def __init__(
@@ -232,10 +232,10 @@ class Scorer:
         self.meter.say_what_is_short(len(self.prompt_set.prompts))
         self.batch_size, self.work = config.batch_size, None
         self.samples: list[tuple[str, Tensor]] = []
-        """Of the last score, on rank 0: caption and image (3, H, W) uint8 of the first prompts."""
+        """Captions and images, (3, H, W) uint8, of the last score's first prompts, on rank 0."""
 
     def settings(self, guidance: float) -> dict[str, Any]:
-        """Return everything that a score at this guidance depends on, but the weights that are scored."""
+        """Return everything that a score at this guidance depends on, except the scored weights."""
         return {
             "num_prompts": len(self.prompt_set.prompts),
             "partial": self.prompt_set.partial,
@@ -251,9 +251,9 @@ class Scorer:
         }
 
     def find_batch_size(self, model: Generator) -> None:
-        """Find how many images a pass fit every rank's memory beside what it holds, where that is not known.
+        """Set the batch size, if it is not known, to the largest that fits every rank's free memory.
 
-        On a CPU it is fixed: more gain nothing there. Raises ValueError: not one image fits.
+        On a CPU it is fixed: a larger one is no faster there. Raises ValueError: not even one image fits.
         """
         if self.batch_size is not None:
             return
@@ -261,7 +261,7 @@ class Scorer:
         if model.device.type == "cuda":
             self.meter.reset()
             with self.meter.on(model.device):
-                # The first evaluation of a resumed run comes before its gradients, the later ones beside them.
+                # A resumed run's first evaluation comes before its gradients exist; later ones need memory beside them.
                 gradients = [torch.empty_like(p) for p in model.parameters() if p.requires_grad and p.grad is None]
                 fits = next((size for size in GPU_BATCH_SIZES if self._fits(model, size)), 0)
                 del gradients
@@ -273,7 +273,7 @@ class Scorer:
         self.found(self.batch_size)
 
     def _fits(self, model: Generator, size: int) -> bool:
-        """Try to generate and to measure so many at once."""
+        """Try to generate and measure this many images at once."""
         try:
             text, shape = model.family.tokenize([""] * size), model.family.latent_shape(self.size)
             ways = dict(sampler="ddim", steps=MIN_STEPS, guidance=max(self.config.guidances()))
@@ -289,13 +289,13 @@ class Scorer:
             torch.cuda.empty_cache()
 
     def score(self, model: Generator, guidance: float) -> dict[str, Any]:
-        """Generate an image for each prompt and score them; all ranks call it and get the same.
+        """Generate an image for each prompt and score them. All ranks call it and get the same score.
 
-        Its seconds are those of all starts that it took, as far as they were kept.
+        Its seconds include earlier starts of this evaluation, as far as their parts were saved.
 
         Raises:
             ValueError: images or features are not finite; names the prompts.
-            ranks.Signalled: a rank has had a signal; what was scored by then is kept.
+            ranks.Signalled: a rank has received a signal; the sums so far are saved.
         """
         began = time.monotonic()
         self.find_batch_size(model)
@@ -324,7 +324,7 @@ class Scorer:
         return {**figures, **self.settings(guidance), **measured}
 
     def _begin(self, model: Generator, guidance: float, began: float) -> Work:
-        """Begin an evaluation, or go on with what is kept of it."""
+        """Begin an evaluation, or resume its saved parts."""
         rank, num_ranks, told = dist.get_global_rank(), dist.get_world_size(), [""]
         if self.parts is not None:
             if rank == 0:
@@ -341,29 +341,29 @@ class Scorer:
         )
 
     def _of(self, model: Generator, guidance: float) -> str:
-        """Return everything that says which evaluation this is."""
+        """Return the text that identifies this evaluation."""
         of = {"weights": fingerprint(model), "encoders": dict(model.encoders.fingerprints)}
         of |= {"samples": self.config.samples, "ranks": dist.get_world_size(), **self.settings(guidance)}
         return json.dumps(of, sort_keys=True)
 
     def written(self) -> None:
-        """Note that the last score is written: what was kept of it can go."""
+        """The last score is written: remove its parts."""
         if self.work is not None:
             self.work.forget()
 
     def forget(self, model: Generator, guidance: float) -> None:
-        """Remove what was kept of a score that is written, by this start or by one that was killed then."""
+        """Remove the parts of a score that is already written, even if an earlier start, then killed, wrote it."""
         if self.parts is not None and dist.get_global_rank() == 0 and self.parts.folder.exists():
             self.parts.remove(self._of(model, guidance))
 
     def _generate(self, model: Generator, chunk: Sequence[Prompt], ways: Mapping[str, Any], hearing: Hearing) -> Tensor:
-        """Return the images of a chunk, and more of its last one where it is short: every pass has one shape."""
+        """Return the images of a chunk. A short chunk is padded with its last prompt, so that every pass has one shape."""
         padded = [*chunk, *[chunk[-1]] * (self.batch_size - len(chunk))]
         text = model.family.tokenize([prompt.caption for prompt in padded])
         shape = model.family.latent_shape(self.size)
         noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
         if model.device.type == "cuda":
-            # Only what is pinned comes there without the host waiting for the batch before.
+            # Only pinned memory is copied without the host waiting for the batch before.
             text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()
         pace = Pace() if model.device.type == "cuda" else None
 
@@ -376,7 +376,7 @@ class Scorer:
         return model.generate(text, noise, **ways, progress=listen)
 
     def _said(self, chunks: Sequence[Sequence[Prompt]], num_done: int) -> Iterable[Sequence[Prompt]]:
-        """Show how far rank 0 is, in images of all ranks; `num_done`: chunks of an earlier start."""
+        """Show rank 0's progress, in images of all ranks; `num_done`: chunks of an earlier start."""
         if not (self.show_progress and dist.get_global_rank() == 0):
             return chunks
         from tqdm import tqdm
@@ -393,7 +393,7 @@ class Scorer:
         return counted()
 
     def _gather_samples(self, mine: list[tuple[str, Tensor]]) -> None:
-        """Bring the grid's images to rank 0, in the order of the prompts."""
+        """Gather the sample grid's images on rank 0, in the order of the prompts."""
         of_ranks = dist.all_gather_object(mine) if self.config.samples else []
         longest = max(map(len, of_ranks), default=0)
         self.samples = [part[place] for place in range(longest) for part in of_ranks if place < len(part)]
@@ -410,5 +410,5 @@ def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
 
 
 def rounded_up(every_images: int, global_batch_size: int) -> int:
-    """Return the cadence in whole batches, in images: CEIL(every / batch) x batch, as the MLPerf rules have it."""
+    """Round an interval in images up to whole batches: CEIL(every / batch) x batch, as in the MLPerf rules."""
     return -(-every_images // global_batch_size) * global_batch_size

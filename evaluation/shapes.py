@@ -1,10 +1,10 @@
-"""The judges of the miniature, where FID's Inception and OpenCLIP's pair stand for photographs.
+"""The miniature's scoring networks; they replace FID's Inception and OpenCLIP's pair.
 
     eval.inception=zoo/shapes_weights/reader/model.safetensors      `ReaderFeatures`, for FID
-    eval.clip=zoo/shapes_weights/clip/model.safetensors             `ShapesPair`; text_encoder/ has to lie beside clip/
+    eval.clip=zoo/shapes_weights/clip/model.safetensors             `ShapesPair`; text_encoder/ has to be beside clip/
 
-evaluation/inception.py and clip_score.py know these files by the names in them. A figure made with them compares with
-figures made with them, and with no other.
+evaluation/inception.py and clip_score.py recognise these files by their tensors' names. Compare scores from these networks
+only with each other.
 
 Shapes: B batch, H = W = 32 px, E = 64 features of either.
 """
@@ -26,7 +26,7 @@ from zoo.shapes.networks import NUM_FEATURES, SIDE_PX, Reader, build_clip, token
 READER_TENSOR = "damage.weight"
 PAIR_TENSOR = "vision_model.embeddings.patch_embedding.weight"
 TEXT_FILE = "text_encoder/model.safetensors"
-"""The pair's text tower, from the folder that holds clip/: it is the text encoder, and is kept once."""
+"""The pair's text tower, relative to the folder that has clip/. It is the text encoder, stored once."""
 
 
 def is_reader(file: WeightsFile) -> bool:
@@ -35,12 +35,12 @@ def is_reader(file: WeightsFile) -> bool:
 
 
 def is_pair(file: WeightsFile) -> bool:
-    """True for the weights of the pair, which are all but its text tower."""
+    """True for the weights of the pair (its file has all but the text tower)."""
     return PAIR_TENSOR in file.entries and "text_projection.weight" in file.entries
 
 
 class ReaderFeatures:
-    """The reader up to its features; a `evaluation.inception.Extractor`. Made by `load_reader`."""
+    """The reader up to its features; an `evaluation.inception.Extractor`. Made by `load_reader`."""
 
     name = "shapes-reader"
     resize = "none"
@@ -64,7 +64,7 @@ class ReaderFeatures:
 
 
 class ShapesPair:
-    """The pair, with what scoring asks of a `evaluation.clip_score.ClipPair`. Made by `load_pair`."""
+    """The miniature's CLIP pair, with the interface of `evaluation.clip_score.ClipPair`. Made by `load_pair`."""
 
     name = "shapes-CLIP"
 
@@ -80,7 +80,7 @@ class ShapesPair:
         return self
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Return features of length 1, (B, 64) float32. Images, (B, 3, 32, 32) in [0, 1], are cut to 8 bits first.
+        """Return features of length 1, (B, 64) float32. Images, (B, 3, 32, 32) in [0, 1], are first rounded to 8 bits.
 
         Raises:
             ValueError: images of another size.
@@ -99,14 +99,14 @@ class ShapesPair:
 
 
 def load_reader(file: WeightsFile) -> ReaderFeatures:
-    """Fill a reader from its file. Raises ValueError: it does not fit."""
+    """Load a reader from its file. Raises ValueError: the file does not fit."""
     network = Reader()
-    fill(network, file, "the shapes' reader")
+    fill(network, file, "the miniature's reader")
     return ReaderFeatures(network, file_digest(file.path, "sha256"))
 
 
 def load_pair(file: WeightsFile) -> ShapesPair:
-    """Fill the pair from its file and the text encoder's. Raises ValueError: that one is not there, or one does not fit."""
+    """Load the pair from its file and the text encoder's. Raises ValueError: the latter is missing, or one does not fit."""
     text = open_weights(file.path.parent.parent / TEXT_FILE)
     both = WeightsFile(
         file.path,
@@ -114,7 +114,7 @@ def load_pair(file: WeightsFile) -> ShapesPair:
         lambda name: (file if name in file.entries else text).read(name),
     )
     network = build_clip()
-    fill(network, both, "the shapes' CLIP pair")
+    fill(network, both, "the miniature's CLIP pair")
     digests = "".join(file_digest(part.path, "sha256") for part in (file, text))
     return ShapesPair(network, hashlib.sha256(digests.encode()).hexdigest())
 
@@ -124,6 +124,6 @@ def _require_size(images: Tensor) -> None:
     height, width = images.shape[2:]
     if (height, width) != (SIDE_PX, SIDE_PX):
         raise ValueError(
-            f"images: {width} x {height} px, but the judges of the shapes world know pictures of {SIDE_PX} x {SIDE_PX} px. "
+            f"images: {width} x {height} px, but the miniature's scoring networks take {SIDE_PX} x {SIDE_PX} px. "
             f"Say image_size={SIDE_PX}, or give other networks."
         )

@@ -1,9 +1,9 @@
-"""An evaluation that is not whole yet: how far each rank is, and its sums on the disk, so that a killed one goes on.
+"""An unfinished evaluation: each rank's progress and sums on disk, so that an evaluation can resume after it was killed.
 
     FOLDER/part-OF-000000000003-DIGEST.pt     of rank 3; OF: which evaluation it is, DIGEST: of the file's bytes
 
-A part is taken for the evaluation alone that it was made in: the same weights, settings, prompts and number of ranks. Sums
-are float64 and go on in the order in which they were begun: the figures are the unbroken evaluation's, bit for bit on a CPU.
+A part is used only by the same evaluation: the same weights, settings, prompts and number of ranks. Sums are float64 and
+are continued in the same order, so the metrics equal the uninterrupted evaluation's, bit for bit on a CPU.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from record.checkpoint_files import PART, SCHEMA, is_whole, read, stem, write
 
 EVERY_SEC = 60.0  # a part has 32 MiB of sums for FID, and the grid's images
 NAME = "eval_parts"
-"""Of the folder, in a run's or in that of the table of scores."""
+"""Name of the parts' folder, in the run's folder or beside the score table."""
 
 
 class Parts:
-    """The files, one a rank.
+    """The files of an unfinished evaluation, one per rank.
 
     Args:
-        folder: of the files; there from the first to the last of them.
-        is_alone: no other command keeps parts there, so that those of other evaluations may go.
+        folder: of the files; exists as long as there are any.
+        is_alone: no other command saves parts there, so parts of other evaluations may be removed.
     """
 
     def __init__(self, folder: Path, *, is_alone: bool):
         self.folder, self.is_alone = folder, is_alone
 
     def find(self, of: str, rank: int) -> tuple[Path, dict[str, Any]] | None:
-        """Return a rank's part and what it holds, or None. What is damaged or another evaluation's is set aside, and said.
+        """Return a rank's part and its content, or None. A part that is damaged or of another evaluation is set aside.
 
         Args:
-            of: everything that says which evaluation this is.
+            of: the text that identifies this evaluation.
         """
         name = stem(_kind(of), rank)
         for left in self.folder.glob(f".{name}.*.tmp"):
-            left.unlink(missing_ok=True)  # of a killed writer
+            left.unlink(missing_ok=True)  # left by a killed writer
         for path in self.folder.glob(f"{name}-*.pt"):
             with contextlib.suppress(
                 FileNotFoundError
-            ):  # another command, of the same evaluation, has just got further
+            ):  # another command with the same evaluation has just replaced it
                 content: Mapping[str, Any] = {}
                 with contextlib.suppress(ConfigError):
                     content = read(path) if is_whole(path) else {}
@@ -61,7 +61,7 @@ class Parts:
         return None
 
     def keep(self, of: str, rank: int, content: Mapping[str, Any]) -> None:
-        """Write a rank's part in the place of the one before. Raises OSError: it cannot be written."""
+        """Write a rank's part and remove its previous one. Raises OSError: it cannot be written."""
         write(self.folder, stem(_kind(of), rank), {"schema": SCHEMA, "of": of, **content})
 
     def of_others(self, of: str) -> list[Path]:
@@ -69,7 +69,7 @@ class Parts:
         return [path for path in self.folder.glob(f"{PART}*.pt") if not path.name.startswith(_kind(of))]
 
     def remove(self, of: str) -> None:
-        """Remove the parts of an evaluation whose score is written, and all others where nobody else has any."""
+        """Remove the parts of an evaluation whose score is written; with `is_alone`, all other parts too."""
         for path in self.folder.glob(f"{PART}*.pt" if self.is_alone else f"{_kind(of)}*.pt"):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not there, or not empty
@@ -81,24 +81,24 @@ def _kind(of: str) -> str:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a part that cannot be used, and say so."""
+    """Rename an unusable part and log it."""
     path.replace(path.with_name(path.name + ".damaged"))
     log.warning(f"eval: {path} is damaged, or of another evaluation; set aside.", extra=EVERY_RANK)
 
 
 class Work:
-    """How far this rank is with an evaluation; it begins where its part ends.
+    """This rank's progress in an evaluation; it resumes from its part if there is one.
 
     Args:
-        parts: None: nothing is kept.
-        of: which evaluation it is; the same on all ranks.
-        meter: with nothing measured; has the part's sums then.
-        num_images, num_chunks: of this rank: its prompts, and the batches that they make.
-        num_samples: images of the first prompts that are wanted for the grid.
+        parts: None: nothing is saved.
+        of: identifies the evaluation; the same on all ranks.
+        meter: has measured nothing yet; it gets the part's sums.
+        num_images, batch_size: this rank's number of prompts, and prompts per chunk.
+        num_samples: this rank's number of images in the sample grid.
         began: time.monotonic() at the start.
 
     Attributes:
-        num_done: chunks; samples: caption and image of this rank's first prompts.
+        num_done: chunks done; samples: captions and images of this rank's first prompts.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Of this evaluation; those of earlier starts count as far as their parts go."""
+        """Duration of this evaluation, including earlier starts as far as their parts were saved."""
         return time.monotonic() - self.began
 
     def _go_on(self, parts: Parts) -> None:
@@ -135,23 +135,23 @@ class Work:
                 set_aside(path)
         done, num = self._over_ranks()
         if done:
-            log.info(f"eval: goes on: {done:,} of {num:,} images were scored by an earlier start.")
+            log.info(f"eval: resumes: {done:,} of {num:,} images were scored by an earlier start.")
         if self.rank == 0 and (others := parts.of_others(self.of)):
             what = f"{len(others)} parts of other evaluations (weights, settings, prompts or ranks) are not used"
-            use = "they go with this one" if parts.is_alone else "remove them if nobody goes on"
+            use = "they are removed with it" if parts.is_alone else "remove them if nobody will resume them"
             log.info(f"eval: {parts.folder}: {what}; {use}.")
 
     def _over_ranks(self) -> tuple[int, int]:
-        """Return how many images are done, and how many there are."""
+        """Return the images done and the total, over all ranks."""
         own = min(self.num_images, self.num_done * self.batch_size), self.num_images
         done, num = zip(*dist.all_gather_object(own), strict=True)
         return sum(done), sum(num)
 
     def add(self, captions: Sequence[str], images: Tensor) -> None:
-        """Note a chunk that the meter has been given, and keep a part where it is time for one.
+        """Count a chunk that was given to the meter, and save a part when one is due.
 
         Args:
-            images: uint8 (N, 3, H, W) on the CPU, those of `num_wanted`.
+            images: uint8 (N, 3, H, W) on the CPU; the first `num_wanted` of the chunk.
         """
         self.num_done += 1
         self.samples += zip(captions, images, strict=True)
@@ -160,11 +160,11 @@ class Work:
 
     @property
     def num_wanted(self) -> int:
-        """Images that the grid still wants."""
+        """Images still missing in the sample grid."""
         return self.num_samples - len(self.samples)
 
     def _keep(self) -> None:
-        """Write what has been measured: the last batch may still wait for the GPU, and is left out then."""
+        """Save the measured batches; the last one is left out if it still waits for the GPU."""
         if self.parts is None:
             return
         num_done = self.num_done - self.meter.is_waiting
@@ -174,16 +174,16 @@ class Work:
             self.parts.keep(self.of, self.rank, content)
         except (OSError, RuntimeError) as error:
             given = f"{self.parts.folder}: cannot be written ({error})"
-            log.warning(f"eval: {given}; a killed evaluation would go on from before.", extra=EVERY_RANK)
+            log.warning(f"eval: {given}; a killed evaluation would resume from an earlier part.", extra=EVERY_RANK)
         self.kept_at = time.monotonic()
 
     def leave(self) -> None:
-        """Keep all that is scored by now, and say how much that is; all ranks call it."""
+        """Save everything scored so far and log how much that is. All ranks call it."""
         self.meter.measure_given()
         self._keep()
         done, num = self._over_ranks()
-        where = "nothing of it is kept" if self.parts is None else f"kept in {self.parts.folder}"
-        log.info(f"eval: left at a signal: {done:,} of {num:,} images were scored; {where}.")
+        where = "nothing of it is saved" if self.parts is None else f"saved in {self.parts.folder}"
+        log.info(f"eval: stopped by a signal: {done:,} of {num:,} images were scored; {where}.")
 
     def forget(self) -> None:
         """Remove the parts: the score is written."""

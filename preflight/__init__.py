@@ -1,4 +1,4 @@
-"""Is a run possible, and what will it take: the checks before a start, its plan, the machine, the stage.
+"""Checks before a run starts (configuration, machine, stage), and its plan: memory, compute and time.
 
-benchmark.py, eval.py, prepare/ and bench/ come in. Imports training/ and what lies below.
+benchmark.py, eval.py, prepare/ and bench/ import this room. It imports training/ and the rooms below it.
 """

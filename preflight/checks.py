@@ -1,6 +1,6 @@
-"""Checks of a run's configuration before it starts: its keys, memory, schedule, room on disks, and what it left before.
+"""Checks of a run's configuration before it starts: its keys, memory, schedule, disk space, and earlier starts.
 
-`Case` is what they share; `python -m prepare.doctor` makes them in order. Each returns its findings and changes nothing.
+They share a `Case`; `python -m prepare.doctor` runs them in order. Each returns its findings and changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from training.run_config import RunConfig, resolve
 from zoo import load_family
 from zoo.encoders import RANDOM, own_weights
 
-# The check that a problem of the quick part belongs to, by the key that it begins with; all others: config.
+# First key of a problem from `quick_problems` -> the check that reports it; all others: config.
 CHECK_OF_KEY = {
     "global_batch_size": "batch",
     "device_train_microbatch_size": "batch",
@@ -49,7 +49,7 @@ CHECK_OF_KEY = {
     "run_name": "run",
     "/dev/shm": "/dev/shm",
 }
-# The same for what the stage says about the run.
+# The same for problems with the stage.
 CHECK_OF_STAGE_KEY = {
     "data.remote": "store",
     "data.local": "cache",
@@ -62,7 +62,7 @@ CHECK_OF_STAGE_KEY = {
     "model.variant": "stage",
     "mlperf.division": "stage",
 }
-# Without these right there is nothing to trace.
+# If one of these is invalid, there is no network to trace.
 TRACED = (
     "image_size",
     "precision",
@@ -76,7 +76,7 @@ TRACED = (
 
 @dataclass
 class Case:
-    """A run that is looked at, and what the checks before have found out about it."""
+    """The run being checked, and results that several checks use."""
 
     config: RunConfig
     stage: Stage | None = None
@@ -86,31 +86,31 @@ class Case:
 
     @functools.cached_property
     def problems(self) -> list[Problem]:
-        alone = dataclasses.replace(self.config.data, synthetic=True)  # the stage is asked by checks of its own
+        alone = dataclasses.replace(self.config.data, synthetic=True)  # the stage has its own checks
         return quick_problems(self.config, alone.problems(self.config.global_batch_size, {}))
 
     @functools.cached_property
     def resolved(self) -> RunConfig | None:
-        """What null stands for filled in; None: with these problems there is no such run."""
-        # Weights that are not here change nothing of the network.
+        """The configuration with null replaced by its values; None: its problems make that impossible."""
+        # Missing weights do not change the network.
         others = [p for p in self.problems if CHECK_OF_KEY.get(p.text.partition(":")[0]) != "weights"]
         if any(key.startswith(TRACED) for problem in others for key in problem.keys):
             return None
         try:
             return resolve(self.config)
-        except ValueError:  # named by a problem
+        except ValueError:  # reported as a problem
             return None
 
     @functools.cached_property
     def cost(self) -> cost.Cost:
         run = self.resolved
         assert run is not None and run.precision is not None
-        network = dataclasses.replace(run.model, weights=None, denoiser=None)  # with others it is the same
+        network = dataclasses.replace(run.model, weights=None, denoiser=None)  # weights do not affect the cost
         return cost_of(dataclasses.replace(run, model=network))
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of the run; None: they cannot be known."""
+        """Batches of the run; None: unknown."""
         run = self.resolved
         if run is None:
             return None
@@ -122,19 +122,19 @@ class Case:
 
     @property
     def folder(self) -> Path | None:
-        """The run's folder, where it has a name."""
+        """The run's folder, if the run has a name."""
         return Path(self.config.run_folder, self.config.run_name) if self.config.run_name else None
 
     def errors(self, check: str) -> list[Finding]:
-        """Return what the quick part and the stage have against a run, as far as it belongs to a check."""
+        """Return the problems of the configuration and the stage that belong to this check."""
         texts = [p.text for p in self.problems if CHECK_OF_KEY.get(p.text.partition(":")[0], "config") == check]
         texts += [f"{key}: {text}" for key, text in self.of_stage if CHECK_OF_STAGE_KEY.get(key) == check]
         return [Finding(ERROR, check, text) for text in texts]
 
 
 def not_looked_at(check: str) -> list[Finding]:
-    """Return the finding of a check that cannot be made."""
-    return [Finding(WARNING, check, "not looked at: it follows from what is an error above. Mend that first.")]
+    """Return the finding of a check that is not possible."""
+    return [Finding(WARNING, check, "not checked: it depends on an error above. Fix that first.")]
 
 
 # --- the configuration ---
@@ -172,7 +172,7 @@ def weights(case: Case) -> list[Finding]:
 
 
 def memory(case: Case) -> list[Finding]:
-    """Compare what a step takes with the device; a trace of the real network, some seconds."""
+    """Compare a step's memory with the device's; traces the real network, which takes some seconds."""
     run = case.resolved
     if run is None:
         return not_looked_at("memory")
@@ -188,7 +188,7 @@ def memory(case: Case) -> list[Finding]:
 
 
 def host_memory(case: Case) -> list[Finding]:
-    """Compare what loader workers, and the building of the model beside a GPU, take with the machine."""
+    """Compare the memory of loader workers, and of models built on the host before they go to a GPU, with the machine's."""
     run, ranks = case.resolved, dist.get_local_world_size()
     if run is None:
         return not_looked_at("host memory")
@@ -205,7 +205,7 @@ def host_memory(case: Case) -> list[Finding]:
 
 
 def shared_memory_room(case: Case) -> list[Finding]:
-    """Compare the batches that workers hand over with /dev/shm."""
+    """Compare the workers' batches with the size of /dev/shm."""
     run = case.resolved
     if found := case.errors("/dev/shm"):
         return found
@@ -233,7 +233,7 @@ def schedule(case: Case) -> list[Finding]:
         text = (
             f"schedule: the warm-up of {warmup:,} batches is longer than the run ({length}): the learning rate never "
         )
-        text += "gets to its value. Lower schedule.warmup_batches, or raise max_duration."
+        text += "reaches its value. Lower schedule.warmup_batches, or raise max_duration."
         found.append(Finding(WARNING if run.data.synthetic else ERROR, "schedule", text))
     if run.measure.warmup_batches >= num:
         text = (
@@ -242,11 +242,11 @@ def schedule(case: Case) -> list[Finding]:
         found.append(Finding(WARNING, "schedule", text))
     every, snapshots = run.save.every_images or 0, run.save.snapshot_every_images or 0
     if not every and not run.data.synthetic:
-        text = "save.every_images: 0: a run that is stopped begins anew. Give an interval, unless that is meant."
+        text = "save.every_images: 0: a stopped run begins anew. Give an interval, unless that is intended."
         found.append(Finding(WARNING, "schedule", text))
     if every > images:
         text = f"save.every_images: {every:,} is more than the run ({length}): one checkpoint, at its end. Lower it, unless"
-        found.append(Finding(WARNING, "schedule", f"{text} that is meant."))
+        found.append(Finding(WARNING, "schedule", f"{text} that is intended."))
     for key, value in (("every_images", every), ("snapshot_every_images", snapshots)):
         if 0 < value <= run.global_batch_size < images:
             text = f"save.{key}: {value:,} is no more than a batch: one is written after every batch. Raise it."
@@ -260,14 +260,14 @@ def schedule(case: Case) -> list[Finding]:
 
 
 def folders(case: Case) -> list[Finding]:
-    """Check that this user may write where the run will, and where its variables say."""
+    """Check that this user may write to the run's folders and to those in environment variables."""
     data, found = case.config.data, case.errors("folders")
     cached = [data.local] if data.remote and data.local and not data.synthetic else []
     for variable in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         if not (folder := os.environ.get(variable)):
             continue
-        if variable == "TMPDIR" and not Path(folder).is_dir():  # Python takes another one without a word
-            found.append(Finding(ERROR, "folders", f"TMPDIR: {folder} is no folder. Make it, or take it out."))
+        if variable == "TMPDIR" and not Path(folder).is_dir():  # Python silently uses another one
+            found.append(Finding(ERROR, "folders", f"TMPDIR: {folder} is not a folder. Make it, or take it out."))
         elif text := limits.unwritable(folder):
             found.append(Finding(ERROR, "folders", f"{variable}: {text}"))
     places = [case.config.run_folder, *cached, tempfile.gettempdir()]
@@ -275,7 +275,7 @@ def folders(case: Case) -> list[Finding]:
 
 
 def disk(case: Case) -> list[Finding]:
-    """Compare checkpoints, snapshots and the cache with the room on their disks; of folders that cannot be written, none."""
+    """Compare checkpoints, snapshots and the cache with the space on their disks; unwritable folders are skipped."""
     found, run = case.errors("disk"), case.resolved
     needs = stage_checks.need_of_cache(case.config.data, case.shards) if not found else []
     if run is not None and not limits.unwritable(run.run_folder):
@@ -297,7 +297,7 @@ def disk(case: Case) -> list[Finding]:
 
 
 def begun_run(case: Case) -> list[Finding]:
-    """Say whether a run of this name is there: in use, finished, begun otherwise, and with which checkpoint."""
+    """Report on an earlier run of this name: in use, finished, begun with other values, its newest checkpoint."""
     if found := case.errors("run"):
         return found
     folder = case.folder
@@ -310,7 +310,7 @@ def begun_run(case: Case) -> list[Finding]:
         return [Finding(ERROR, "run", text)]
     if case.resolved is not None:
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # it says that a run is finished, which the line below does
+            with contextlib.redirect_stderr(io.StringIO()):  # hides its own message that the run is finished
                 result = check_begun(case.resolved, folder)
         except ConfigError as error:
             return [Finding(ERROR, "run", text) for text in error.problems]
@@ -327,12 +327,12 @@ def _newest_checkpoint(folder: Path) -> list[Finding]:
     for number, path in enumerate(there):
         if is_whole(path):
             if number == 0:
-                return [Finding(OK, "run", f"{folder} goes on from {path.name}, which is whole")]
-            text = f"{there[0]} is damaged: its bytes do not have the digest in its name. The run goes on from {path.name}."
+                return [Finding(OK, "run", f"{folder} resumes from {path.name}, which is whole")]
+            text = f"{there[0]} is damaged: its bytes do not have the digest in its name. The run resumes from {path.name}."
             return [Finding(WARNING, "run", text)]
     damaged = [*there, *(folder / "checkpoints").glob(f"{FULL}*.damaged")]
     if damaged:
         text = f"checkpoints: every one of the {len(damaged)} full checkpoints in {folder / 'checkpoints'} is damaged. Bring "
         text += "back a copy, or take another run_name to begin anew."
         return [Finding(ERROR, "run", text)]
-    return [Finding(OK, "run", f"{folder} was begun and has no checkpoint: it begins anew")]
+    return [Finding(OK, "run", f"{folder} has no checkpoint yet: it begins anew")]

@@ -1,4 +1,4 @@
-"""What would make a run fail: arithmetic of the batch, room on a disk, places that cannot be written."""
+"""Reasons for a run to fail: batch sizes that do not divide, too little disk space, folders that cannot be written."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from config import count
 from record.checkpoint_files import FULL, WEIGHTS, listed
 
-MAX_NAME_BYTES = 200  # a file system takes 255 for a name; loggers add to it
+MAX_NAME_BYTES = 200  # file systems allow 255; loggers append to the name
 
 
 def unwritable(folder: str | Path) -> str | None:
-    """Say why nothing can be written in a folder that may not exist yet, or None; leaves nothing behind."""
+    """Say why a folder, which may not exist yet, cannot be written, or None. Leaves no files."""
     path = Path(folder).absolute()
     try:
         while not path.exists():
@@ -29,15 +29,15 @@ def unwritable(folder: str | Path) -> str | None:
 def room_problem(
     folder: str | Path, checkpoint_gib: float, num: int, snapshot_gib: float = 0.0, num_snapshots: int = 0
 ) -> str | None:
-    """Say that a disk has no room for the checkpoints of a run, or None.
+    """Return the message that a disk has too little space for a run's checkpoints, or None.
 
     Args:
-        folder: of the run; what it holds already is counted as room: it will be replaced, or is one of those to come.
-        num: full checkpoints that are there at once: those kept, and the one that is being written.
+        folder: of the run; the files already in it count as free space, since they are replaced or part of the total.
+        num: full checkpoints that exist at once: those kept, and the one being written.
         num_snapshots: by the end of the run.
     """
     if unwritable(folder):
-        return None  # which is said by itself
+        return None  # reported by its own check
     there = Path(folder).absolute()
     held_gib = (
         sum(path.stat().st_size for kind in (FULL, WEIGHTS) for path in listed(there / "checkpoints", kind)) / 2**30
@@ -57,23 +57,25 @@ def room_problem(
 
 
 def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
-    """Say why a run of this name cannot leave its record there, or None."""
+    """Say why a run of this name cannot write its record there, or None."""
     for key, given in (("run_name", run_name or ""), ("run_folder", run_folder)):
         if not given.isprintable():
             return f"{key}: {given[:80]!r} has a character that cannot be seen. Give one without."
     fits = run_name is None or (run_name == Path(run_name).name and 0 < len(run_name.encode()) <= MAX_NAME_BYTES)
     if run_name is not None and (not fits or run_name.startswith(".")):
-        return f"run_name: '{run_name[:80]}' is no folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
+        return (
+            f"run_name: '{run_name[:80]}' is not a folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
+        )
     folder = Path(run_folder, run_name or "")
     if run_name is not None and folder.exists() and not _is_begun(folder):
-        given = f"{folder} is there, and is no run (it has no config.yaml)"
+        given = f"{folder} exists and is not a run (it has no config.yaml)"
         return f"run_name: {given}. Take another run_name, or remove it."
     text = unwritable(run_folder)
     return f"run_folder: {text}" if text else None
 
 
 def _is_begun(folder: Path) -> bool:
-    """True for a run's folder, also for one that was killed before it had written anything or has lost its config.yaml."""
+    """True for a run's folder, even if the run was killed before writing anything, or its config.yaml is lost."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
@@ -83,7 +85,7 @@ def _is_begun(folder: Path) -> bool:
 
 
 def batch_problem(global_batch_size: int, num_ranks: int, microbatch: int) -> str | None:
-    """Say which batch sizes would divide into ranks and microbatches, or None."""
+    """Return the message that a batch size does not divide into ranks and microbatches, with the nearest ones; or None."""
     step = num_ranks * microbatch
     if global_batch_size >= 1 and global_batch_size % step == 0:
         return None

@@ -1,4 +1,4 @@
-"""Checks of a machine before a run: versions, devices, memory, shared memory, ports, variables. Nothing is changed by them.
+"""Checks of a machine before a run: versions, devices, memory, shared memory, ports, variables. They change nothing.
 
 Each check returns its findings; `python -m prepare.doctor` prints them. Memory in GiB (2**30 bytes).
 """
@@ -32,7 +32,7 @@ OK, WARNING, ERROR = "OK", "warning", "error"
 ROOT = Path(__file__).resolve().parent.parent
 INSTALL = "Install what was tested: pip install --no-deps -r requirements.lock"
 
-# What a run leans on. wandb counts where its logger is asked for.
+# Packages that a run needs. wandb counts only if its logger is used.
 PACKAGES = (
     "torch",
     "torchvision",
@@ -50,13 +50,13 @@ FIRST_PYTHON, LAST_PYTHON = (3, 10), (3, 12)
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
 BATCHES_A_WORKER = 2  # torch's prefetch_factor
 BUSY_GPU_FRACTION = 0.05
-FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers; each tensor on its way is one more
+FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers, plus one per tensor in transfer
 CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's: `level` is OK, warning or error, `check` the name of what was looked at."""
+    """One line of the doctor's output: `level` is OK, warning or error; `check` is the check's name."""
 
     level: str
     check: str
@@ -67,10 +67,10 @@ class Finding:
 
 
 def versions(*, wandb: bool) -> list[Finding]:
-    """Compare Python and the packages that a run leans on with requirements.txt and the lock.
+    """Compare Python and the packages that a run needs with requirements.txt and the lock.
 
     Args:
-        wandb: the W&B logger is asked for.
+        wandb: the W&B logger is used.
     """
     found = []
     first, last = (".".join(map(str, version)) for version in (FIRST_PYTHON, LAST_PYTHON))
@@ -115,7 +115,7 @@ def _plain(name: str) -> str:
 
 
 def _pins(path: Path) -> dict[str, list[tuple[Requirement, str]]]:
-    """Read a requirements file: package -> its bounds for this machine, each with the reason beside it."""
+    """Read a requirements file: package -> its bounds for this machine, each with its reason."""
     found: dict[str, list[tuple[Requirement, str]]] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         text, _, reason = line.partition("#")
@@ -132,7 +132,7 @@ def _pins(path: Path) -> dict[str, list[tuple[Requirement, str]]]:
 
 
 def devices(ranks_here: int) -> list[Finding]:
-    """Look at the GPUs of this machine, or its cores, and whether its ranks have one each."""
+    """Check this machine's GPUs or cores, and whether each rank has its own."""
     if not torch.cuda.is_available():
         return _cpu(ranks_here)
     num, found = torch.cuda.device_count(), []
@@ -185,10 +185,10 @@ def _cpu(ranks_here: int) -> list[Finding]:
 
 
 def host_memory(gib_by_kind: Mapping[str, float]) -> list[Finding]:
-    """Compare what the processes of this machine take outside of a GPU with what there is; an estimate.
+    """Compare the estimated host memory of this machine's processes with what is available.
 
     Args:
-        gib_by_kind: what for -> GiB, over all ranks of this machine.
+        gib_by_kind: purpose -> GiB, over all ranks of this machine.
     """
     total, free = _host_gib()
     need = sum(gib_by_kind.values())
@@ -203,7 +203,7 @@ def host_memory(gib_by_kind: Mapping[str, float]) -> list[Finding]:
 
 
 def _host_gib() -> tuple[float, float]:
-    """Return (all, free now), GiB; a container's limit counts."""
+    """Return (total, free now), GiB, within a container's limit."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     with contextlib.suppress(OSError, ValueError):  # "max", or no such control group
@@ -213,16 +213,16 @@ def _host_gib() -> tuple[float, float]:
 
 
 def batches_on_their_way(workers: int) -> int:
-    """Return the batches of one rank that lie in shared memory at once: fetched ahead, being made, and in use."""
+    """Return the number of one rank's batches in shared memory at once: prefetched, being built, and in use."""
     return BATCHES_A_WORKER * workers + 2 if workers else 0
 
 
 def shared_memory_room(batch_gib: float, num_batches: int) -> list[Finding]:
-    """Look at /dev/shm, through which loader workers hand over batches; Docker gives it 64 MB unless told otherwise.
+    """Check the size of /dev/shm, which loader workers use to pass batches; Docker's default is 64 MB.
 
     Args:
-        batch_gib: one rank's batch.
-        num_batches: of all ranks of this machine, see `batches_on_their_way`.
+        batch_gib: size of one rank's batch.
+        num_batches: over all ranks of this machine, see `batches_on_their_way`.
     """
     folder, name = shared_memory.SEGMENTS, "/dev/shm"
     more = "Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or lower data.workers"
@@ -246,10 +246,10 @@ def shared_memory_room(batch_gib: float, num_batches: int) -> list[Finding]:
 
 
 def stale_segments(local: str | None) -> list[Finding]:
-    """Look for what streaming runs that are gone have left in shared memory; removes nothing.
+    """Look for shared memory left by streaming runs that have ended; removes nothing.
 
     Args:
-        local: the folder that this run keeps its shards in, or None: a second run on one is refused.
+        local: the folder of this run's shards, or None; two runs may not share one.
     """
     segments = shared_memory.by_number(shared_memory.SEGMENTS)
     locks = shared_memory.by_number(Path(tempfile.gettempdir()), suffix="_filelock")
@@ -263,7 +263,7 @@ def stale_segments(local: str | None) -> list[Finding]:
     ]
     six = "[0-9]" * 6
     remove = f"if no other run is alive here: rm -f {shared_memory.SEGMENTS}/{six}_* {tempfile.gettempdir()}/{six}_*_filelock"
-    folder = None if local is None else os.path.normpath(Path(local).absolute())  # as streaming writes it: links stay
+    folder = None if local is None else os.path.normpath(Path(local).absolute())  # as streaming does: links are kept
     claimed = [number for number in segments if folder is not None and folder in _folders_of(segments[number])]
     for number in claimed:
         if number not in dead:
@@ -285,7 +285,7 @@ def stale_segments(local: str | None) -> list[Finding]:
 
 
 def _folders_of(segments: Sequence[Path]) -> list[str]:
-    """Return the folders that a run has taken for itself: streaming's `locals`, an int32 size and names between zeros."""
+    """Return the folders that runs use, from streaming's `locals`: an int32 size, then names separated by zeros."""
     for path in segments:
         if path.name.endswith("_locals"):
             with contextlib.suppress(OSError, UnicodeDecodeError, struct.error):
@@ -295,7 +295,7 @@ def _folders_of(segments: Sequence[Path]) -> list[str]:
 
 
 def open_files(workers: int) -> list[Finding]:
-    """Compare the limit of open files with what a trainer and its workers hand over to one another."""
+    """Compare the limit of open files with the number that a trainer and its workers need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = FILES_OF_A_TRAINER + FILES_A_WORKER * workers
     given = f"{need} may be open at once with {count(workers, 'worker')}, the limit is {soft}"
@@ -309,7 +309,7 @@ def open_files(workers: int) -> list[Finding]:
 
 
 def rendezvous(num_ranks: int) -> list[Finding]:
-    """Look at MASTER_ADDR and MASTER_PORT: the name has to resolve, and on node 0 the port has to be free."""
+    """Check MASTER_ADDR and MASTER_PORT: the name has to resolve, and on node 0 the port has to be free."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         if num_ranks > 1 and (host or port):
@@ -317,7 +317,7 @@ def rendezvous(num_ranks: int) -> list[Finding]:
             return [Finding(ERROR, "port", f"{missing} is not set, the other is. Set both, or let composer -n do it.")]
         return [Finding(OK, "port", "MASTER_ADDR and MASTER_PORT are not set: composer -n sets them")]
     if not port.isdecimal() or not 1 <= int(port) <= 65535:
-        return [Finding(ERROR, "port", f"MASTER_PORT={port} is no port. Possible: 1 to 65535; above 1023 is usual.")]
+        return [Finding(ERROR, "port", f"MASTER_PORT={port} is not a port. Possible: 1 to 65535; above 1023 is usual.")]
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
@@ -344,7 +344,7 @@ def rendezvous(num_ranks: int) -> list[Finding]:
 
 
 def _node() -> int:
-    """Return the number of this machine among those of the run."""
+    """Return this machine's node rank."""
     for variable in ("NODE_RANK", "GROUP_RANK"):
         if os.environ.get(variable, "").isdecimal():
             return int(os.environ[variable])
@@ -354,7 +354,7 @@ def _node() -> int:
 
 def _bind(family: int, address: tuple[str, int]) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that has ended does not count
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of ended connections count as free
         server.bind(address)
 
 
@@ -362,11 +362,11 @@ def _bind(family: int, address: tuple[str, int]) -> None:
 
 SHOWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "S3_ENDPOINT_URL")
 SHOWN_BEGINNINGS = ("NCCL_", "TORCH_NCCL_", "GLOO_", "MASTER_")
-CHANGES = {  # name -> what it does to a run when it is set to something else than 0
+CHANGES = {  # name -> its effect on a run if it is not 0
     "NVIDIA_TF32_OVERRIDE": "decides about TF32, whatever `precision` says",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "turns TF32 on, whatever `precision` says",
-    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait: for debugging, the speed is no figure",
-    "NCCL_P2P_DISABLE": "keeps the GPUs of a machine from talking directly: slow",
+    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait: for debugging, not for measuring speed",
+    "NCCL_P2P_DISABLE": "keeps a machine's GPUs from communicating directly: slow",
     "NCCL_SHM_DISABLE": "keeps ranks from sharing memory: slow",
     "NCCL_IB_DISABLE": "keeps machines from using InfiniBand: slow",
     "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective: slow",
@@ -381,7 +381,7 @@ CREDENTIALS = (
 
 
 def variables(remote: str | None) -> list[Finding]:
-    """Show the variables that change what a run does; values of credentials are not shown.
+    """Report environment variables that affect a run; values of credentials are not shown.
 
     Args:
         remote: address of the stage, or None.
@@ -403,7 +403,7 @@ def variables(remote: str | None) -> list[Finding]:
 
 
 def _interface_problem(name: str) -> list[Finding]:
-    """A name of a network interface that is not there hangs or fails the first collective (NCCL: a list of beginnings)."""
+    """Check that a network interface exists; else the first collective hangs or fails (NCCL: a list of prefixes)."""
     given = os.environ.get(name, "")
     there = [interface for _, interface in socket.if_nameindex()]
     if not given or given.startswith("^"):
@@ -424,7 +424,7 @@ def _has_credentials() -> bool:
 
 
 def free_gib(folder: Path) -> tuple[float, int | None]:
-    """Return the room of the disk that a folder is or would be on: GiB, and files (None: no limit)."""
+    """Return the free space on the disk that a folder is or would be on: GiB, and number of files (None: no limit)."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent

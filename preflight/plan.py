@@ -1,9 +1,8 @@
-"""What a run will take, known before it starts: memory by kind, compute, images and time to the benchmark's target.
+"""A run's plan, before it starts: memory by kind, compute, images and time to the benchmark's target.
 
-`shown` is what `--print_config` prints: the resolved run as YAML, then this plan as comments, so that the whole output is
-still a YAML file that reads back to the same configuration. Every figure comes from the traced network
-(training/cost.py), from the run's own keys, or from the runs of the benchmark's reference (zoo/mlperf.py). Where there is
-nothing to compute it from, a line says so.
+`shown` returns the output of `--print_config`: the resolved run as YAML, then the plan as comments. So the whole output is
+a YAML file with the same configuration. Every number comes from the traced network (training/cost.py), from the run's keys,
+or from the runs of the benchmark's reference (zoo/mlperf.py). If a number cannot be computed, a line says so.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ def shown(
     room: str,
     ema_on_device: bool,
 ) -> str:
-    """Return a run's resolved YAML and its plan; of one that is refused, as much of them as there can be.
+    """Return a run's resolved YAML and its plan; for an invalid run, as much of them as possible.
 
     Args:
-        config: right by name and type, not resolved.
-        resolve: fills in what null stands for. Raises ValueError: no such family, variant or size; then nothing is shown.
-        cost_of: traces a step of the resolved run; called where the network exists.
-        microbatch_of: gives a resolved run's images a pass, estimated where they are to be found.
-        room: what the device has, see `training.cost.room_of_a_rank`.
-        ema_on_device: an average of the weights lies there too.
+        config: with valid names and types, not resolved.
+        resolve: replaces null by its values. Raises ValueError: unknown family, variant or size; then nothing is shown.
+        cost_of: traces a step of the resolved run; called only if the network exists.
+        microbatch_of: returns a resolved run's images per pass; with `auto`, an estimate.
+        room: the device's memory, see `training.cost.room_of_a_rank`.
+        ema_on_device: the EMA weights are on the device too.
     """
     try:
         config = resolve(config)
-    except ValueError:  # named by the problem that refuses the run
+    except ValueError:  # reported by the problem that refuses the run
         return ""
     if not _can_be_traced(config):
         return to_yaml(config)
@@ -62,8 +61,8 @@ def shown(
 
 
 def _can_be_traced(config: Any) -> bool:
-    """True where there is a network for this size and prediction, and a batch that is one."""
-    unloaded = dataclasses.replace(config.model, weights=None)  # weights that are not here change nothing of it
+    """True if there is a network for this size and prediction, and the batch sizes are valid."""
+    unloaded = dataclasses.replace(config.model, weights=None)  # missing weights do not change it
     if model_problems(unloaded, config.size, encoders_wanted=False):
         return False
     family = load_family(config.model.family, config.model.preset, config.model.variant)
@@ -78,10 +77,10 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
     Args:
         cost: of one training step, traced.
         values: key -> value of the resolved run, as `config.flat` gives them, with `optimizer.lr` filled in. Microbatch and
-            global batch are at least 1; other values that cannot be leave out the line that they would be on.
+            global batch size are at least 1. For every other invalid value, its line is left out.
         num_ranks: over all machines.
-        room: what the device has, see `training.cost.room_of_a_rank`.
-        ema_on_device: an average of the weights lies there too.
+        room: the device's memory, see `training.cost.room_of_a_rank`.
+        ema_on_device: the EMA weights are on the device too.
     """
     microbatch = values["device_train_microbatch_size"]
     lines = [
@@ -116,7 +115,7 @@ def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
 
 
 def images_of(max_duration: str, global_batch_size: int) -> int | None:
-    """Return the images of a duration in batches or samples, in whole batches; None: it is in epochs, or is none."""
+    """Return the images of a duration in batches or samples, in whole batches; None: it is in epochs, or invalid."""
     if read_duration(max_duration, ("ba", "sp")) is None:
         return None
     images = total_batches(max_duration, global_batch_size=global_batch_size, epoch_batches=0) * global_batch_size
@@ -124,7 +123,7 @@ def images_of(max_duration: str, global_batch_size: int) -> int | None:
 
 
 def readable_time(seconds: float) -> str:
-    """Return seconds in the unit that a person would choose, with three digits."""
+    """Return seconds in a readable unit, with three digits."""
     if seconds < 120.0:
         return f"{_short(seconds)} seconds"
     if seconds < 2 * 3600.0:
@@ -156,7 +155,7 @@ def _duration(values: Mapping[str, Any]) -> list[str]:
 
 
 def _target(values: Mapping[str, Any]) -> list[str]:
-    """Say how far it is to the target by the reference's own runs, and in what this run differs from them."""
+    """Return lines on the images to the target in the reference's runs, and on how this run differs from them."""
     if values["model.variant"] != "mlperf":
         return [f"images to a target: there are no reference points for model.variant={values['model.variant']}"]
     every = mlperf.checkpoint_batches(values["global_batch_size"])
@@ -190,7 +189,7 @@ def _images_to_target(values: Mapping[str, Any]) -> list[str]:
 
 
 def _runs(point: mlperf.ReferencePoint, rate: float | None) -> list[str]:
-    """Rows on the runs of a reference point, one with a rate has the time too."""
+    """Rows on the runs of a reference point; with a rate, also their time."""
     runs = f"{len(point.images)} runs on {point.platform}, lr_per_image {point.lr_per_image:g}"
     head = f"  global batch {point.global_batch_size:,}, ruleset {mlperf.NEWEST}, {runs}; mean without best and worst:"
     rows = {"mean": point.mean_images, "fastest": point.fastest_images, "slowest": point.slowest_images}

@@ -1,4 +1,4 @@
-"""Is a run possible: everything about its configuration that can be known before anything is built."""
+"""Checks of a run's configuration that are possible before anything is built."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from training.run_config import RunConfig, resolve, wants_own_rate
 from zoo import load_family, mlperf
 from zoo.spec import as_size
 
-# What the memory estimate is made of: it is left out where one of these is itself refused.
+# The memory estimate depends on these keys; it is left out if one of them is invalid.
 MEMORY_KEYS = {
     "image_size",
     "precision",
@@ -48,7 +48,7 @@ MEMORY_KEYS = {
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Return every problem that can be known before anything is built."""
+    """Return every problem that can be found before anything is built."""
     found = quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
     found += closed_data_problems(config)
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
@@ -58,7 +58,7 @@ def check(config: RunConfig) -> list[Problem]:
 
 
 def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what a stage of moments has to be made for, and the encodings of its columns; as far as the run is possible."""
+    """Return the values that a stage of moments has to be made for, and its columns' encodings, as far as they are known."""
     made_for: dict[str, Any] = {"model.family": config.model.family, "data.normalize": config.data.normalize}
     with contextlib.suppress(ValueError):  # named by model_problems
         made_for["image_size"] = list(config.size)
@@ -70,10 +70,10 @@ def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Problem]:
-    """Return the problems that show without memory and disk, in the order of the keys.
+    """Return all problems but those of memory and disk, in the order of the keys.
 
     Args:
-        of_data: (key, message) of the section `data`, the stage's included where it is to be asked.
+        of_data: (key, message) of the section `data`, with the stage's if it was read.
     """
     found = _run_problems(config)
     sections = (config.optimizer, config.schedule, config.ema)
@@ -115,7 +115,7 @@ def _run_problems(config: RunConfig) -> list[Problem]:
 
 
 def _log_folder_problems(config: RunConfig) -> list[Problem]:
-    """Look at the folders that loggers write into: they are made when the run has begun."""
+    """Check the folders that loggers write into; they are created only after the run has begun."""
     places, given = {}, config.loggers
     folder = Path(config.run_folder, config.run_name) if config.run_name else None
     if given.tensorboard is not None and given.tensorboard.log_dir is not None:
@@ -129,7 +129,7 @@ def _log_folder_problems(config: RunConfig) -> list[Problem]:
 
 
 def _shared_memory_problems(config: RunConfig) -> list[Problem]:
-    """Compare the batches that workers hand over with /dev/shm: too little of it ends a worker with a bus error."""
+    """Compare the workers' batches with the size of /dev/shm: if it is too small, a worker dies of a bus error."""
     if config.data.synthetic or config.data.workers < 1:
         return []
     with contextlib.suppress(ValueError):  # named by model_problems
@@ -141,7 +141,7 @@ def _shared_memory_problems(config: RunConfig) -> list[Problem]:
 
 
 def batch_gib(config: RunConfig) -> float:
-    """Return the size of one rank's batch as the loader gives it, GiB. Raises ValueError: there is no such network."""
+    """Return the size of one rank's batch from the loader, GiB. Raises ValueError: there is no such network."""
     family = load_family(config.model.family, config.model.preset, config.model.variant)
     columns = family.columns(config.data.stage, config.size).values()
     sample_bytes = sum(math.prod(column.shape) * column.dtype.itemsize for column in columns)
@@ -149,7 +149,7 @@ def batch_gib(config: RunConfig) -> float:
 
 
 def _num_batches(config: RunConfig) -> int | None:
-    """Return the batches of a run as far as its configuration says them: how long an epoch is, the stage knows."""
+    """Return the batches of a run, or None if its duration is in epochs: then they depend on the stage."""
     if config.max_duration.endswith("ep") and not config.data.synthetic:
         return None
     return total_batches(
@@ -158,7 +158,7 @@ def _num_batches(config: RunConfig) -> int | None:
 
 
 def _planned_batches(config: RunConfig) -> int | None:
-    """Return the same, where they are epochs by the stage."""
+    """As `_num_batches`, and read the stage if the duration is in epochs."""
     if (num := _num_batches(config)) is not None:
         return num
     with contextlib.suppress(ValueError):  # named by the section `data`
@@ -168,14 +168,14 @@ def _planned_batches(config: RunConfig) -> int | None:
 
 
 def precision_problems(config: RunConfig) -> list[Problem]:
-    """Return what this machine cannot compute in, in training and in evaluation."""
+    """Return the problem of a precision that this machine does not support, in training and evaluation."""
     if torch.cuda.is_available() or config.precision not in ("fp16", "tf32"):
         return []
     return [Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))]
 
 
 def speed_problems(config: RunConfig) -> list[Problem]:
-    """Return what this machine cannot do of the keys of speed, in training and in evaluation."""
+    """Return the problems of the keys of speed on this machine, in training and evaluation."""
     return [Problem(f"{key}: {text}", (key, "precision")) for key, text in config.problems_of_speed(config.precision)]
 
 
@@ -211,7 +211,7 @@ def _prediction_problems(config: RunConfig) -> list[Problem]:
 
 
 def _learning_rate_problems(config: RunConfig) -> list[Problem]:
-    """The benchmark's own rate is taken where none is given; it has one for some batch sizes alone."""
+    """Without a learning rate, the benchmark's is used; it exists only for some batch sizes."""
     if wants_own_rate(config):
         try:
             mlperf.lr_per_image(config.global_batch_size)
@@ -222,13 +222,13 @@ def _learning_rate_problems(config: RunConfig) -> list[Problem]:
 
 
 def _evaluation_problems(config: RunConfig) -> list[Problem]:
-    """Compare the cadence and the weights of the evaluation with what the run has of them."""
+    """Check that the run has the evaluation's snapshots and weights, and is long enough for its interval."""
     given = config.eval
     if given.when == "off":
         return []
     found = []
     if given.weights == "ema" and not config.ema.enabled:
-        text = "ema, but the run keeps no average. Say ema.enabled=true (--use_ema), or eval.weights=training."
+        text = "ema, but the run keeps no EMA weights. Say ema.enabled=true (--use_ema), or eval.weights=training."
         found.append(("eval.weights", text))
     if isinstance(given.guidance, list | tuple):
         text = f"{list(given.guidance)}: a run is scored at one. Give one number; composer eval.py RUN takes a list."
@@ -242,7 +242,7 @@ def _evaluation_problems(config: RunConfig) -> list[Problem]:
         family = load_family(config.model.family, config.model.preset, config.model.variant)
         if given.image_size is not None and (text := family.size_problem(as_size(given.image_size))):
             found.append(("eval.image_size", text))
-    duration = read_duration(config.max_duration, ("ba", "sp"))  # how long an epoch is, the stage says
+    duration = read_duration(config.max_duration, ("ba", "sp"))  # an epoch's length depends on the stage
     images = every if duration is None else duration[0] * (config.global_batch_size if duration[1] == "ba" else 1)
     if images < every:
         text = f"{every:,}, but max_duration={config.max_duration} is {images:,}: nothing would be evaluated. Lower it."
@@ -251,7 +251,7 @@ def _evaluation_problems(config: RunConfig) -> list[Problem]:
 
 
 def _mlperf_problems(config: RunConfig) -> list[Problem]:
-    """A log needs two figures and a target to say anything, and a log of the closed division the benchmark's constants."""
+    """An MLPerf log needs both metrics and a target. In the closed division it also needs the benchmark's constants."""
     if not config.mlperf.enabled:
         return []
     found, given, folder = [], config.eval, Path(config.run_folder, config.run_name or "")
@@ -259,11 +259,11 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
     if given.when == "off":
         found.append(("eval.when", "nothing is evaluated. Say eval.when=after, or in_training."))
     elif missing:
-        found.append(("eval.prompts", f"{', '.join(missing)}: not given. FID and CLIP score belong into the log."))
+        found.append(("eval.prompts", f"{', '.join(missing)}: not given. FID and CLIP score belong in the log."))
     elif kind_of_path(given.prompts or "") != "file":
         found.append(("eval.prompts", f"no file {given.prompts}, whose prompts the log counts. Check the path."))
     elif not config.target.is_given:
-        found.append(("target.fid", "no target, so that it would never end well. The benchmark's: 90 and 0.15."))
+        found.append(("target.fid", "no target, so no run could succeed. The benchmark's: 90 and 0.15."))
     of_log: list[str] = []
     try:
         if config.run_name and not mlperf_events.is_begun(folder) and listed(folder / "checkpoints", FULL):
@@ -276,7 +276,7 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
     problems = [Problem(f"mlperf.enabled: true, but {text}", ("mlperf.enabled", key)) for key, text in found]
     problems += [Problem(text, ("mlperf.enabled", "run_name")) for text in of_log]
     if config.mlperf.division == "closed":
-        with contextlib.suppress(ValueError):  # what cannot be resolved is named elsewhere
+        with contextlib.suppress(ValueError):  # values that cannot be resolved are reported elsewhere
             for text in [*mlperf.not_closed(flat(resolve(config))), *_prompts_deviation(given)]:
                 fix = "Use the reference's value, or mlperf.division=open."
                 problems.append(Problem(f"mlperf.division: closed, but {text}. {fix}", (text.partition(":")[0],)))
@@ -284,7 +284,7 @@ def _mlperf_problems(config: RunConfig) -> list[Problem]:
 
 
 def closed_data_problems(config: RunConfig) -> list[Problem]:
-    """The closed division asks for all of the benchmark's samples; asks the stage how many it has."""
+    """The closed division requires all of the benchmark's samples; read the stage's number."""
     if not (config.mlperf.enabled and config.mlperf.division == "closed") or config.data.synthetic:
         return []
     with contextlib.suppress(ValueError):  # named by the section
@@ -296,7 +296,7 @@ def closed_data_problems(config: RunConfig) -> list[Problem]:
 
 
 def _prompts_deviation(given: EvalConfig) -> list[str]:
-    """The closed division asks for all of the benchmark's prompts, in the shape of `mlperf.deviations`."""
+    """The closed division requires all of the benchmark's prompts; return deviations as `mlperf.deviations` does."""
     if given.prompts is None or kind_of_path(given.prompts) != "file":
         return []  # named by the section
     with contextlib.suppress(ValueError):  # named by the section too
@@ -306,10 +306,10 @@ def _prompts_deviation(given: EvalConfig) -> list[str]:
 
 
 def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]:
-    """Estimate what the step and its checkpoints take; runs the real model through fake tensors (some seconds).
+    """Estimate the memory of a step and the size of checkpoints; traces the real model with fake tensors (some seconds).
 
     Args:
-        num_batches: of the run; None: not known, its snapshots are not counted.
+        num_batches: of the run; None: not known, snapshots are not counted.
     """
     config = resolve(config)
     cost = cost_of(config)
@@ -318,7 +318,7 @@ def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]
     text = memory_problem(cost, microbatch, ranks_on_device(), **ways)
     found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
     every, snapshot_every = config.save.every_images or 0, config.save.snapshot_every_images or 0
-    if min(every, snapshot_every) >= 0 < max(every, snapshot_every):  # others are named by the section
+    if min(every, snapshot_every) >= 0 < max(every, snapshot_every):  # invalid values are reported by the section
         ema, num = config.ema.enabled, config.save.keep + 1 if every else 0
         num_snapshots = (num_batches or 0) * config.global_batch_size // snapshot_every if snapshot_every else 0
         sizes = (cost.checkpoint_gib(ema=ema), num, cost.snapshot_gib(ema=ema), num_snapshots)
@@ -329,7 +329,7 @@ def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]
 
 
 def savings(config: RunConfig) -> list[str]:
-    """Return the keys that lower a resolved run's need of memory beside the microbatch, and leave its network as it is."""
+    """Return the keys, besides the microbatch, that lower a resolved run's memory without changing its network."""
     is_gpu = torch.cuda.is_available()
     ways = {
         "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
@@ -340,12 +340,12 @@ def savings(config: RunConfig) -> list[str]:
 
 
 def ranks_on_device() -> int:
-    """Return how many of this machine's ranks share the memory that one computes in."""
+    """Return how many of this machine's ranks share one device's memory."""
     return 1 if torch.cuda.is_available() else dist.get_local_world_size()
 
 
 def planned_microbatch(config: RunConfig, cost: Cost) -> int:
-    """Return the microbatch of a resolved run; where it is to be found, the largest that fits by estimate."""
+    """Return the microbatch of a resolved run; with `auto`, the largest that fits by the estimate."""
     if config.device_train_microbatch_size != microbatch_search.AUTO:
         assert isinstance(config.device_train_microbatch_size, int)
         return config.device_train_microbatch_size
@@ -368,7 +368,7 @@ def cost_of(config: RunConfig) -> Cost:
 
 
 def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: Cost) -> int:
-    """Return how many images a pass take, found where that is asked for. Raises ConfigError: not one fits."""
+    """Return the images per pass; with `auto`, find them. Raises ConfigError: not even one fits."""
     if config.device_train_microbatch_size != microbatch_search.AUTO:
         return planned_microbatch(config, cost)
     columns = model.family.columns(config.data.stage, config.size)

@@ -1,6 +1,6 @@
-"""Checks of a stage before a run: can it be reached, are its shards whole, is there room for them. Nothing is changed.
+"""Checks of a stage before a run: is it reachable, are its shards intact, is there disk space for them. Nothing is changed.
 
-What has to be fetched from a store for this goes to a temporary folder and is removed.
+Files fetched from a store for a check go to a temporary folder, which is removed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from stages.fetch import HASH, file_digest
 from stages.store_errors import explain_store_error
 from stages.stores import download_once
 
-FIRST_SHARDS, RANDOM_SHARDS = 2, 2  # those that a run reads first are as likely to be broken as any: the rest by chance
+FIRST_SHARDS, RANDOM_SHARDS = 2, 2  # the ones that a run reads first, and some at random
 MAX_DIGEST_BYTES = 1 << 30
 NO_MORE_AFTER_SEC = 30.0
-SILENCE_SEC = 10.0  # of a store, a shard of which is asked for
-SPARE_FILES = 1000  # of a run beside its shards
+SILENCE_SEC = 10.0  # longest silence of a store when a shard is fetched
+SPARE_FILES = 1000  # files of a run besides its shards
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def open_stage(location: str) -> tuple[Stage, list[Shard]]:
     """Return a stage's facts and its shards, from a folder or a store.
 
     Raises:
-        ValueError: nothing is there, it is no stage, or the store did not give it; says why and what to do.
+        ValueError: it does not exist, is not a stage, or the store did not return it; says why and what to do.
     """
     stage = read_stage(location)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def open_stage(location: str) -> tuple[Stage, list[Shard]]:
 
 
 def _file(location: str, name: str, folder: Path) -> Path:
-    """Return a file of a stage; of a store's, a copy in `folder`, fetched in one try. Raises ValueError: it cannot be had."""
+    """Return a file of a stage; from a store, fetch a copy into `folder` in one try. Raises ValueError: not possible."""
     if not is_remote(location):
         return Path(location, name)
     copy, remote = folder / Path(name).name, f"{location.rstrip('/')}/{name}"
@@ -65,14 +65,14 @@ def _file(location: str, name: str, folder: Path) -> Path:
 
 
 def described(stage: Stage, shards: Sequence[Shard]) -> str:
-    """Say what lies there, in one line."""
+    """Describe a stage in one line."""
     size = sum(shard.num_bytes for shard in shards)
     readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
     return f"{stage.location}: {stage.kind}, {stage.num_samples:,} samples in {len(shards):,} shards, {readable}"
 
 
 def chosen(shards: Sequence[Shard]) -> list[Shard]:
-    """Return the first shards and some by chance, as many as fit under MAX_DIGEST_BYTES, the first one always."""
+    """Return the first shards and some random ones, up to MAX_DIGEST_BYTES in all; always the first one."""
     others = list(shards[FIRST_SHARDS:])
     some, size = [], 0
     for shard in [*shards[:FIRST_SHARDS], *random.sample(others, min(RANDOM_SHARDS, len(others)))]:
@@ -112,10 +112,10 @@ def _damage(file: Path, shard: Shard) -> str | None:
 
 
 def cache(config: DataConfig, shards: Sequence[Shard]) -> list[Finding]:
-    """Look at the shards that `data.local` keeps already: the sizes of all, the digests of some.
+    """Check the shards that are already in `data.local`: all sizes, and some digests.
 
-    A run compares each shard once more when it opens it, and fetches a damaged one again: what is found here is a warning, of
-    a disk, or of something else that writes there.
+    A run checks each shard again when it opens it, and fetches damaged ones again. So damage is only a warning here: of a
+    bad disk, or of another program that writes there.
     """
     if config.remote is None or config.local is None:
         return [Finding(OK, "cache", "none: the stage is read in place")]
@@ -140,14 +140,14 @@ def cache(config: DataConfig, shards: Sequence[Shard]) -> list[Finding]:
 
 
 def _in_the_way(local: Path, shards: Sequence[Shard]) -> str | None:
-    """Say what lies where a run will want a folder or a file, and is none; or None. The folder itself is not looked at."""
+    """Say what blocks a folder or file that a run will create in `local`, or None. `local` itself is not checked."""
     names = [Path("index.json"), *(Path(shard.name) for shard in shards)]
     for folder in sorted({parent for name in names for parent in name.parents if parent.name}):
         if os.path.lexists(local / folder) and not (local / folder).is_dir():
-            return f"{local / folder} is no folder, the stage has one of that name. Remove it."
-    for name in names:  # a link to nothing is replaced by the file
+            return f"{local / folder} is not a folder, but the stage has one of that name. Remove it."
+    for name in names:  # a broken link will be replaced by the file
         if (local / name).exists() and not (local / name).is_file():
-            return f"{local / name} is no file, the stage has one of that name. Remove it."
+            return f"{local / name} is not a file, but the stage has one of that name. Remove it."
     return None
 
 
@@ -156,7 +156,7 @@ def _in_the_way(local: Path, shards: Sequence[Shard]) -> str | None:
 
 @dataclass(frozen=True)
 class Need:
-    """What a run will write somewhere: `what` names it and says how to want less."""
+    """Data that a run will write to a folder, with its name and a way to need less space."""
 
     what: str
     way_out: str
@@ -166,7 +166,7 @@ class Need:
 
 
 def need_of_cache(config: DataConfig, shards: Sequence[Shard]) -> list[Need]:
-    """Return what `data.local` will grow by: the whole stage or its limit, less what lies there."""
+    """Return the expected growth of `data.local`: the whole stage or its limit, minus what is already there."""
     if config.synthetic or config.remote is None or config.local is None:
         return []
     local, size = Path(config.local), sum(shard.num_bytes for shard in shards)
@@ -178,7 +178,7 @@ def need_of_cache(config: DataConfig, shards: Sequence[Shard]) -> list[Need]:
 
 
 def disk(needs: Sequence[Need]) -> list[Finding]:
-    """Compare what a run will write with the room on each disk that it writes to, in bytes and in files."""
+    """Compare what a run will write with the free space on each disk, in bytes and in files."""
     by_disk: dict[int, list[Need]] = {}
     for need in needs:
         by_disk.setdefault(_device_of(need.folder), []).append(need)

@@ -1,4 +1,4 @@
-"""Data and weights, each a command: python -m prepare.NAME.
+"""Commands that prepare data and weights: python -m prepare.NAME.
 
-tests come in for the miniature's data. It may import every room below it.
+Only tests import this room, for the miniature's data. It may import every room below it.
 """

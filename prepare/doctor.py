@@ -1,12 +1,12 @@
-"""Look at everything that would make a run fail, now or hours later, and say what to do; changes nothing.
+"""Check for everything that would make a run fail, now or hours later, and say what to do; changes nothing.
 
     python -m prepare.doctor                                             # the defaults on this machine
     python -m prepare.doctor yamls/shapes.yaml run_name=shapes-1         # the command line of benchmark.py
     WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 python -m prepare.doctor RUN.yaml    # as for composer -n 8
 
-A line a check: OK, warning (the run starts, and may not be what was meant) or error (it would fail), with what to do. The
-machine's part is in preflight/machine.py, the run's in preflight/checks.py, the stage's in preflight/stage.py. A check that
-takes too long is an error itself; a store has 20 s.
+Each check prints one line: OK, warning (the run starts, but may not do what you want) or error (it would fail), and what to
+do. Checks of the machine are in preflight/machine.py, of the run in preflight/checks.py, of the stage in preflight/stage.py.
+A check that takes too long is an error; a store has 20 s.
 
 Exit code: 0 without an error, 1 with one, 2 when the command line cannot be read.
 """
@@ -41,7 +41,7 @@ CHECK_SEC = 120.0  # a hanging file system; the digest of a large checkpoint
 
 
 def store(case: Case) -> list[Finding]:
-    """Open the stage, and compare the run with what it was made for."""
+    """Open the stage, and compare the run with the values it was made for."""
     config, data = case.config, case.config.data
     if data.synthetic:
         return [Finding(OK, "store", "none: data.synthetic=true")]
@@ -78,7 +78,7 @@ def digests(case: Case) -> list[Finding]:
 
 
 def cache(case: Case) -> list[Finding]:
-    """Look at what `data.local` holds already."""
+    """Check the shards that are already in `data.local`."""
     if errors := case.errors("cache"):
         return errors
     if case.stage is None:
@@ -91,7 +91,7 @@ def cache(case: Case) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Check:
-    """A check by its name; `limit_sec` None: as long as any."""
+    """A check and its name; `limit_sec` None: the usual limit."""
 
     name: str
     look: Callable[[Case], list[Finding]]
@@ -99,7 +99,7 @@ class Check:
 
 
 def checks_of(case: Case) -> dict[str, list[Check]]:
-    """Group -> its checks, in the order in which they are made: later ones lean on earlier ones."""
+    """Group -> its checks, in the order in which they run: later ones use results of earlier ones."""
     data, loggers = case.config.data, case.config.loggers
     cached = data.local if data.remote and not data.synthetic else None
     remote = None if data.synthetic else data.remote
@@ -137,13 +137,13 @@ def checks_of(case: Case) -> dict[str, list[Check]]:
 
 
 def look(check: Check, case: Case) -> list[Finding]:
-    """Make a check, in a thread that nobody waits for longer than its limit."""
+    """Run a check in a thread, and wait for it no longer than its limit."""
     outcome: list[Finding] = []
 
     def work() -> None:
         try:
             outcome.extend(check.look(case))
-        except Exception as error:  # the other checks are made all the same
+        except Exception as error:  # the other checks run anyway
             text = f"the check itself failed: {type(error).__name__}: {error}. Report it, with this command line."
             outcome.append(Finding(ERROR, check.name, text))
 
@@ -162,7 +162,7 @@ def look(check: Check, case: Case) -> list[Finding]:
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     if dist.get_local_rank() != 0:
-        return 0  # started by a launcher: one process of a machine speaks
+        return 0  # started by a launcher: one process per machine prints
     command_line = parse_command_line(argv, ALIASES)
     if command_line.print_config:
         raise ConfigError(["command line: --print_config is for benchmark.py. Leave it out here."])

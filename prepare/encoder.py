@@ -1,4 +1,4 @@
-"""From a shard of images to the rows of a part: threads decode, a rank's device encodes, the order stays.
+"""Turn a shard of images into the rows of a part: threads decode, the rank's device encodes, the order is kept.
 
 Shapes: B batch, H W image height and width, px, C latent channels, h w height and width of the latent, L text tokens,
 D text width.
@@ -36,7 +36,7 @@ AGAIN = "Make that stage again, or copy it anew"
 
 @dataclass(frozen=True)
 class Decoded:
-    """One sample of IN; `problem` says why it cannot be used."""
+    """One sample of IN; `problem` says why it is unusable."""
 
     key: str
     caption: str = ""
@@ -51,7 +51,7 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int)
     try:
         sample = reader[row]
     except OSError as error:
-        raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command goes on.") from error
+        raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
     try:
         caption = check_caption(sample["caption"])
         image = resize_and_crop(decode_image(sample["jpg"]), size, dtype)
@@ -79,8 +79,8 @@ class Encoder:
         size: (width, height) of the images, px.
         normalize: "symmetric" or "unit", see `model.normalize_images`.
         precision: fp32, tf32 or bf16.
-        batch_size: images a call of the VAE.
-        store_text: whether rows have the text states.
+        batch_size: images per call of the VAE.
+        store_text: whether rows contain the text states.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Encoder:
         self.encoders.to(self.device, AUTOCAST_DTYPES.get(precision, torch.float32))
 
     def text_states(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """# (B, L) tokens by column -> (B, L, D) by state; nothing where they are not stored."""
+        """# (B, L) tokens by column -> (B, L, D) by state; empty if they are not stored."""
         if not self.store_text:
             return {}
         on_device = {name: column.to(self.device) for name, column in tokens.items()}
@@ -117,7 +117,7 @@ class Encoder:
 
         Args:
             columns: of the part.
-            done: is told how many samples were read.
+            done: called with the number of samples read.
         """
         usable = self._usable(part, samples, done)
         while batch := list(itertools.islice(usable, self.batch_size)):
@@ -151,10 +151,10 @@ class Encoder:
 
 
 def build_device(precision: str) -> torch.device:
-    """Return this rank's device; float32 means float32 there, and the host computes in one thread.
+    """Return this rank's device, with TF32 off; the host computes with one thread.
 
-    On a CPU the number of threads changes last bits of the VAE's convolutions: with one, a rank's bytes are everyone's. On
-    a GPU machine the decoding threads would each open as many threads as there are cores.
+    On a CPU, the number of threads changes the last bits of the VAE's convolutions; with one thread all ranks give the same
+    bytes. On a GPU machine, each decoding thread would otherwise start as many threads as there are cores.
     """
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
@@ -165,13 +165,13 @@ def build_device(precision: str) -> torch.device:
 
 
 def open_shard(place: Place, shard: Mapping[str, Any], folder: Path) -> MDSReader:
-    """Return a reader of one shard of IN, fetched to `folder` where IN is a store, its content checked.
+    """Return a reader of one shard of IN, with its digest checked; fetched to `folder` if IN is a store.
 
     Raises:
-        Failed: it is missing or damaged (names it, and both digests), or not safe to read.
+        Failed: the shard is missing, damaged (names both digests), or not safe to read.
     """
     raw = shard["raw_data"]
-    for is_last in (False, True):  # a transfer can fail where the store is whole
+    for is_last in (False, True):  # once more: a transfer can fail although the store's file is intact
         try:
             file = place.fetch(raw["basename"], folder)
             digest = file_digest(file)

@@ -1,18 +1,18 @@
-"""Make the statistics that FID compares with: mean and covariance of a folder of images, as an image network sees them.
+"""Make the reference statistics for FID: mean and covariance of an image network's features over a folder of images.
 
     python -m prepare.fid_statistics FOLDER OUT.npz inception=/weights/pt_inception-2015-12-05-6726825d.pth
     python -m prepare.fid_statistics val2014_30k val2014_30k_stats.npz inception=/weights/pt_inception.pth batch_size=50
     python -m prepare.fid_statistics pictures trial.npz inception=random image_size=64 overwrite=true
 
-FOLDER: images (png, jpg, jpeg, webp), all of them, not those in folders within. OUT.npz has mu and sigma, as pytorch-fid
-writes them, with the number of images and what made them beside; eval.statistics=OUT.npz reads it. image_size=N brings
-images to N x N px first, by PIL's bicubic and without keeping the aspect, as MLPerf's script for COCO does. (That script
-then saves JPEGs: give the folder that it wrote, without image_size, for the statistics that it would give.)
+FOLDER: all images (png, jpg, jpeg, webp) directly in it. OUT.npz has mu and sigma, as pytorch-fid writes them, the number of
+images, and how they were made; eval.statistics=OUT.npz reads it. image_size=N resizes images to N x N px first, by PIL's
+bicubic and without keeping the aspect ratio, as MLPerf's script for COCO does. (That script then saves JPEGs. To get the
+same statistics, give the folder that it wrote, without image_size.)
 
 Keys: inception (pytorch-fid's weights file, or random for a trial), resize (bilinear299, as MLPerf's reference; bicubic256,
-as NVIDIA's submissions; has to be that of the evaluation), image_size, batch_size (50), workers (decoding threads, 4),
+as NVIDIA's submissions; must equal the evaluation's), image_size, batch_size (50), workers (decoding threads, 4),
 overwrite (false).
-Exit code: 0 when OUT was written, 1 when an image cannot be read or the work failed, 2 when it could not start.
+Exit code: 0 if OUT was written, 1 if an image is unreadable or the work failed, 2 if it could not start.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class FidStatisticsConfig:
     inception: str | None = None
     """Weights of the image network: pt_inception-2015-12-05-6726825d.pth, or `random`."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
-    """How images come to that network; must be the same as eval.resize."""
+    """How images are resized for that network; must equal eval.resize."""
     image_size: int | None = limited(None, 1, MAX_SIDE_PX)
-    """Side in pixels to which images are brought first. null: as they are."""
+    """Side in pixels to which images are resized first. null: no resize."""
     batch_size: int = limited(50, 1, 2**16)
-    """Images a pass."""
+    """Images per pass."""
     workers: int = limited(4, 1, 512)
     """Decoding threads."""
     overwrite: bool = False
-    """Replace OUT where it is there."""
+    """Replace an existing OUT."""
 
 
 def check(config: FidStatisticsConfig) -> list[Problem]:
-    """Return every problem that can be known before anything is read."""
+    """Return every problem that can be found before anything is read."""
     found = []
     if config.inception is None:
         ways = "Give the path of pt_inception-2015-12-05-6726825d.pth, or random for a trial"
@@ -81,7 +81,7 @@ def out_problem(out: str, overwrite: bool) -> str | None:
 
 
 def measure(paths: Sequence[Path], extractor: Extractor, config: FidStatisticsConfig) -> Statistics:
-    """Return the statistics of images. Raises ValueError: one cannot be read, or there are fewer than two."""
+    """Return the statistics of images. Raises ValueError: one is unreadable, or there are fewer than two."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sums, extractor = FeatureSums(extractor.num_features).to(device), extractor.to(device)
     with tqdm(total=len(paths), unit=" images", desc="features") as progress:

@@ -1,25 +1,25 @@
-"""Encode the stage `images` once: each image's VAE moments and each caption's tokens, the stage `moments`.
+"""Encode the stage `images` once into the stage `moments`: each image's VAE moments and each caption's tokens.
 
     python -m prepare.latents IN OUT model.weights=checkpoints/sd/512-base-ema.ckpt
     composer -n 8 -m prepare.latents /data/laion_images /data/laion_moments model.weights=/weights/sd2 image_size=512
     composer -n 8 -m prepare.latents s3://bucket/images s3://bucket/moments model.weights=random store_text=true
 
-IN: a stage `images`, a folder or an address in a store. OUT: a folder that is new, empty or the same command's, or an
-address in a store. Images are resized and cropped as in training. Samples that cannot be used are skipped, named with
-their reasons in OUT/skipped.jsonl, and counted. A shard of IN that is missing or damaged stops the command.
+IN: a stage `images`, a folder or an address in a store. OUT: a folder that is new, empty or from the same command, or an
+address in a store. Images are resized and cropped as in training. Unusable samples are skipped, counted, and listed with
+their reasons in OUT/skipped.jsonl. A missing or damaged shard of IN stops the command.
 
-Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (its number) modulo (number of ranks). Stopped at
-any point, the same command goes on with the parts that are not done, also on another number of ranks, and OUT has the
-same bytes as if it had never been stopped (on the same kind of device). On a CPU a rank computes in one thread, since the
-number of threads changes last bits: start a rank a core, `composer -n CORES`. Ranks beyond the number of shards have
-nothing to do (shard_size of prepare.shards makes more of them). The precision is fp32 unless another one is
-asked for: moments are made once and used for days.
+Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (shard number) modulo (number of ranks). If stopped
+at any point, the same command resumes with the missing parts, also on another number of ranks. OUT then has the same bytes
+as without the stop (on the same kind of device). On a CPU a rank computes with one thread, since the number of threads
+changes the last bits: start one rank per core, `composer -n CORES`. Ranks beyond the number of shards have nothing to do
+(a smaller shard_size of prepare.shards gives more shards). The default precision is fp32: moments are made once and used
+for days.
 
-model.weights: a diffusers folder, an LDM checkpoint, or random for encoders that mean nothing.
+model.weights: a diffusers folder, an LDM checkpoint, or random for meaningless encoders.
 
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
-(16), precision (fp32, tf32, bf16), store_text (false), shard_size (64mb), workers (decoding threads a rank, 4).
-Exit code: 0 when at least one sample was written, 1 when none was or the work failed, 2 when it could not start.
+(16), precision (fp32, tf32, bf16), store_text (false), shard_size (64mb), workers (decoding threads per rank, 4).
+Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ from stages.fetch import HASH
 from stages.images import resize_name
 from zoo.spec import MAX_SIDE_PX, as_size
 
-REFUSAL_WAIT_SEC = 30.0  # the launcher ends all ranks when the first one leaves: let the one that a person hears speak
+REFUSAL_WAIT_SEC = 30.0  # the launcher ends all ranks when the first one exits; rank 0 has to print its message before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is to be made
+# The input and the plan
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -89,11 +89,11 @@ class LatentsConfig:
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
     batch_size: int = limited(16, 1, 2**16)
-    """Images in a call of the VAE. It changes last bits, so it stays fixed for a stage."""
+    """Images per call of the VAE. It changes last bits, so it is fixed for a stage."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the encoders. Moments are made once and used for days."""
     store_text: bool = False
-    """Store the text encoder's states too: 158 kB a caption for SD2."""
+    """Also store the text encoder's states: 158 kB per caption for SD2."""
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     workers: int = limited(4, 1, 512)
@@ -106,7 +106,7 @@ class LatentsConfig:
 
 
 def check(config: LatentsConfig) -> list[Problem]:
-    """Return every problem that can be known before anything is built."""
+    """Return every problem that can be found before anything is built."""
     found = []
     if config.precision == "tf32" and not torch.cuda.is_available():
         found.append(Problem("precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",)))
@@ -122,7 +122,7 @@ def open_input(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
     """Return the place of the stage `images`, its facts, and its shards as its index lists them.
 
     Raises:
-        ValueError: it is no such stage, or cannot be read.
+        ValueError: it is not a stage of images, or is unreadable.
     """
     if text := address_problem(location):
         raise ValueError(f"IN: {text}")
@@ -140,7 +140,7 @@ def open_input(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
 
 
 def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list[dict]) -> Plan:
-    """Return what this command makes of a stage."""
+    """Return the plan for the moments of a stage of images."""
     facts = {
         "family": config.model.family,
         "preset": config.model.preset,
@@ -172,17 +172,17 @@ def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list
 def make_parts(
     place: Place, plan: Plan, todo: Sequence[int], encoder: Encoder, source: Place, shards: list[dict], workers: int
 ) -> float:
-    """Make parts one after the other; return the seconds that the slowest took."""
+    """Make parts one after the other; return the time of the slowest in seconds."""
     longest_sec, num_images = 0.0, sum(shards[number]["samples"] for number in todo)
     if not todo:
-        return longest_sec  # and leave no scratch folder behind where rank 0 may have cleared it
+        return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
     with (
         warnings.catch_warnings(),
         ThreadPoolExecutor(workers) as pool,
         place.scratch_folder() as folder,
         tqdm(total=num_images, unit=" images", desc="encode", disable=dist.get_global_rank() != 0) as progress,
     ):
-        # `decode_image` makes this an error for itself alone, which is no use in threads: they share one list of filters.
+        # `decode_image` makes this an error by a filter, which is not safe in threads: they share one list of filters.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
 
         def fill(number: int, part: Part) -> None:
@@ -203,13 +203,13 @@ def make_parts(
 def write_stage(
     config: LatentsConfig, source: Place, stage: Stage, shards: list[dict], place: Place
 ) -> tuple[SampleCounts, str] | None:
-    """Make the stage, or this rank's share of what is missing of it.
+    """Make this rank's share of the stage's missing parts, and finish the stage.
 
     Returns:
-        the counts and the speed in words on rank 0, None on the others.
+        On rank 0 a text with the counts and the speed, on the others None.
 
     Raises:
-        Refused: OUT holds something else.
+        Refused: OUT has other content.
         Failed, OSError: the work had to stop.
     """
     encoder = Encoder(
@@ -244,7 +244,7 @@ def write_stage(
 
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
-    """Run the command; see the head of this file. Rank 0 speaks for all."""
+    """Run the command; see the head of this file. Only rank 0 prints."""
     if dist.get_local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(dist.get_local_rank())  # so that no rank opens a context on the first GPU
     paths, words = split_words(argv)
@@ -285,7 +285,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _let_first_speak() -> None:
-    """Wait on a machine's other ranks: the launcher ends them all, and returns the code of the first to leave."""
+    """Wait on all ranks but the first: the launcher ends all ranks and returns the code of the first to exit."""
     if dist.get_local_rank() != 0:
         time.sleep(REFUSAL_WAIT_SEC)
 

@@ -1,11 +1,11 @@
-"""The stage `moments`: its columns, its number types, and arrays as the MLPerf reference publishes them.
+"""The stage `moments`: its columns and number types, and the MLPerf reference's published arrays.
 
 Shapes: C latent channels, h w height and width of the latent, L text tokens, D text width. SD2 at 512 px: (8, 64, 64), (77,).
 
     moments   float16 (2C, h, w)   mean | logvar of the VAE's posterior, unscaled: a latent is drawn when it is read
     tokens    uint16 (L,)          and every further text column of the family
-    text      float16 (L, D)       text states, where store_text=true asked for them
-    caption, key, metadata         as in the stage `images`; metadata where that has it
+    text      float16 (L, D)       text states; only with store_text=true
+    caption, key, metadata         as in the stage `images`; metadata only if that has it
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mds_columns(family: Family, size: ImageSize, *, text: Mapping[str, Tensor], 
 
     Args:
         size: (width, height) of the images, px.
-        text: states of one caption, (1, L, D) each; empty where they are not stored.
+        text: states of one caption, (1, L, D) each; empty if they are not stored.
         metadata: whether there is a column of that name.
     """
     columns = {"caption": "str", "key": "str", **({"metadata": "json"} if metadata else {})}
@@ -43,12 +43,12 @@ def tokens_of(family: Family, captions: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def to_float16(values: Tensor) -> np.ndarray:
-    """Round to float16 on the way to the host; what lies beyond 65,504 becomes infinite, for `check_finite` to find."""
+    """Round to float16 and copy to the host; values beyond 65,504 become infinite, and `check_finite` finds them."""
     return values.to(torch.float16).cpu().numpy()
 
 
 def check_finite(name: str, values: np.ndarray) -> None:
-    """Raise SampleError: the values of one sample cannot be stored."""
+    """Raise SampleError if a sample's values are not finite."""
     if not np.isfinite(values).all():
         raise SampleError(f"{name} are not finite in float16")
 
@@ -59,15 +59,15 @@ def npy_shape(content: bytes) -> tuple[int, ...]:
 
 
 def read_npy(content: bytes, shape: Sequence[int]) -> np.ndarray:
-    """Return the moments of one .npy file as the MLPerf reference publishes them, float16 without the leading 1.
+    """Return the moments in an .npy file of the MLPerf reference, float16, without the leading 1.
 
     (1, 2C, h, w) float32, mean | logvar, unscaled: mlcommons/training, stable_diffusion, webdataset_images2latents.py.
 
     Args:
-        shape: what one sample has to have, (2C, h, w).
+        shape: expected shape of a sample, (2C, h, w).
 
     Raises:
-        SampleError: another shape or type, cut, pickled, or not finite in float16.
+        SampleError: another shape or type, truncated, pickled, or not finite in float16.
     """
     found, is_fortran, offset = _npy_header(content)
     wanted = (1, *shape)
@@ -83,7 +83,7 @@ def read_npy(content: bytes, shape: Sequence[int]) -> np.ndarray:
 
 
 def _npy_header(content: bytes) -> tuple[tuple[int, ...], bool, int]:
-    """Read shape, order and the place of the data from the header alone: a lie about the size allocates nothing."""
+    """Read shape, order and data offset from the header alone, so that a false size allocates no memory."""
     file = io.BytesIO(content)
     try:
         version = np.lib.format.read_magic(file)

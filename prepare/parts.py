@@ -1,14 +1,14 @@
-"""How a stage is made so that the work can stop anywhere and go on: a plan, parts, and a finish.
+"""Make a stage in steps that can be interrupted and resumed: a plan, parts, and a finish.
 
-    OUT/plan.json                    what is being made and of what; written first, and compared by every later start
-    OUT/part-00012/shard.00000.mds   a part is made of one input (a tar, a shard): its shards ...
-    OUT/part-00012/part.json         ... and, last, their entries of the index and what became of every sample
-    OUT/skipped.jsonl                the finish, when all parts are there: every skipped sample with its reason,
+    OUT/plan.json                    the inputs and settings; written first, and compared at every later start
+    OUT/part-00012/shard.00000.mds   a part is made from one input (a tar, a shard): its shards ...
+    OUT/part-00012/part.json         ... and, last, their entries of the index and the counts of samples
+    OUT/skipped.jsonl                the finish, once all parts are done: every skipped sample with its reason,
     OUT/index.json                   the index of all parts' shards,
-    OUT/dataset.json                 and, last, what makes it a stage (stages/dataset.py reads nothing without it)
+    OUT/dataset.json                 and, last, the file that makes it a stage (stages/dataset.py requires it)
 
-A part's bytes depend on its input and the plan alone, not on who makes it or how often the work was interrupted. A part
-with its part.json is done and never made again.
+A part's bytes depend only on its input and the plan, not on the process that makes it or on interruptions. A part with a
+part.json is done and is never made again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLAN_SCHEMA = 1
 PART_FILE = "part.json"
 SKIPPED_FILE = "skipped.jsonl"
 PATIENCE_SEC = 1800.0
-GO_ON = "What is done stays; the same command goes on from there"
+GO_ON = "What is done stays; the same command resumes from there"
 
 
 def part_name(number: int) -> str:
@@ -49,13 +49,13 @@ def part_name(number: int) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What became of the samples
+# Counts of samples
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class SampleCounts:
-    """What became of every sample and input; the counters are by reason."""
+    """Counts of read, written and skipped samples and of bad inputs; the counters are by reason."""
 
     read: int = 0
     written: int = 0
@@ -74,7 +74,7 @@ class SampleCounts:
         self.ignored_example = self.ignored_example or other.ignored_example
 
     def as_facts(self) -> dict[str, Any]:
-        """Return it as JSON has it, reasons in order."""
+        """Return it as JSON values, with sorted reasons."""
         return {
             "read": self.read,
             "written": self.written,
@@ -99,7 +99,7 @@ class SampleCounts:
 
 
 class Part:
-    """Takes the samples of one input. Whoever fills it calls `read` for each, then `write` or `skip`."""
+    """Takes the samples of one input. For each, call `read`, then `write` or `skip`."""
 
     def __init__(self, source: str, writer: MDSWriter):
         self.source = source
@@ -119,12 +119,12 @@ class Part:
         self.skipped.append({"source": self.source, "key": key, "reason": reason})
 
     def fault(self, reason: str) -> None:
-        """Note what is wrong with the input itself."""
+        """Count an error of the input itself."""
         self.counts.bad_sources[reason] += 1
         self.skipped.append({"source": self.source, "key": None, "reason": reason})
 
     def ignore(self, name: str) -> None:
-        """Note a file that belongs to no sample."""
+        """Count a file that belongs to no sample."""
         self.counts.ignored_files += 1
         self.counts.ignored_example = self.counts.ignored_example or name
 
@@ -136,15 +136,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is being made, and of what: everything that the bytes of a part depend on.
+    """Inputs and settings of a stage: everything that the bytes of a part depend on.
 
     Args:
         made_by: the command.
         stage: images or moments.
         columns: of the MDS shards, name -> encoding.
-        shard_size: bytes of a shard, at most.
-        facts: what dataset.json says about the stage beside its counts.
-        inputs: one a part, in order: its name, and what it is known by (bytes, digest).
+        shard_size: largest size of a shard, bytes.
+        facts: facts about the stage for dataset.json, besides its counts.
+        inputs: one per part, in order: its name, and what identifies it (bytes, digest).
     """
 
     made_by: str
@@ -156,7 +156,7 @@ class Plan:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """Return it as plan.json has it."""
+        """Return the content of plan.json."""
         head = {"schema": PLAN_SCHEMA, "made_by": self.made_by, "stage": self.stage}
         tail = {"shard_size": self.shard_size, "columns": self.columns, "parts": self.inputs}
         return {**head, **self.facts, **tail}
@@ -171,10 +171,10 @@ class Plan:
 
 
 def begin(place: Place, plan: Plan) -> None:
-    """Write the plan, or find that the one that lies there is the same.
+    """Write the plan, or check that the existing one is the same.
 
     Raises:
-        Refused: the place holds something else (says what differs), or cannot be read or written.
+        Refused: the place has other content (says what differs), or is not readable or writable.
     """
     try:
         names = place.names()
@@ -200,7 +200,7 @@ def begin(place: Place, plan: Plan) -> None:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list[str]:
-    """Say key by key what another plan has otherwise; of the parts, the first."""
+    """List the differences between two plans by key; of the parts, only the first."""
     found = []
     for key in [*new, *(key for key in old if key not in new)]:
         was, now = old.get(key), new.get(key)
@@ -224,11 +224,11 @@ def _differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list
 
 
 def parts_to_make(place: Place, plan: Plan) -> list[int]:
-    """Return the numbers of the parts that are not done, and say how many are."""
+    """Return the numbers of the missing parts, and print how many are done."""
     num = len(plan.inputs)
     todo = sorted(_missing(place, num))
     if len(todo) < num:
-        what = "the work goes on" if todo else "nothing is left to make"
+        what = "the work continues" if todo else "nothing is left to make"
         print(f"{place.address}: {num - len(todo)} of {num} parts are done already, {what}", flush=True)
     return todo
 
@@ -239,21 +239,21 @@ def _missing(place: Place, num_parts: int) -> set[int]:
 
 
 def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part], None]) -> SampleCounts:
-    """Make one part and put it, its part.json last.
+    """Make one part and upload it, with its part.json last.
 
     Args:
-        fill: is given the number and a Part to write the samples to.
+        fill: called with the number and a Part, to which it writes the samples.
 
     Raises:
         OSError: the place cannot be written.
     """
     name = part_name(number)
     work = place.scratch / name
-    # A writer that outlived its command (a rank whose launcher was killed) may still be at this part: wait for it.
+    # A process that outlived its command (a rank whose launcher was killed) may still write this part: wait for it.
     with _turn(place, name):
         if f"{name}/{PART_FILE}" in place.names(f"{name}/"):
             return _read_part(place, plan, number)[0]
-        shutil.rmtree(work, ignore_errors=True)  # what a killed writer left
+        shutil.rmtree(work, ignore_errors=True)  # left by a killed writer
         with MDSWriter(out=str(work), columns=plan.columns, hashes=[HASH], size_limit=plan.shard_size) as writer:
             part = Part(plan.inputs[number]["name"], writer)
             fill(number, part)
@@ -275,7 +275,7 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
 
 @contextlib.contextmanager
 def _turn(place: Place, name: str) -> Iterator[None]:
-    """Hold a part's lock. Raises Failed: somebody has had it for too long."""
+    """Hold a part's lock. Raises Failed: another process held it too long."""
     lock = place.lock(name, PATIENCE_SEC)
     try:
         lock.acquire()
@@ -288,7 +288,7 @@ def _turn(place: Place, name: str) -> Iterator[None]:
 
 
 def _read_part(place: Place, plan: Plan, number: int) -> tuple[SampleCounts, dict[str, Any]]:
-    """Return a done part's counts and its whole part.json. Raises Failed: it is not one of this plan."""
+    """Return a done part's counts and its part.json. Raises Failed: the part is not from this plan."""
     name = part_name(number)
     content = json.loads(place.read(f"{name}/{PART_FILE}"))
     if content["plan"] != plan.digest:
@@ -299,10 +299,10 @@ def _read_part(place: Place, plan: Plan, number: int) -> tuple[SampleCounts, dic
 
 
 def finish(place: Place, plan: Plan) -> SampleCounts:
-    """Put the index and the facts of a stage whose parts are all done, where they are not there yet.
+    """Write the index and the facts of a stage whose parts are all done, if they do not exist yet.
 
     Returns:
-        the counts over all parts. Where nothing was written there is no stage, only `skipped.jsonl`.
+        The counts over all parts. If no sample was written, there is no stage, only `skipped.jsonl`.
     """
     counts, skipped, shards = SampleCounts(), [], []
     for number in range(len(plan.inputs)):
@@ -326,7 +326,7 @@ def finish(place: Place, plan: Plan) -> SampleCounts:
 
 
 def wait_for_plan(place: Place, plan: Plan, patience_sec: float = PATIENCE_SEC) -> None:
-    """Wait on another rank than 0 until rank 0 has written or found the plan. Raises Failed: it did not."""
+    """Wait, on all other ranks, until rank 0 has written or checked the plan. Raises Failed: it did not."""
     deadline = time.monotonic() + patience_sec
     while PLAN_FILE not in place.names() or place.read(PLAN_FILE) != plan.text:
         if time.monotonic() > deadline:
@@ -338,7 +338,7 @@ def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:
     """Wait until the parts that other ranks make are done.
 
     Raises:
-        Failed: no new one came for `patience_sec`; names those that are missing.
+        Failed: no part was finished for `patience_sec`; names the missing ones.
     """
     known, last_news = num_parts, time.monotonic()
     while missing := _missing(place, num_parts):
@@ -349,13 +349,13 @@ def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:
             named = ", ".join(map(part_name, sorted(missing)[:5])) + (", ..." if known > 5 else "")
             raise Failed(
                 f"OUT: {place.address}: no other rank finished a part for {patience_sec / 60:.0f} minutes; {known} are "
-                f"missing: {named}. Start the command again: it goes on from what is done."
+                f"missing: {named}. Start the command again: it resumes from what is done."
             )
         time.sleep(place.poll_sec)
 
 
 def where_to_look(counts: SampleCounts, address: str) -> str:
-    """Return the end of a command's closing line."""
+    """Return the end of a command's last line."""
     return f"in {address}" if counts.written else f"no stage; why is in {address.rstrip('/')}/{SKIPPED_FILE}"
 
 
@@ -365,6 +365,6 @@ def where_to_look(counts: SampleCounts, address: str) -> str:
 
 
 def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line's places and its keys: KEY=VALUE and --flags. ./a=b is a place; what can be none is a key."""
+    """Split a command line into places and keys (KEY=VALUE and --flags). ./a=b is a place, a=b is a key."""
     keys = [word for word in argv if re.match(r"--|[\w.]+=", word) or text_possible(word)]
     return [masking.without_secrets(word) for word in argv if word not in keys], keys

@@ -1,8 +1,8 @@
-"""Where a stage is read or written: a folder, or a prefix in a store that streaming knows how to list.
+"""Where a stage is read or written: a folder, or a prefix in a store that streaming can list.
 
-A file arrives in a place whole or not at all. In a folder it is made in `.work` beside its place, written to the disk and
-renamed; in a store it is made on this machine and put as one object. A stage is finished by its last file, so a writer
-that is killed at any point leaves nothing that a reader would take for a stage.
+A file appears in a place whole or not at all. In a folder it is created in `.work`, synced to disk and renamed; for a store
+it is created on this machine and uploaded as one object. The last file makes the stage complete, so a killed writer leaves
+nothing that a reader would accept as a stage.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from stages.dataset import is_remote
 from stages.stores import download_once
 
 WORK = ".work"
-LOCK_WAIT_SEC = 10.0  # the workers of a command that was killed notice it and end within a second
-NUM_TRIES = 5  # 1, 2, 4, 8 s apart: a store may be away for some seconds
+LOCK_WAIT_SEC = 10.0  # workers of a killed command notice that and end within a second
+NUM_TRIES = 5  # 1, 2, 4, 8 s apart: a store may be unreachable for some seconds
 
 
 class Place:
-    """What a folder and a store have in common: their files are put from a scratch folder on this machine.
+    """Base of folders and stores: files are moved there from a scratch folder on this machine.
 
     Attributes:
-        address: as the user gave it, for messages.
+        address: as given by the user, for messages.
         scratch: folder of unfinished files and locks; removed when a stage is finished.
-        poll_sec: how often it may be listed.
+        poll_sec: least time between two listings.
     """
 
     poll_sec = 2.0
@@ -56,15 +56,15 @@ class Place:
         raise NotImplementedError
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """Return a local path with a file's content, in `folder` where it had to be downloaded.
+        """Return a local path with a file's content, in `folder` if it had to be downloaded.
 
         Raises:
-            OSError: it is not there or cannot be read.
+            OSError: the file does not exist or is unreadable.
         """
         raise NotImplementedError
 
     def put(self, name: str, file: Path) -> None:
-        """Move a whole file from the scratch folder to its name, replacing what is there. Raises OSError."""
+        """Move a complete file from the scratch folder to its name; an existing file is replaced. Raises OSError."""
         raise NotImplementedError
 
     def read(self, name: str) -> bytes:
@@ -73,7 +73,7 @@ class Place:
             return self.fetch(name, Path(folder)).read_bytes()
 
     def put_bytes(self, name: str, content: bytes) -> None:
-        """Put a small file. Raises OSError."""
+        """Write a small file. Raises OSError."""
         with self.scratch_folder() as folder:
             file = folder / Path(name).name
             file.write_bytes(content)
@@ -81,7 +81,7 @@ class Place:
 
     @contextlib.contextmanager
     def scratch_folder(self) -> Iterator[Path]:
-        """Yield a new folder from which files can be put; it is removed afterwards."""
+        """Yield a new folder for files to `put`; it is removed afterwards."""
         self.make_scratch()
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             yield Path(folder)
@@ -90,13 +90,13 @@ class Place:
         self.scratch.mkdir(parents=True, exist_ok=True)
 
     def lock(self, name: str, timeout_sec: float) -> FileLock:
-        """Return a lock between the processes of this machine that write here; the system frees it when one dies."""
+        """Return a lock between this machine's processes that write here; the system releases it when one dies."""
         self.make_scratch()
         return FileLock(self.scratch / f"{name}.lock", timeout=timeout_sec)
 
     @contextlib.contextmanager
     def only_writer(self) -> Iterator[None]:
-        """Hold the place for one command. Raises Refused: another one has it, or it cannot be written."""
+        """Lock the place for one command. Raises Refused: another one holds it, or it is not writable."""
         try:
             lock = self._command_lock()
         except Timeout as error:
@@ -109,11 +109,11 @@ class Place:
         finally:
             with contextlib.suppress(OSError):
                 (self.scratch / "command.lock").unlink()
-                self.scratch.rmdir()  # fails where unfinished work lies in it
+                self.scratch.rmdir()  # fails if it has unfinished work
             lock.release()
 
     def _command_lock(self) -> FileLock:
-        """Return the lock, taken. A command that ends meanwhile takes the folder away in which it lies: then again."""
+        """Acquire and return the lock. If a command that ends meanwhile removes the lock's folder, try again."""
         deadline = time.monotonic() + LOCK_WAIT_SEC
         while True:
             lock = self.lock("command", LOCK_WAIT_SEC)
@@ -127,7 +127,7 @@ class Place:
                     raise
 
     def clear_scratch(self) -> None:
-        """Remove what is left of this and of killed commands; for the one that holds the place, when all is done."""
+        """Remove files left by this and by killed commands. Call it with the place locked, after all work is done."""
         for path in self.scratch.iterdir() if self.scratch.is_dir() else ():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -144,7 +144,7 @@ class Folder(Place):
 
     def names(self, prefix: str = "") -> set[str]:
         found = set()
-        for folder, folders, files in os.walk(self.path / prefix):  # bears what other ranks move away meanwhile
+        for folder, folders, files in os.walk(self.path / prefix):  # tolerates files that other ranks move meanwhile
             if WORK in folders:
                 folders.remove(WORK)
             found |= {Path(folder, file).relative_to(self.path).as_posix() for file in files}
@@ -158,13 +158,13 @@ class Folder(Place):
         target.parent.mkdir(parents=True, exist_ok=True)
         to_disk(file)
         file.replace(target)
-        to_disk(target.parent)  # the rename: a part's last file must not be there before the others
+        to_disk(target.parent)  # sync the rename: a part's last file must not appear before the others
 
 
 class Store(Place):
     """A prefix in a store, through streaming's own clients (for S3: `S3_ENDPOINT_URL` and the usual AWS variables).
 
-    A store has no locks: commands of one plan on two machines do the same work twice, to the same bytes; of two plans, one
+    A store has no locks. Two machines with the same plan do the same work twice, with the same bytes. With two plans, one
     is refused at the start, or both at the finish.
     """
 
@@ -176,17 +176,17 @@ class Store(Place):
         self.prefix = urlparse(self.address).path.lstrip("/") + "/"
 
     def __reduce__(self) -> tuple[type[Store], tuple[str]]:
-        return Store, (self.address,)  # a worker process makes clients of its own: a shared socket would mix answers
+        return Store, (self.address,)  # each worker process needs its own clients: a shared socket would mix answers
 
     def make_scratch(self) -> None:
-        # Its name can be guessed: in a folder that everybody may write in it has to be ours.
+        # Its name is predictable: in a folder that everybody can write to, check that it is ours.
         self.scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.scratch.is_symlink() or self.scratch.stat().st_uid != os.getuid():
             raise PermissionError(f"{self.scratch} belongs to another user")
 
     @cached_property
     def _uploader(self) -> Any:
-        with tempfile.TemporaryDirectory() as empty:  # it wants an empty folder; each put says the real one
+        with tempfile.TemporaryDirectory() as empty:  # it requires an empty folder; each put gives the real one
             return upload.CloudUploader.get((empty, self.address), keep_local=True, retry=NUM_TRIES)
 
     def names(self, prefix: str = "") -> set[str]:
@@ -196,7 +196,7 @@ class Store(Place):
 
     def fetch(self, name: str, folder: Path) -> Path:
         file = folder / Path(name).name
-        file.unlink(missing_ok=True)  # the client takes a file that is there for the one that is wanted
+        file.unlink(missing_ok=True)  # the client would accept an existing file as the wanted one
         with _as_os_error(f"{self.address}/{name} cannot be read"):
             retry(num_attempts=NUM_TRIES)(lambda: download_once(f"{self.address}/{name}", str(file)))()
         return file
@@ -215,7 +215,7 @@ class Store(Place):
 
 @contextlib.contextmanager
 def _as_os_error(what: str) -> Iterator[None]:
-    """Each store's client has exceptions of its own; who writes or reads a place handles OSError."""
+    """Convert the exceptions of each store's client to OSError."""
     try:
         yield
     except Exception as error:
@@ -228,7 +228,7 @@ def open_place(address: str) -> Place:
 
 
 def address_problem(address: str) -> str | None:
-    """Say that an address is in no store that can be listed, read and written, or None."""
+    """Return the message that an address is in no store that can be listed, read and written, or None."""
     known = {
         scheme
         for scheme, name in upload.UPLOADERS.items()
@@ -242,7 +242,7 @@ def address_problem(address: str) -> str | None:
 
 
 def out_problem(out: str, inputs: Sequence[str]) -> str | None:
-    """Say why a stage of these inputs could not be written there, before any work is done; or None."""
+    """Say, before any work, why a stage made from these inputs could not be written there; or None."""
     if text := address_problem(out):
         return f"OUT: {text}"
     for given in inputs:
@@ -260,7 +260,7 @@ def out_problem(out: str, inputs: Sequence[str]) -> str | None:
 
 
 def _lies_in(inner: str, outer: str) -> bool:
-    """True for the same place too."""
+    """True if `inner` is `outer` or lies in it."""
     if is_remote(inner) or is_remote(outer):
         return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
     inside, around = Path(inner).resolve(), Path(outer).resolve()

@@ -1,21 +1,21 @@
-"""Turn image-caption pairs as img2dataset writes them into the stage `images`; or MLPerf's moments into `moments`.
+"""Convert image-caption pairs from img2dataset into the stage `images`, or MLPerf's moments into the stage `moments`.
 
     python -m prepare.shards SOURCE... OUT
     python -m prepare.shards laion/00000.tar laion/00001.tar /data/laion_images
     python -m prepare.shards laion/ s3://bucket/laion_images shard_size=64mb workers=16
 
 SOURCE: a tar, a folder of tars, or a folder of files. A sample is the files of one key: KEY.jpg, .png or .webp (the image),
-KEY.txt (the caption), and KEY.json (metadata, optional); a key ends at the first dot. With KEY.npy in place of the image,
-as the MLPerf reference publishes its moments, the stage is `moments`; the first sample decides. OUT: a folder that is
-new, empty or the same command's, or an address in a store.
+KEY.txt (the caption), and KEY.json (metadata, optional); a key ends at the first dot. With KEY.npy instead of the image, as
+the MLPerf reference publishes its moments, the stage is `moments`; the first sample decides. OUT: a folder that is new,
+empty or from the same command, or an address in a store.
 
-The image's bytes are stored as they are, never encoded again; each is decoded once to know that it can be. A sample that
-cannot be used is skipped, named with its reason in OUT/skipped.jsonl, and counted; training will not meet it.
+Images are stored with their original bytes and are not encoded again; each is decoded once as a check. Unusable samples are
+skipped, counted, and listed with their reasons in OUT/skipped.jsonl. They are not in the stage.
 
-Each source becomes a part of OUT (prepare/parts.py). Stopped at any point, the same command goes on with the parts that
-are not done, and OUT has the same bytes as if it had never been stopped, with any number of workers (processes; default:
-one a core). OUT is a stage when its dataset.json is there.
-Exit code: 0 when at least one sample was written, 1 when none was or the work failed, 2 when it could not start.
+Each source becomes a part of OUT (prepare/parts.py). If stopped at any point, the same command resumes with the missing
+parts. OUT then has the same bytes as without the stop, with any number of workers (processes; default: one per core). OUT is
+a stage once it has a dataset.json.
+Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ShardsConfig:
 
 
 def image_row(sample: Sample) -> dict[str, Any]:
-    """Check one sample and return its row of the stage `images`. Raises SampleError: it cannot be used."""
+    """Check one sample and return its row of the stage `images`. Raises SampleError: it is unusable."""
     check_key(sample.key)
     if "image" not in sample.files:
         raise SampleError("missing image")
@@ -101,7 +101,7 @@ def image_row(sample: Sample) -> dict[str, Any]:
 
 
 def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[str, Any]:
-    """Check one sample and return its row of the stage `moments`. Raises SampleError: it cannot be used."""
+    """Check one sample and return its row of the stage `moments`. Raises SampleError: it is unusable."""
     check_key(sample.key)
     if MOMENTS_SUFFIX not in sample.files:
         raise SampleError("missing moments")
@@ -123,7 +123,7 @@ def _metadata(sample: Sample) -> Any:
 
 
 def peek(sources: Sequence[Path]) -> tuple[str, ImageSize]:
-    """Return the stage that the first sample with an image or moments makes, and of moments the images' size, px."""
+    """Return the kind of stage, from the first sample with an image or moments; and for moments the images' size, px."""
     stage = None
     for source in sources:
         try:
@@ -135,12 +135,12 @@ def peek(sources: Sequence[Path]) -> tuple[str, ImageSize]:
                     if size := _size_of(sample.files[MOMENTS_SUFFIX]):
                         return stage, size
         except SourceError:
-            continue  # named when its turn comes
+            continue  # reported when its part is made
     return stage or "images", MLPERF_SIZE
 
 
 def _size_of(content: bytes) -> ImageSize | None:
-    """Return the size of the images that an .npy file's moments are of, or None: it has none that could be."""
+    """Return the images' size from the moments in an .npy file, or None if their shape fits no size."""
     try:
         shape = npy_shape(content)
     except SampleError:
@@ -153,7 +153,7 @@ def _size_of(content: bytes) -> ImageSize | None:
 
 
 def plan_for(sources: Sequence[Path], shard_size: int) -> Plan:
-    """Return what these sources will become."""
+    """Return the plan for these sources."""
     stage, size = peek(sources)
     columns, facts = COLUMNS, {}
     if stage == "moments":
@@ -166,7 +166,7 @@ def plan_for(sources: Sequence[Path], shard_size: int) -> Plan:
             "image_size": list(size),
             # The MLPerf reference feeds images in [0, 1] to its VAE (mlcommons/training, issue 721), and computes in fp32.
             "normalize": "unit",
-            "encoders": {"vae": None, "text": None},  # it does not say by which weights; SD2's
+            "encoders": {"vae": None, "text": None},  # the reference does not name the weights; SD2's
             "precision": "fp32",
             "store_text": False,
         }
@@ -179,7 +179,7 @@ def plan_for(sources: Sequence[Path], shard_size: int) -> Plan:
 
 
 def fill_part(sources: Sequence[Path], to_row: Callable[[Sample], dict[str, Any]], number: int, part: Part) -> None:
-    """Write one source's samples; what cannot be used is named with its reason."""
+    """Write one source's samples; unusable ones are skipped with their reason."""
     seen: set[str] = set()
     try:
         for sample in read_source(sources[number], part.ignore):
@@ -213,7 +213,7 @@ def make_parts(place: Place, plan: Plan, sources: Sequence[Path], workers: int) 
     if workers <= 1:
         _count((functools.partial(one, number) for number in todo), len(todo))
         return
-    fork = multiprocessing.get_context("fork")  # what `_end_with_parent` counts on
+    fork = multiprocessing.get_context("fork")  # `_end_with_parent` needs fork
     with concurrent.futures.ProcessPoolExecutor(workers, fork, _end_with_parent, (os.getpid(),)) as pool:
         futures = [pool.submit(one, number) for number in todo]
         try:
@@ -224,14 +224,14 @@ def make_parts(place: Place, plan: Plan, sources: Sequence[Path], workers: int) 
 
 
 def _count(results: Any, num_parts: int) -> None:
-    """Ask for each part's counts and show the progress."""
+    """Wait for each part's counts and show the progress."""
     with tqdm(unit=" samples", desc=f"{num_parts} parts", disable=not num_parts) as progress:
         for result in results:
             progress.update(result().read)
 
 
 def write_stage(sources: Sequence[Path], place: Place, config: ShardsConfig) -> SampleCounts:
-    """Make the stage of the sources, or what is missing of it. Raises Refused, Failed, or OSError: OUT cannot be written."""
+    """Make the stage from the sources, or its missing parts. Raises Refused, Failed, or OSError: OUT is not writable."""
     try:
         plan = plan_for(sources, bytes_to_int(config.shard_size))
     except OSError as error:
@@ -243,7 +243,7 @@ def write_stage(sources: Sequence[Path], place: Place, config: ShardsConfig) -> 
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this worker soon after its parent was killed; the pool's own queue would keep it waiting for ever."""
+    """End this worker soon after its parent was killed; otherwise it would wait for the pool's queue forever."""
 
     def watch() -> None:
         while os.getppid() == parent:

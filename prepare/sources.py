@@ -1,6 +1,6 @@
-"""Samples as img2dataset writes them: tars or folders of KEY.jpg, KEY.txt, KEY.json; or KEY.npy for stored moments.
+"""Read samples from img2dataset's files: tars or folders of KEY.jpg, KEY.txt, KEY.json; or KEY.npy for stored moments.
 
-Nothing is extracted to the disk: a tar is read as a stream, so a member's name can never be more than a key.
+Nothing is extracted to disk. A tar is read as a stream, so a member's name is only used as a key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stages.images import SampleError, check_caption
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MOMENTS_SUFFIX = "npy"
-MAX_MEMBER_BYTES = 2**28  # 256 MiB, far more than any picture
+MAX_MEMBER_BYTES = 2**28  # 256 MiB, far more than any image
 SUFFIXES = (*IMAGE_SUFFIXES, MOMENTS_SUFFIX, "txt", "json")
 
 
@@ -32,14 +32,14 @@ class Sample:
 
 
 class SourceError(ValueError):
-    """What is wrong with a source itself; the message is the reason, in a few words."""
+    """A source itself is bad; the message is the reason, in a few words."""
 
 
 def find_sources(paths: Sequence[Path]) -> list[Path]:
-    """Return tars and folders of files in a fixed order; a folder is looked through to one level below it.
+    """Return tars and folders of files in a fixed order; folders are searched one level deep.
 
     Raises:
-        ValueError: a path that is neither, or a folder that holds neither.
+        ValueError: a path is neither, or a folder contains neither.
     """
     sources = []
     for path in paths:
@@ -63,7 +63,7 @@ def _holds_samples(folder: Path) -> bool:
 
 
 def known_by(source: Path) -> dict[str, Any]:
-    """Return what a plan knows a source by: its name, size, and a digest of a tar's ends or of a folder's names and sizes."""
+    """Return what identifies a source in a plan: name, size, and a digest of a tar's ends or a folder's names and sizes."""
     digest = xxhash.xxh3_64()
     files = [file for file in sorted(source.iterdir()) if file.is_file()] if source.is_dir() else [source]
     num_bytes = 0
@@ -80,28 +80,28 @@ def known_by(source: Path) -> dict[str, Any]:
 
 
 def read_source(source: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
-    """Yield the samples of one source in order; the files of a key have to follow one another, as img2dataset has them.
+    """Yield the samples of one source in order. A key's files have to be adjacent, as img2dataset writes them.
 
     Args:
         source: a tar, or a folder of files.
-        ignore: is told each file that belongs to no sample.
+        ignore: called with each file that belongs to no sample.
 
     Raises:
-        SourceError: the source cannot be read to its end (samples before that are yielded), or has no sample.
-        Failed: the system could not read it, which may be otherwise the next time.
+        SourceError: the source is not readable to its end (samples before that are yielded), or has no sample.
+        Failed: an error of the disk or the network; the next try may succeed.
     """
     sample = None
     try:
         for key, suffix, content in _tar_files(source, ignore) if source.is_file() else _folder_files(source, ignore):
             part = "image" if suffix in IMAGE_SUFFIXES else suffix
-            # The same part again is another sample of the same key: it will be named as a duplicate, not swallowed.
+            # A second file of the same type is another sample with the same key: it will be reported as a duplicate.
             if sample is None or sample.key != key or part in sample.files:
                 if sample is not None:
                     yield sample
                 sample = Sample(key)
             sample.files[part] = content
-    except Exception as error:  # tarfile lets through whatever its decoders and its reading of headers raise
-        if isinstance(error, OSError) and error.errno is not None:  # the disk's or the network's, not the content's
+    except Exception as error:  # tarfile passes on all errors of its decoders and header parsing
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk or the network, not the content
             raise Failed(f"SOURCE: {source} cannot be read: {error}. {GO_ON}.") from error
         if sample is not None:
             yield sample
@@ -120,7 +120,7 @@ def _key_and_suffix(name: str) -> tuple[str, str] | None:
 
 
 class StrictInfo(tarfile.TarInfo):
-    """A member's header that says when a tar ends too early: tarfile itself takes that for its end, without a word."""
+    """A member's header that raises if a tar is cut off; tarfile itself silently treats that as the end."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
@@ -142,8 +142,8 @@ def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[st
         for member in tar:
             if member.isdir():
                 continue
-            # A link is left out: a stream cannot go back to its target. So is what would fill the memory: some bytes of a
-            # compressed or sparse tar can claim any size.
+            # Links are skipped: a stream cannot go back to a link's target. Very large members are skipped too: a few bytes
+            # of a compressed or sparse tar can claim any size and would fill the memory.
             is_plain = member.isfile() and not member.issparse() and member.size <= MAX_MEMBER_BYTES
             named = _key_and_suffix(member.name) if is_plain else None
             if named is None:
@@ -159,7 +159,7 @@ def _folder_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple
         raise FileNotFoundError(f"{source} is neither a file nor a folder")
     for path in sorted(source.iterdir()):
         if path.is_dir() or path.suffix == ".tar":
-            continue  # sources of their own
+            continue  # separate sources
         named = _key_and_suffix(path.name) if path.is_file() else None
         if named is None:
             ignore(path.name)
@@ -168,7 +168,7 @@ def _folder_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple
 
 
 def check_key(key: str) -> None:
-    """Raise SampleError: the key cannot be stored, or is a path that leads out of its source."""
+    """Raise SampleError if the key cannot be stored, or is a path that leads out of its source."""
     try:
         key.encode()
     except UnicodeEncodeError as error:

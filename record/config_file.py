@@ -102,7 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         Problem(unresolved[id(at)]) for at in values if id(at) in unresolved and "${oc.env:" not in str(at.value)
     ]
     if unreadable:
-        ways = "Bring back a copy, or remove it and summary.json: benchmark.py then goes on from the newest checkpoint"
+        ways = "Bring back a copy, or remove it and summary.json: benchmark.py then resumes from the newest checkpoint"
         raise ConfigError([f"{problem.text} {ways}, with the keys of its command." for problem in unreadable])
     return {at.key: at.value for at in values if id(at) not in unresolved}
 

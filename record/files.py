@@ -110,7 +110,7 @@ def read_summary(folder: Path, *counts: str) -> dict[str, Any]:
     except OSError as error:
         said, summary = str(error.strerror), {}
     if said:
-        ways = "Remove it: benchmark.py then goes on from the run's newest checkpoint, and writes it again"
+        ways = "Remove it: benchmark.py then resumes from the run's newest checkpoint, and writes it again"
         raise ConfigError([f"{path} is no whole summary: {said}. {ways}."])
     return summary
 

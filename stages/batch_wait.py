@@ -59,7 +59,7 @@ def next_batch(
                     seen, since = here, now if seen is not None else began
             if now - since > limit_sec:
                 text = f"no batch for {now - began:.0f} s, and nothing of the stage has arrived for {now - since:.0f} s"
-                raise StreamFailure(f"data: {text}: the loader's workers hang. Start the run again: it goes on.")
+                raise StreamFailure(f"data: {text}: the loader's workers hang. Start the run again: it resumes.")
             if now - began - said_at >= SAY_SEC:
                 said_at = now - began
                 log.info(f"data: {said_at:.0f} s: waiting for a batch ({here[1]:,} bytes are here)", extra=EVERY_RANK)

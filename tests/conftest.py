@@ -1,4 +1,4 @@
-"""What the tests share: small real images in img2dataset's layout, a stage of them, and commands with a time limit."""
+"""Shared fixtures and helpers: small real images in img2dataset's layout, a stage of them, and commands with a time limit."""
 
 from __future__ import annotations
 

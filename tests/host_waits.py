@@ -1,13 +1,13 @@
-"""Counts where the host would wait for a GPU, in a run on a CPU, and says whose line it is.
+"""Count the places where the host would wait for a GPU, in a run on a CPU, and say whose code they are in.
 
     with HostWaits() as waits: ...
     waits.of("ours"), waits.of("composer")        # {"function of file.py: what": how often}
 
-A wait is a value that Python reads (`_local_scalar_dense`: item, bool, float, int; tolist, numpy, a copy to the CPU), a
-shape that hangs on values (nonzero, a mask as index, ...), and an upload: a tensor made on the host for the device. On
-a CPU a copy to the device is none, so it is seen by what is called. `x.cpu().item()` is one wait.
+These count as a wait: a value read by Python (`_local_scalar_dense`: item, bool, float, int; tolist, numpy, a copy to the
+CPU), a shape that depends on values (nonzero, a mask as index, ...), and an upload (a tensor created on the host for the
+device). On a CPU a copy to the device does nothing, so it is detected by the call. `x.cpu().item()` is one wait.
 
-Whose: the innermost line of Composer's or of this project's, so that what diffusers does under our call is ours.
+A wait belongs to the innermost caller in Composer or in this project. So a wait in diffusers under our call is ours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The world that runs are tested in from end to end: the benchmark in miniature, of few pictures, and the words of its runs.
+"""A small miniature for end-to-end tests: its data with few images, and the command-line words of its runs.
 
-Real in every part, with the encoders and the networks that measure which lie in zoo/shapes_weights: what a test sees here
-in seconds is what happens in a long run. The claims about SD2, about synthetic data and about pictures of many sizes have
-worlds of their own, see conftest.py.
+It has every part of a run, with the encoders and scoring networks of zoo/shapes_weights. So a test of seconds shows what
+happens in a long run. Tests about SD2, synthetic data and images of many sizes have other fixtures, see conftest.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Logs that the callback writes from the published curves of MLPerf's reference: FIXTURES, not results of any run.
+"""Logs made by the callback from published curves of MLPerf's reference: FIXTURES, not results of any run.
 
-No network is trained. The callback is driven as the trainer would drive it, with a clock of its own and the reference's own
-FID and CLIP score at each point, up to the first that passes. An event `fixture` says so in every log.
+No network is trained. The callback is called as by the trainer, with an artificial clock and the reference's own FID and
+CLIP score at each point, up to the first that passes. An event `fixture` marks every such log.
 """
 
 from __future__ import annotations

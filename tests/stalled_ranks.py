@@ -1,4 +1,4 @@
-"""benchmark.py whose data stops coming on some ranks, as from a store that hangs: for tests on several ranks.
+"""benchmark.py with data that stops arriving on some ranks, as from a store that hangs; for tests on several ranks.
 
 composer -n 2 tests/stalled_ranks.py RANKS BATCHES words of benchmark.py ...    RANKS: 0, 1 or 0,1; one loader worker each
 """

@@ -1,4 +1,4 @@
-"""stages/batch_wait.py: a wait for a batch goes on while something arrives, and ends when nothing does, or at a call."""
+"""stages/batch_wait.py: a wait for a batch lasts as long as data arrives, and ends when none does, or at a call."""
 
 from __future__ import annotations
 

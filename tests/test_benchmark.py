@@ -283,7 +283,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "command line: 'num_frames' is not available: training on video is not part of this version. Leave it out.",
         "command line: ema.every is 0. Possible: 1 and up.",
         "command line: save.keep is 0. Possible: 1 and up.",
-        f"run_name: {tmp_path}/old is there, and is no run (it has no config.yaml). Take another run_name, or remove it.",
+        f"run_name: {tmp_path}/old exists and is not a run (it has no config.yaml). Take another run_name, or remove it.",
         "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16.",
         "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
@@ -318,8 +318,8 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
             ["model.denoiser=/w"],
             "model.denoiser: /w: there is no such file or folder. Give a diffusers folder or an LDM file.",
         ),
-        (["run_name=a/b"], "run_name: 'a/b' is no folder name. Use letters, digits, - and _, 200 at most."),
-        (["run_name=''"], "run_name: '' is no folder name. Use letters, digits, - and _, 200 at most."),
+        (["run_name=a/b"], "run_name: 'a/b' is not a folder name. Use letters, digits, - and _, 200 at most."),
+        (["run_name=''"], "run_name: '' is not a folder name. Use letters, digits, - and _, 200 at most."),
         (
             ["image_size=800000"],
             "command line: image_size is 800000. Possible: 1 to 16,384 or a list of 2 numbers. Usual: 512, or [width, "

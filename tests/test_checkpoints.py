@@ -1,6 +1,6 @@
-"""Checkpoints: the files, what they hold, what is refused, and the run that goes on bit for bit.
+"""Checkpoints: their files and content, what is refused, and that a run resumes bit for bit.
 
-Whole commands that are killed are in tests/test_resume.py.
+Tests that kill whole commands are in tests/test_resume.py.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(words_of, whole, tmp_
     resumed = newest(tmp_path, "part")
     assert same_training(resumed, newest(whole, "whole"))
     assert len(listed(tmp_path / "part" / "checkpoints", FULL)) == 1  # save.keep
-    assert f"run_name: {tmp_path}/part goes on from batch 4, 32 images ({tmp_path}/part/checkpoints/full-ba" in (
+    assert f"run_name: {tmp_path}/part resumes from batch 4, 32 images ({tmp_path}/part/checkpoints/full-ba" in (
         capsys.readouterr().err
     )
 
@@ -240,7 +240,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(words_of, whole, tmp_
 def test_a_finished_run_says_so_and_repeats_its_result(words_of, whole, capsys):
     assert main(*words_of(whole, "whole", "max_duration=10ba")) == 0
     told = capsys.readouterr()
-    finished = f"run_name: {whole}/whole is finished (max_duration=10ba); a longer one would go on.\n"
+    finished = f"run_name: {whole}/whole is finished (max_duration=10ba); a longer one would resume it.\n"
     assert but_for_shared_memory(told.err) == finished
     summary = json.loads((whole / "whole" / "summary.json").read_text())
     assert told.out.startswith(f"images_per_sec={summary['images_per_sec']} ") and told.out.count("\n") == 1
@@ -368,7 +368,7 @@ def test_a_run_without_checkpoints_begins_again_and_says_so(words_of, tmp_path, 
     (tmp_path / "a" / "summary.json").unlink()
     capsys.readouterr()
     assert main(*words) == 0
-    assert f"run_name: {tmp_path}/a goes on from its beginning: it has no checkpoint.\n" in capsys.readouterr().err
+    assert f"run_name: {tmp_path}/a resumes from its beginning: it has no checkpoint.\n" in capsys.readouterr().err
     assert not (tmp_path / "a" / "checkpoints").exists()
 
 
@@ -400,7 +400,7 @@ def rewrite(tmp_path, change) -> Path:
 
 def test_a_run_goes_on_only_as_it_began_and_all_that_differs_is_named(words_of, begun, capsys):
     words = words_of(begun, "a", "optimizer.lr=1e-3", "seed=18", "ema.half_life=41sp", "max_duration=12ba")
-    tail = "A run goes on as it began: use that value, or another run_name.\n"
+    tail = "A run resumes as it began: use that value, or another run_name.\n"
     assert refused(capsys, *words) == (
         f"seed: 18, but {begun}/a was begun with 17. {tail}"
         f"optimizer.lr: 0.001, but {begun}/a was begun with 0.0015. {tail}"
@@ -412,7 +412,7 @@ def test_a_schedule_that_ends_with_the_run_keeps_its_duration(words_of, tmp_path
     words = ["schedule.name=cosine", "save.every_images=8"]
     assert main(*words_of(tmp_path, "a", *words)) == 0
     assert refused(capsys, *words_of(tmp_path, "a", *words, "max_duration=9ba")) == (
-        f"max_duration: 9ba, but {tmp_path}/a was begun with 4ba. A run goes on as it began: use that value, or another "
+        f"max_duration: 9ba, but {tmp_path}/a was begun with 4ba. A run resumes as it began: use that value, or another "
         f"run_name.\n"
     )
 
@@ -437,7 +437,7 @@ def test_what_a_checkpoint_does_not_name_had_its_default_and_what_only_it_names_
     older = {key: value for key, value in whole.items() if key not in gone}
     assert plain.objective.prediction is not None  # by the family: no default of the key itself
     assert disagreements(plain, older) == []
-    tail = "A run goes on as it began: use that value, or another run_name."
+    tail = "A run resumes as it began: use that value, or another run_name."
     other = of(optimizer=dataclasses.replace(plain.optimizer, clip_norm=2.0), seed=3)
     assert disagreements(other, older) == [
         f"seed: 3, but x.pt was made with 17. {tail}",
@@ -496,12 +496,12 @@ CASES = {
     ),
     "no average": (
         lambda kept: kept.update(ema=None),
-        "ema.enabled: true, but {path} has no average. Leave it as the run was begun.",
+        "ema.enabled: true, but {path} has no EMA weights. Leave it as the run was begun.",
     ),
     "emptied average": (
         lambda kept: kept["ema"]["weights"].clear(),
-        "{path}: ema: the saved average does not fit the model: 286 missing (denoiser.conv_in.weight, denoiser.conv_in.bias, "
-        "denoiser.time_embedding.linear_1.weight and 283 more).",
+        "{path}: ema: the saved EMA weights do not fit the model: 286 missing (denoiser.conv_in.weight, "
+        "denoiser.conv_in.bias, denoiser.time_embedding.linear_1.weight and 283 more).",
     ),
     "no optimizer": (
         lambda kept: kept.pop("optimizer"),
@@ -517,7 +517,7 @@ CASES = {
     ),
     "other encoders": (
         lambda kept: kept["identity"].update({"encoders.vae": "0" * 32}),
-        "encoders.vae: '{vae}', but {path} was made with '00000000000000000000000000000000'. A run goes on as it began: "
+        "encoders.vae: '{vae}', but {path} was made with '00000000000000000000000000000000'. A run resumes as it began: "
         "use that value, or another run_name.",
     ),
 }
@@ -535,7 +535,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(words_of, begun, caps
 
 
 def test_what_a_start_leaves_that_was_killed_at_once_does_not_hinder_the_next(words_of, tmp_path, monkeypatch, capsys):
-    """And a run whose config.yaml was lost goes on: its checkpoint says what it is."""
+    """A run without its config.yaml also resumes: its checkpoint has the run's identity."""
     import callbacks.run_record as run_record
 
     def killed(path, text):
@@ -551,7 +551,7 @@ def test_what_a_start_leaves_that_was_killed_at_once_does_not_hinder_the_next(wo
         file.write('{"start": 2, "ru')
     capsys.readouterr()
     assert main(*words_of(tmp_path, "a", "max_duration=6ba")) == 0
-    assert "goes on from batch 4" in capsys.readouterr().err
+    assert "resumes from batch 4" in capsys.readouterr().err
     assert [json.loads(line)["start"] for line in (tmp_path / "a" / "starts.jsonl").read_text().splitlines()] == [1, 2]
     assert refused(capsys, *words_of(tmp_path, "a", "max_duration=8ba", "seed=18")).startswith("seed: 18, but ")
 
@@ -618,7 +618,7 @@ def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(words_of
     gc.collect()  # the run's folder is free when its process ends: here, when its frames are gone
     path = listed(tmp_path / "a" / "checkpoints", FULL)[0]
     assert capsys.readouterr().err.endswith(
-        f"{number.name}: stopped after batch 5; saved {path}. The same command goes on.\n"
+        f"{number.name}: stopped after batch 5; saved {path}. The same command resumes it.\n"
     )
     assert main(*words) == 0
     assert same_training(newest(tmp_path, "a"), newest(whole, "whole"))
@@ -636,7 +636,7 @@ def test_no_checkpoint_is_begun_that_would_not_fit_into_the_grace(words_of, tmp_
     told = capsys.readouterr().err
     assert "SIGTERM: stopped after batch 5; no checkpoint: the last one took 40.0 s, and 0." in told
     assert told.endswith(
-        f"of save.grace_sec=30 had passed; the last whole one is {path}. The same command goes on.\n"
+        f"of save.grace_sec=30 had passed; the last whole one is {path}. The same command resumes it.\n"
     ) and path.name.startswith("full-ba000000000003-")
 
 
@@ -653,7 +653,7 @@ def test_a_signal_ends_a_run_that_waits_for_its_first_batch(words_of, tmp_path, 
     seen = signal.getsignal(signal.SIGTERM)
     assert main(*words_of(tmp_path, "a")) == 128 + signal.SIGTERM
     assert capsys.readouterr().err.endswith(
-        "SIGTERM: stopped after batch 0; nothing has been trained. The same command goes on.\n"
+        "SIGTERM: stopped after batch 0; nothing has been trained. The same command resumes it.\n"
     )
     assert not listed(tmp_path / "a" / "checkpoints", FULL)
     signal.signal(signal.SIGTERM, seen)

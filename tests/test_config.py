@@ -1,4 +1,4 @@
-"""config.py: the order of the layers, and every message in full. Nothing of a run is imported here."""
+"""config.py: the order of the layers, and the full text of every message. No code of a run is imported here."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_flag_can_stand_for_several_keys():
             "--print_config. Every key is key=value.",
         ),
         (["--preset", "c"], "command line: '--preset c' is not known. Known: a, b."),
-        (["a\nb"], "command line: 'a\\nb' is no path. Possible: a text without control characters and line ends."),
+        (["a\nb"], "command line: 'a\\nb' is not a path. Possible: a text without control characters and line ends."),
         (["batch"], "command line: 'batch' is neither a .yaml file nor key=value."),
         (["a.yaml", "b.yaml"], "command line: two YAML files, a.yaml and b.yaml. One run has one file."),
         (

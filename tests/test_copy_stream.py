@@ -1,4 +1,4 @@
-"""training/copy_stream.py: whose batches it copies; that they are whole is seen on a GPU (tests/gpu)."""
+"""training/copy_stream.py: which batches it copies. That the copies are correct is tested on a GPU (tests/gpu)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data.py: pixels against PIL, the batch contract, the order of samples, and samples that cannot be used."""
+"""data.py: pixels against PIL, the batch contract, the order of samples, and unusable samples."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
         "data.local: not given. It keeps the shards of s3://bucket/stage. Give a folder."
     ]
     assert texts(remote="s3://bucket/stage", local="gs://b/c") == [
-        "data.local: gs://b/c is no folder of this machine. It keeps the shards of s3://bucket/stage. Give a folder."
+        "data.local: gs://b/c is not a folder on this machine. It keeps the shards of s3://bucket/stage. Give a folder."
     ]
     assert texts(stage="moments", local=str(stage)) == [
         f"data.stage: the config says 'moments', {stage}/dataset.json says 'images'. Use data.stage=images, or another "

@@ -1,4 +1,4 @@
-"""stages/dataset.py: what is a stage, what is not, and why."""
+"""stages/dataset.py: which folders are accepted as a stage, which are refused, and why."""
 
 from __future__ import annotations
 

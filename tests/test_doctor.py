@@ -346,7 +346,7 @@ def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_found(only_er
     monkeypatch.setenv("MASTER_ADDR", "node0.invalid")
     assert only_error("port").startswith("MASTER_ADDR=node0.invalid does not resolve: ")
     monkeypatch.setenv("MASTER_PORT", "70000")
-    assert only_error("port") == "MASTER_PORT=70000 is no port. Possible: 1 to 65535; above 1023 is usual."
+    assert only_error("port") == "MASTER_PORT=70000 is not a port. Possible: 1 to 65535; above 1023 is usual."
 
 
 def test_an_interface_that_is_not_there_is_found_and_overrides_are_warned_of(only_error, examine, monkeypatch):
@@ -385,7 +385,7 @@ def test_a_key_that_cannot_be_is_named_and_what_follows_from_it_is_not_looked_at
     code, found = examine("image_size=63")
     errors = [check for check, findings in found.items() if findings[0][0] == ERROR]
     assert code == 1 and errors == ["config"] and found["config"][0][1].startswith("image_size: ")
-    assert found["memory"][0] == (WARNING, "not looked at: it follows from what is an error above. Mend that first.")
+    assert found["memory"][0] == (WARNING, "not checked: it depends on an error above. Fix that first.")
 
 
 def test_weights_that_are_not_there_are_found(only_error, examine, tmp_path):
@@ -393,7 +393,7 @@ def test_weights_that_are_not_there_are_found(only_error, examine, tmp_path):
         "model.weights: "
     )
     assert only_error("weights", f"model.denoiser={tmp_path}/none").startswith("model.denoiser: ")
-    assert only_error("weights", "model.weights=null").startswith("model.weights: not given. Real data want encoders.")
+    assert only_error("weights", "model.weights=null").startswith("model.weights: not given. Real data need encoders.")
     assert examine("model.weights=null")[1]["memory"][0][0] == OK  # they change nothing of what a step takes
 
 
@@ -436,7 +436,7 @@ def test_what_lies_in_a_shards_place_in_the_cache_is_an_error(only_error, tmp_pa
     shutil.copytree(tmp_path / "stage", tmp_path / "local")
     (path := first_shard(tmp_path / "local")).unlink()
     path.mkdir()
-    assert only_error("cache") == f"data.local: {path} is no file, the stage has one of that name. Remove it."
+    assert only_error("cache") == f"data.local: {path} is not a file, but the stage has one of that name. Remove it."
 
 
 def test_a_cache_of_another_stage_is_found(only_error, tmp_path):
@@ -659,7 +659,7 @@ def test_a_batch_of_more_images_than_the_stage_has_is_found(only_error):
             "save.every_images=8",
             "save.every_images: 8 is no more than a batch: one is written after every batch. Raise it.",
         ),
-        ("save.every_images=0", "save.every_images: 0: a run that is stopped begins anew."),
+        ("save.every_images=0", "save.every_images: 0: a stopped run begins anew."),
     ],
 )
 def test_what_is_unlikely_to_be_meant_is_a_warning(examine, word, told):
@@ -730,7 +730,7 @@ def test_a_name_that_another_process_trains_under_is_found(only_error, examine, 
 
 def test_a_run_that_was_begun_otherwise_is_found(only_error, tmp_path):
     folder = begin_run(tmp_path, seed=18)
-    assert only_error("run").startswith(f"seed: 17, but {folder} was begun with 18. A run goes on as it began:")
+    assert only_error("run").startswith(f"seed: 17, but {folder} was begun with 18. A run resumes as it began:")
 
 
 def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_path):
@@ -738,10 +738,10 @@ def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_p
 
     folder = begin_run(tmp_path) / "checkpoints"
     older, newer = (write(folder, stem(FULL, batch), {"batch": batch}) for batch in (1, 2))
-    assert examine()[1]["run"] == [(OK, f"{folder.parent} goes on from {newer.name}, which is whole")]
+    assert examine()[1]["run"] == [(OK, f"{folder.parent} resumes from {newer.name}, which is whole")]
     damage(newer)
     code, found = examine()
-    assert code == 0 and found["run"][0][0] == WARNING and found["run"][0][1].endswith(f"goes on from {older.name}.")
+    assert code == 0 and found["run"][0][0] == WARNING and found["run"][0][1].endswith(f"resumes from {older.name}.")
     damage(older)
     assert only_error("run").startswith(f"checkpoints: every one of the 2 full checkpoints in {folder} is damaged.")
     assert sorted(folder.iterdir()) == [older, newer]  # nothing was set aside
@@ -750,7 +750,7 @@ def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_p
 def test_a_folder_that_is_no_run_is_found(only_error, tmp_path):
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "notes.txt").touch()
-    assert "runs/one is there, and is no run (it has no config.yaml)" in only_error("run")
+    assert "runs/one exists and is not a run (it has no config.yaml)" in only_error("run")
 
 
 # --- the command itself ---

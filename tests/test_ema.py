@@ -148,7 +148,7 @@ def test_the_factor_of_k_steps_is_the_product_of_k_factors(config):
 
 
 def test_a_float32_average_of_bfloat16_weights_does_not_stall():
-    """In bfloat16, 1 + 1e-4 * 1 is 1: an average kept in that type would never move."""
+    """In bfloat16, 1 + 1e-4 * 1 is 1: EMA weights of that type would never change."""
     weights, averages = [torch.ones(4, dtype=torch.bfloat16)], [torch.zeros(4)]
     for _ in range(100):
         lerp_(averages, weights, 1e-4)
@@ -333,7 +333,7 @@ def test_an_average_that_does_not_fit_is_refused_with_the_names():
     with pytest.raises(ValueError) as error:
         fresh.load_state_dict(state)
     assert str(error.value) == (
-        "ema: the saved average does not fit the model: 1 missing (0.bias); 1 left over (extra); 1 of another form "
+        "ema: the saved EMA weights do not fit the model: 1 missing (0.bias); 1 left over (extra); 1 of another form "
         "(2.weight is float32 (1,), not float32 (2, 4))."
     )
 
@@ -346,7 +346,7 @@ def test_an_average_that_was_emptied_is_not_taken_for_one_that_has_not_begun(cha
     change(state)
     fresh = EMA(EMAConfig(True, decay=0.5))
     fresh.bind(tiny_model())
-    with pytest.raises(ValueError, match="^ema: the saved average does not fit the model: 5 missing "):
+    with pytest.raises(ValueError, match="^ema: the saved EMA weights do not fit the model: 5 missing "):
         fresh.load_state_dict(state)
 
 

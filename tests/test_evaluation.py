@@ -1,7 +1,7 @@
 """Evaluation in training and afterwards, end to end on the miniature, with its trained networks and 32 prompts.
 
-That the scores are the same ones, that training goes on untouched, and when it stops, is what is tested; what they are worth
-is in tests/test_miniature.py.
+These tests check that both give the same scores, that training is not affected, and when it stops. Whether the scores are
+good is tested in tests/test_miniature.py.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def test_guidance_is_swept_and_drawn(watched, tmp_path):
 def test_a_run_is_scored_at_another_size_by_networks_that_take_it(watched, tmp_path, capsys):
     words = [str(watched), "snapshots=last", "eval.image_size=16", f"out={tmp_path}/small"]
     assert eval_command.main(words) == 2
-    assert "the judges of the shapes world know pictures of 32 x 32 px" in capsys.readouterr().err
+    assert "the miniature's scoring networks take 32 x 32 px" in capsys.readouterr().err
     assert eval_command.main([*words, "eval.statistics=null", "eval.inception=null", "eval.clip=random"]) == 0
     [row] = read_rows(tmp_path / "small" / "eval.csv")
     assert row["eval_image_size"] == [16, 16] and np.isfinite(row["clip"]) and row["fid"] is None
@@ -496,7 +496,7 @@ def test_a_finished_run_keeps_its_result_without_evaluation_and_with_a_harder_ta
     ):
         assert benchmark.main([*words, *more]) == 0
         said = capsys.readouterr().err
-        assert "is finished" in said and "goes on from" not in said and "not evaluated" not in said
+        assert "is finished" in said and "resumes from" not in said and "not evaluated" not in said
         expected = "reached" if more == ["eval.when=off"] else "missed"
         assert summary_of(tmp_path / "watched")["target"] == expected
 
@@ -508,7 +508,7 @@ def test_the_same_prompts_elsewhere_are_the_same_and_a_reached_target_is_said(wo
     capsys.readouterr()
     assert benchmark.main([*words, f"eval.prompts={tmp_path / 'copy.tsv'}"]) == 0
     said = capsys.readouterr()
-    assert "has reached its target" in said.err and "goes on from" not in said.err and "target=reached" in said.out
+    assert "has reached its target" in said.err and "resumes from" not in said.err and "target=reached" in said.out
 
 
 def test_an_end_in_the_last_evaluation_loses_no_loss(words_of, tmp_path, monkeypatch, capsys):

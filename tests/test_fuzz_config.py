@@ -1,4 +1,4 @@
-"""Command lines and YAML files that nobody would write: a configuration comes of each, or problems in words. Nothing else.
+"""Random command lines and YAML files: each gives a configuration or readable problems, and nothing else.
 
     FUZZ_EXAMPLES=2000 FUZZ_SEED=1 python -m pytest -q tests/test_fuzz_config.py -m "not slow"      # some minutes
     FUZZ_PROCESSES=20 FUZZ_SEED=1 python -m pytest -q tests/test_fuzz_config.py -m slow             # the same as processes

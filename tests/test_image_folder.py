@@ -1,4 +1,4 @@
-"""Pictures of a folder: what is listed, what is decoded, how batches end."""
+"""evaluation/image_folder.py: which files are listed, how they are decoded, how batches end."""
 
 from __future__ import annotations
 

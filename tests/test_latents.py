@@ -466,7 +466,7 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
             ["{in}", "{tmp}/out", "model.weights=null", "model.preset=huge"],
             [
                 "model.preset: unknown preset 'huge'. Known: full, tiny.",
-                "model.weights: not given. Real data want encoders. Give a diffusers folder or an LDM checkpoint "
+                "model.weights: not given. Real data need encoders. Give a diffusers folder or an LDM checkpoint "
                 "(512-base-ema.ckpt), or model.weights=random for random ones.",
             ],
         ),

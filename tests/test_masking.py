@@ -410,7 +410,7 @@ def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, 
         printed += done.stdout + done.stderr
         assert done.returncode == 0, printed
         assert f"batches={batches} " in done.stdout
-    assert "goes on from batch 4" in printed and "a secret stands in sftp://user:***@" in printed
+    assert "resumes from batch 4" in printed and "a secret stands in sftp://user:***@" in printed
     assert found_in(printed.encode(), "what is printed") == [] and found_under(runs) == []
     names = {path.name for path in runs.rglob("*")}
     assert {"mlperf.log", "config.yaml", "wandb-metadata.json"} <= names and any("tfevents" in name for name in names)
@@ -438,7 +438,7 @@ def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniatur
     capsys.readouterr()
     assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba")) == 0
     said = capsys.readouterr()
-    assert "goes on from batch 1" in said.err and "batches=2 " in said.out
+    assert "resumes from batch 1" in said.err and "batches=2 " in said.out
     monkeypatch.setenv("EASEL_SEED", "4712")
     assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=3ba")) == 2
     assert "seed: 4712, but " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""evaluation/meter.py: each batch is measured once, after the next one has been given; figures are those of all at once."""
+"""evaluation/meter.py: each batch is measured once, after the next one is queued; metrics equal those of one large batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""training/microbatch.py: the largest microbatch without a rest, found once; and what is said where memory was not enough."""
+"""training/microbatch.py: the largest microbatch that divides the batch, found once; and the out-of-memory message."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_out_of_memory_names_microbatch_and_what_to_try_and_the_run_goes_on(tmp_
     [checkpoint] = (tmp_path / "a" / "checkpoints").glob("full-*.pt")
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"device_train_microbatch_size: out of memory with 8 images a pass of a device batch of 8. Try "
-        f"device_train_microbatch_size=4, then gradient_checkpointing=1, then precision=bf16; the same command with it goes "
-        f"on from {checkpoint}."
+        f"device_train_microbatch_size=4, then gradient_checkpointing=1, then precision=bf16; the same command with it "
+        f"resumes from {checkpoint}."
     )
     assert run(tmp_path, "a", *words[:2], "device_train_microbatch_size=4") == 0
     assert losses(tmp_path, "a") == pytest.approx(losses(tmp_path, "unbroken"), rel=1e-4)

@@ -1,6 +1,6 @@
-"""The benchmark in miniature, shortened: its own data, encoders, networks that measure and YAML, end to end.
+"""The miniature, shortened: its own data, encoders, scoring networks and YAML, end to end.
 
-`make demo` is the whole of it; docs/miniature.md has its record.
+`make demo` runs all of it; docs/miniature.md has its record.
 """
 
 from __future__ import annotations

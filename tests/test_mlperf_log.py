@@ -1,4 +1,4 @@
-"""The MLPerf log before MLPerf's own checkers, which are called as programs; and what a run, a restart and eval.py write."""
+"""The MLPerf log: MLPerf's own checkers, called as programs, accept it; and what a run, a restart and eval.py write."""
 
 from __future__ import annotations
 
@@ -568,14 +568,14 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(tmp_p
     ]
     [line] = refused("eval.when=after", "eval.every_images=16", scored[0])
     assert line == (
-        "mlperf.enabled: true, but eval.statistics, eval.inception, eval.clip: not given. FID and CLIP score belong into "
+        "mlperf.enabled: true, but eval.statistics, eval.inception, eval.clip: not given. FID and CLIP score belong in "
         "the log."
     )
     [line] = refused(*scored)
     assert line.startswith(f"mlperf.enabled: true, but no file {tmp_path}/p.tsv, whose prompts the log counts.")
     (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
     [line] = refused(*scored)
-    assert line == "mlperf.enabled: true, but no target, so that it would never end well. The benchmark's: 90 and 0.15."
+    assert line == "mlperf.enabled: true, but no target, so no run could succeed. The benchmark's: 90 and 0.15."
     (tmp_path / "old" / "checkpoints").mkdir(parents=True)
     write(tmp_path / "old" / "checkpoints", stem("full-ba", 3), {})
     [line] = refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old")

@@ -1,4 +1,4 @@
-"""The table of mutants fits the code: every fault can be made, and what becomes of it is told right."""
+"""The table of mutants fits the code: every fault can be made, and its outcome is reported correctly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs that older versions began go on: tests/golden/run_of_before.tar.xz was written by the code of commit f7a93be.
+"""Runs of older versions resume: tests/golden/run_of_before.tar.xz was written by the code of commit f7a93be.
 
-A tiny network of the family shapes, two batches old, whose float tensors were replaced by a short pattern, so that the file
-is small. The figures are those of the same commit after two batches more, in float64 sums of absolute values.
+It is a tiny network of the family shapes after two batches. Its float tensors were replaced by a short pattern to keep the
+file small. The expected values are that commit's after two more batches, as float64 sums of absolute values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_a_run_that_an_older_version_began_ends_as_it_would_have_there(tmp_path,
     monkeypatch.chdir(tmp_path)
     assert benchmark.main(KEYS) == 0
     out, err = capsys.readouterr()
-    assert "runs/of_before goes on from batch 2, 8 images" in err
+    assert "runs/of_before resumes from batch 2, 8 images" in err
     assert f"loss={LOSS}" in out
     content = read(find_newest(tmp_path / "runs/of_before/checkpoints"))
     assert content["progress"]["batch"] == 4

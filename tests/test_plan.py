@@ -1,4 +1,4 @@
-"""preflight/plan.py: every figure of the plan against the arithmetic that it stands for; what it says where there is none."""
+"""preflight/plan.py: every number of the plan against its formula; and the text where a number cannot be computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/predecessor.py: what it has nothing for is refused, and a speed of numbers that are none is no figure."""
+"""bench/predecessor.py: settings that it does not support are refused; a non-finite last loss leaves no summary."""
 
 from __future__ import annotations
 

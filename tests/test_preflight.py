@@ -225,7 +225,7 @@ def test_names_of_runs(tmp_path):
     assert run_folder_problem(str(tmp_path), "begun") is run_folder_problem(str(tmp_path), "killed") is None
     assert run_folder_problem(str(tmp_path), "new") is None and run_folder_problem(str(tmp_path), None) is None
     assert run_folder_problem(str(tmp_path), "a/b") == (
-        "run_name: 'a/b' is no folder name. Use letters, digits, - and _, 200 at most."
+        "run_name: 'a/b' is not a folder name. Use letters, digits, - and _, 200 at most."
     )
     for name in ("a\nb", "\x1b[2J", "a\0b", "a\u202eb", "a\tb"):
         told = f"run_name: {name!r} has a character that cannot be seen. Give one without."
@@ -233,7 +233,7 @@ def test_names_of_runs(tmp_path):
     told = "run_folder: 'runs\\r' has a character that cannot be seen. Give one without."
     assert run_folder_problem("runs\r", "new") == told
     for name in ("", ".", "..", ".hidden", "x" * 201):
-        assert "is no folder name" in run_folder_problem(str(tmp_path), name)
+        assert "is not a folder name" in run_folder_problem(str(tmp_path), name)
     assert run_folder_problem(str(tmp_path), "old") == (
-        f"run_name: {tmp_path}/old is there, and is no run (it has no config.yaml). Take another run_name, or remove it."
+        f"run_name: {tmp_path}/old exists and is not a run (it has no config.yaml). Take another run_name, or remove it."
     )

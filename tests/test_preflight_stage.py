@@ -1,4 +1,4 @@
-"""preflight/stage.py: what lies in a cache folder where a run would write; the other checks are in test_doctor.py."""
+"""preflight/stage.py: files that block a run's cache folder. The other checks are tested in test_doctor.py."""
 
 from __future__ import annotations
 

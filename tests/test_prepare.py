@@ -19,7 +19,7 @@ from prepare import shards, sources
 from prepare.shapes import command, pictures
 from stages.dataset import read_stage
 from zoo import load_family
-from zoo.shapes import world
+from zoo.shapes import scenes
 
 
 def rows(stage: Path) -> list[dict]:
@@ -501,7 +501,7 @@ def test_a_disk_that_fails_once_does_not_become_a_finished_part(tmp_path, capsys
         assert shards.main(words) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"SOURCE: {tmp_path}/in/1.tar cannot be read: [Errno 5] Input/output error: '{tmp_path}/in/1.tar'. What is done "
-        f"stays; the same command goes on from there."
+        f"stays; the same command resumes from there."
     )
     assert not (tmp_path / "out" / "dataset.json").exists()
     assert shards.main(words) == 0 and len(rows(tmp_path / "out")) == 2
@@ -528,24 +528,26 @@ def test_shapes_are_the_same_for_the_same_seed_and_others_for_another(tmp_path):
 
 
 def test_a_picture_shows_what_its_caption_says():
-    scene = world.Scene(size="large", colour="red", shape="square", place="top left", background="white")
+    scene = scenes.Scene(size="large", colour="red", shape="square", place="top left", background="white")
     assert scene.caption == "a large red square at the top left on a white background"
     image = pictures.render(scene, 64)
     assert image.size == (64, 64)
-    assert image.getpixel((int(0.3 * 64), int(0.3 * 64))) == world.COLOURS["red"]
-    assert image.getpixel((60, 60)) == world.COLOURS["white"]
+    assert image.getpixel((int(0.3 * 64), int(0.3 * 64))) == scenes.COLOURS["red"]
+    assert image.getpixel((60, 60)) == scenes.COLOURS["white"]
 
 
 def test_every_size_shape_and_place_keeps_inside_the_picture_and_differs():
     def ink(**changes: str) -> Image.Image:
         base = {"size": "large", "colour": "black", "shape": "circle", "place": "centre", "background": "white"}
-        return pictures.render(world.Scene(**{**base, **changes}), 64)
+        return pictures.render(scenes.Scene(**{**base, **changes}), 64)
 
-    drawn = {ink(size=s, shape=f, place=p).tobytes() for s in world.SIZES for f in world.SHAPES for p in world.PLACES}
+    drawn = {
+        ink(size=s, shape=f, place=p).tobytes() for s in scenes.SIZES for f in scenes.SHAPES for p in scenes.PLACES
+    }
     assert len(drawn) == 2 * 4 * 9
-    for place in world.PLACES:
+    for place in scenes.PLACES:
         corners = [ink(place=place).getpixel(at) for at in ((0, 0), (0, 63), (63, 0), (63, 63))]
-        assert corners == [world.COLOURS["white"]] * 4
+        assert corners == [scenes.COLOURS["white"]] * 4
 
 
 def test_rendered_pictures_go_through_prepare_shards(tmp_path):
@@ -553,8 +555,8 @@ def test_rendered_pictures_go_through_prepare_shards(tmp_path):
     assert shards.main([str(tmp_path / "tars"), str(tmp_path / "images")]) == 0
     found = rows(tmp_path / "images")
     assert len(found) == 12
-    assert found[0]["caption"] == world.draw_scene(0, 17).caption
-    assert found[0]["metadata"]["shape"] in world.SHAPES
+    assert found[0]["caption"] == scenes.draw_scene(0, 17).caption
+    assert found[0]["metadata"]["shape"] in scenes.SHAPES
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""prepare/parts.py and places.py: work that is stopped anywhere goes on to the same bytes, and never passes for a stage."""
+"""prepare/parts.py and places.py: work stopped anywhere resumes to the same bytes, and is not a stage until it is done."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_waiting_for_other_ranks_ends_with_the_names_of_what_is_missing(tmp_path
     with pytest.raises(Failed) as error:
         parts.wait_for_plan(place, plan_of(8), patience_sec=0.1)
     assert str(error.value) == (
-        f"OUT: {place.address}: rank 0 wrote no plan.json for this command. What is done stays; the same command goes on "
+        f"OUT: {place.address}: rank 0 wrote no plan.json for this command. What is done stays; the same command resumes "
         f"from there."
     )
     parts.make_part(place, plan, 3, fill)
@@ -262,7 +262,7 @@ def test_waiting_for_other_ranks_ends_with_the_names_of_what_is_missing(tmp_path
         parts.wait_for_parts(place, 9, patience_sec=0.1)
     assert str(error.value) == (
         f"OUT: {place.address}: no other rank finished a part for 0 minutes; 8 are missing: part-00000, part-00001, "
-        f"part-00002, part-00004, part-00005, .... Start the command again: it goes on from what is done."
+        f"part-00002, part-00004, part-00005, .... Start the command again: it resumes from what is done."
     )
     for number in range(9):
         parts.make_part(place, plan, number, fill)
@@ -293,7 +293,7 @@ def test_a_full_disk_keeps_what_is_done(source, unbroken, tmp_path, capsys, monk
         assert shards.main(command(source, out)) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"OUT: {out} cannot be written: [Errno 28] No space left on device: '{out}/part-00001/shard.00000.mds'. What is "
-        f"done stays; the same command goes on from there."
+        f"done stays; the same command resumes from there."
     )
     assert (out / "part-00000" / "part.json").is_file() and not (out / "dataset.json").exists()
     assert shards.main(command(source, out)) == 0 and tree(out) == unbroken
@@ -311,7 +311,7 @@ def test_a_quota_in_mid_write_is_a_message_and_not_a_traceback(source, unbroken,
     assert in_child(limited) == 1
     [line] = [line for line in log.read_text().splitlines() if line.startswith("OUT: ")]
     assert line == (
-        f"OUT: {tmp_path}/out cannot be written: [Errno 27] File too large. What is done stays; the same command goes on "
+        f"OUT: {tmp_path}/out cannot be written: [Errno 27] File too large. What is done stays; the same command resumes "
         f"from there."
     )
     assert "Traceback" not in log.read_text()

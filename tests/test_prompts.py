@@ -1,4 +1,4 @@
-"""evaluation/prompts.py: a file of prompts is read as pandas wrote it, and what is no prompt is named with its line."""
+"""evaluation/prompts.py: a file of prompts is read as pandas wrote it, and an invalid prompt is named with its line."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def test_the_first_prompts_of_a_file_are_partial_and_all_of_them_are_not(tmp_pat
         (HEADER, "has a header and no prompt. Give a file with at least one."),
         (HEADER + "1\t1\ta\n2\t2\t  \n", "line 3 (id 2) has an empty caption. Remove that line."),
         (HEADER + "1\t1\ta\n2\t1\tb\n", "prompts 1 and 2 both have the id 1. An id names one prompt and its noise"),
-        (HEADER + "1\tx\ta\n", "line 2 has id 'x', no whole number. Mend it."),
-        (HEADER + "1\t1_0\ta\n", "line 2 has id '1_0', no whole number"),
-        (HEADER + "1\t\u0661\ta\n", "line 2 has id '\u0661', no whole number"),
-        (HEADER + "+1\t1\ta\n", "line 2 has image_id '+1', no whole number"),
-        pytest.param(HEADER + f"1\t{'9' * 5000}\ta\n", f"has id '{'9' * 40}', no whole number", id="5000 digits"),
+        (HEADER + "1\tx\ta\n", "line 2 has id 'x', not a whole number. Fix it."),
+        (HEADER + "1\t1_0\ta\n", "line 2 has id '1_0', not a whole number"),
+        (HEADER + "1\t\u0661\ta\n", "line 2 has id '\u0661', not a whole number"),
+        (HEADER + "+1\t1\ta\n", "line 2 has image_id '+1', not a whole number"),
+        pytest.param(HEADER + f"1\t{'9' * 5000}\ta\n", f"has id '{'9' * 40}', not a whole number", id="5000 digits"),
         ("id\timage_id\tid\tcaption\n1\t1\t2\ta\n", "more than one column id in its first line. Keep one of each."),
         (HEADER + "1\t1\ta\0b\n", "line 2 (id 1) has a NUL character in its caption. Take it out"),
         (
             HEADER + '1\t1\tb\n1\t2\t"a" cat\n',
-            "line 3 cannot be read: 'TAB' expected after '\"'. Its quotation marks do not close, or are not doubled: a "
-            'caption that has some stands in them, as in """a"" cat".',
+            "line 3 cannot be read: 'TAB' expected after '\"'. Its quotation marks do not close, or are not doubled: quote "
+            'a caption that has some, as in """a"" cat".',
         ),
         (HEADER + '1\t1\t"b\n1\t2\ta\n1\t3\t"c"\n', "line 2 cannot be read: 'TAB' expected after '\"'. Its quotation"),
         pytest.param(
@@ -75,8 +75,8 @@ def test_the_first_prompts_of_a_file_are_partial_and_all_of_them_are_not(tmp_pat
             "the first 77 tokens.",
             id="10,001 characters",
         ),
-        (HEADER + "1\t\x1b[2J7\ta\n", "line 2 has id '[2J7', no whole number. Mend it."),
-        (HEADER + "1\t2\n", "line 2 has 2 columns, its header 3. Mend that line."),
+        (HEADER + "1\t\x1b[2J7\ta\n", "line 2 has id '[2J7', not a whole number. Fix it."),
+        (HEADER + "1\t2\n", "line 2 has 2 columns, its header 3. Fix that line."),
         (HEADER + '1\t2\t"never closed\n', "line 2 cannot be read: unexpected end of data. Its quotation marks do not"),
         ('image_id\tid\t"caption" \n', "line 1 cannot be read: 'TAB' expected after '\"'. Its first line has to be"),
         (b"\xff\xfe\x00", "is not UTF-8 text (byte 0)"),

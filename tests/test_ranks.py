@@ -1,4 +1,4 @@
-"""cli/ranks.py: a rank that waits in a collective hears why another one has left, and leaves too."""
+"""cli/ranks.py: a rank that waits in a collective learns why another one has exited, and exits too."""
 
 from __future__ import annotations
 

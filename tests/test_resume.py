@@ -1,6 +1,6 @@
-"""Runs that are killed and started again: what they learn is what the unbroken run learns, to the last bit.
+"""Runs that are killed and started again end with the same weights as an uninterrupted run, bit for bit.
 
-SIGKILL goes to the launcher and the ranks, not to the loader workers: these have to notice by themselves.
+SIGKILL goes to the launcher and the ranks, not to the loader workers, which have to notice it themselves.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bi
             if int(path.name[7:19]) > batch:
                 path.unlink()
         done = composer(1, words_of(tmp_path, name, *more))
-        assert f"goes on from batch {batch}, {32 * batch} images" in done.stderr
+        assert f"resumes from batch {batch}, {32 * batch} images" in done.stderr
         assert same_training(newest(tmp_path, name), unbroken), batch
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["batch"] for line in lines] == list(range(1, 15))
@@ -105,7 +105,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(words_of, tmp_path):
     words = words_of(tmp_path, "a")
     composer(2, [*words, "max_duration=4ba"])
     done = composer(1, [*words, "max_duration=8ba"])
-    assert "goes on from batch 4, 128 images" in done.stderr and newest(tmp_path, "a")["progress"]["batch"] == 8
+    assert "resumes from batch 4, 128 images" in done.stderr and newest(tmp_path, "a")["progress"]["batch"] == 8
 
 
 @pytest.mark.timeout(900, func_only=True)

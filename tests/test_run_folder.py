@@ -1,6 +1,6 @@
-"""A run's folder with a damaged file: whoever reads it says what is wrong and what to do (exit code 2), or goes on rightly.
+"""A run's folder with a damaged file: every reader says what is wrong and what to do (exit code 2), or continues correctly.
 
-The commands run in this process: an exception that nobody explains, which a user would see as a traceback, fails the test.
+The commands run in this process: an unexplained exception, which a user would see as a traceback, fails the test.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def short_words(miniature, folder: Path, *more: str) -> list[str]:
     return miniature.small(folder, "run", "save.every_images=16", "save.snapshot_every_images=16", *more)
 
 
-REMOVE = "Remove it: benchmark.py then goes on from the run's newest checkpoint, and writes it again."
+REMOVE = "Remove it: benchmark.py then resumes from the run's newest checkpoint, and writes it again."
 MEND = "Mend it, or remove that line: what it said is then lost, the others stay."
 TAKE = "Take it away."
 SAID = {
@@ -198,7 +198,7 @@ SAID = {
     ("starts.jsonl", "a folder"): f"{{}}: no file, where one of the run's belongs. {TAKE}",
     ("config.yaml", "a list"): (
         "{}: holds a list. A run is a mapping of keys to values. Bring back a copy, or remove it and summary.json: "
-        "benchmark.py then goes on from the newest checkpoint, with the keys of its command."
+        "benchmark.py then resumes from the newest checkpoint, with the keys of its command."
     ),
 }
 

@@ -1,4 +1,4 @@
-"""callbacks/run_record.py: what a killed writer leaves is read, what is broken otherwise is named with its file."""
+"""callbacks/run_record.py: files left by a killed writer are read; other damage is reported with the file's name."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_broken_summary_is_named_with_what_to_do(tmp_path, content, said):
         text = str(caught.value)
         assert (
             text.startswith(f"{path} is no whole summary: {said}")
-            and "goes on from the run's newest checkpoint" in text
+            and "resumes from the run's newest checkpoint" in text
         )
     assert path.read_text() == content
 

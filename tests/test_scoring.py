@@ -1,4 +1,4 @@
-"""evaluation/scoring.py and eval.py without a network: what may be configured, when a target is met, what is scored."""
+"""evaluation/scoring.py and eval.py without a network: valid configurations, when a target is met, what is scored."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
         "eval.prompts: not given. Give a tab-separated file with image_id, id and caption.",
         "eval.statistics: not given, but eval.inception is. FID needs both; leave out both for none.",
         "target.clip: given, but clip is not measured. Give eval.clip, or leave it out.",
-        "eval.weights: ema, but the run keeps no average. Say ema.enabled=true (--use_ema), or eval.weights=training.",
+        "eval.weights: ema, but the run keeps no EMA weights. Say ema.enabled=true (--use_ema), or eval.weights=training.",
         "eval.guidance: [1, 2]: a run is scored at one. Give one number; composer eval.py RUN takes a list.",
         "eval.image_size: 60 x 60 px does not fit sd2. Both sides have to be multiples of 8.",
         "eval.every_images: 512,000, but max_duration=4ba is 32: nothing would be evaluated. Lower it.",
@@ -134,7 +134,7 @@ def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
     ("given", "wrong"), [([1, "nan"], "'nan'"), ([float("nan")], "nan"), (True, "True"), ([], "[]"), (["a", 1], "'a'")]
 )
 def test_a_guidance_that_is_no_scale_is_named_alone(given, wrong):
-    text = f"{wrong} is no scale. Possible: a number, e.g. 8 (1: none) or a list of them."
+    text = f"{wrong} is not a guidance scale. Possible: a number, e.g. 8 (1: none) or a list of them."
     assert EvalConfig(guidance=given).problems(now=False) == [("eval.guidance", text)]
 
 
@@ -231,7 +231,7 @@ def test_a_flag_of_the_predecessor_takes_its_value_and_what_changes_no_score_is_
         "command line: eval.guidance",
     ]
     assert eval_refused(capsys, tmp_path / "no") == [
-        f"{tmp_path}/no is no folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
+        f"{tmp_path}/no is not a folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
     ]
 
 

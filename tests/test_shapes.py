@@ -1,4 +1,4 @@
-"""The shapes world: what its captions say is what is drawn, its parts never meet, its command, its tokens and family."""
+"""The miniature: captions describe exactly what is drawn, its parts share no scene, its command, tokens and family."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from prepare.shapes.pictures import draw_jitter, prompt_scenes, render
 from zoo import load_family
 from zoo.encoders import build_encoders, own_weights, weights_problems
 from zoo.shapes.networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, tokenize
-from zoo.shapes.world import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
+from zoo.shapes.scenes import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
 
 ONE = Scene("large", "red", "square", "top left", "white")
 TWO = Scene("small", "green", "cross", "left of", "orange", "large", "black", "circle")
 
 
-# --- the world ---
+# --- the scenes ---
 
 
 def test_there_are_47040_scenes_and_no_two_have_the_same_caption():
@@ -272,7 +272,7 @@ def test_shapes_says_which_sizes_it_takes(size, said):
     assert text == f"{said} does not fit shapes. Both sides have to be multiples of 4."
 
 
-# --- its judges ---
+# --- its scoring networks ---
 
 
 def test_the_judges_are_known_by_their_files_and_say_what_the_networks_say():
@@ -294,7 +294,7 @@ def test_the_judges_are_known_by_their_files_and_say_what_the_networks_say():
 def test_the_judges_take_pictures_of_their_size_only():
     reader, pair = load_inception(WEIGHTS / "reader/model.safetensors"), load_clip(WEIGHTS / "clip/model.safetensors")
     said = (
-        "images: 64 x 32 px, but the judges of the shapes world know pictures of 32 x 32 px. Say image_size=32, or give "
+        "images: 64 x 32 px, but the miniature's scoring networks take 32 x 32 px. Say image_size=32, or give "
         "other networks."
     )
     for ask in (reader, pair.encode_images):

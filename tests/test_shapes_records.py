@@ -1,4 +1,4 @@
-"""The miniature's target against the records it was chosen from: what has to meet it does, what has to miss it does.
+"""The miniature's target against the records it was chosen from: the runs that should meet it do, the controls miss it.
 
 `make controls` makes the records. A target that is changed in yamls/shapes.yaml alone fails here.
 """

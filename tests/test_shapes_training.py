@@ -1,4 +1,4 @@
-"""Training of the shapes world's encoders: a miniature goes on after a stop as if there had been none; what is shipped."""
+"""Training of the miniature's encoders: a stopped training resumes as if it had never been stopped; what is shipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from prepare.shapes.training import load_clip, load_reader, schedule
 from zoo import load_family
 from zoo.encoders import build_encoders
 from zoo.shapes.networks import WEIGHTS
-from zoo.shapes.world import ATTRIBUTES
+from zoo.shapes.scenes import ATTRIBUTES
 
 MINIATURE = ["reader_steps=3", "clip_steps=3", "vae_steps=4", "every_steps=2", "num_measured=64"]
 

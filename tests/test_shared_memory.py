@@ -1,4 +1,4 @@
-"""stages/shared_memory.py: what is removed, what is left, what is said. Its folders are the test's, its processes real."""
+"""stages/shared_memory.py: what is removed, what is kept, and the messages. Folders are temporary, processes are real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts that are refused: what they say, exit code 2, and that nothing is left which was not there before."""
+"""Refused starts: their messages, exit code 2, and that they leave no files."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_no_login_at_wandb_is_said_before_anything_starts(wandb_at, tmp_path, ca
 
 
 NO_SERVER = (
-    "loggers.wandb: WANDB_BASE_URL is no address of a W&B server (not shown, it may hold a key). Write https://HOST, as "
+    "loggers.wandb: WANDB_BASE_URL is not the address of a W&B server (not shown, it may hold a key). Write https://HOST, as "
     "https://api.wandb.ai is one, or take it out of the environment.\n"
 )
 CREDENTIALS = (
@@ -275,7 +275,7 @@ def test_a_loader_worker_that_the_kernel_ends_is_foreseen():
         next(iter(torch.utils.data.DataLoader(Killed(), num_workers=1)))
     assert errors.is_foreseen(caught.value) and re.fullmatch(
         r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Killed\.|exited unexpectedly) Too little memory or "
-        r"/dev/shm ends a worker so\. Lower data\.workers, or give more of it\. The same command goes on from the last "
+        r"/dev/shm ends a worker so\. Lower data\.workers, or give more of it\. The same command resumes from the last "
         r"checkpoint\.",
         errors.text_of(caught.value).replace("  ", " "),
     )

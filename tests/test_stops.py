@@ -1,4 +1,4 @@
-"""Runs on two ranks that are stopped by a signal: what they save, what they say, and the exit code of composer's launcher."""
+"""Runs on two ranks that are stopped by a signal: what they save, their messages, and the launcher's exit code."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_signal_while_ranks_wait_for_data_saves_the_last_batch_and_stops_all(
     assert code == 128 + number, said
     [path] = listed(tmp_path / "a" / "checkpoints", FULL)
     name = signal.Signals(number).name
-    assert f"{name}: stopped after batch {STALLED_AFTER}; saved {path}. The same command goes on.\n" in said
+    assert f"{name}: stopped after batch {STALLED_AFTER}; saved {path}. The same command resumes it.\n" in said
     assert "Traceback" not in said and took_sec < 30.0, said
     [there] = [p for p in listed(whole / "whole" / "checkpoints", FULL) if p.name[:19] == path.name[:19]]
     saved, unbroken = read(path), read(there)
@@ -91,7 +91,7 @@ def test_a_signal_while_ranks_wait_for_data_saves_the_last_batch_and_stops_all(
     if to == "all":
         done = run("composer", "-n", "2", "benchmark.py", *words)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert f"goes on from batch {STALLED_AFTER}, " in done.stderr
+        assert f"resumes from batch {STALLED_AFTER}, " in done.stderr
         assert same_training(newest(tmp_path, "a"), newest(whole, "whole"))
         lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
         assert [line["batch"] for line in lines] == list(range(1, 9))

@@ -1,4 +1,4 @@
-"""stages/store_errors.py: what is said of an address that cannot be asked, before anything is asked."""
+"""stages/store_errors.py: the messages about addresses that cannot be used, before any request is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""stages/stream.py: batches of a stage, and what a reader is told."""
+"""stages/stream.py: batches of a stage, and the reader's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step never waits for the device on our account, and on Composer's as often as is written here.
+"""A training step never waits for the device in our code, and in Composer's exactly as often as listed here.
 
 On a GPU tests/gpu/test_on_gpu.py asks the driver instead.
 """
@@ -61,7 +61,7 @@ def test_a_step_waits_nowhere_of_ours_and_for_composer_as_often_as_is_known(monk
     assert waits.of("composer") == {**OF_COMPOSER, f"_train_microbatch of trainer.py: {UPLOAD}": microbatches}
 
 
-def test_with_late_loss_a_step_waits_nowhere(monkeypatch, tmp_path):
+def test_with_async_loss_a_step_waits_nowhere(monkeypatch, tmp_path):
     """What is left of Composer's are uploads, which the host does not wait for."""
     words = ["--use_synth_data", "data.stage=moments", "device_train_microbatch_size=4", "async_loss=true"]
     waits = HostWaits()

@@ -1,4 +1,4 @@
-"""callbacks/throughput.py on a clock of our own: what each second is counted as, and what the result makes of it."""
+"""callbacks/throughput.py with an artificial clock: which clock each second counts for, and the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations that are left at a signal or killed: they go on with what is not done, and end with the same figures."""
+"""Evaluations that are stopped by a signal or killed: they resume with the rest, and end with the same metrics."""
 
 from __future__ import annotations
 
@@ -219,10 +219,10 @@ def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figur
     assert evaluations(folder) == [] and len(list((folder / NAME).glob("part-*.pt"))) == 1
     if number == signal.SIGTERM:  # heard at the first step of the fourth batch
         first, second = done.stderr.splitlines()[-2:]
-        assert first == f"eval: left at a signal: 12 of 32 images were scored; kept in {folder / NAME}."
+        assert first == f"eval: stopped by a signal: 12 of 32 images were scored; saved in {folder / NAME}."
         saved = listed(folder / "checkpoints", FULL)[0]
         assert saved.name.startswith("full-ba000000000003-")
-        assert second == f"SIGTERM: stopped after batch 3; saved {saved}. The same command goes on."
+        assert second == f"SIGTERM: stopped after batch 3; saved {saved}. The same command resumes it."
     made, generate = [], benchmark.LatentDiffusion.generate
     monkeypatch.setattr(
         benchmark.LatentDiffusion,
@@ -231,7 +231,7 @@ def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figur
     )
     assert benchmark.main(words) == 0
     num_kept = 2 if number == signal.SIGKILL else 3  # the last batch was not measured yet when it was killed
-    said = f"eval: goes on: {4 * num_kept} of 32 images were scored by an earlier start.\n"
+    said = f"eval: resumes: {4 * num_kept} of 32 images were scored by an earlier start.\n"
     assert said in capsys.readouterr().err and len(made) == 8 - num_kept + 8
     assert [figures(line) for line in evaluations(folder)] == [figures(line) for line in evaluations(whole)]
     assert same_training(newest(tmp_path, "whole"), newest(whole.parent, "whole"))
@@ -253,14 +253,16 @@ def test_one_rank_of_two_gets_the_signal_while_the_other_has_no_more_to_do_and_b
     done = run("composer", "-n", "2", str(program), "benchmark", "15", "0", "3", *words, PYTHONPATH=str(ROOT))
     assert done.returncode == 143, done.stdout + done.stderr
     [kept] = re.findall(
-        f"eval: left at a signal: (\\d+) of 31 images were scored; kept in {folder / NAME}.\n", done.stderr
+        f"eval: stopped by a signal: (\\d+) of 31 images were scored; saved in {folder / NAME}.\n", done.stderr
     )
     assert 15 <= int(kept) <= 30
     assert "SIGTERM: stopped after batch 3; saved " in done.stderr
     assert len(list((folder / NAME).glob("part-*.pt"))) == 2 and evaluations(folder) == []
     # On another number of ranks the sums are of other prompts each: nothing of them is used.
     assert benchmark.main(words) == 0
-    said = "2 parts of other evaluations (weights, settings, prompts or ranks) are not used; they go with this one.\n"
+    said = (
+        "2 parts of other evaluations (weights, settings, prompts or ranks) are not used; they are removed with it.\n"
+    )
     assert f"eval: {folder / NAME}: {said}" in capsys.readouterr().err
     [line] = evaluations(folder)
     assert line["num_images"] == 31 and not (folder / NAME).exists()
@@ -272,7 +274,7 @@ def test_eval_is_stopped_by_a_signal_to_one_rank_and_goes_on(whole, program, tmp
     words = [str(whole), f"out={tmp_path}/table", "eval.batch_size=3", "snapshots=last"]
     stopped = run("composer", "-n", "2", str(program), "eval", "10", "1", "2", *words, PYTHONPATH=str(ROOT))
     assert stopped.returncode == 138, stopped.stdout + stopped.stderr
-    assert "SIGUSR1: stopped. The same command goes on.\n" in stopped.stderr
+    assert "SIGUSR1: stopped. The same command resumes it.\n" in stopped.stderr
     assert len(list((tmp_path / "table" / NAME).glob("part-*.pt"))) == 2
     done = run("composer", "-n", "2", "eval.py", *words)
     assert done.returncode == 0 and "images were scored by an earlier start" in done.stderr, done.stderr
@@ -300,7 +302,7 @@ def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_
     with monkeypatch.context() as patch:
         patch.setattr(Meter, "figures", finished)
         assert eval_command.main(words) == 143
-    assert "SIGTERM: stopped. The same command goes on.\n" in capsys.readouterr().err
+    assert "SIGTERM: stopped. The same command resumes it.\n" in capsys.readouterr().err
     first = read_rows(tmp_path / "eval.csv")
     assert len(first) == 1 and not (tmp_path / NAME).exists()
     assert eval_command.main(words) == 0

@@ -1,4 +1,4 @@
-"""tests/warm.py: what a program sees of its process is what it sees of one that started cold."""
+"""tests/warm.py: a program sees the same process as after a cold start."""
 
 from __future__ import annotations
 

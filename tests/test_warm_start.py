@@ -1,4 +1,4 @@
-"""model.denoiser: training begins at published weights or at an earlier run's, and says what cannot be."""
+"""model.denoiser: training begins with published weights or an earlier run's, and every invalid value is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def texts(
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory) -> Path:
-    """A finished run with an average, a full checkpoint and a snapshot."""
+    """A finished run with EMA weights, a full checkpoint and a snapshot."""
     runs = tmp_path_factory.mktemp("runs")
     words = [*TINY_RUN, "--use_synth_data", "--use_ema", "save.every_images=16", "save.snapshot_every_images=16"]
     with cost_made_up():
@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_needs_no_start(earlier, tmp_path, capsys):
     start.unlink()
     assert benchmark.main([*words, "max_duration=6ba"]) == 0
     said = capsys.readouterr().err
-    assert "goes on from batch 4" in said and "begins with" not in said
+    assert "resumes from batch 4" in said and "begins with" not in said
     assert json.loads((tmp_path / "a/summary.json").read_text())["denoiser_start_fingerprint"] == first != None  # noqa: E711
 
 

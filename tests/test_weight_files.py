@@ -1,4 +1,4 @@
-"""weights/files.py: what torch and safetensors write is read as it was; what a file says to call is not called."""
+"""weights/files.py: files of torch and safetensors are read correctly; functions named in a file are never called."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_a_tar_file_is_refused_and_not_unpacked(tmp_path):
 
     with tarfile.open(tmp_path / "w.pt", "w") as tar:
         tar.add(__file__, "storages")
-    with pytest.raises(ValueError, match="w.pt: is no weights file .* Known: safetensors and files of torch.save."):
+    with pytest.raises(ValueError, match="w.pt: is not a weights file .* Known: safetensors and files of torch.save."):
         open_weights(tmp_path / "w.pt")
 
 
@@ -458,7 +458,7 @@ def test_a_file_of_another_kind_is_named(tmp_path):
     path = tmp_path / "w.bin"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(64))
     assert refused(path) == (
-        "is no weights file (72 bytes that begin 89504e470d0a1a0a). Known: safetensors and files of torch.save. "
+        "is not a weights file (72 bytes that begin 89504e470d0a1a0a). Known: safetensors and files of torch.save. "
         "It may be damaged: fetch it again."
     )
     path.write_bytes(pickle.dumps({"a": 1}))

@@ -1,4 +1,4 @@
-"""The contract of zoo/spec.py over every family, and what is particular to SD2."""
+"""The contract of zoo/spec.py for every family, and tests specific to SD2."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ HEADS_OF_SD2 = {
 
 @pytest.mark.parametrize("variant", ARCHITECTURES)
 def test_full_size_sd2_has_what_no_shape_shows(variant):
-    """Heads, groups, activations: published weights fit without a word where one of these is another."""
+    """Heads, groups, activations: published weights would load without an error if one of these differed."""
     from diffusers.models.attention_processor import Attention
 
     family = load_family("sd2", "full", variant)

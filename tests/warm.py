@@ -1,8 +1,8 @@
-"""Python processes that start in a tenth of a second: forked from one that has imported torch and Composer, which costs 5 s.
+"""Python processes that start in 0.1 s: forked from one that has imported torch and Composer, which takes 5 s.
 
-A process so made has its own arguments, variables, streams, session and exit code, and is a child of the tests' process.
-`composer -n N` is Composer's launcher with ranks of the same kind. What a program does while it is imported is not seen: one
-that has to start cold is started with `subprocess`.
+Such a process has its own arguments, variables, streams, session and exit code, and is a child of the tests' process.
+`composer -n N` is Composer's launcher with ranks of the same kind. A program's effects at import are not tested this way:
+for that, start it cold with `subprocess`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a checkpoint holds, when one is written, and how a run goes on from it. Files: record/checkpoint_files.py.
+"""Checkpoints: their content, when they are written, and how a run resumes from one. Files: record/checkpoint_files.py.
 
 RUN/checkpoints/full-ba000000001200-DIGEST.pt        weights, EMA, optimizer, schedule, scaler, counts, callbacks
                 weights-im000000512000-DIGEST.pt     a snapshot: weights, EMA, images seen, time
 
-Names and shapes are compared exactly before anything is loaded, and so is what the run is (its `identity`).
+Before anything is loaded, names, shapes and the run's `identity` are compared exactly.
 
-Composer's own path is not used: it loads without comparing names, removes `latest` before it makes it anew, writes in place
-and unpickles what it finds (seen with 0.32.1).
+Composer's own checkpoints are not used: it does not compare names, removes `latest` before it creates a new one, writes in
+place, and unpickles any file that it finds (seen with 0.32.1).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ema import EMA
 from record.checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
 from weights.tensors import canonical_name, difference, lay_out_like, tensor_specs
 
-DEFAULT_EVERY_IMAGES = 512_000  # the evaluation cadence of the MLPerf benchmark
+DEFAULT_EVERY_IMAGES = 512_000  # the evaluation interval of the MLPerf benchmark
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class SaveConfig:
     """Checkpoints and snapshots."""
 
     every_images: int | None = limited(None, 0)
-    """Images between full checkpoints; 0: never. null: eval.every_images where the run is evaluated, 0 with synthetic
+    """Images between full checkpoints; 0: never. null: eval.every_images if the run is evaluated, 0 with synthetic
     data, else 512000."""
     keep: int = limited(2, 1)
-    """Newest full checkpoints that stay. Snapshots all stay."""
+    """Number of newest full checkpoints to keep. All snapshots are kept."""
     snapshot_every_images: int | None = limited(None, 0)
     """Images between snapshots of the weights; 0: never. null: the default of every_images; for mlperf, without
     evaluation, the benchmark's interval."""
     grace_sec: float = limited(30.0, 0.0, 1e6)
-    """Seconds from SIGTERM or SIGUSR1 to the kill, 30 with Composer's launcher. A checkpoint is written if it fits."""
+    """Seconds from SIGTERM or SIGUSR1 to the kill, 30 with Composer's launcher. A checkpoint is written if there is time."""
 
     def resolved(self, every_images: int, snapshot_every_images: int) -> SaveConfig:
         """Fill in these intervals where null was given."""
@@ -63,7 +63,7 @@ class SaveConfig:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, at a batch's end; images over all ranks, seconds of training from its first start."""
+    """A run's progress at a batch's end: images over all ranks, seconds of training since its first start."""
 
     epoch: int
     batch: int
@@ -74,7 +74,7 @@ class Progress:
 
     @classmethod
     def of(cls, state: State) -> Progress:
-        """Read a run's progress; after the last batch of an epoch it is at the start of the next one."""
+        """Read a run's progress. After the last batch of an epoch, it is the start of the next epoch."""
         now = state.timestamp
         if state.dataloader_len is not None and now.batch_in_epoch.value == state.dataloader_len.value:
             now = now.to_next_epoch()
@@ -82,7 +82,7 @@ class Progress:
         return cls(*(count.value for count in counts), seconds=now.total_wct.total_seconds())
 
     def timestamp(self) -> Timestamp:
-        """Return Composer's form of it."""
+        """Return it as Composer's Timestamp."""
         return Timestamp(
             epoch=self.epoch,
             epoch_in_iteration=self.epoch,
@@ -104,20 +104,20 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of each group's parameters: torch itself keeps positions alone."""
+    """Return the names of each group's parameters; torch itself only stores positions."""
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _own_callbacks(state: State) -> dict[str, Callback]:
-    """Name in checkpoints -> callback, of those that keep something there."""
+    """Name in checkpoints -> callback, for all callbacks that save state."""
     return {c.saved_as: c for c in state.callbacks if hasattr(c, "saved_as")}
 
 
 def contents(
     state: State, model: nn.Module, average: EMA | None, identity: Mapping[str, Any], *, full: bool
 ) -> dict[str, Any]:
-    """Return what a checkpoint holds, as tensors and plain values; the tensors are the live ones."""
+    """Return a checkpoint's content as tensors and plain values; the tensors are not copied."""
     content = {
         "schema": SCHEMA,
         "identity": dict(identity),
@@ -145,7 +145,7 @@ def restore(
     schedule: torch.optim.lr_scheduler.LRScheduler,
     average: EMA | None,
 ) -> None:
-    """Bring weights, optimizer, schedule and EMA to where a checkpoint was taken, after comparing every name and form.
+    """Load weights, optimizer, schedule and EMA weights from a checkpoint, after comparing every name and tensor spec.
 
     Raises:
         ConfigError: lists what does not fit; nothing has been changed then.
@@ -160,7 +160,7 @@ def restore(
     elif text := difference(_wanted_moments(optimizer), _moments(saved["state"])):
         problems.append(f"{path}: its optimizer state does not fit the model: {text}. The file is not whole.")
     if (average is None) != (content.get("ema") is None):
-        has, wants = ("an average", "false") if average is None else ("no average", "true")
+        has, wants = ("EMA weights", "false") if average is None else ("no EMA weights", "true")
         problems.append(f"ema.enabled: {wants}, but {path} has {has}. Leave it as the run was begun.")
     if problems:
         raise ConfigError(problems)
@@ -181,7 +181,7 @@ def restore(
 
 
 def _wanted_moments(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the tensor specs of what AdamW keeps for each parameter, by position."""
+    """Return the tensor specs of AdamW's state, by each parameter's position."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = {}
     for n, form in tensor_specs({str(n): parameter for n, parameter in enumerate(parameters)}).items():
@@ -197,7 +197,7 @@ def _moments(state: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _cloned(state: Mapping[int, Any]) -> dict[int, Any]:
-    """Copy an optimizer's tensors: on a CPU it would go on in the mapped file, whose disk space then stays taken."""
+    """Copy an optimizer's tensors: on a CPU it would otherwise use the mapped file, whose disk space stays occupied."""
     return {n: {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()} for n, kept in state.items()}
 
 
@@ -207,15 +207,15 @@ def disagreements(
     """One message for each value of a run's identity that differs between a checkpoint and this run.
 
     Args:
-        defaults: key -> what it is where it is not given, for every key of a configuration. What a checkpoint does not name
-            was that: it is of a version without the key. A key that only the checkpoint names may change now; one that is
-            no key at all is of a newer version, and nobody knows what it does. A text behind `${...}` is not compared: a
-            checkpoint does not keep what it stood for.
+        defaults: key -> default, for every key of a configuration. A key that the checkpoint lacks had its default: the
+            checkpoint comes from a version without it. A key that only the checkpoint has may change now. An unknown key
+            is refused: a newer version wrote it. A value that was given as `${...}` is not compared, because a checkpoint
+            does not store what it resolved to.
     """
     saved = content["identity"]
     made = {key: saved.get(key, defaults.get(key)) for key in identity}
     differing = [
-        f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run goes on as it began: use that value, or another "
+        f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run resumes as it began: use that value, or another "
         f"run_name."
         for key, value in identity.items()
         if made[key] != value and not masking.is_interpolated(made[key])
@@ -233,22 +233,22 @@ def disagreements(
 
 
 class Stopped(SystemExit):
-    """The end of a run after a signal, on all ranks at once; its code is 128 + signal."""
+    """The run was stopped by a signal, on all ranks at once; the exit code is 128 + signal."""
 
 
 class Checkpointer(Callback):
-    """Writes checkpoints at batch edges on rank 0, and stops at a signal.
+    """Writes checkpoints between batches on rank 0, and stops the run at a signal.
 
-    On a resume it brings Composer's own state to where it was: time, scaler, callbacks. `restore` has done the rest by then.
+    On a resume it restores Composer's own state: time, scaler, callbacks. `restore` has already loaded the rest.
 
     Args:
         folder: of the checkpoints.
         config: with every_images and snapshot_every_images resolved.
-        model: the ComposerModel itself, not what DDP makes of it.
-        average: the EMA of its weights, where there is one.
-        identity: key -> plain value that a checkpoint has to agree with.
-        before_saving: stops the run where nothing may be kept; all ranks call it.
-        resume_from: path and content of the checkpoint to go on from, or None.
+        model: the ComposerModel itself, not wrapped by DDP.
+        average: the EMA, if there is one.
+        identity: key -> plain value; a checkpoint has to agree with it.
+        before_saving: called on all ranks before saving; raises if the state must not be saved.
+        resume_from: path and content of the checkpoint to resume from, or None.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Checkpointer(Callback):
     def after_load(self, state: State, logger: Logger) -> None:
         if self.resume_from is not None:
             _, content = self.resume_from
-            self.resume_from = None  # the file may be pruned: nothing holds on to it
+            self.resume_from = None  # drop all references: the file may be pruned
             if state.scaler is not None and content["scaler"]:
                 state.scaler.load_state_dict(content["scaler"])
             for name, callback in _own_callbacks(state).items():
@@ -291,7 +291,7 @@ class Checkpointer(Callback):
             return
         self._state = state
         if dist.get_world_size() > 1:
-            # On the CPU, so that asking whether to stop waits for no device.
+            # On the CPU, so that checking for a signal does not wait for a device.
             self._group = torch.distributed.new_group(backend="gloo")
         for number in STOP_SIGNALS:
             self._handlers[number] = signal.signal(number, self._note_signal)
@@ -301,7 +301,7 @@ class Checkpointer(Callback):
             self._signal, self._signal_at = number, time.monotonic()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        # The snapshot first: after a full checkpoint of this batch nobody would come back to write it.
+        # The snapshot first: a run killed after this batch's full checkpoint would resume behind the missing snapshot.
         before, now = state.previous_timestamp.sample.value, state.timestamp.sample.value
         if _passed(self.config.snapshot_every_images, before, now):
             self._save(state, full=False)
@@ -313,11 +313,11 @@ class Checkpointer(Callback):
             self._save(state, full=True)
 
     def all_ready(self, is_here: bool) -> bool:
-        """Take whether this rank's next batch is here, and return whether every rank's is; stop at a signal to any of them.
+        """Tell the others whether this rank has its next batch; return whether all have theirs. Stop if any got a signal.
 
-        A rank that has its batch waits here for the others, not within the step, in a collective that cannot be left: so
-        all stand at the last batch's edge when a signal comes, and save and stop together. Nobody hangs: every rank calls
-        this for each batch, again and again until all have theirs, those that wait for data about once a second.
+        A rank that has its batch waits for the others here, and not in the step's collectives, which cannot be
+        interrupted. So when a signal comes, all ranks are between the same two batches and can save and stop together.
+        No rank hangs: each calls this repeatedly until all have their batch, about once a second while it waits for data.
         """
         if not self._handlers or self._state is None:
             return is_here
@@ -327,12 +327,12 @@ class Checkpointer(Callback):
         return are_here
 
     def stop_between_batches(self, state: State) -> None:
-        """Stop as at a batch's edge, where an evaluation was left at a signal; all ranks call it."""
+        """Stop as between batches, after a signal has stopped an evaluation. All ranks call it."""
         self._stop(state, *self._agree_on_signal())
 
     @property
     def signal(self) -> int:
-        """The signal that this rank has had, 0: none."""
+        """The signal that this rank has received, 0: none."""
         return self._signal
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -345,17 +345,17 @@ class Checkpointer(Callback):
 
     def _give_back_signals(self) -> None:
         for number, handler in self._handlers.items():
-            with contextlib.suppress(ValueError):  # the interpreter is going down
+            with contextlib.suppress(ValueError):  # the interpreter is shutting down
                 signal.signal(number, handler)
         self._handlers = {}
 
     def _agree_on_signal(self) -> tuple[int, float]:
-        """Return the signal that any rank has had, or 0, and the longest that one has waited: the same on all ranks."""
+        """Return the signal that any rank has received, or 0, and the longest time since one. The same on all ranks."""
         number, waited_sec, _ = self._agree(True)
         return number, waited_sec
 
     def _agree(self, is_here: bool) -> tuple[int, float, bool]:
-        """Return the same, and whether all ranks have their batch."""
+        """As `_agree_on_signal`, and also return whether all ranks have their batch."""
         waited = time.monotonic() - self._signal_at if self._signal else 0.0
         if self._group is None:
             return self._signal, waited, is_here
@@ -364,7 +364,7 @@ class Checkpointer(Callback):
         return int(seen[0]), float(seen[1]), not seen[2]
 
     def _stop(self, state: State, number: int, waited_sec: float) -> None:
-        """Leave with 128 + signal, after a checkpoint if there is time for one; all ranks are at the same batch's edge."""
+        """Exit with 128 + signal, after saving a checkpoint if there is time. All ranks are between the same two batches."""
         name, batch = signal.Signals(number).name, state.timestamp.batch.value
         needed = self._slowest_write_sec()
         if not batch:
@@ -379,18 +379,18 @@ class Checkpointer(Callback):
         else:
             self._save(state, full=True)
             outcome = f"saved {self.last_full}"
-        log.info(f"{name}: stopped after batch {batch}; {outcome}. The same command goes on.")
-        self._handlers = {}  # not given back: the first rank to leave has the launcher send SIGTERM to the others
+        log.info(f"{name}: stopped after batch {batch}; {outcome}. The same command resumes it.")
+        self._handlers = {}  # not restored: when the first rank exits, the launcher sends SIGTERM to the others
         raise Stopped(128 + number)
 
     def _slowest_write_sec(self) -> float:
-        """Seconds of the last write, which rank 0 knows; 0 before the first: trying costs nothing that was whole."""
+        """Seconds that the last write took on rank 0. 0 before the first: a failed try cannot damage anything."""
         known = [self._last_write_sec or 0.0]
         dist.broadcast_object_list(known)
         return known[0]
 
     def _save(self, state: State, *, full: bool) -> None:
-        """Write on rank 0; all ranks learn how it went, and stop together where it went wrong."""
+        """Write on rank 0. All ranks learn the outcome, and stop together if it failed."""
         self.before_saving()
         outcome: list[str | None] = [None]
         if dist.get_global_rank() == 0:
@@ -424,7 +424,7 @@ class Checkpointer(Callback):
 
 
 def _passed(every: int | None, before: int, now: int) -> bool:
-    """True when a multiple of `every` lies in (before, now]."""
+    """True if a multiple of `every` is in (before, now]."""
     return bool(every) and now // every > before // every
 
 

@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU: copied beside the step before, on a stream of their own."""
+"""Copy each batch to the GPU on a separate stream, during the step before."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class CopyStream:
     """Copies a batch from pinned memory to a GPU; Composer's `batch_transforms` call it before its own copy.
 
-    On the stream of the computation a copy stands behind all that is queued there. On its own it begins at once, while the
-    step before is computed: where the host is ahead of the device, which it is with `async_loss` alone.
+    On the computation's stream, a copy waits for all queued work. On its own stream it begins at once, during the step
+    before. That helps only if the host is ahead of the device, which needs `async_loss`.
     """
 
     def __init__(self, device: torch.device):
@@ -24,5 +24,5 @@ class CopyStream:
             moved = {name: column.to(self.device, non_blocking=True) for name, column in batch.items()}
         computing.wait_stream(self.stream)
         for column in moved.values():
-            column.record_stream(computing)  # its memory is free for another copy when the computation has passed it
+            column.record_stream(computing)  # its memory is reused only after the computation has read it
         return moved

@@ -1,7 +1,7 @@
-"""What a training step of a model takes: memory by kind, FLOPs, and whether a device has room for it.
+"""The cost of a model's training step: memory by kind, FLOPs, and whether it fits a device.
 
-`measure_cost` traces one training step of the real model with fake tensors: no memory is taken, nothing is computed, and
-the numbers are the model's own instead of a table's.
+`measure_cost` traces one training step of the real model with fake tensors. It takes no memory and computes nothing, and
+the numbers come from the model itself, not from a table.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # All float32; AdamW has two moments.
 BYTES_PER_TRAINED_PARAMETER = {"weights": 4, "gradients": 4, "optimizer moments": 8}
-# CUDA's autocast keeps the outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB an image were
-# seen for the SD2 UNet at 512 px. Compiled, they are computed again in the backward pass: 0.83.
+# CUDA's autocast keeps outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB per image for the SD2
+# UNet at 512 px. A compiled network recomputes them in the backward pass: 0.83.
 CUDA_AUTOCAST_FACTOR = 1.3
 BYTES_PER_PARAMETER_OF_EMA = 4
 BYTES_PER_PARAMETER_OF_DDP = 4  # its gradient buckets; Composer 0.32.1 does not let gradients live in them
@@ -43,11 +43,11 @@ USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
 
 @dataclass(frozen=True)
 class Cost:
-    """What one training step of a model takes.
+    """The cost of one training step.
 
     flops_per_image: forward and backward of the denoiser, forward of the encoders that the stage needs.
-    activation_gib_per_image: saved for the backward pass, for each image of a microbatch.
-    activation_gib_once: the same, whatever the microbatch (weights cast by autocast).
+    activation_gib_per_image: saved for the backward pass, per image of a microbatch.
+    activation_gib_once: saved for the backward pass, independent of the microbatch size (weights cast by autocast).
     """
 
     trained_parameters: int
@@ -58,11 +58,11 @@ class Cost:
     frozen_gib: float
 
     def memory_gib(self, microbatch: int, *, ema: bool) -> float:
-        """Return the need of one device, GiB; `ema`: it holds an average of the weights too."""
+        """Return the memory that one device needs, GiB; `ema`: with EMA weights on it."""
         return sum(self.memory_by_kind(microbatch, ema=ema).values())
 
     def memory_by_kind(self, microbatch: int, *, ema: bool) -> dict[str, float]:
-        """Return what `memory_gib` is the sum of: kind -> GiB on one device, 0 where there is none of a kind."""
+        """Return the parts of `memory_gib`: kind -> GiB on one device, 0 if there is none of a kind."""
         bytes_each = {
             **BYTES_PER_TRAINED_PARAMETER,
             "EMA": BYTES_PER_PARAMETER_OF_EMA if ema else 0,
@@ -76,11 +76,11 @@ class Cost:
         }
 
     def checkpoint_gib(self, *, ema: bool) -> float:
-        """Return the size of a full checkpoint, GiB: weights, two moments, and the average."""
+        """Return the size of a full checkpoint, GiB: weights, two moments, EMA weights."""
         return self.trained_parameters * 4 * (4 if ema else 3) / 2**30
 
     def snapshot_gib(self, *, ema: bool) -> float:
-        """Return the size of a snapshot, GiB: weights, and the average."""
+        """Return the size of a snapshot, GiB: weights, EMA weights."""
         return self.trained_parameters * 4 * (2 if ema else 1) / 2**30
 
 
@@ -95,9 +95,9 @@ def measure_cost(
     is_compiled: bool = False,
     gradient_checkpointing: float = 0.0,
 ) -> Cost:
-    """Trace a training step at one and at two images; about 5 s for SD2 at 512 px.
+    """Trace a training step with one and with two images; takes about 5 s for SD2 at 512 px.
 
-    The FLOPs are the model's own: those that checkpointed blocks take a second time belong to no image.
+    The FLOPs are the model's own. Recomputation in checkpointed blocks is not counted.
     """
     config = replace(config, weights=RANDOM)
     model = on_meta(lambda: build_model(config, objective, size=size, normalize="symmetric", seed=0))
@@ -137,7 +137,7 @@ def _step(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -
 
 
 def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> float:
-    """Bytes of the distinct storages that autograd keeps for the backward pass, parameters left out."""
+    """GiB of the distinct storages that autograd saves for the backward pass, without parameters."""
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -153,7 +153,7 @@ def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: i
 
 
 def _flops(model: LatentDiffusion, columns: dict[str, Column]) -> float:
-    """Count one image's step; attention in its plain form, whose matrix products the counter knows on every device."""
+    """Count the FLOPs of one image's step. Attention is plain, so that the counter knows its matrix products everywhere."""
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH):
         _step(model, columns, 1).backward()
@@ -161,15 +161,15 @@ def _flops(model: LatentDiffusion, columns: dict[str, Column]) -> float:
 
 
 def available_gib() -> tuple[float, str]:
-    """Return what this process may take, GiB, and of what: the GPU's memory, or the machine's share of a rank."""
+    """Return the memory available to this process, GiB, and its name: the GPU's, or what is free on the machine."""
     if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(dist.get_local_rank())  # this rank's own; opens no context on the first
+        gpu = torch.cuda.get_device_properties(dist.get_local_rank())  # this rank's own; opens no context on GPU 0
         return gpu.total_memory / 2**30, f"this GPU ({gpu.name})"
     return psutil.virtual_memory().available / 2**30, "this machine (free now)"
 
 
 def room_of_a_rank(ranks_on_device: int) -> str:
-    """Say what there is, GiB, and how much of it can be planned with, for each of the processes that share it."""
+    """Describe the available memory, GiB, and how much of it each of the processes that share it can use."""
     available, place = available_gib()
     usable = f"{usable_gib(ranks_on_device):.1f} can be planned with"
     each = f" for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
@@ -178,19 +178,19 @@ def room_of_a_rank(ranks_on_device: int) -> str:
 
 
 def usable_gib(ranks_on_device: int) -> float:
-    """Return what can be planned with, GiB, for each of the processes that share a device."""
+    """Return the memory that each of the processes that share a device can use, GiB."""
     return USABLE_FRACTION * available_gib()[0] / ranks_on_device
 
 
 def memory_problem(
     cost: Cost, microbatch: int, ranks_on_device: int, *, ema: bool, savings: Sequence[str] = ()
 ) -> str | None:
-    """Say that a run does not fit and what would, or None.
+    """Return the message that a run does not fit and what would, or None if it fits.
 
     Args:
-        microbatch: images a device and pass.
-        ranks_on_device: processes that share the memory: those of this machine on a CPU, one on a GPU.
-        ema: an average of the weights lies on the device.
+        microbatch: images per device and pass.
+        ranks_on_device: processes that share the memory: all of this machine's on a CPU, one on a GPU.
+        ema: the EMA weights are on the device.
         savings: keys that would lower the need, e.g. gradient_checkpointing=1.
     """
     available, place = available_gib()
@@ -216,5 +216,5 @@ def memory_problem(
 
 
 def has_average_on_device(config: RunConfig) -> bool:
-    """True where an average of the weights takes the device's memory."""
+    """True if EMA weights take the device's memory."""
     return config.ema.enabled and (config.ema.device == "model" or not torch.cuda.is_available())

@@ -1,4 +1,4 @@
-"""What a run has of evaluation: who scores it, where its log for MLPerf comes from, what is said and drawn at its end."""
+"""A run's evaluation: its scorer, the callbacks for evaluation and the MLPerf log, and its results at the end."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from training.speed import GraphCounter
 
 
 def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
-    """Read what evaluations in training need. Raises ConfigError: it cannot be.
+    """Build the scorer of evaluations in training, or None. Raises ConfigError: a file is unusable.
 
-    Their batch size is found at the first of them, when all that training keeps is in the memory.
+    The batch size is found at the first evaluation, when everything that training needs is in memory.
     """
     if config.eval.when != "in_training":
         return None
@@ -64,7 +64,7 @@ def build_evaluation(
     checkpointer: Checkpointer,
     average: EMA | None,
 ) -> Evaluation | None:
-    """Connect scorer, clock, record, signals and the grid of samples; None where nothing is evaluated in training."""
+    """Connect scorer, clock, record, signals and the sample grid; None if the run is not evaluated in training."""
     if scorer is None:
         return None
     scorer.signal = lambda: checkpointer.signal
@@ -94,9 +94,9 @@ def build_evaluation(
 
 
 def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many points before this start were not evaluated in training, and say so: the target may lie there."""
+    """Count the evaluation points before this start that were not evaluated, and warn: one may have met the target."""
     assert config.eval.every_images is not None
-    due = range(config.eval.every_images, images, config.eval.every_images)  # what is owed here and now comes first
+    due = range(config.eval.every_images, images, config.eval.every_images)  # a point at this batch is evaluated first
     missing = sorted(set(due) - {line["images"] for line in evaluations})
     if missing:
         given = (
@@ -108,7 +108,7 @@ def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapp
 
 
 def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) -> MLPerfLog | None:
-    """Return what writes the MLPerf log, with what its header says of the run; None where none is wanted."""
+    """Build the callback that writes the MLPerf log, with its header; None if no log is wanted."""
     if not config.mlperf.enabled:
         return None
     given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
@@ -139,14 +139,14 @@ def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) 
 
 
 def draw_evaluations(config: RunConfig, record: RunRecord) -> None:
-    """Leave a picture of FID and CLIP score over the images seen in the run's folder, where there are two points at least."""
+    """Plot FID and CLIP score over the images seen into the run's folder, if there are at least two points."""
     if len(record.evaluations) > 1 and dist.get_global_rank() == 0:
         rows = [{"model": config.run_name, **line} for line in record.evaluations]
         plots.draw_over_images(rows, record.folder / "eval.png", dataclasses.asdict(config.target))
 
 
 def outcome_of(config: RunConfig, target: QualityTarget) -> dict[str, Any]:
-    """What the result line says about evaluation: nothing without one; pending where eval.py has yet to score."""
+    """Return the result line's keys about evaluation: none without one; pending if eval.py has yet to score."""
     if config.eval.when == "off":
         return {}
     outcome = target.result()

@@ -1,12 +1,12 @@
-"""An experiment: the denoiser's wide linear layers multiply in 8-bit floating point, by torchao (`precision=fp8`).
+"""An experiment: the denoiser's wide linear layers multiply in 8-bit floating point, with torchao (`precision=fp8`).
 
-What is cast: inputs and weights to float8 e4m3, gradients of outputs to e5m2, each tensor by one scale that is found anew at
-every use ("dynamic, tensorwise"); sums stay wide. The weights that the optimizer holds stay float32, and no name in a
-checkpoint changes. Everything else is the bfloat16 autocast of `precision=bf16`, frozen encoders included.
+Inputs and weights are cast to float8 e4m3, gradients of outputs to e5m2. Each tensor has one scale, computed at every use
+("dynamic, tensorwise"). Sums are accumulated in higher precision. The optimizer's weights stay float32, and no name in a
+checkpoint changes. Everything else, including the frozen encoders, uses the bfloat16 autocast of `precision=bf16`.
 
-Of a layer with fewer than MIN_FEATURES inputs or outputs the casts take longer than the multiplication saves (torchao's
-README gives 0.80 of bfloat16's speed for 1024 x 2048 x 1024, and 1.39 for 4096 x 8192 x 16384), so it stays as it is, and so
-do the layers that see one row an image: those of the time.
+In a layer with fewer than MIN_FEATURES inputs or outputs, the casts take longer than the multiplication saves (torchao's
+README gives 0.80 of bfloat16's speed for 1024 x 2048 x 1024, and 1.39 for 4096 x 8192 x 16384). Such layers are not
+changed, nor are the layers with one row per image (time embedding).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 
 from cli.errors import ConfigError
 
-MIN_FEATURES = 1280  # of SD2: the linear layers of its 16 x 16 and 8 x 8 latents, a third of all linear FLOPs
-MULTIPLE = 16  # of both sizes of a float8 matrix, for the GPU's instructions
-CAPABILITY = (8, 9)  # of the first GPUs that have them
+MIN_FEATURES = 1280  # in SD2: the linear layers at 16 x 16 and 8 x 8 places, a third of all linear FLOPs
+MULTIPLE = 16  # the GPU's instructions need both sizes of a float8 matrix to be multiples of this
+CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8
 
 
 def problem(compiled: bool) -> str | None:
-    """Say why float8 cannot be had here, or None.
+    """Say why float8 is not possible here, or None.
 
     Args:
         compiled: the denoiser is compiled.
@@ -44,14 +44,14 @@ def problem(compiled: bool) -> str | None:
 
 
 def use(denoiser: nn.Module, *, min_features: int = MIN_FEATURES, emulate: bool = False) -> int:
-    """Exchange the wide linear layers of a denoiser's transformers for torchao's; their parameters stay the same objects.
+    """Replace the wide linear layers of a denoiser's transformers by torchao's; their parameters stay the same objects.
 
     Args:
-        min_features: inputs and outputs that a layer has at least.
+        min_features: least inputs and least outputs of a layer.
         emulate: compute the casts in float8 and the products in float32, on any device; for tests.
 
     Returns:
-        how many layers.
+        The number of replaced layers.
 
     Raises:
         ConfigError: there is no such layer.
@@ -63,7 +63,7 @@ def use(denoiser: nn.Module, *, min_features: int = MIN_FEATURES, emulate: bool 
         sizes = (module.in_features, module.out_features)
         return min(sizes) >= min_features and not any(size % MULTIPLE for size in sizes)
 
-    # The gradient of a weight is a product over tokens: their number is padded where it is no multiple of 16.
+    # A weight's gradient is a product over tokens; their number is padded to a multiple of 16.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     for module in denoiser.modules():
         if isinstance(module, Transformer2DModel):

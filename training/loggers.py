@@ -1,4 +1,4 @@
-"""Where a run is logged beside its own record: Weights & Biases, TensorBoard. Chosen by keys, none forced."""
+"""Optional loggers besides the run record: Weights & Biases, TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 from cli.errors import ConfigError
 from cli.log import log
 
-SERVER_SEC = 5.0  # for W&B's server to answer; its own client waits for 90
+SERVER_SEC = 5.0  # time for W&B's server to answer; its own client waits 90
 WandbMode = Literal["online", "offline"]
 
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases, where a project is named."""
+    """Weights & Biases; used if a project is given."""
 
     project: str | None = None
     """Project. null: no W&B."""
     name: str | None = None
-    """Name of the run there. null: the run's own."""
+    """Name of the run at W&B. null: run_name."""
     entity: str | None = None
     """Account or team. null: your default."""
     group: str | None = None
@@ -35,12 +35,12 @@ class WandbConfig:
     tags: list[str] | None = None
     """Tags."""
     mode: WandbMode = "online"
-    """offline: no account is needed, and the run lies under wandb/ in its folder. Also where no server answers."""
+    """offline: write to wandb/ in the run's folder; needs no account. Also used if no server answers."""
 
 
 @dataclass(frozen=True)
 class TensorboardConfig:
-    """TensorBoard, where this key is given."""
+    """TensorBoard; used if this section is given."""
 
     log_dir: str | None = None
     """Folder of the logs. null: tensorboard/ in the run's folder."""
@@ -48,12 +48,12 @@ class TensorboardConfig:
 
 @dataclass(frozen=True)
 class LoggersConfig:
-    """Where a run is logged beside its own record. No logger is on by default."""
+    """Loggers besides the run record. None is on by default."""
 
     progress_bar: bool = True
     """Show Composer's progress bar."""
     debug: bool = False
-    """Show the traceback of an error that otherwise is a message alone."""
+    """Show the traceback of errors that are otherwise shown as a message only."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
 
@@ -76,7 +76,7 @@ class LoggersConfig:
 
 
 def _wandb_login() -> tuple[str, str | None]:
-    """Return the address of W&B's server and what this user logs in with, or None: there is no login."""
+    """Return the address of W&B's server and this user's login, or None if there is no login."""
     import wandb
 
     token = os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
@@ -84,9 +84,9 @@ def _wandb_login() -> tuple[str, str | None]:
 
 
 def _server_problem() -> str | None:
-    """Say why nothing can be sent to W&B's server as its address is given, or None; offline, too, wandb looks at it.
+    """Say what is wrong with the address of W&B's server, or None. wandb checks the address even when offline.
 
-    The address is not shown: it may be a key that was put into the wrong variable.
+    The address is not shown: it may be an API key in the wrong variable.
     """
     import wandb
 
@@ -96,21 +96,21 @@ def _server_problem() -> str | None:
         why = "has credentials in it, and wandb would write them into its log"
         return f"{where} {why}. Put the key into WANDB_API_KEY, and write https://HOST."
     try:
-        wandb.Settings(base_url=server)  # its own check, which lets some through
+        wandb.Settings(base_url=server)  # wandb's own check, which misses some errors
         is_address = urlsplit(server).port != 0 and not re.search(r"[\s?#]", server)
     except (wandb.UsageError, ValueError):
         is_address = False
     if is_address:
         return None
-    given = f"{where} is no address of a W&B server (not shown, it may hold a key)"
+    given = f"{where} is not the address of a W&B server (not shown, it may hold a key)"
     out = "the environment" if where == "WANDB_BASE_URL" else "that file"
     return f"{given}. Write https://HOST, as https://api.wandb.ai is one, or take it out of {out}."
 
 
 def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
-    """Return how this start is logged at W&B: offline where its server does not answer within seconds, which is said.
+    """Return this start's W&B mode: offline, with a message, if the server does not answer within seconds.
 
-    For one rank alone. Raises ConfigError: the server does not take the login.
+    Called on one rank only. Raises ConfigError: the server rejects the login.
     """
     if config.wandb is None or config.wandb.mode == "offline":
         return "offline"
@@ -126,7 +126,7 @@ def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
 
 
 def _refusal(server: str, login: str | None) -> str | None:
-    """Ask W&B's server who we are; return None, `login`, or why there is no answer. In a thread: names may resolve slowly."""
+    """Check the login at W&B's server; return None, `login`, or why there is no answer. In a thread: DNS may be slow."""
     import requests
 
     outcome: list[str | None] = []
@@ -138,7 +138,7 @@ def _refusal(server: str, login: str | None) -> str | None:
         except requests.RequestException as error:
             outcome.append(f"cannot be reached ({type(error).__name__})")
             return
-        is_key = not os.environ.get("WANDB_IDENTITY_TOKEN_FILE")  # a token is changed for a key by W&B's own client
+        is_key = not os.environ.get("WANDB_IDENTITY_TOKEN_FILE")  # W&B's own client exchanges a token for a key
         if answer.status_code >= 500:
             outcome.append(f"answers with {answer.status_code}")
         else:
@@ -153,7 +153,7 @@ def _refusal(server: str, login: str | None) -> str | None:
 def build_loggers(
     config: LoggersConfig, run_name: str, run_id: str, folder: Path, mode: WandbMode
 ) -> list[LoggerDestination]:
-    """Build the loggers that were asked for; a run that is resumed goes on under its `run_id` at W&B, `mode` see there."""
+    """Build the configured loggers. A resumed run keeps its `run_id` at W&B. `mode`: see `wandb_mode`."""
     loggers: list[LoggerDestination] = []
     if config.wandb is not None:
         section = config.wandb
@@ -169,7 +169,7 @@ def build_loggers(
                     "dir": str(folder),
                     "id": run_id,
                     "resume": "allow",
-                    # It would send a remote's address with what stands in it, and changes that are not committed.
+                    # It would send the git remote's address, perhaps with credentials, and uncommitted changes.
                     "settings": {"disable_git": True},
                 },
             )

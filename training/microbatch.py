@@ -1,7 +1,7 @@
-"""How many images a pass take: the largest number that fits, found once before training; and what to do where one did not.
+"""Microbatch size: find the largest that fits, once before training; and explain an out-of-memory error.
 
-Composer's own `auto` is not used: it stays in force while the run is measured, synchronises in every pass, and with
-torch 2.8 and later it fails together with FSDP.
+Composer's own `auto` is not used: it stays active while speed is measured, synchronises in every pass, and fails with FSDP
+from torch 2.8 on.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ AUTO = "auto"
 LAST_WAYS = (
     "a smaller image_size, model.preset=tiny, or a larger GPU (sharding over several is not part of this version)"
 )
-TRIED_ABOVE = 1.5  # times what can be planned with: the estimate knows nothing of what a compiler saves
+TRIED_ABOVE = 1.5  # times the usable memory: the estimate does not know what compilation saves
 
 
 class OutOfMemory(RuntimeError):
-    """A run's memory was not enough; the message says what would be."""
+    """A run was out of memory; the message says what to try."""
 
 
 def sizes_of(device_batch: int) -> list[int]:
-    """Return the microbatch sizes that leave no rest, the largest first: each pass of a run has one shape."""
+    """Return the divisors of a device batch, the largest first: all passes of a run have the same shape."""
     return [size for size in range(device_batch, 0, -1) if device_batch % size == 0]
 
 
@@ -46,8 +46,8 @@ def estimated(cost: Cost, device_batch: int, ranks_on_device: int, *, ema: bool,
 
     Args:
         ranks_on_device: processes that share the memory.
-        ema: an average of the weights lies on the device.
-        factor: on what there is.
+        ema: the EMA weights are on the device.
+        factor: multiplies the usable memory.
     """
     room = factor * usable_gib(ranks_on_device)
     return next((size for size in sizes_of(device_batch) if cost.memory_gib(size, ema=ema) <= room), 1)
@@ -63,13 +63,14 @@ def find(
     ema: bool,
     savings: Sequence[str] = (),
 ) -> int:
-    """Return the largest microbatch that fits every rank, the model being as it will be trained; all ranks call it.
+    """Return the largest microbatch that fits on every rank, with the model as it will be trained. All ranks call it.
 
-    On a GPU by trying, from what the estimate could be wrong by downwards: two passes forward and backward beside as many
-    bytes as optimizer, average and DDP will take. On a CPU, where too much ends the process, it is the estimate.
+    On a GPU, sizes are tried downwards from the estimate for TRIED_ABOVE times the usable memory: two forward and backward
+    passes, while as many bytes are allocated as optimizer, EMA weights and DDP will take. On a CPU, where too much memory
+    kills the process, the estimate is used.
 
     Raises:
-        ValueError: not one image fits.
+        ValueError: not even one image fits.
     """
     size = _least(estimated(cost, device_batch, ranks_on_device, ema=ema), model.device)
     if model.device.type == "cuda":
@@ -88,14 +89,14 @@ def find(
 
 
 def _least(number: int, device: torch.device) -> int:
-    """Return the least of all ranks' numbers: what is free on a CPU is not the same a moment later, nor on another node."""
+    """Return the minimum over all ranks: free memory differs between nodes and, on a CPU, from moment to moment."""
     least = torch.tensor([number], device=device)
     dist.all_reduce(least, reduce_operation="MIN")
     return int(least.item())
 
 
 def _fits(model: LatentDiffusion, columns: Mapping[str, Column], size: int, *, ema: bool) -> bool:
-    """Try two passes of a size; leaves no gradient and no memory behind."""
+    """Try two passes with this size; frees gradients and memory afterwards."""
     bytes_each = BYTES_PER_TRAINED_PARAMETER["optimizer moments"] + (BYTES_PER_PARAMETER_OF_EMA if ema else 0)
     bytes_each += BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0
     num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -112,29 +113,29 @@ def _fits(model: LatentDiffusion, columns: Mapping[str, Column], size: int, *, e
 
 
 def _two_passes(model: LatentDiffusion, columns: Mapping[str, Column], size: int, num_bytes_beside: int) -> None:
-    """Train without stepping; its tensors go with its frame."""
+    """Train without an optimizer step; tensors are freed on return."""
     device = model.device
     beside = torch.empty(num_bytes_beside, dtype=torch.uint8, device=device)
     batch = {name: torch.zeros(size, *c.shape, dtype=c.dtype, device=device) for name, c in columns.items()}
     batch = model.draw(batch, torch.Generator(device))
     model.train()
-    for _ in range(2):  # the second one beside the gradients of the first
+    for _ in range(2):  # the second one with the first one's gradients in memory
         with model.autocast():
             loss = model.loss(model(batch), batch)
         loss.backward()
-    assert beside.numel() == num_bytes_beside  # held to here
+    assert beside.numel() == num_bytes_beside  # keeps it allocated until here
 
 
-# --- where it did not fit ---
+# --- out of memory ---
 
 
 @contextlib.contextmanager
 def explained(microbatch: int, device_batch: int, *, savings: Sequence[str], last_checkpoint: Any) -> Iterator[None]:
-    """Say of a failed allocation how large the passes were, what the device held, and what to try next.
+    """Explain a failed allocation: the microbatch size, the device's memory, and what to try.
 
     Args:
         savings: keys that would lower the need, e.g. gradient_checkpointing=1.
-        last_checkpoint: called for the newest whole checkpoint's path, or None.
+        last_checkpoint: returns the newest whole checkpoint's path, or None.
 
     Raises:
         OutOfMemory: instead of torch's own error.
@@ -148,7 +149,7 @@ def explained(microbatch: int, device_batch: int, *, savings: Sequence[str], las
         ways = [f"device_train_microbatch_size={smaller}"] if smaller else []
         ways += savings if smaller else [*savings, LAST_WAYS]
         checkpoint = last_checkpoint()
-        onwards = f"goes on from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint yet"
+        onwards = f"resumes from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint yet"
         raise OutOfMemory(
             f"device_train_microbatch_size: out of memory with {microbatch} images a pass of a device batch of "
             f"{device_batch}{_held()}. Try {', then '.join(ways)}; the same command with it {onwards}."

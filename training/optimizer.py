@@ -24,7 +24,7 @@ class OptimizerConfig:
     name: Literal["adamw"] = "adamw"
     """The optimizer."""
     lr: float | None = limited(None, 0.0, above=True)
-    """Learning rate after warm-up. null: 1e-4, unless lr_per_image is given; for mlperf the reference point's."""
+    """Learning rate after the warm-up. null: 1e-4, unless lr_per_image is given; for mlperf the reference point's."""
     lr_per_image: float | None = limited(None, 0.0, above=True)
     """Learning rate for each image of the global batch. Give this or lr."""
     betas: tuple[float, float] = limited((0.9, 0.999), 0.0, 1.0, below=True, usual="[0.9, 0.999]")
@@ -34,9 +34,9 @@ class OptimizerConfig:
     weight_decay: float = limited(0.01, 0.0)
     """Decoupled weight decay."""
     decay: Literal["all", "matrices"] = "all"
-    """What decays: all parameters (MLPerf, MosaicML), or matrices: those of two and more dimensions."""
+    """Parameters with weight decay: all (MLPerf, MosaicML), or matrices (two or more dimensions)."""
     clip_norm: float | None = limited(None, 0.0, above=True)
-    """Clip gradients to this norm over all parameters. null: never."""
+    """Clip gradients to this norm over all parameters. null: no clipping."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together."""
@@ -58,7 +58,7 @@ class ScheduleConfig:
     """The learning rate over time."""
 
     name: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: constant, or a cosine down to 0 at the end."""
+    """After the warm-up: constant, or a cosine that ends at 0."""
     warmup_batches: int | None = limited(None, 0)
     """Batches of linear warm-up. null: none, unless warmup_images is given; 1000 for mlperf."""
     warmup_images: int | None = limited(None, 0)
@@ -80,10 +80,10 @@ class ScheduleConfig:
 
 
 def lr_multiplier(batch: int, *, name: str, warmup_batches: int, total_batches: int) -> float:
-    """Return the factor on the learning rate of the batch with this index, counted from 0.
+    """Return the learning rate's factor for the batch with this index, counted from 0.
 
-    Linear from 1e-6 to 1 over the warm-up, as the MLPerf reference has it: (1 - 1e-6) n / W + 1e-6. Afterwards 1, or
-    half a cosine that would be 0 at the batch after the last (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts).
+    Linear from 1e-6 to 1 over the warm-up, as in the MLPerf reference: (1 - 1e-6) n / W + 1e-6. Then 1, or half a cosine
+    that reaches 0 at the batch after the last (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts).
     """
     if batch < warmup_batches:
         return (1.0 - WARMUP_START) * batch / warmup_batches + WARMUP_START
@@ -104,10 +104,10 @@ def total_batches(duration: str, *, global_batch_size: int, epoch_batches: int) 
 def build_schedule(
     config: ScheduleConfig, optimizer: torch.optim.Optimizer, *, global_batch_size: int, num_batches: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return the schedule, to be stepped after every batch.
+    """Return the schedule; step it after every batch.
 
-    A plain torch one: Composer's own kind is asked before the batch is counted, so that each rate would come one batch late
-    (seen with 0.32.1).
+    It is a plain torch schedule. Composer evaluates its own before it counts the batch, so each learning rate would come
+    one batch late (seen with 0.32.1).
     """
     multiplier = functools.partial(
         lr_multiplier,

@@ -1,7 +1,7 @@
-"""Where a named run stands, and whether this start may go on with it.
+"""A named run's progress, and whether this start may resume it.
 
-A start takes the run's folder for itself, finds the newest whole checkpoint, and compares what the run is: first the keys of
-config.yaml, before anything is built; then, with the encoders and the stage at hand, what the checkpoint itself says.
+A start locks the run's folder and finds the newest whole checkpoint. It first compares the keys of config.yaml, before
+anything is built. Then, with encoders and stage loaded, it compares the checkpoint's own identity.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from training.checkpoints import Progress, disagreements
 from training.run_config import RunConfig, resolve
 from training.speed import SpeedKeys
 
-# What may differ between the starts of one run: where things lie and how fast they go, not what is computed.
+# Keys that may differ between the starts of one run: they change places and speed, not what is computed.
 MAY_CHANGE = (
     "run_name",
     "run_folder",
-    "max_duration",  # unless the learning rate follows it
+    "max_duration",  # unless the learning rate depends on it
     "device_train_microbatch_size",
-    *(key.name for key in fields(SpeedKeys)),  # rounding alone
+    *(key.name for key in fields(SpeedKeys)),  # these change rounding only
     "model.weights",  # the encoders' fingerprints have to agree
     "data.remote",  # the stage's digest has to agree
     "data.local",
@@ -50,42 +50,44 @@ MAY_CHANGE = (
     "data.max_bad_samples",
     "data.patience_sec",
     "ema.device",
-    "eval.",  # what a score depends on stands beside it
+    "eval.",  # every score is recorded with all that it depends on
     "target.",
     "save.",
     "measure.",
     "profile.",
     "loggers.",
-    "mlperf.",  # the log says how it was begun
+    "mlperf.",  # the log says how the run began
 )
 
 
 def _lasting(config: RunConfig) -> dict[str, Any]:
-    """Key -> value of all that has to stay as it was when the run was begun."""
+    """Key -> value of everything that may not change after the run began."""
     kept = {key: value for key, value in flat(config).items() if not key.startswith(MAY_CHANGE)}
     return kept if config.schedule.name == "constant" else {**kept, "max_duration": config.max_duration}
 
 
 def identity_of(config: RunConfig, stage: Stage | None, fingerprints: Mapping[str, str]) -> dict[str, Any]:
-    """Key -> plain value for what makes a run this run and no other; checkpoints carry it."""
+    """Key -> plain value of everything that identifies a run; checkpoints store it."""
     encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
     return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
 
 
 def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity as a checkpoint has it: the place of the first weights as it was given, with its `${...}`.
+    """Return an identity as a checkpoint stores it: the initial weights' place as it was given, with its `${...}`.
 
-    Numbers and the names of choices stay: they are what the checkpoint is of.
+    Numbers and names of choices are stored resolved, since they identify the run.
     """
     return {**identity, **masking.written({"model.denoiser": identity["model.denoiser"]})}
 
 
 def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[str, Any] | None:
-    """Return the result of a run that is finished, or None, and say so; its record is told of another target or evaluation.
+    """Return the result of a finished run and log that it is finished; None if it is not.
+
+    Another target or evaluation setting is written to its record.
 
     Args:
-        max_duration: what it was finished for; None: whatever it was.
-        config: of this start: a run that has met another target goes on.
+        max_duration: the duration that it has to have finished; None: any.
+        config: of this start; a run that only met another target is not finished.
     """
     summary = read_summary(folder, "batches")
     if not summary:
@@ -96,20 +98,20 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
     if met is not None:
         found, text = outcome(lines, met), f"has reached its target ({said(met)})"
     elif stopped_early or max_duration not in (None, summary.get("max_duration")):
-        return None  # by an easier target; or a longer training is asked for
+        return None  # it met an easier target, or a longer training is wanted
     else:
         found, more = _unmet(folder, summary, lines, config)
-        text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would go on{more}"
+        text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would resume it{more}"
     log.info(f"run_name: {folder} {text}.")
     if dist.get_global_rank() == 0:
         if found:
             write_outcome(folder, found)
-        there = [f"{key}." for key in read_config(folder)]  # what it has lost, the checkpoint has said
+        there = [f"{key}." for key in read_config(folder)]  # the checkpoint has already reported lost keys
         lost = [
             key for key in flat(config) if not any(f"{key}.".startswith(t) or t.startswith(f"{key}.") for t in there)
         ]
         keep_keys(folder, {key: value for key, value in flat(config).items() if key in lost})
-        if config.eval.when != "off":  # so that eval.py scores as this start says
+        if config.eval.when != "off":  # so that eval.py scores with this start's settings
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
     summary |= found
@@ -117,10 +119,10 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
 
 
 def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: RunConfig) -> tuple[dict[str, Any], str]:
-    """Return what a finished run came to that has not met its target in training, and what is to be said of it.
+    """Return the outcome of a finished run that did not meet its target in training, and a text about it.
 
-    Points without an evaluation are eval.py's: a score of the last one alone would say `missed` of a run that may have met
-    the target before, and all of them belong to the clock and the weights of a training that is over.
+    Points that were not evaluated are left to eval.py. Scoring only the last one now could report `missed` for a run that
+    met the target earlier. Scoring them all would need the clock and the weights of a training that is over.
     """
     if config.eval.when == "off":
         return {}, ""
@@ -143,7 +145,7 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: R
     return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
 
 
-# What an evaluation's line says that its figures depend on, and the key that it comes from.
+# Settings on an evaluation's line that its metrics depend on, and the keys they come from.
 SETTINGS = {
     "prompts_sha256": "eval.prompts",
     "num_prompts": "eval.num_prompts",
@@ -161,16 +163,16 @@ SETTINGS = {
 
 
 def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> None:
-    """Compare how a run is to be evaluated with how it was: its figures are to compare with each other, and the target.
+    """Compare a run's evaluation settings with those of its earlier evaluations, so that all its scores are comparable.
 
     Args:
-        batch: where the run goes on; later lines are cut.
+        batch: where the run resumes; later lines are cut.
         settings: of evaluation.scoring.Scorer, and eval_weights.
 
     Raises:
         ConfigError: lists what differs.
     """
-    known = {"eval_weights": settings["eval_weights"], **OF_BEFORE}  # lines of before did not say it
+    known = {"eval_weights": settings["eval_weights"], **OF_BEFORE}  # older lines do not have it
     settings = {**OF_BEFORE, **settings}
     lines = [{**known, **line} for line in evaluations_of(folder) if line["batch"] <= batch]
     differing = [
@@ -186,14 +188,14 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
 
 
 def _is_evaluated_alike(folder: Path, config: RunConfig) -> bool:
-    """True where the keys that a score depends on are those of the run's config.yaml, and their small files are the same."""
+    """True if the keys that a score depends on equal the run's config.yaml, and their small files are unchanged."""
     evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
-    begun = {**flat(type(config)()), **read_config(folder)}  # a key that is not there has its default
+    begun = {**flat(type(config)()), **read_config(folder)}  # a missing key has its default
     return evaluated.items() <= begun.items() and _has_files_of(evaluations_of(folder)[-1:], config)
 
 
 def _has_files_of(scores: Sequence[Mapping[str, Any]], config: RunConfig) -> bool:
-    """True where a score is of these prompts and statistics, or there is none: at the same path there may be others."""
+    """True if there is no score, or the scores used these prompts and statistics: a path's content may have changed."""
     now = {}
     for setting in ("prompts_sha256", "statistics_sha256"):
         path = getattr(config.eval, SETTINGS[setting].removeprefix("eval."))
@@ -207,10 +209,10 @@ def _as_yaml(value: Any) -> Any:
 
 
 def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
-    """Compare with the configuration that a run was begun with, before anything is built.
+    """Compare with the configuration that a run began with, before anything is built.
 
     Returns:
-        the result of a run that is finished, which says so; None where there is something to train.
+        The result of a finished run (and logs that); None if there is something to train.
 
     Raises:
         ConfigError: lists what differs.
@@ -223,21 +225,21 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     if differing:
         raise ConfigError(
             [
-                f"{key}: {_as_yaml(value)}, but {folder} was begun with {_as_yaml(begun[key])}. A run goes on as it began: "
+                f"{key}: {_as_yaml(value)}, but {folder} was begun with {_as_yaml(begun[key])}. A run resumes as it began: "
                 f"use that value, or another run_name."
                 for key, value in differing.items()
             ]
         )
-    lines = evaluations_of(folder)  # what cannot be read is refused before anything is built
+    lines = evaluations_of(folder)  # unreadable lines are refused before anything is built
     if _lasting(config).keys() - begun.keys():
-        return None  # what it does not say (it was cut, or is of an older version) the checkpoint does
+        return None  # if it lacks keys (cut off, or an older version), the checkpoint has them
     if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
-        return None  # whether its figures would be others is known when the scorer is built
+        return None  # the scorer will tell whether its settings differ
     return finished(folder, config.max_duration, config)
 
 
 def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None:
-    """Compare the run's encoders with those that moments were made with. Raises ConfigError: they are others."""
+    """Compare the run's encoders with those that made the moments. Raises ConfigError: they differ."""
     if stage is None:
         return
     made = stage.facts.get("encoders") or {}
@@ -254,10 +256,10 @@ def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None
 
 @dataclass
 class RunState:
-    """A run that this process has taken for itself, and how far it is.
+    """A run that this process has locked, and its progress.
 
-    checkpoint: path and content of the one to go on from, or None; lock: held by rank 0 to the end of the process; made:
-    folders and files that this start has made, the outermost first.
+    checkpoint: path and content of the one to resume from, or None; lock: held by rank 0 until the process ends; made:
+    folders and files that this start has created, the outermost first.
     """
 
     folder: Path
@@ -265,16 +267,16 @@ class RunState:
     checkpoint: tuple[Path, dict[str, Any]] | None
     lock: FileLock | None
     made: list[Path]
-    """Folders that were not there before this start, the outermost first."""
+    """Folders that did not exist before this start, the outermost first."""
     lost: dict[str, str] = field(default_factory=dict)
-    """File of the record -> what it lacks of what it had at the checkpoint."""
+    """File of the record -> what it has lost since the checkpoint."""
 
     def say(self, num_starts: int) -> None:
-        """Tell the person who started it from where the run goes on, if it was begun before."""
+        """Log where the run resumes from, if it was started before."""
         if self.lock is not None and (num_starts > 1 or self.checkpoint):
             at = f"batch {self.progress.batch}, {self.progress.images:,} images"
             where = f"{at} ({self.checkpoint[0]})" if self.checkpoint else "its beginning: it has no checkpoint"
-            log.info(f"run_name: {self.folder} goes on from {where}.")
+            log.info(f"run_name: {self.folder} resumes from {where}.")
         for name, text in self.lost.items() if self.lock is not None else ():
             told = "it was cut, or is a copy of before. summary.json will say so (history_lost)"
             log.info(f"run_name: {self.folder / name} {text}: {told}.")
@@ -282,15 +284,15 @@ class RunState:
     def verify(
         self, config: RunConfig, stage: Stage | None, encoders: Mapping[str, str], *, denoiser_start: str | None
     ) -> dict[str, Any]:
-        """Compare this start with the checkpoint that it goes on from.
+        """Compare this start with the checkpoint that it resumes from.
 
         Args:
             stage: None: synthetic data.
             encoders: name -> fingerprint.
-            denoiser_start: fingerprint of the weights that training begins with, None for random ones.
+            denoiser_start: fingerprint of the initial weights, None for random ones.
 
         Returns:
-            key -> plain value for what makes a run this run and no other; checkpoints carry it.
+            The run's identity, see `identity_of`.
 
         Raises:
             ConfigError: lists what differs.
@@ -303,21 +305,21 @@ class RunState:
         return identity
 
     def verify_evaluations(self, settings: Mapping[str, Any]) -> None:
-        """Compare with the evaluations that the run has, see `check_evaluations`."""
+        """Compare with the run's earlier evaluations, see `check_evaluations`."""
         check_evaluations(self.folder, self.progress.batch, settings)
 
     def finished(self, config: RunConfig, *, is_over: bool) -> dict[str, Any] | None:
-        """Return the result of a run that is finished, and say so, or None. `is_over`: no batch is left to train."""
+        """Return the result of a finished run and log that, or None. `is_over`: no batch is left to train."""
         return finished(self.folder, None if is_over else config.max_duration, config)
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the folder's lock."""
         if self.lock is not None:
             self.lock.release()
 
     @contextlib.contextmanager
     def or_nothing(self) -> Iterator[None]:
-        """Leave no folder behind where the start ends in the block; any rank may be the one that knows of its end.
+        """Remove this start's folders if an error ends it in the context, on whichever rank.
 
         Raises:
             ConfigError: instead of a ValueError: an impossible start.
@@ -333,14 +335,14 @@ class RunState:
 
 
 def _missing(folder: Path) -> list[Path]:
-    """Return a folder and those above it as far as they are not there, the outermost first."""
+    """Return those of a folder and its parents that do not exist, the outermost first."""
     return [path for path in reversed((folder.absolute(), *folder.absolute().parents)) if not path.exists()]
 
 
 def _remove(made: Sequence[Path], own: Path) -> None:
-    """Remove what a start has made: its own folder and a cache with what is in it, those above where nothing else is."""
+    """Remove what a start has created: its own folder and a cache with their content, parents only if they are empty."""
     for path in reversed(made):
-        with contextlib.suppress(OSError):  # another rank was first; or it is no longer this start's alone
+        with contextlib.suppress(OSError):  # another rank was first, or another process uses it too
             if path.is_file():
                 path.unlink()
             elif path == own.absolute():
@@ -352,10 +354,10 @@ def _remove(made: Sequence[Path], own: Path) -> None:
 
 
 def open_run(config: RunConfig) -> RunState:
-    """Take a run's folder and find where it stands; all ranks call it.
+    """Lock a run's folder and find its progress. All ranks call it.
 
     Raises:
-        ConfigError: another process has it, its checkpoints are all damaged, or the newest or the record cannot be read.
+        ConfigError: another process uses it; all its checkpoints are damaged; or the newest one or the record is unreadable.
     """
     data, folder = config.data, Path(config.run_folder, config.run_name or "")
     lock = FileLock(folder / ".lock")
@@ -392,14 +394,14 @@ def open_run(config: RunConfig) -> RunState:
 
 
 def _defaults(config: RunConfig, named: Collection[str]) -> dict[str, Any]:
-    """Return every key with its value, where lasting keys that are not among the named ones have their defaults, resolved."""
-    # Where the schedule ends with the run max_duration is named: elsewhere it has no say.
+    """Return every key with its value; lasting keys that are not named get their resolved defaults."""
+    # max_duration is among the named keys if the schedule ends with the run; otherwise it does not matter.
     kept = {*named, "max_duration", *(flat(config).keys() - _lasting(config).keys())}
     return flat(resolve(_defaulted(config, kept)))
 
 
 def _defaulted(section: Any, kept: Collection[str], prefix: str = "") -> Any:
-    """Return a section with the defaults of its class for all keys but those that are kept."""
+    """Return a section with its class's defaults for all keys except the kept ones."""
     plain, values = type(section)(), {}
     for key in fields(section):
         own = getattr(section, key.name)

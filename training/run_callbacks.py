@@ -1,4 +1,4 @@
-"""The callbacks that every run has, but evaluation's: clocks, record, profile; and the order of all of them."""
+"""The callbacks of every run except evaluation's: clocks, record, profile; and the order of all callbacks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build_record(
     losses: Losses,
     loader: Loader | None,
 ) -> RunRecord:
-    """Build the run's record. `facts`: what its summary says beside the figures; `given`: before what was found."""
+    """Build the run's record. `facts`: further keys of its summary; `given`: the configuration before values were found."""
     return RunRecord(
         Path(config.run_folder, config.run_name or ""),
         ConfigFiles.of(flat(given), flat(config)),
@@ -57,7 +57,7 @@ def build_record(
 
 
 def build_profile(config: RunConfig, record: RunRecord, throughput: Throughput) -> Profile | None:
-    """Return what records steps, where they are asked for."""
+    """Build the callback that profiles steps, if any are wanted."""
     if not config.profile.batches:
         return None
     return Profile(
@@ -72,7 +72,7 @@ def build_profile(config: RunConfig, record: RunRecord, throughput: Throughput) 
 def facts_of(
     config: RunConfig, cost: Cost, fingerprints: Mapping[str, str], denoiser_start: str | None
 ) -> dict[str, Any]:
-    """What summary.json says about a run beside its figures."""
+    """Facts about a run in summary.json, beside its measured values."""
     return {
         "run_name": config.run_name,
         "family": config.model.family,
@@ -112,10 +112,10 @@ def in_order(
 ) -> list[Callback]:
     """Return a run's callbacks in the order in which Composer calls them at each event.
 
-    The profile comes first, so that its marks enclose the others' work. Random numbers are drawn before anything looks at
-    the batch. The gradient's norm is known, and the clocks have closed a window, before the record writes it. A batch is on
-    record before a checkpoint has it, and saved before it is evaluated: a killed evaluation is made again. The target asks
-    for the newest evaluation, and the MLPerf log closes with both.
+    The profile comes first, so that it covers the others' work. Random numbers are drawn before any callback reads the
+    batch. Gradient norm and clocks come before the record, which writes both. A batch is recorded before it is in a
+    checkpoint, and saved before it is evaluated, so that a killed evaluation is repeated. The target needs the newest
+    evaluation, and the MLPerf log needs both.
     """
     found = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer, evaluation]
     found += [None if evaluation is None else target, mlperf_log]

@@ -1,4 +1,4 @@
-"""What a run is made of: its keys, the flags that stand for some of them, and what null stands for on this machine."""
+"""A run's configuration: its keys, their aliases, and what null means on this machine."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from zoo.spec import MAX_SIDE_PX, as_size
 
 @dataclass(frozen=True)
 class RunKeys:
-    """What is run, and where its record lies."""
+    """The run itself and the place of its record."""
 
     run_name: str | None = None
-    """Name of the run; a run of this name that is there resumes. null: family, size and the time of the start."""
+    """Name of the run. An existing run of this name is resumed. null: family, size and start time."""
     run_folder: str = "runs"
-    """Parent of all runs: the record lies in run_folder/run_name."""
+    """Parent folder of all runs: the record is in run_folder/run_name."""
     seed: int = limited(17, 0, 2**32 - 1)
-    """Seed of the weights, of the order of samples, and of every random number of a step."""
+    """Seed of the weights, the order of samples, and all random numbers of a step."""
     max_duration: str = duration("30ba", "ba", "sp", "ep")
     """How long to train."""
     global_batch_size: int = limited(2048, 1, 10**9)
-    """Images a step, over all ranks."""
+    """Images per step, over all ranks."""
     device_train_microbatch_size: int | Literal["auto"] | None = limited(None, 1, 10**9)
-    """Images a pass on each device; null: the whole device batch. auto: the most that fit, found once. It changes speed
-    and memory alone."""
+    """Images per pass on each device. null: the whole device batch. auto: as many as fit, found once. It affects only speed
+    and memory."""
     image_size: Pixels = limited(512, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Pixels: one number for a square, or [width, height]."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] | None = None
@@ -54,8 +54,8 @@ class RunKeys:
 
 
 @dataclass(frozen=True)
-class RunConfig(SpeedKeys, RunKeys):  # the last one's fields come first
-    """Everything that a run is made of. Sections are declared beside the code that owns them."""
+class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
+    """A run's whole configuration. Each section is declared beside the code that owns it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -97,7 +97,7 @@ ALIASES = {
     "device_train_microbatch_size": Alias("device_train_microbatch_size"),
 }
 
-# Keys of the design whose room does not stand yet: refused by name, so that nobody believes in them.
+# Keys of planned features: refused by name, so that nobody relies on them.
 NOT_YET = {
     "num_frames": "training on video",
     "parallelism_config": "sharding a model over ranks (FSDP)",
@@ -106,7 +106,7 @@ NOT_YET = {
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill in what null stands for on this machine, so that the run record says what was done."""
+    """Replace null by its value on this machine, so that the run record shows what was used."""
     family, batch = (
         load_family(config.model.family, config.model.preset, config.model.variant),
         config.global_batch_size,
@@ -152,5 +152,5 @@ def build(config: RunConfig) -> LatentDiffusion:
 
 
 def wants_own_rate(config: RunConfig) -> bool:
-    """True where the learning rate is to be that of the benchmark's reference point."""
+    """True if the learning rate is to be taken from the benchmark's reference point."""
     return config.model.variant == "mlperf" and config.optimizer.lr is None and config.optimizer.lr_per_image is None

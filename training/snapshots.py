@@ -1,7 +1,7 @@
-"""What `composer eval.py` scores: a run's snapshots, a diffusers folder that others trained, or a folder of images.
+"""The inputs of `composer eval.py`: a run's snapshots, a published diffusers folder, or a folder of images.
 
-runs/NAME                         config.yaml, checkpoints/weights-im*.pt: each snapshot, with its average or training weights
-stable-diffusion-2-base/          model_index.json: UNet, VAE and text encoder as they are published
+runs/NAME                         config.yaml, checkpoints/weights-im*.pt: each snapshot, with its EMA or training weights
+stable-diffusion-2-base/          model_index.json: the published UNet, VAE and text encoder
 samples/                          KEY.png and the like: KEY ends in a prompt's id, or else in its image_id
 """
 
@@ -31,10 +31,12 @@ Kind = Literal["run", "diffusers", "images"]
 
 
 def kind_of(place: str) -> Kind:
-    """Return what lies at a path. Raises ValueError: nothing that can be scored."""
+    """Return the kind of a path. Raises ValueError: it cannot be scored."""
     folder = Path(place).expanduser()
     if kind_of_path(folder) != "folder":
-        raise ValueError(f"{place} is no folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images.")
+        raise ValueError(
+            f"{place} is not a folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
+        )
     if (folder / "config.yaml").is_file():
         return "run"
     return "diffusers" if (folder / "model_index.json").is_file() else "images"
@@ -44,10 +46,10 @@ def kind_of(place: str) -> Kind:
 
 
 def snapshots_of(run: Path) -> list[Path]:
-    """Return a run's snapshots, the oldest first; where it has none, its newest full checkpoint.
+    """Return a run's snapshots, the oldest first; if it has none, its newest full checkpoint.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: the run has neither.
     """
     folder = run / "checkpoints"
     found = listed(folder, WEIGHTS)[::-1] or listed(folder, FULL)[:1]
@@ -62,13 +64,13 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
     """Copy a snapshot's weights into a model's denoiser.
 
     Args:
-        weights: ema or training; None: the average where there is one.
+        weights: ema or training; None: the EMA weights if there are any.
 
     Returns:
-        where the run was: batch, images, seconds of training, and which weights these are.
+        The run's progress (batch, images, seconds of training), and which weights were loaded.
 
     Raises:
-        ConfigError: it is damaged, of another model, or of a run with other encoders.
+        ConfigError: the snapshot is damaged, of another model, or of a run with other encoders.
     """
     if not is_whole(path):
         damaged = f"{path} is damaged: its bytes do not have the digest in its name"
@@ -86,7 +88,7 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         differing.append(f"objective.prediction: {text}")
     average = (content.get("ema") or {}).get("weights") or None
     if weights == "ema" and content.get("ema") is None:
-        differing.append(f"eval.weights: ema, but {path} has no average. Say eval.weights=training.")
+        differing.append(f"eval.weights: ema, but {path} has no EMA weights. Say eval.weights=training.")
     use = "ema" if average is not None and weights != "training" else "training"
     tensors = average if use == "ema" else content["model"]
     own = {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
@@ -97,7 +99,7 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         raise ConfigError(differing)
     with torch.no_grad():
         for name, tensor in own.items():
-            # Buffers are in no average: they are the training weights'.
+            # The EMA has no buffers: they are taken from the training weights.
             tensor.copy_(tensors[name] if name in tensors else content["model"][name])
     return {
         "snapshot": path.name,
@@ -109,17 +111,17 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: form.split(" ", 1)[1] for name, form in tensor_specs(tensors).items()}  # an average is float32
+    return {name: form.split(" ", 1)[1] for name, form in tensor_specs(tensors).items()}  # EMA weights are float32
 
 
 # --- a diffusers folder ---
 
 
 def of_diffusers_folder(config: RunConfig, folder: Path, given: set[str]) -> RunConfig:
-    """Return the configuration of a published model: its folder's own size and prediction where no key says otherwise.
+    """Return the configuration of a published model: size and prediction come from its folder, unless keys set them.
 
     Args:
-        given: keys that the command line sets.
+        given: keys set on the command line.
     """
     model = dataclasses.replace(config.model, weights=str(folder), denoiser=str(folder))
     stated = {"image_size": None, "prediction": warm_start.trained_on(folder)}
@@ -127,7 +129,7 @@ def of_diffusers_folder(config: RunConfig, folder: Path, given: set[str]) -> Run
         sample_size = json.loads((folder / "unet" / "config.json").read_text()).get("sample_size")
         stated["image_size"] = 8 * sample_size if isinstance(sample_size, int) else None
     except (OSError, ValueError, AttributeError):
-        pass  # the reader of the weights says what is wrong with the folder
+        pass  # the weights' reader reports what is wrong with the folder
     objective, size = config.objective, config.image_size
     if stated["prediction"] and "objective.prediction" not in given:
         objective = dataclasses.replace(objective, prediction=stated["prediction"])
@@ -140,10 +142,10 @@ def of_diffusers_folder(config: RunConfig, folder: Path, given: set[str]) -> Run
 
 
 def match_prompts(paths: Sequence[Path], prompt_set: PromptSet) -> list[Prompt]:
-    """Return each image's prompt: the last number in its name is an id, or for all of them an image_id.
+    """Return each image's prompt: the last number in its name is the prompt's id, or else, for all images, its image_id.
 
     Raises:
-        ValueError: an image that is no prompt's, or that of several by its image_id, two of one, or prompts without an image.
+        ValueError: an image has no prompt, or several with its image_id; two images have the same; or a prompt has no image.
     """
     numbers = []
     for path in paths:
@@ -180,7 +182,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def named(folder: Path) -> str:
-    """Return what a table calls a folder: its path from here where it lies below, so that a record names no machine."""
+    """Return a folder's name in tables: relative to the current folder if it is inside, so that records name no machine."""
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 

@@ -1,9 +1,9 @@
-"""How a step is computed, not what: memory format, attention back-end, activation checkpointing, compilation.
+"""How a step is computed: memory format, attention back-end, activation checkpointing, compilation.
 
-`apply` changes a model's networks once, in place, before the optimizer is built. No key of a state dict changes by it, so
-that a checkpoint fits with any of these keys on or off, and what is computed changes by rounding alone (tests/test_speed.py).
+`apply` changes a model's networks once, in place, before the optimizer is built. Names in the state dict do not change, so
+a checkpoint fits with any of these keys on or off. Results change only by rounding (tests/test_speed.py).
 
-Layouts: NCHW is (B, C, H, W) with W fastest, NHWC the same tensor with C fastest ("channels_last").
+Layouts: NCHW is (B, C, H, W) with W fastest, NHWC is the same tensor with C fastest ("channels_last").
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from training import fp8
 
-BACKEND = "inductor"  # tests that count graphs take aot_eager, which compiles no kernels
+BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
 BACK_ENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -35,10 +35,10 @@ BACK_ENDS = {
     "math": SDPBackend.MATH,
 }
 ON_A_CPU = ("auto", "flash", "math")
-IN_16_BITS = ("flash", "cudnn")  # on a GPU they take no float32
-# cuDNN before 9.15.1 reads out of bounds where a length is no multiple of this (pytorch issue 169849).
+IN_16_BITS = ("flash", "cudnn")  # on a GPU they do not support float32
+# cuDNN before 9.15.1 reads out of bounds if a length is not a multiple of this (pytorch issue 169849).
 CUDNN_LENGTH = 128
-# Graphs of one network: training, evaluation at each batch size that is tried; of blocks, one for each of their shapes.
+# Limits on graphs. A whole network: training, and each batch size tried for evaluation. Blocks: one per shape, too.
 GRAPHS_OF_WHOLE, GRAPHS_OF_BLOCKS = 16, 128
 
 
@@ -47,25 +47,25 @@ class SpeedKeys:
     """How a step is computed: speed and memory."""
 
     compile: Literal["off", "whole", "blocks"] = "off"
-    """torch.compile of denoiser and encoders. whole: the denoiser as one graph. blocks: one by one, which compiles
+    """torch.compile for denoiser and encoders. whole: the denoiser as one graph. blocks: block by block, which compiles
     faster."""
     compile_mode: Literal["default", "max-autotune"] = "default"
-    """max-autotune: kernels are chosen by trial, with minutes more at the start."""
+    """max-autotune: choose kernels by trial; the start takes minutes longer."""
     cuda_graphs: bool = False
     """Replay the compiled kernels from CUDA graphs; for small batches. Needs compile=whole."""
     channels_last: bool = False
-    """Use NHWC tensors for convolutions, and keep them so between convolutions."""
+    """Use NHWC tensors in and between convolutions."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"] = "auto"
-    """The kernel for attention; auto: torch's choice."""
+    """Attention kernel; auto: torch's choice."""
     gradient_checkpointing: float = 0.0
-    """Fraction of the denoiser's blocks that the backward pass computes again, instead of keeping their activations. 0
+    """Fraction of the denoiser's blocks that are recomputed in the backward pass, instead of keeping their activations. 0
     to 1."""
     async_loss: bool = False
     """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
     copy_stream: bool = False
-    """Copy each batch to the GPU on a stream of its own, beside the step before. Needs async_loss."""
+    """Copy each batch to the GPU on a separate stream, during the step before. Needs async_loss."""
     cudnn_benchmark: bool = False
-    """cuDNN times its algorithms for each convolution at the first step. Another run may choose others."""
+    """Let cuDNN time its algorithms for each convolution at the first step. Another run may choose others."""
 
     def problems_of_speed(self, precision: str | None) -> list[tuple[str, str]]:
         """(key, message) for every invalid value, on this machine.
@@ -112,12 +112,12 @@ def values_of(keys: SpeedKeys) -> dict[str, Any]:
 
 
 OF_TRAINING = ("gradient_checkpointing", "async_loss", "copy_stream")
-"""The keys that change nothing of an evaluation."""
+"""The keys that do not affect an evaluation."""
 
 
 def compiler_problem(is_gpu: bool) -> str | None:
     """Say what torch.compile lacks here, or None."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor takes it
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor chooses it
     if not shutil.which(compiler):
         given = "CXX names" if "CXX" in os.environ else "without CXX it is"
         return (
@@ -129,7 +129,7 @@ def compiler_problem(is_gpu: bool) -> str | None:
 
 
 def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> str | None:
-    """Say why a back-end cannot be had here, or None. On a GPU it is tried, on a few numbers."""
+    """Say why an attention back-end is not possible here, or None. On a GPU it is tried on a small input."""
     if attention == "auto":
         return None
     if not is_gpu:
@@ -152,7 +152,7 @@ def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> st
 
 
 class Network(Protocol):
-    """What `apply` asks of a model; `model.LatentDiffusion` is one."""
+    """The interface of a model for `apply`, e.g. `model.LatentDiffusion`."""
 
     denoiser: nn.Module
     memory_format: torch.memory_format
@@ -163,7 +163,7 @@ class Network(Protocol):
 
 
 def apply(model: Network, keys: SpeedKeys, precision: str | None) -> None:
-    """Change a model's networks as the keys say; once, where they are on their device and before the optimizer is built.
+    """Change a model's networks as the keys say. Call it once, on their device, before the optimizer is built.
 
     Raises ConfigError: precision is fp8, but no layer of the denoiser is wide enough.
     """
@@ -184,10 +184,10 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None) -> None:
 
 
 def use_channels_last(model: Network) -> None:
-    """Lay out weights and inputs in NHWC, and keep what flows between the denoiser's convolutions so.
+    """Use NHWC for weights, inputs and all tensors between the denoiser's convolutions.
 
-    diffusers 0.39 goes back to NCHW at the end of each transformer, and in training at each shortcut of a residual block.
-    The classes of this model's own layers are exchanged for ones that do not: no key changes, other models are as they were.
+    diffusers 0.39 returns to NCHW at the end of each transformer, and in training at each shortcut of a residual block.
+    So the classes of these layers in this model are replaced. Names do not change, and other models are not affected.
     """
     model.memory_format = torch.channels_last
     for network in (model.denoiser, *model.frozen.values()):
@@ -202,7 +202,7 @@ def use_channels_last(model: Network) -> None:
 
 
 class NhwcConv2d(nn.Conv2d):
-    """A convolution that takes its input in NHWC, whatever it is given."""
+    """A convolution that converts its input to NHWC."""
 
     def forward(self, input: Tensor) -> Tensor:  # (B, C, H, W) -> (B, C', H', W')
         return super().forward(input.contiguous(memory_format=torch.channels_last))
@@ -217,8 +217,8 @@ def _nhwc_transformer() -> type[nn.Module]:
         def _get_output_for_continuous_inputs(
             self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
         ) -> Tensor:
-            # (B, H W, C) is an image in NHWC already: a view of it is enough. The projection is a linear layer or a
-            # 1 x 1 convolution, and stands on its own side of that view.
+            # (B, H W, C) is already an image in NHWC: a view is enough. The projection is a linear layer (before the
+            # view) or a 1 x 1 convolution (after it).
             if self.use_linear_projection:
                 hidden_states = self.proj_out(hidden_states)
             image = hidden_states.unflatten(1, (height, width)).movedim(-1, 1)
@@ -232,7 +232,7 @@ def _nhwc_transformer() -> type[nn.Module]:
 
 @functools.cache
 def attention_processor(attention: str) -> Any:
-    """Return what does the attention of a diffusers network by one back-end."""
+    """Return a diffusers attention processor for one back-end."""
     from diffusers.models import attention_processor as theirs
 
     if attention == "xformers":
@@ -256,7 +256,7 @@ def attention_processor(attention: str) -> Any:
 
 
 def back_end_for(attention: str, lengths: tuple[int, int]) -> str:
-    """Return the back-end for these numbers of queries and keys: cudnn only where each of its versions is right."""
+    """Return the back-end for these numbers of queries and keys: cudnn only where all its versions are correct."""
     if attention == "cudnn" and any(length % CUDNN_LENGTH for length in lengths):
         return "flash"
     return attention
@@ -266,11 +266,11 @@ def back_end_for(attention: str, lengths: tuple[int, int]) -> str:
 
 
 def checkpoint_blocks(denoiser: nn.Module, fraction: float) -> int:
-    """Have a fraction of the denoiser's blocks computed again in the backward pass; returns how many.
+    """Recompute a fraction of the denoiser's blocks in the backward pass; return their number.
 
     Blocks are residual blocks and transformer blocks. The chosen ones are spread evenly: the first and the last are the
-    largest. Their classes are exchanged, instead of diffusers' own switch being used: that one calls a block from outside
-    of what is compiled of it (compile=blocks), where dynamo leaves it alone.
+    largest. We replace their classes and do not use diffusers' own switch: that one wraps the call from outside the
+    compiled block (compile=blocks), where dynamo does not see it.
     """
     if fraction <= 0.0:
         return 0
@@ -300,22 +300,22 @@ def _checkpointed(block: type[nn.Module]) -> type[nn.Module]:
 
 
 def compile_networks(model: Network, keys: SpeedKeys) -> None:
-    """Compile denoiser and encoders in place: no name changes, and training, evaluation and sampling all run the result.
+    """Compile denoiser and encoders in place, for training, evaluation and sampling; names do not change.
 
-    Shapes are static: with a second one inductor would make the graph dynamic, which also turns its NHWC pass off. dynamo
-    goes back to eager with a warning when a function has too many graphs; here that is an error.
+    Shapes are static: at a second shape inductor would make the graph dynamic, which also turns off its NHWC pass. If a
+    function has too many graphs, dynamo would fall back to eager with a warning; here that is an error.
     """
     import torch._dynamo
 
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = GRAPHS_OF_WHOLE if keys.compile == "whole" else GRAPHS_OF_BLOCKS
     if keys.gradient_checkpointing > 0.0:
-        # dynamo splits a graph where DDP's buckets end, but not one with checkpointed blocks: an error of its own.
+        # dynamo splits graphs at the ends of DDP's buckets, which fails inside dynamo with checkpointed blocks.
         torch._dynamo.config.optimize_ddp = False
     model.replays_graphs = keys.cuda_graphs
     for part in denoiser_parts(model.denoiser, keys.compile):
         part.compile(fullgraph=True, **_ways(inductor_options(keys)))
-    # Not replayed: the denoiser would be given what a graph holds, which torch refuses (pytorch issue 152887).
+    # No CUDA graphs here: the denoiser's input would be a graph's memory, which torch refuses (pytorch issue 152887).
     without_graphs = dataclasses.replace(keys, cuda_graphs=False)
     for network in model.frozen.values():
         for part in _frozen_parts(network):
@@ -333,7 +333,7 @@ def inductor_options(keys: SpeedKeys) -> dict[str, Any]:
     if keys.compile_mode == "max-autotune":
         options |= {"max_autotune": True, "coordinate_descent_tuning": True}
     if keys.channels_last:
-        # Without it the NHWC pass leaves this kind of network out: some of its convolutions have few output channels.
+        # Without it the NHWC pass skips this type of network, because some convolutions have few output channels.
         options["force_layout_optimization"] = True
     if keys.cuda_graphs:
         options["triton.cudagraphs"] = True
@@ -341,7 +341,7 @@ def inductor_options(keys: SpeedKeys) -> dict[str, Any]:
 
 
 def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:
-    """Return what is compiled of a denoiser, each by itself: all of it, or its residual blocks and transformers."""
+    """Return the parts of a denoiser that are compiled one by one: all of it, or its residual blocks and transformers."""
     if how == "whole":
         return [denoiser]
     from diffusers.models import Transformer2DModel
@@ -351,23 +351,23 @@ def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:
 
 
 def _frozen_parts(network: nn.Module) -> list[nn.Module]:
-    """Return what is compiled of a frozen network: an autoencoder is called by its halves, never as a whole."""
+    """Return the parts of a frozen network that are compiled; an autoencoder is called by its halves."""
     halves = [getattr(network, name, None) for name in ("encoder", "decoder")]
     return [half for half in halves if isinstance(half, nn.Module)] if all(halves) else [network]
 
 
 def num_graphs() -> int:
-    """Return how many graphs dynamo has compiled in this process."""
+    """Return the number of graphs that dynamo has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 class GraphCounter(Callback):
-    """Counts graphs: the first step of each kind compiles its own, and any later one is a recompilation.
+    """Counts compiled graphs. The first step of each kind compiles its graphs; any later graph is a recompilation.
 
     Args:
-        in_force: something is compiled; without it nothing is counted.
+        in_force: something is compiled; if false, nothing is counted.
     """
 
     def __init__(self, in_force: bool):
@@ -378,7 +378,7 @@ class GraphCounter(Callback):
 
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:
-        """Count what is compiled within a step of a kind (evaluation)."""
+        """Count the graphs compiled within a step of this kind (evaluation)."""
         before = num_graphs() if self.in_force else 0
         yield
         self._count(kind, before)
@@ -395,7 +395,7 @@ class GraphCounter(Callback):
         self._count("train", self._before)
 
     def facts(self) -> dict[str, int | None]:
-        """Return the figures for the run's summary; None where nothing is compiled."""
+        """Return the counts for the run's summary; None if nothing is compiled."""
         if not self.in_force:
             return {"compiled_graphs": None, "recompiled_graphs": None}
         return {"compiled_graphs": num_graphs(), "recompiled_graphs": self.num_recompiled}

@@ -1,11 +1,11 @@
 """Composer's Trainer without its waits: the host reads a batch's loss while the device computes the next one.
 
-Composer 0.32.1 reads seven numbers from the device in a step: whether any rank has no batch any more, the batch's size over
-all ranks before the first pass, the loss before and after the optimizer's step, and samples, tokens and seconds. The host
-waits for each of them, and the queue of work runs empty.
-The weights are the same to the bit (tests/test_trainer.py).
+In each step, Composer 0.32.1 reads seven numbers from the device: whether any rank has run out of batches, the batch size
+over all ranks before the first pass, the loss before and after the optimizer's step, and samples, tokens and seconds. The
+host waits for each of them, and the device's queue runs empty.
+The weights are identical bit for bit (tests/test_trainer.py).
 
-It overrides methods that are private to Composer, and is therefore asked for by a key, `async_loss`.
+This class overrides private methods of Composer, so it is used only on request, by the key `async_loss`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from callbacks.losses import TOTAL, AsyncLosses
 
 
 class NonBlockingTrainer(Trainer):
-    """The Trainer, with `losses` for whoever wants to know them; Composer's own dictionary of losses stays empty.
+    """A Trainer that passes each batch's loss to `losses`; Composer's own dictionary of losses stays empty.
 
-    Every rank has as many batches as the others, all of the same size, and Composer's automatic microbatching is not used.
+    It requires the same number of batches on every rank, all of the same size, and no automatic microbatching by Composer.
     """
 
     def __init__(self, *args: Any, losses: AsyncLosses, **more: Any):

@@ -1,11 +1,11 @@
-"""Where training begins when it does not begin at random weights: an earlier run's, or published ones.
+"""Initial weights that are not random: an earlier run's or published ones.
 
-    model.denoiser=runs/mosaicml-256                     the newest checkpoint of a run: its training weights, not its average
+    model.denoiser=runs/mosaicml-256                     the newest checkpoint of a run: its training weights, not EMA weights
     model.denoiser=runs/mosaicml-256/checkpoints/weights-im000512000000-DIGEST.pt
     model.denoiser=checkpoints/sd/512-base-ema.ckpt      an LDM checkpoint's or a diffusers folder's UNet: fine-tuning
 
-Only weights are taken: optimizer, schedule and counters begin anew. A run that goes on from its own checkpoint does not
-come here (training/resume.py).
+Only weights are loaded; optimizer, schedule and counters start from the beginning. Resuming a run from its own checkpoint
+is training/resume.py.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from zoo import load_family
 from zoo.spec import Family
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
-PREFIX = "denoiser."  # of a LatentDiffusion's tensors
+PREFIX = "denoiser."  # in the names of a LatentDiffusion's tensors
 
 
 def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
-    """Return what stands against beginning where `model.denoiser` says; reads names and shapes alone.
+    """Return why training cannot begin with the weights of `model.denoiser`; reads names and shapes alone.
 
     Args:
-        prediction: what the run trains on; None: the variant's own.
+        prediction: the run's prediction target; None: the variant's own.
     """
     if config.denoiser is None:
         return []
     try:
         family = load_family(config.family, config.preset, config.variant)
     except ValueError:
-        return []  # named elsewhere
+        return []  # reported elsewhere
     prediction = prediction or family.objective["prediction"]
     denoiser = Path(config.denoiser).expanduser()
     try:
@@ -57,10 +57,10 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
 
 
 def load(model: LatentDiffusion, place: str) -> list[str]:
-    """Copy the weights of a place (`model.denoiser`) into a model's denoiser; return notes for the user.
+    """Copy the weights at `model.denoiser` into a model's denoiser; return notes for the user.
 
     Raises:
-        ConfigError: they do not fit, or the file is damaged.
+        ConfigError: the weights do not fit, or the file is damaged.
     """
     denoiser = Path(place).expanduser()
     own = _own_checkpoint(denoiser)
@@ -83,10 +83,10 @@ def load(model: LatentDiffusion, place: str) -> list[str]:
 
 
 def _own_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint of a run that a path means, or None: it is none of ours.
+    """Return the checkpoint of a run at this path, or None if the path is not a run's.
 
     Raises:
-        ConfigError: a run's folder that has no checkpoint.
+        ConfigError: a run's folder without a checkpoint.
     """
     if path.name == "checkpoints" and (path.parent / "config.yaml").is_file():
         path = path.parent
@@ -105,7 +105,7 @@ def _read_whole(path: Path) -> dict[str, Any]:
 
 
 def _own_problems(family: Family, path: Path, content: Mapping[str, Any], prediction: str) -> list[str]:
-    """Compare with what the earlier run was: the same network, trained on the same target."""
+    """Compare with the earlier run: it must have the same network and prediction target."""
     wanted = {
         "model.family": family.name,
         "model.variant": family.variant,
@@ -143,7 +143,7 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
 
 
 def trained_on(path: Path) -> str | None:
-    """Return the prediction that a diffusers folder's scheduler names, where it names one that we know."""
+    """Return the prediction named by a diffusers folder's scheduler, if we know it."""
     try:
         stated = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Tensors by name: published weights, weight files, pickles without code, the names of LDM checkpoints.
+"""Tensors by name: published weights, weight files, restricted pickles, LDM checkpoints' names.
 
-Whoever reads weights comes in. Imports cli/ alone.
+Any file that reads weights imports this room. It imports only cli/.
 """

@@ -1,6 +1,6 @@
-"""CLIP's text encoder under the names that published files have, whichever transformers is installed.
+"""CLIP's text encoder with the tensor names of published weights, under any version of transformers.
 
-transformers 4 names its tensors text_model.*, and so do published weights. transformers 5 has and writes them without that.
+Published weights and transformers 4 name the tensors text_model.*; transformers 5 leaves out that prefix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TextModel(nn.Module):
         self.text_model = model
         self.config = model.config
 
-    # Asked for by diffusers' pipelines, as transformers' own models have them.
+    # diffusers' pipelines read `device` and `dtype`, as transformers' own models have them.
 
     @property
     def device(self) -> torch.device:
@@ -36,7 +36,7 @@ class TextModel(nn.Module):
         return self.text_model.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take and give what CLIPTextModel does: input_ids (B, L) -> last_hidden_state (B, L, D), pooler_output (B, D)."""
+        """Same as CLIPTextModel: input_ids (B, L) -> last_hidden_state (B, L, D), pooler_output (B, D)."""
         return self.text_model(*args, **kwargs)
 
 
@@ -49,12 +49,12 @@ def build_text_model(config: CLIPTextConfig) -> nn.Module:
 
 
 def stored_name(name: str, names: Collection[str], before: str = "") -> str:
-    """Return the name that a file has for one of ours: without `text_model.` where transformers 5 has written it.
+    """Return a tensor's name in a file: without `text_model.` if transformers 5 wrote the file.
 
     Args:
-        name: ours, with what the file puts before every name.
-        names: of the file.
-        before: what that is, e.g. "cond_stage_model.transformer.".
+        name: our name, with the file's prefix.
+        names: all names in the file.
+        before: the file's prefix, e.g. "cond_stage_model.transformer.".
     """
     bare = before + name.removeprefix(before).removeprefix(PREFIX)
     return bare if name not in names and bare in names else name

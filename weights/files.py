@@ -1,17 +1,17 @@
-"""A published weights file, opened without running any code from it: safetensors, and torch's formats of all years.
+"""Open a published weights file without running any code from it: safetensors, or any of torch's formats.
 
-A checkpoint of 2022 is a pickle, and a pickle is a program: it names functions and calls them. Here it is read by an
-unpickler in whose world there is nothing to call. `torch.load` is not used, not even with a pickle module of our own:
-it hands a TorchScript archive to a compiler, unpacks a tar file to disk, and may write a .patch file for a pickled
-module; and before torch 1.6's format it reads all tensors to tell one's shape. So the two layouts are read here:
+A checkpoint of 2022 is a pickle, and a pickle is a program: it names functions and calls them. Our unpickler offers no
+functions to call. We do not use `torch.load`, not even with this unpickler: it hands a TorchScript archive to a
+compiler, unpacks a tar file to disk, and may write a .patch file for a pickled module. It also reads all tensors of a
+file older than torch 1.6 to give one shape. So we read the two layouts ourselves:
 
     zip     NAME/data.pkl       the pickle; a storage is a persistent id ("storage", type, key, location, elements)
             NAME/data/KEY       the bytes of a storage
     legacy  five pickles: magic number, protocol, system, the object, the storages' keys in order; then for each key
             the number of elements as int64, and the bytes. The id has a sixth entry: (view's key, offset, elements).
 
-(torch/serialization.py, `_save` and `_legacy_save`.) Names and shapes cost no memory; a tensor's bytes are read when it is
-asked for. All of it little-endian.
+(torch/serialization.py, `_save` and `_legacy_save`.) Names and shapes cost no memory; a tensor's bytes are read on
+request. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Entry = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
 
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
-LEGACY_HEAD = LEGACY_MAGIC.to_bytes(10, "little")  # stands so in a pickle
-MAX_PICKLE_BYTES = 2**26  # SD2's is 0.2 MB: what claims more is no table of tensors
+LEGACY_HEAD = LEGACY_MAGIC.to_bytes(10, "little")  # its bytes in a pickle
+MAX_PICKLE_BYTES = 2**26  # SD2's has 0.2 MB; anything larger is not a table of tensors
 
 SAFETENSORS_TYPES = {
     "F64": torch.float64,
@@ -53,7 +53,7 @@ SAFETENSORS_TYPES = {
 
 
 class Refused(ValueError):
-    """A file that is not read; the message is for the user."""
+    """This file cannot be read; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class WeightsFile:
     read: Callable[[str], Tensor] = field(repr=False)
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor: on the CPU, type, shape and strides as stored. Raises ValueError: its bytes cannot be read."""
+        """Read one tensor to the CPU, with type, shape and strides as stored. Raises ValueError: its bytes are unreadable."""
         assert name in self.entries, name
         try:
             return self.read(name)
@@ -79,7 +79,7 @@ class WeightsFile:
 
 
 def shown(name: str) -> str:
-    """Return a name from a file as a terminal may show it: one line, no control characters, at most 120 letters."""
+    """Return a name from a file, safe for a terminal: one line, no control characters, at most 120 letters."""
     plain = name if name.isprintable() else ascii(name)[1:-1]
     return plain if len(plain) <= 120 else f"{plain[:117]}..."
 
@@ -87,11 +87,11 @@ def shown(name: str) -> str:
 def open_weights(path: Path) -> WeightsFile:
     """Open a weights file: safetensors, torch's zip format, or torch's format before 1.6. Content decides, not the suffix.
 
-    The tensors are those of the dictionary under "state_dict" where there is one, else those of the file's dictionary.
-    Trainer objects pickled beside them are passed over.
+    The tensors come from the dictionary under "state_dict" if there is one, else from the file's dictionary. Trainer
+    objects pickled beside them are skipped.
 
     Raises:
-        ValueError: there is no such file, it is of another format, damaged, or holds no tensors; nothing else is raised.
+        ValueError: the file does not exist, has another format, is damaged or holds no tensors. Nothing else is raised.
     """
     try:
         return _open(path)
@@ -155,7 +155,7 @@ def _open_safetensors(path: Path, size: int) -> WeightsFile:
     return WeightsFile(path, entries, file.get_tensor)
 
 
-# --- torch's formats: a pickle in which storages are named ---
+# --- torch's formats: a pickle that refers to storages by key ---
 
 
 def _open_zip(path: Path, size: int) -> WeightsFile:
@@ -199,7 +199,7 @@ def _open_legacy(path: Path, size: int, head: bytes) -> WeightsFile:
     with open(path, "rb") as file:
         try:
             magic = RestrictedUnpickler(file).load()
-        except Exception:  # it is no pickle: what it is, the next line says
+        except Exception:  # not a pickle: the next line reports what it is
             magic = None
         if magic is None or magic != LEGACY_MAGIC:
             raise Refused(_not_weights(path, size, head, is_pickle=magic is not None))
@@ -215,7 +215,7 @@ def _open_legacy(path: Path, size: int, head: bytes) -> WeightsFile:
         for key in RestrictedUnpickler(file).load():
             count = file.read(8)
             if len(count) < 8:
-                break  # the tensors that lie behind the end are named below
+                break  # tensors beyond the end are reported below
             starts[key] = file.tell()
             sizes[key] = struct.unpack("<q", count)[0] * unpickler.roots[key].dtype.itemsize
             if sizes[key] < 0 or starts[key] + sizes[key] > size:
@@ -231,7 +231,7 @@ def _open_legacy(path: Path, size: int, head: bytes) -> WeightsFile:
 
 
 def _weights(path: Path, content: Any, sizes: Mapping[str, int], read: Callable[[str, int, int], bytes]) -> WeightsFile:
-    """Find the tensors in what the pickle held, and see that their bytes are there. `sizes`: bytes of each storage."""
+    """Find the tensors in the pickle's content and check that the file has their bytes. `sizes`: bytes of each storage."""
     tensors = _find_tensors(path, content)
     faults = [f"'{shown(name)}' {fault}" for name, stored in tensors.items() if (fault := stored.fault())]
     if faults:
@@ -279,7 +279,7 @@ def _find_tensors(path: Path, content: Any) -> dict[str, Stored]:
     return tensors
 
 
-# --- what else a file may be ---
+# --- files that hold no weights ---
 
 
 def _is_text(head: bytes) -> bool:
@@ -295,7 +295,7 @@ def _not_weights(path: Path, size: int, head: bytes, is_pickle: bool) -> str:
         page = "a web page, as a refused download leaves it," if begin.startswith("<") else "a text file,"
         return f"{path}: is {page} not weights: its {size:,} bytes begin '{begin}'. Fetch the file itself."
     return (
-        f"{path}: is no weights file ({size:,} bytes that begin {head[:8].hex()}). "
+        f"{path}: is not a weights file ({size:,} bytes that begin {head[:8].hex()}). "
         "Known: safetensors and files of torch.save. It may be damaged: fetch it again."
     )
 

@@ -1,7 +1,7 @@
-"""Old weight files: do published weights fit our modules, and into the modules with them.
+"""Check whether published weights fit our modules, and load them.
 
-`problems` compares names and shapes, says what is wrong and what is the likely cause; `load` copies. Both take a diffusers
-folder or an LDM file (weights/ldm_names.py says what these are, and has the places of the networks).
+`problems` compares names and shapes and reports misfits with their likely cause; `load` copies the tensors. Both take a
+diffusers folder or an LDM file; weights/ldm_names.py describes these two and maps the tensors' names.
 
     networks = {"vae": (module, ldm.vae(module)), "text": (clip, ldm.open_clip_text(clip))}
     ldm.problems("512-base-ema.ckpt", networks) or ldm.load("512-base-ema.ckpt", networks)
@@ -49,11 +49,11 @@ __all__ = [
 END_MARK = 49407  # of CLIP's vocabulary; SD 1.x's tokenizer also pads with it
 SDXL_PREFIX = "conditioner.embedders."
 
-# Older diffusers named the attention of a VAE so; the published VAEs of SD 1.x and 2 still have these names
+# The attention of a VAE in older diffusers; the published VAEs of SD 1.x and 2 still use these names
 OLD_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
 
 Networks = Mapping[str, tuple[nn.Module, Network]]
-"""By the name that a message calls them, e.g. "vae": the module and its place."""
+"""Name in messages, e.g. "vae" -> the module and its place."""
 
 
 # --- do they fit? ---
@@ -61,18 +61,18 @@ Networks = Mapping[str, tuple[nn.Module, Network]]
 
 @dataclass(frozen=True)
 class _Place:
-    """A network's weights: our tensor's name -> where it is in the file, with its whole name there."""
+    """A network's place in a file: our tensor's name -> its source, with its full name there."""
 
     weights: WeightsFile
     sources: Mapping[str, Source]
 
 
 def problems(path: str, networks: Networks) -> list[str]:
-    """Say what is wrong with the weights at `path` for these networks, [] if nothing. Reads names and shapes alone.
+    """Return why the weights at `path` do not fit these networks; [] if they fit. Reads names and shapes alone.
 
     Args:
-        path: a diffusers folder (a snapshot in the hub's cache is one), or an LDM file.
-        networks: by the name that a message calls them, e.g. "vae": the module, on any device ("meta" too), and its place.
+        path: a diffusers folder (also a snapshot in the hub's cache), or an LDM file.
+        networks: name in messages, e.g. "vae" -> the module (on any device, "meta" too) and its place.
     """
     return _examine(path, networks)[1]
 
@@ -84,7 +84,7 @@ def _examine(path: str, networks: Networks) -> tuple[dict[str, _Place], list[str
         if not root.exists():
             return {}, [f"{root}: there is no such file or folder. Give a diffusers folder or an LDM file."]
         return _examine_folder(root, networks) if root.is_dir() else _examine_file(root, networks)
-    except OSError as error:  # no right to look, or a path that no file can have
+    except OSError as error:  # no permission, or an impossible path
         return {}, [f"{root}: cannot be looked into ({error.strerror}). Give a diffusers folder or an LDM file."]
 
 
@@ -148,7 +148,7 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
 
 
 def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[str], cause: str | None) -> list[str]:
-    """Compare names and shapes; `left_over`: names in the file that somebody has to want. One text at most."""
+    """Compare names and shapes; return one message at most. `left_over`: names in the file that have to be used."""
     entries = place.weights.entries
     wanted = {}
     for ours, tensor in module.state_dict().items():
@@ -183,7 +183,7 @@ def _fits(stored: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def _other_facts(label: str, folder: Path, network: Network) -> list[str]:
-    """Compare config.json with the module; a key that an old file does not have had only one value then."""
+    """Compare config.json with the module. A key missing from an old file is skipped: it had only one value then."""
     path = folder / "config.json"
     try:
         stated = json.loads(path.read_text())
@@ -201,7 +201,7 @@ def _other_facts(label: str, folder: Path, network: Network) -> list[str]:
 
 
 def _same(stated: Any, ours: Any) -> bool:
-    """Equal; one number for all levels is equal to a list of as many."""
+    """Whether two values are equal; one number for all levels equals a list that repeats it."""
     if isinstance(stated, list | tuple) or isinstance(ours, list | tuple):
         first, second = (list(value) if isinstance(value, list | tuple) else None for value in (stated, ours))
         return (first or [stated] * len(second or [])) == (second or [ours] * len(first or []))
@@ -242,7 +242,7 @@ def _no_such_prefix(weights: WeightsFile, prefix: str) -> str:
 
 
 def _other_text_encoder(module: nn.Module, place: _Place) -> str | None:
-    """Name the model of a folder's text encoder where its width tells it, and it is not ours."""
+    """Name the model of a folder's text encoder if its width identifies it and it is not ours."""
     table = "text_model.embeddings.token_embedding.weight"
     shape = place.weights.entries.get(stored_name(table, place.weights.entries), (None, ()))[1]
     known = {768: "SD 1.x's text encoder: use model.variant=sd15", 1024: "SD 2's text encoder: use model.variant=stock"}
@@ -253,7 +253,7 @@ def _other_text_encoder(module: nn.Module, place: _Place) -> str | None:
 
 
 def _extra_prefix(names: Collection[str], wanted: Collection[str]) -> str | None:
-    """Return what stands before every wanted name, e.g. "module.", or None."""
+    """Return the prefix that every wanted name has, e.g. "module.", or None."""
     longest = max(wanted, key=len)
     before = [name.removesuffix(longest) for name in names if name.endswith(f".{longest}")]
     return next((extra for extra in before if all(extra + name in names for name in wanted)), None)
@@ -264,7 +264,7 @@ def _one_prefix_too_many(weights: WeightsFile, extra: str) -> str:
 
 
 def _groups(names: Iterable[str]) -> str:
-    """Count names by their first two parts, or the first where those are many."""
+    """Count names by their first two parts, or by the first alone if that gives too many groups."""
     names = list(names)
     for num_parts in (2, 1):
         counts = Counter(".".join(name.split(".")[:num_parts]) for name in names)
@@ -289,11 +289,11 @@ def _words(dtype: torch.dtype) -> str:
 
 
 def load(path: str, networks: Networks) -> list[str]:
-    """Copy the weights into the modules, in float32 whatever they were stored in; return notes for the user.
+    """Copy the weights into the modules as float32, whatever their stored type; return notes for the user.
 
     Raises:
-        ValueError: the `problems`, a line each; or a tensor with values that are not finite, or damaged (modules are then
-            filled in part).
+        ValueError: the `problems`, one per line; or a tensor is damaged or has non-finite values (some modules are already
+            filled then).
     """
     places, found = _examine(path, networks)
     if found:
@@ -328,7 +328,7 @@ def _fill(label: str, module: nn.Module, place: _Place) -> None:
 
 # --- the tokenizer ---
 
-# Without "!": SD 2's folder pads with it, and transformers then takes each one in a caption for padding
+# Without "!": SD 2's folder pads with it, so transformers treats each "!" in a caption as padding
 TELLING_CAPTIONS = (
     "",
     "a photograph of an astronaut riding a horse",
@@ -345,10 +345,10 @@ TELLING_CAPTIONS = (
 
 
 def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) -> str | None:
-    """Say where a diffusers folder's tokenizer gives other tokens than ours, or None; None for an LDM file.
+    """Say where a diffusers folder's tokenizer differs from ours; None if nowhere, and for an LDM file.
 
-    Whoever uses the trained weights takes the folder's tokenizer. Padding is compared unless the folder pads with the end
-    mark, as SD 1.x's does and `tokenize` never.
+    Users of the trained weights will use the folder's tokenizer. Padding is compared unless the folder pads with the end
+    token, which SD 1.x's does and `tokenize` never does.
 
     Args:
         tokenize: captions -> (B, L) int64, e.g. (11, 77), padded with 0.
@@ -363,11 +363,11 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) ->
 
     ours = tokenize(TELLING_CAPTIONS).tolist()
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # what it logs on the way is said below in one line
+    logging.set_verbosity(logging.CRITICAL)  # its log lines are replaced by one message below
     try:
         tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
         encoded = tokenizer(list(TELLING_CAPTIONS), padding="max_length", truncation=True, max_length=len(ours[0]))
-    except Exception as error:  # transformers raises what it likes
+    except Exception as error:  # transformers raises errors of many types
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         return (
             f"tokenizer: {folder} is not a CLIPTokenizer's ({type(error).__name__}: {reason}). "

@@ -1,12 +1,12 @@
-"""Where a network's tensors stand in published weights: our modules' names, and those of LDM files.
+"""The names of a network's tensors in published weights: in diffusers folders and in LDM files.
 
-Published weights are one of two things. A diffusers folder has a folder a network, with our modules' own names in it. An LDM
-file (CompVis, Stability: `512-base-ema.ckpt`, `v1-5-pruned-emaonly.safetensors`) has all networks in one dictionary, under
-the names of the program that trained them. `source` of a `Network` is the one table between the two: our name -> the file's.
+A diffusers folder has one folder per network and uses our modules' own names. An LDM file (CompVis, Stability:
+`512-base-ema.ckpt`, `v1-5-pruned-emaonly.safetensors`) has all networks in one dictionary, under the names of the program
+that trained them. `source` of a `Network` maps our name to the file's.
 
     our module (diffusers, transformers)          LDM file
     vae    encoder.down_blocks.1.resnets.0.conv1  first_stage_model.encoder.down.1.block.0.conv1
-           decoder.up_blocks.0.resnets.0.conv1    first_stage_model.decoder.up.3.block.0.conv1     counted the other way round
+           decoder.up_blocks.0.resnets.0.conv1    first_stage_model.decoder.up.3.block.0.conv1     counted from the other end
     text   ...layers.0.self_attn.k_proj.weight    cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight, part 2
     unet   up_blocks.1.upsamplers.0.conv          model.diffusion_model.output_blocks.5.2.conv
 
@@ -24,9 +24,9 @@ from torch import nn
 
 OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
 NOTHING = re.compile(r"(?!)")
-POSITION_IDS = re.compile(r"(text_model\.)?embeddings\.position_ids")  # 0 .. 76, a weight only for old transformers
+POSITION_IDS = re.compile(r"(text_model\.)?embeddings\.position_ids")  # 0 .. 76; stored only by old transformers
 
-# Of config.json, what no tensor's shape shows
+# Keys of config.json that no tensor's shape shows
 VAE_FACTS = ("scaling_factor", "norm_num_groups", "act_fn")
 UNET_FACTS = ("attention_head_dim", "norm_num_groups", "act_fn", "flip_sin_to_cos", "freq_shift")
 TEXT_FACTS = ("hidden_act", "num_attention_heads", "layer_norm_eps")
@@ -36,7 +36,7 @@ UNET_RESNET |= dict(time_emb_proj="emb_layers.1", conv_shortcut="skip_connection
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor's place: the name in the file and, where `parts` > 1, which of so many equal slices of dimension 0."""
+    """One tensor's place: its name in the file. With `parts` > 1 it is one of that many equal slices of dimension 0."""
 
     name: str
     part: int = 0
@@ -45,13 +45,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Network:
-    """Where one network lies. Made for a module by `vae`, `unet`, `open_clip_text` or `clip_text`.
+    """The place of one network in published weights. Made by `vae`, `unet`, `open_clip_text` or `clip_text`.
 
-    folder: in a diffusers folder, e.g. "vae"; stems: of its .safetensors and of its .bin there.
+    folder: its folder, e.g. "vae", in a diffusers folder; stems: of the .safetensors and the .bin file in it.
     prefix: in an LDM file, e.g. "first_stage_model."; source: our tensor's name -> its place after the prefix.
-    unused: names after the prefix that an LDM file may have and this network has no use for.
-    facts: key of the folder's config.json -> the value that our module has, for what no tensor's shape shows.
-    contradiction: the names after the prefix -> why they are another model's although all may be there, or None.
+    unused: names after the prefix that an LDM file may have and this network does not need.
+    facts: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
+    contradiction: the names after the prefix -> why they belong to another model even if none is missing, or None.
     """
 
     folder: str
@@ -92,9 +92,9 @@ def vae(module: nn.Module) -> Network:
 def unet(module: nn.Module) -> Network:
     """Return the place of Stable Diffusion's UNet2DConditionModel (1.x, 2) of any depth and width.
 
-    The LDM file counts what lies between two skip connections: input block 0 is the first convolution, then each level has
-    its layers and a downsampler; the output blocks have one layer more a level, and the upsampler is the last of the level's
-    last block: at index 2 where that block has an attention, else 1.
+    An LDM file numbers the blocks between skip connections. Input block 0 is the first convolution; then each level has
+    its layers and a downsampler. The output blocks have one layer more per level. The upsampler is the last entry of the
+    level's last block: index 2 if that block has an attention, else 1.
     """
     stride = module.config.layers_per_block + 1
     has_attention = ["Attn" in kind for kind in module.config.up_block_types]
@@ -133,11 +133,11 @@ def unet(module: nn.Module) -> Network:
 
 
 def open_clip_text(module: nn.Module) -> Network:
-    """Return the place of a CLIPTextModel that is all but the last block of an OpenCLIP text tower, as SD 2 uses it.
+    """Return the place of a CLIPTextModel that has all blocks but the last of an OpenCLIP text tower, as SD 2 uses it.
 
-    The file may have that last block, with what follows it (`text_projection`), or may have been cut to what is used, as
-    files made from a diffusers folder are. A projection without that block says that the tower ends where our module does,
-    of which SD 2 would use one block less: another model. So is one with two blocks more.
+    The file may have that last block and its `text_projection`. Files made from a diffusers folder have neither. A
+    projection without that block belongs to another model: its tower ends where our module does, and SD 2 would use one
+    block less. A tower with two blocks more is another model, too.
     """
     layers = module.config.num_hidden_layers
     rules = (
@@ -178,7 +178,7 @@ def open_clip_text(module: nn.Module) -> Network:
 
 
 def clip_text(module: nn.Module) -> Network:
-    """Return the place of SD 1.x's CLIPTextModel, which an LDM file has under transformers' own names."""
+    """Return the place of SD 1.x's CLIPTextModel; LDM files use transformers' own names for it."""
     return Network(
         folder="text_encoder",
         stems=("model", "pytorch_model"),

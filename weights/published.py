@@ -1,4 +1,4 @@
-"""Published weights into a network, without running any code of their file."""
+"""Load published weights into a network, without running any code from the file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def fill(module: nn.Module, weights: WeightsFile, what: str) -> None:
     """Copy a file's tensors into a network, one by one, in the network's own type.
 
     Args:
-        what: the network in words, for the message.
+        what: the network's name in the message.
 
     Raises:
-        ValueError: names or shapes are not all the network's, or a tensor cannot be read.
+        ValueError: names or shapes differ from the network's, or a tensor is unreadable.
     """
     own = {name: tensor for name, tensor in module.state_dict().items() if not name.endswith(OPTIONAL)}
     names = {canonical_name(name): name for name in weights.entries if not name.endswith(OPTIONAL)}

@@ -1,4 +1,4 @@
-"""A pickle read without a way out: plain values, tensors by their place, and inert objects for everything else it names."""
+"""A restricted unpickler: it makes plain values, tensors' places, and inert objects for all other names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO, Any
 import torch
 
 PLAIN = {str, int, float, bool, bytes, type(None)}
-"""Types that a dictionary's keys may have; nothing that contains others."""
+"""Types allowed as a dictionary's keys; no containers."""
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -27,12 +27,12 @@ STORAGES = {
 
 
 class Inert:
-    """Stands for whatever a pickle names and we do not know: can be made, called, filled; does and keeps nothing."""
+    """Replaces every unknown class or function of a pickle: can be made, called and filled; does and keeps nothing."""
 
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        return object.__new__(Inert)  # `cls` may be an instance: what stood for a class may have come out of a call
+        return object.__new__(Inert)  # `cls` may be an instance: a call may have returned it in place of a class
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -61,7 +61,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor by its place; the numbers are the file's own and not yet believed."""
+    """A tensor's place. The numbers come from the file and are not yet checked."""
 
     storage: Storage
     offset: Any
@@ -70,7 +70,7 @@ class Stored:
 
     @property
     def span(self) -> int:
-        """Elements from its first to its last, both included; 0 where it has none."""
+        """Elements from its first to its last, both included; 0 if it is empty."""
         return (
             0 if 0 in self.shape else 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         )
@@ -99,7 +99,7 @@ def _new_dict(pairs: Any = (), *rest: Any) -> dict[Any, Any]:
 
 
 def _rebuild_tensor(storage: Any = None, offset: Any = 0, shape: Any = (), stride: Any = (), *rest: Any) -> Any:
-    """Of `_rebuild_tensor_v2`'s further arguments only the last, a conjugate or negative bit, would change values."""
+    """Of `_rebuild_tensor_v2`'s other arguments, only the last (a conjugate or negative bit) would change values."""
     plain = isinstance(storage, Storage) and not (len(rest) > 2 and rest[2])
     return Stored(storage, offset, shape, stride) if plain else Inert()
 
@@ -121,19 +121,19 @@ KNOWN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_with_attributes,
 }
-"""All that a pickle can call; none of it is torch's, and none looks at more than its arguments."""
+"""Everything that a pickle can call. None of these functions is torch's, and none reads anything but its arguments."""
 
 
 class RestrictedUnpickler(pickle._Unpickler):
-    """Reads a pickle whose world is closed: plain values, `KNOWN`, and inert objects for everything else it names.
+    """An unpickler that makes only plain values, calls only `KNOWN`, and replaces all other names by inert objects.
 
-    Nothing is imported. The one in Python, not the one in C, because there every opcode can be taken away:
+    It imports nothing. It extends Python's unpickler, not the one in C, because there every opcode can be replaced:
 
-    - BUILD sets attributes of any object in reach, a function's defaults among them: here the state is dropped.
-    - EXT1, EXT2 and EXT4 fetch from copyreg's process-wide cache without asking `find_class`: here they are unknown.
-    - BYTEARRAY8 allocates what it is told before it reads: here it gives bytes.
-    - Dictionaries and sets hash: a tuple of tuples, two of each in the next, would take for ever, one of a million depths
-      end the process. Here a key that is no plain value is passed over.
+    - BUILD can set attributes of any reachable object, even a function's defaults. Here the state is dropped.
+    - EXT1, EXT2 and EXT4 read copyreg's process-wide cache without asking `find_class`. Here they are unknown.
+    - BYTEARRAY8 allocates the size that the file states before it reads. Here it returns bytes.
+    - Dictionaries and sets hash their keys. Tuples nested twice in each other would take forever, and a million levels
+      would crash the process. Here a key that is not a plain value is skipped.
     """
 
     dispatch = {
@@ -143,7 +143,7 @@ class RestrictedUnpickler(pickle._Unpickler):
     }
 
     def __init__(self, file: IO[bytes]):
-        # Text that a Python 2 wrote may be raw bytes (numpy scalars): no reason to fail
+        # Text written by Python 2 may be raw bytes (numpy scalars); it must not fail
         super().__init__(file, encoding="utf-8", errors="surrogateescape")
         self.roots: dict[str, Storage] = {}
 
@@ -190,7 +190,7 @@ class RestrictedUnpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
-            return Inert()  # a module's source, a storage of a kind that holds no weights
+            return Inert()  # a module's source, or a type of storage that holds no weights
         _, dtype, key, _, size, *view = pid
         if type(key) is not str or type(size) is not int or size < 0:
             raise pickle.UnpicklingError(f"a storage with key {reprlib.repr(key)} and {reprlib.repr(size)} elements")

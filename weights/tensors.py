@@ -1,6 +1,6 @@
-"""Names, shapes and digests of tensors: what is kept across processes is found again by these, never by position.
+"""Names, shapes and digests of tensors. Stored tensors are matched by name, never by position.
 
-And how torch says that there is no memory for one.
+Also recognises torch's out-of-memory errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 Built = TypeVar("Built")
 
-# Beside torch.OutOfMemoryError: the CPU's allocator, CUDA itself, a library's workspace. All are plain RuntimeErrors.
+# Besides torch.OutOfMemoryError: from the CPU's allocator, CUDA, and a library's workspace. All are plain RuntimeErrors.
 OF_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -26,7 +26,7 @@ def canonical_name(name: str) -> str:
 
 
 def on_meta(build: Callable[[], Built]) -> Built:
-    """Call a builder of modules so that they have names and shapes and take no memory."""
+    """Build modules on the meta device: with names and shapes, without memory."""
     import torch._dynamo
 
     with torch.device("meta"):
@@ -34,15 +34,15 @@ def on_meta(build: Callable[[], Built]) -> Built:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name -> parameter, for those that are floating-point and trained."""
+    """Canonical name -> parameter, for all trained floating-point parameters."""
     named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
     return {name: p for name, p in named if p.requires_grad and p.is_floating_point()}
 
 
 def lay_out_like(state: dict[Any, Any], parameter: Tensor) -> dict[Any, Any]:
-    """Return an optimizer's state of a parameter with that one's strides: fused kernels go through both in one order.
+    """Return an optimizer's state of a parameter with the parameter's strides; fused kernels need both in the same order.
 
-    A checkpoint of a run in another memory format has others.
+    The strides differ if the checkpoint comes from a run in another memory format.
     """
     return {
         key: torch.empty_like(parameter, dtype=kept.dtype).copy_(kept)
@@ -53,7 +53,7 @@ def lay_out_like(state: dict[Any, Any], parameter: Tensor) -> dict[Any, Any]:
 
 
 def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> type and shape in words, e.g. "float32 (320, 4, 3, 3)"."""
+    """Name -> type and shape as text, e.g. "float32 (320, 4, 3, 3)"."""
     return {
         name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for name, tensor in tensors.items()
     }
@@ -69,7 +69,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def difference(expected: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Describe how two tables name -> form differ, with three names of each kind; empty where they do not."""
+    """Describe how two tables name -> spec differ, with three names of each kind; empty if they agree."""
 
     def some(names: list[str]) -> str:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -82,5 +82,5 @@ def difference(expected: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for torch's error on a GPU, for those of CUDA and its libraries, and for that of torch's allocator on a CPU."""
+    """True for out-of-memory errors of torch on a GPU, of CUDA and its libraries, and of torch's allocator on a CPU."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OF_MEMORY)

@@ -1,6 +1,6 @@
-"""What is particular to one family of models. `load_family` is the table from a name to the file that knows it.
+"""What is specific to one family of models. `load_family` maps a family's name to the module that builds it.
 
-Whoever needs a network comes in. Imports weights/ and cli/; a family imports no other family.
+Any file that needs a network imports this room. It imports weights/ and cli/; a family imports no other family.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The frozen networks of a run: built, filled with published weights or with random ones, and known by a fingerprint."""
+"""The frozen networks of a run: built, given published or random weights, and identified by a fingerprint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FrozenEncoders:
 
     Attributes:
         fingerprints: encoder -> digest of its weights, taken before `to` casts them; none on the meta device.
-        notes: what a person should know about the weights.
+        notes: remarks about the weights for the user.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], notes: list[str]):
@@ -34,7 +34,7 @@ class FrozenEncoders:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         for module in self.modules.values():
-            nn.Module.to(module, device=device, dtype=dtype)  # past diffusers' own `to`, which warns of every cast
+            nn.Module.to(module, device=device, dtype=dtype)  # not diffusers' own `to`, which warns of every cast
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,7 +42,7 @@ class FrozenEncoders:
 
 
 def own_weights(family: Family) -> str:
-    """Return what `model.weights` is where it is not given and nothing has to be: the family's own, or random ones."""
+    """Return the default of `model.weights`: the family's own weights if it ships any, else random ones."""
     return RANDOM if family.shipped is None else SHIPPED
 
 
@@ -50,10 +50,10 @@ def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
     """Build a family's encoders on the CPU, in float32.
 
     Args:
-        weights: a diffusers folder or an LDM checkpoint; "shipped": those of the project; "random"; None: `own_weights`.
+        weights: a diffusers folder or an LDM checkpoint; "shipped": ours; "random"; None: `own_weights`.
 
     Raises:
-        ConfigError: the weights do not fit (see `weights_problems`), or are damaged.
+        ConfigError: the weights do not fit (see `weights_problems`) or are damaged.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
@@ -63,7 +63,7 @@ def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
         return FrozenEncoders(modules, [])
     try:
         if weights == SHIPPED:
-            ldm.load(_shipped_folder(family), _placed(family, modules))  # as they are stored is what they are: no notes
+            ldm.load(_shipped_folder(family), _placed(family, modules))  # stored as they were trained: no notes
             return FrozenEncoders(modules, [])
         return FrozenEncoders(modules, ldm.load(weights, _placed(family, modules)))
     except ValueError as error:
@@ -71,14 +71,14 @@ def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
 
 
 def weights_problems(family: Family, weights: str) -> list[str]:
-    """Return what is wrong with the weights at a path, from names and shapes alone, the tokenizer included."""
+    """Return the problems of the weights at a path and of their tokenizer. Reads names and shapes alone."""
     if weights == SHIPPED:
         try:
             weights = _shipped_folder(family)
         except ValueError as error:
             return [str(error)]
     found = ldm.problems(weights, _placed(family, on_meta(family.build_encoders)))
-    if found or family.shipped is not None:  # a family with weights of its own has its tokenizer in its code
+    if found or family.shipped is not None:  # a family that ships its weights has its tokenizer in code
         return found
     tokenizer = ldm.tokenizer_problem(weights, lambda captions: family.tokenize(captions)["tokens"])
     return [tokenizer] if tokenizer else []

@@ -1,6 +1,6 @@
-"""What families share that train a UNet on the latents of a KL autoencoder, conditioned on the states of one text encoder.
+"""Shared by the families that train a UNet on the latents of a KL autoencoder, conditioned on one text encoder's states.
 
-Shapes: B batch, H W image height and width in px, p pixels a latent's side, L text tokens, D text width.
+Shapes: B batch, H W image height and width in px, p pixels per latent, L text tokens, D text width.
     images (B, 3, H, W) -> moments (B, 8, H/p, W/p) -> latents (B, 4, H/p, W/p)
     tokens (B, L) -> text (B, L, D)
 """
@@ -21,14 +21,14 @@ LATENT_CHANNELS = 4
 
 
 class LatentFamily:
-    """The part of `zoo.spec.Family` that does not depend on the networks' sizes.
+    """The methods of `zoo.spec.Family` that do not depend on the networks' sizes.
 
     Attributes:
         name, objective: see `zoo.spec.Family`.
-        image_dtype: of the stage `images` in a batch; float32: not rounded, see `stages.images.resize_and_crop`.
+        image_dtype: type of images in a batch; float32: not rounded, see `stages.images.resize_and_crop`.
         pixels_per_latent: p.
         latent_scale: 1 / standard deviation of the latents.
-        num_tokens, vocabulary: of the tokenizer: L, and one more than its greatest token.
+        num_tokens, vocabulary: of the tokenizer: L, and its largest token plus one.
     """
 
     name: str

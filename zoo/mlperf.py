@@ -1,13 +1,13 @@
-"""What the MLPerf benchmark fixes: target, cadence, the reference's constants, and how many images its own runs took.
+"""The constants of the MLPerf benchmark: target, evaluation interval, the reference's hyper-parameters, its runs' samples.
 
-MLPerf Training, text-to-image (Stable Diffusion v2), rounds v3.1 to v5.0; it was replaced by FLUX.1 in v5.1. Sources:
+MLPerf Training, text-to-image (Stable Diffusion v2), rounds v3.1 to v5.0; FLUX.1 replaced it in v5.1. Sources:
 
     rules        mlcommons/training_policies at d73e20f1, training_rules.adoc
     reference    mlcommons/training at aa344c7f, retired_benchmarks/stable_diffusion/
     points       mlcommons/logging at 7bbf7926, rcp_checker/training_RULESET/rcps_stable_diffusion.json
 
-A reference point (the rules: RCP) is a set of runs of the reference at one global batch and learning rate, and the samples
-that each took to the target. A submission that converges in clearly fewer is not accepted.
+A reference point (RCP in the rules) is a set of runs of the reference at one global batch size and learning rate. It lists
+the samples that each run took to the target. A submission that converges in clearly fewer is not accepted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 TARGET_FID = 90.0  # at most, and
 TARGET_CLIP = 0.15  # at least, on the same checkpoint (rules)
 TRAIN_SAMPLES = 6_513_144  # in 832 shards, all of them (main.py of the reference)
-NUM_PROMPTS = 30_000  # of val2014_30k.tsv, an image each (reference)
+NUM_PROMPTS = 30_000  # of val2014_30k.tsv, one image per prompt (reference)
 CHECKPOINT_EVERY_IMAGES = 512_000  # rules; see `checkpoint_batches`
-WARMUP_BATCHES = 1000  # whatever the global batch (configs/ of the reference, and every reference point)
+WARMUP_BATCHES = 1000  # at every global batch size (configs/ of the reference, and every reference point)
 
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
-"""Those that can be compared with; 3.1.0 counted in steps instead of samples, and is not offered."""
+"""Rulesets that a run can be compared with; not 3.1.0, which counted steps instead of samples."""
 NEWEST = RULESETS[-1]
 
 
@@ -33,8 +33,8 @@ NEWEST = RULESETS[-1]
 class ReferencePoint:
     """Runs of the reference at one global batch.
 
-    rulesets: that list it; lr_per_image: learning rate after the warm-up over the global batch (what the files hold);
-    platform: where it ran; images: samples to the target, a run each, sorted.
+    rulesets: the ones that list it; lr_per_image: learning rate after the warm-up / global batch size (as in the files);
+    platform: the hardware; images: samples to the target, one number per run, sorted.
     """
 
     rulesets: tuple[str, ...]
@@ -51,7 +51,7 @@ class ReferencePoint:
 
     @property
     def mean_images(self) -> float:
-        """Mean of the samples to the target without the best and the worst run: the rules' olympic mean."""
+        """Mean samples to the target without the best and the worst run (the rules' olympic mean)."""
         kept = self.images[1:-1]
         return sum(kept) / len(kept)
 
@@ -66,14 +66,14 @@ class ReferencePoint:
         return self.images[-1]
 
     def batches(self, images: float) -> int:
-        """Return the whole batches in which so many images have been seen."""
+        """Return the number of batches after which this many images have been seen, rounded up."""
         return math.ceil(images / self.global_batch_size)
 
 
 def _point(
     rulesets: Sequence[str], global_batch_size: int, lr_per_image: float, platform: str, runs: Mapping[int, int]
 ) -> ReferencePoint:
-    """`runs`: samples to the target -> runs that took as many."""
+    """`runs`: samples to the target -> number of runs that took that many."""
     images = tuple(sorted(count for count, num in runs.items() for _ in range(num)))
     return ReferencePoint(tuple(rulesets), global_batch_size, lr_per_image, WARMUP_BATCHES, platform, images)
 
@@ -96,7 +96,7 @@ def checkpoint_batches(global_batch_size: int) -> int:
 
 
 def points_of(ruleset: str = NEWEST) -> tuple[ReferencePoint, ...]:
-    """Return a ruleset's reference points by global batch. Raises ValueError: an unknown ruleset."""
+    """Return a ruleset's reference points, sorted by global batch size. Raises ValueError: an unknown ruleset."""
     if ruleset not in RULESETS:
         raise ValueError(f"ruleset: '{ruleset}' has no reference points here. Known: {', '.join(RULESETS)}.")
     found = [point for point in REFERENCE_POINTS if ruleset in point.rulesets]
@@ -104,12 +104,12 @@ def points_of(ruleset: str = NEWEST) -> tuple[ReferencePoint, ...]:
 
 
 def reference_point(global_batch_size: int, ruleset: str = NEWEST) -> ReferencePoint | None:
-    """Return a ruleset's point at exactly this global batch, or None. Raises ValueError: an unknown ruleset."""
+    """Return a ruleset's point at exactly this global batch size, or None. Raises ValueError: an unknown ruleset."""
     return next((point for point in points_of(ruleset) if point.global_batch_size == global_batch_size), None)
 
 
 def nearest(global_batch_size: int, ruleset: str = NEWEST) -> tuple[ReferencePoint, ...]:
-    """Return the points at the next smaller and the next larger global batch: two, or one beyond the ends of the table.
+    """Return the points at the next smaller and the next larger global batch size; at an end of the table only one.
 
     Raises ValueError: an unknown ruleset.
     """
@@ -120,7 +120,7 @@ def nearest(global_batch_size: int, ruleset: str = NEWEST) -> tuple[ReferencePoi
 
 
 def no_point(global_batch_size: int, ruleset: str = NEWEST) -> str:
-    """Say that there is no point at this global batch, and which are the nearest."""
+    """Return the message that there is no point at this global batch size; it names the nearest."""
     near = ", ".join(
         f"{p.global_batch_size} ({p.lr_per_image:g} an image)" for p in nearest(global_batch_size, ruleset)
     )
@@ -128,12 +128,12 @@ def no_point(global_batch_size: int, ruleset: str = NEWEST) -> str:
 
 
 def lr_per_image(global_batch_size: int, ruleset: str = NEWEST) -> float:
-    """Return the reference's learning rate for each image of the global batch.
+    """Return the reference's learning rate per image of the global batch.
 
-    Between two points there is none: the reference's rate an image follows no rule (2.8e-7 at 256, 1.25e-7 at 1024).
+    Values are not interpolated: the reference's rate per image follows no rule (2.8e-7 at 256, 1.25e-7 at 1024).
 
     Raises:
-        ValueError: no point at this global batch (names the nearest), or an unknown ruleset.
+        ValueError: no point at this global batch size (names the nearest), or an unknown ruleset.
     """
     point = reference_point(global_batch_size, ruleset)
     if point is None:
@@ -143,8 +143,8 @@ def lr_per_image(global_batch_size: int, ruleset: str = NEWEST) -> float:
 
 # --- how a run differs from the reference ---
 
-# What the reference does, key by key (its configs/train_*.yaml, ldm/ and the rules' table of hyper-parameters): a submission
-# to the closed division has to do the same.
+# The reference's values (its configs/train_*.yaml, ldm/ and the rules' table of hyper-parameters). A submission to the closed
+# division must use the same.
 FIXED = {
     "image_size": 512,
     "model.preset": "full",
@@ -152,7 +152,7 @@ FIXED = {
     "objective.weighting": "none",
     "objective.timesteps": "uniform",
     "objective.caption_dropout": 0.0,
-    "data.normalize": "unit",  # mlcommons/training issue 721: not normalised, and not to be mended
+    "data.normalize": "unit",  # mlcommons/training issue 721: not normalised; not to be fixed
     "data.posterior": "sample",
     "optimizer.name": "adamw",
     "optimizer.betas": [0.9, 0.999],
@@ -172,23 +172,23 @@ EVALUATION = {
     "target.fid": TARGET_FID,
     "target.clip": TARGET_CLIP,
 }
-"""The same, of a run that is evaluated."""
+"""The same for runs with evaluation."""
 
-RELATIVE_TOLERANCE = 1e-6  # a rate that was typed with seven digits is the same rate
+RELATIVE_TOLERANCE = 1e-6  # a learning rate typed with seven digits counts as equal
 
 
 def deviations(values: Mapping[str, Any], ruleset: str = NEWEST) -> list[str]:
-    """Return in which keys a run differs from the benchmark's reference, "KEY: GIVEN; the reference: X" each.
+    """Return one line per key in which a run differs from the benchmark's reference: "KEY: GIVEN; the reference: X".
 
     Args:
-        values: key -> value of a resolved run, as `config.flat` gives them. A key that is not there is not judged.
-        ruleset: whose reference points the free keys are compared with.
+        values: key -> value of a resolved run, as `config.flat` gives them. Missing keys are not compared.
+        ruleset: the free keys are compared with its reference points.
     """
     return fixed_deviations(values) + free_deviations(values, ruleset)
 
 
 def fixed_deviations(values: Mapping[str, Any]) -> list[str]:
-    """Return those of `deviations` that the closed division does not allow."""
+    """Return the `deviations` that the closed division forbids."""
     found = []
     evaluated = {} if values.get("eval.when", "off") == "off" else EVALUATION
     for key, wanted in {**FIXED, **evaluated}.items():
@@ -204,10 +204,10 @@ def fixed_deviations(values: Mapping[str, Any]) -> list[str]:
 
 
 def not_closed(values: Mapping[str, Any]) -> list[str]:
-    """Return what keeps a run out of the closed division, in the shape of `deviations`.
+    """Return everything that keeps a run out of the closed division, in the format of `deviations`.
 
     Args:
-        values: as of `deviations`, of a whole run.
+        values: as in `deviations`, with all keys of a run.
     """
     found = []
     for key, wanted in {"model.variant": "mlperf", "model.denoiser": None, "data.synthetic": False}.items():
@@ -224,7 +224,7 @@ def not_closed(values: Mapping[str, Any]) -> list[str]:
 
 
 def free_deviations(values: Mapping[str, Any], ruleset: str = NEWEST) -> list[str]:
-    """Return those of `deviations` that the closed division leaves free: global batch, learning rate, warm-up."""
+    """Return the `deviations` in what the closed division leaves free: global batch size, learning rate, warm-up."""
     free, global_batch_size = "free in the closed division", values["global_batch_size"]
     point, found = reference_point(global_batch_size, ruleset), []
     key = "optimizer.lr" if values.get("optimizer.lr_per_image") is None else "optimizer.lr_per_image"
@@ -248,7 +248,7 @@ def _same(given: Any, wanted: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value as a YAML has it."""
+    """A value as YAML writes it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The forward process: noise schedules, what the network is asked to predict, and how much each sample counts.
+"""The forward process: noise schedules, prediction targets and loss weights.
 
 Symbols as in Ho et al. 2020 (arXiv:2006.11239): x_0 the latent, eps standard normal noise, abar_t the cumulative signal
 fraction, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps (its equation 4).
@@ -21,7 +21,7 @@ from cli.limits import limited
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What the denoiser learns."""
+    """What the denoiser is trained to predict."""
 
     prediction: str | None = None
     """What the network predicts: epsilon or v. null: the variant's own."""
@@ -32,23 +32,23 @@ class ObjectiveConfig:
     timesteps: Literal["uniform"] = "uniform"
     """How timesteps are drawn."""
     caption_dropout: float | None = limited(None, 0.0, 1.0)
-    """Fraction of captions that are replaced by the empty one; guidance needs it. null: 0.1, or 0 for mlperf."""
+    """Fraction of captions replaced by the empty one; guidance needs it. null: 0.1, or 0 for mlperf."""
 
     def resolved(self, own: Mapping[str, Any]) -> ObjectiveConfig:
-        """Return it with a variant's own values for what is null."""
+        """Return a copy with the variant's own values in place of null."""
         return dataclasses.replace(self, **{key: value for key, value in own.items() if getattr(self, key) is None})
 
 
 class Objective(Protocol):
-    """What model.py asks of a forward process; a flow-matching objective will have the same four methods."""
+    """The interface of a forward process for model.py; a flow-matching objective will have the same methods."""
 
     prediction: str
-    """What the network says, and its target is; zoo/sampling.py's name for the way back."""
+    """What the network predicts, as zoo/sampling.py names it for the reverse process."""
 
     def to(self, device: torch.device) -> Objective: ...
 
     def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
-        """Draw one time a sample, (B,), on the generator's device."""
+        """Draw one time per sample, (B,), on the generator's device."""
         ...
 
     def corrupt(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
@@ -56,11 +56,11 @@ class Objective(Protocol):
         ...
 
     def target(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """Return what the network should say, (B, C, h, w)."""
+        """Return the network's target, (B, C, h, w)."""
         ...
 
     def weight(self, times: Tensor) -> Tensor:
-        """Return each sample's factor in the loss, (B,) float32."""
+        """Return each sample's weight in the loss, (B,) float32."""
         ...
 
 
@@ -77,15 +77,15 @@ def scaled_linear_alphas_cumprod(num_steps: int = 1000, beta_start: float = 0.00
 def min_snr_weight(alpha_bar: Tensor, gamma: float, prediction: str) -> Tensor:
     """Return min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v, with SNR = abar / (1 - abar).
 
-    Hang et al. 2023 (arXiv:2303.09556), section 3.4: the clamped weight of the x_0 loss, divided by what turns the
-    loss of each prediction into it.
+    Hang et al. 2023 (arXiv:2303.09556), section 3.4: the clamped weight of the x_0 loss, converted to the loss of each
+    prediction.
     """
     snr = alpha_bar / (1.0 - alpha_bar)
     return torch.clamp(snr, max=gamma) / (snr if prediction == "epsilon" else snr + 1.0)
 
 
 class DiscreteDiffusion:
-    """T discrete steps, uniform times, epsilon or v as target (Salimans & Ho 2022, arXiv:2202.00512, for v)."""
+    """T discrete steps, uniform times, target epsilon or v (v: Salimans & Ho 2022, arXiv:2202.00512)."""
 
     def __init__(self, config: ObjectiveConfig, prediction: Literal["epsilon", "v"]):
         self.prediction = prediction
@@ -97,11 +97,11 @@ class DiscreteDiffusion:
         return self
 
     def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
-        # From 0 on: starting at 1 would leave the step with the least noise untrained.
+        # 0 is included: otherwise the step with the least noise would stay untrained.
         return torch.randint(0, len(self.alpha_bar), (num,), generator=generator, device=generator.device)
 
     def _signal_and_noise(self, times: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """sqrt(abar_t) and sqrt(1 - abar_t), (B, 1, ..., 1), taken in float32 and cast to `like`'s dtype at the end."""
+        """sqrt(abar_t) and sqrt(1 - abar_t), (B, 1, ..., 1), computed in float32, then cast to `like`'s dtype."""
         alpha_bar = self.alpha_bar[times].reshape(-1, *[1] * (like.ndim - 1))
         return alpha_bar.sqrt().to(like.dtype), (1.0 - alpha_bar).sqrt().to(like.dtype)
 

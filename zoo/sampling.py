@@ -1,4 +1,4 @@
-"""The way back: from noise to a latent, in a number of steps that a sampler chooses.
+"""The reverse process: from noise to a latent, with one of four samplers.
 
     sampler   what it is                                                                    starts at, ends at
     ddim      DDIM, eta 0 (Song et al. 2021, arXiv:2010.02502, equation 12): MLPerf's       steps 981 ... 1 of 50, abar_0
@@ -6,10 +6,10 @@
     dpm++     DPM-Solver++ 2M, the ODE (Lu et al. 2022, arXiv:2211.01095, algorithm 2)      999, noise level 0
     euler     Euler's method, without churn (Karras et al. 2022, arXiv:2206.00364)          999, noise level 0
 
-The steps are diffusers' schedulers with the settings of Stable Diffusion's published scheduler files. Nothing in them is
-random: the noise that `sample` is given decides the latent, and a row's latent depends on its own noise alone.
+The samplers are diffusers' schedulers with the settings of Stable Diffusion's published scheduler files. All are
+deterministic: each row's latent depends only on that row's noise.
 
-For ddim and plms take a number of steps that divides 1000: with 51, say, they begin at step 951.
+For ddim and plms, choose a number of steps that divides 1000: with 51, for example, they begin at step 951.
 
 Shapes: N prompts, C latent channels, h w latent height and width.
 """
@@ -38,19 +38,19 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpm++": ("DPMSolverMultistepScheduler", LINSPACE | dict(algorithm_type="dpmsolver++", solver_order=2)),
     "euler": ("EulerDiscreteScheduler", LINSPACE),
 }
-"""sampler -> diffusers' class, and what its constructor is given besides the schedule."""
+"""sampler -> diffusers' class, and its constructor's arguments besides the schedule."""
 
 SamplerName = Literal["ddim", "plms", "dpm++", "euler"]
 SAMPLERS = tuple(SCHEDULERS)
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
-"""What the network says -> diffusers' name for it."""
+"""What the network predicts -> diffusers' name for it."""
 
-# With one step euler begins at the last step of the forward process; above 500 ddim's leave out its noisiest part.
+# euler with one step starts at timestep 0, with almost no noise. Above 500 steps, ddim skips the noisiest timesteps.
 MIN_STEPS, MAX_STEPS = 2, 500
 
 
 class Scheduler(Protocol):
-    """What `sample` asks of a scheduler. A flow-matching family can bring another one (`build` of `sample`)."""
+    """The interface of a scheduler for `sample`. A flow-matching family can supply its own (`build` of `sample`)."""
 
     timesteps: Tensor
     init_noise_sigma: float | Tensor
@@ -77,12 +77,13 @@ def sampling_problems(sampler: str, steps: int, guidance: float) -> list[tuple[s
 
 
 def build_scheduler(sampler: str, prediction: str) -> Scheduler:
-    """Build diffusers' scheduler for one pass; it carries state from step to step.
+    """Build diffusers' scheduler for one pass; it keeps state between steps.
 
     Args:
         sampler: one of SAMPLERS.
-        prediction: what the network says, "epsilon" or "v". plms averages that over the steps before it turns it into
-            epsilon, so that with v, alone of the four, it has another course than with epsilon, and only order 1.
+        prediction: what the network predicts, "epsilon" or "v". plms averages the predictions over steps before it converts
+            them to epsilon. So with v it takes another path than with epsilon, and is only of order 1; the others are not
+            affected.
 
     Raises:
         ValueError: an unknown sampler or prediction; the message lists the known ones.
@@ -108,36 +109,36 @@ def sample(
     progress: Callable[[int, int], None] | None = None,
     build: Callable[[str, str], Scheduler] = build_scheduler,
 ) -> Tensor:  # (N, C, h, w) -> (N, C, h, w)
-    """Follow a network's predictions from noise to latents, in float32 whatever the network computes in.
+    """Sample latents from noise, in float32 whatever precision the network uses.
 
     Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598, equation 6, as Stable Diffusion scales it):
     unconditional + guidance * (conditional - unconditional), both from one call of the network.
 
     Args:
-        predict: (x, times) -> prediction of x's shape. With guidance other than 1 it is given 2N rows, the unconditional
-            first; with guidance 1 the N conditional ones. `times` has one entry a row: int64, or float32 where the sampler
-            stops between the steps of training (euler).
+        predict: (x, times) -> prediction of x's shape. With guidance other than 1 it gets 2N rows, the unconditional
+            first; with guidance 1 the N conditional ones. `times` has one entry per row: int64, or float32 where the
+            sampler uses times between the training timesteps (euler).
         noise: standard normal; on the device where the latents are wanted.
         sampler: one of SAMPLERS.
-        prediction: what the network says, "epsilon" or "v".
+        prediction: what the network predicts, "epsilon" or "v".
         steps: calls of the network (plms: one more).
-        guidance: its scale; 1 is none.
-        progress: is called after every step with the number of steps done, and that of all.
+        guidance: guidance scale; 1 is none.
+        progress: called after every step with the steps done and their total.
         build: (sampler, prediction) -> a new scheduler.
 
     Returns:
-        Latents as the network was trained on them: scaled.
+        Latents, scaled as in training.
 
     Raises:
-        ValueError: what `sampling_problems` finds, or an unknown prediction.
+        ValueError: an invalid value (see `sampling_problems`), or an unknown prediction.
     """
     if problems := sampling_problems(sampler, steps, guidance):
         raise ValueError("\n".join(f"{key}: {text}" for key, text in problems))
     scheduler = build(sampler, prediction)
-    scheduler.set_timesteps(steps)  # on the CPU, where its constants lie: a look-up waits for no device
+    scheduler.set_timesteps(steps)  # its constants stay on the CPU: reading one does not wait for the device
     x = noise.float() * scheduler.init_noise_sigma
     times = scheduler.timesteps
-    if x.device.type == "cuda":  # only what is pinned comes there without the host waiting for what is queued
+    if x.device.type == "cuda":  # only pinned memory is copied without the host waiting for queued work
         times = times.pin_memory().to(x.device, non_blocking=True)
     copies = 1 if guidance == 1.0 else 2
     for index, time in enumerate(scheduler.timesteps):
@@ -154,7 +155,7 @@ def sample(
 
 
 def prompt_generator(seed: int, prompt_id: int | str) -> torch.Generator:
-    """Return a prompt's own generator, on the CPU, seeded by a hash of both: neighbours share nothing."""
+    """Return a prompt's own CPU generator, seeded by a hash of seed and id, so that neighbours are independent."""
     digest = hashlib.blake2b(f"prompt {seed} {prompt_id}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
@@ -162,7 +163,7 @@ def prompt_generator(seed: int, prompt_id: int | str) -> torch.Generator:
 def prompt_noise(seed: int, prompt_ids: Sequence[int | str], shape: Sequence[int]) -> Tensor:
     """Draw (N, *shape) standard normal float32 on the CPU, each row from its prompt's own generator.
 
-    So a prompt's noise depends on no other prompt, rank, batch or device. It is what a diffusers pipeline draws from
+    A prompt's noise depends on no other prompt, rank, batch or device. A diffusers pipeline draws the same from
     `generator=[prompt_generator(seed, prompt_id) for ...]`.
     """
     noise = torch.empty(len(prompt_ids), *shape)
@@ -172,6 +173,6 @@ def prompt_noise(seed: int, prompt_ids: Sequence[int | str], shape: Sequence[int
 
 
 def shard(num: int, rank: int, world_size: int) -> range:
-    """Return the indices in [0, num) that are a rank's: over all ranks each of them once, at most one more on some."""
+    """Return a rank's part of the indices in [0, num). Each index is on exactly one rank; sizes differ by at most one."""
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     return range(rank, num, world_size)

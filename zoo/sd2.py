@@ -37,20 +37,20 @@ END_TOKEN = VOCABULARY - 1
 
 @dataclass(frozen=True)
 class Architecture:
-    """Constructor arguments of the three networks, and what they cannot say."""
+    """Constructor arguments of the three networks, and settings that are no constructor arguments."""
 
     unet: dict[str, Any]
     vae: dict[str, Any]
     text: dict[str, Any]
     transformer_norm_groups: int | None = None
-    """Groups of the transformers' input norms where they are not those of the residual blocks."""
+    """Groups of the transformers' input norms if they differ from the residual blocks'."""
     zero_init: bool = False
-    """Start the last layer of every residual block, transformer and of the network at zero."""
+    """Initialise the last layer of every residual block, every transformer and the whole network with zeros."""
     pads_with_end: bool = False
-    """The text encoder was trained on captions filled up with the end mark instead of 0."""
+    """The text encoder was trained on captions padded with the end token instead of 0."""
 
     def but(self, *, unet: dict[str, Any] | None = None, text: dict[str, Any] | None = None, **others) -> Architecture:
-        """Return this one with some arguments changed."""
+        """Return a copy with some arguments changed."""
         return dataclasses.replace(
             self, unet={**self.unet, **(unet or {})}, text={**self.text, **(text or {})}, **others
         )
@@ -85,7 +85,7 @@ TINY = Architecture(
 # mlcommons/training, retired_benchmarks/stable_diffusion: openaimodel.py, attention.py, util.py of its ldm/modules
 MLPERF = FULL.but(unet=dict(norm_num_groups=16), transformer_norm_groups=32, zero_init=True)
 MLPERF_TINY = TINY.but(unet=dict(norm_num_groups=4), transformer_norm_groups=8, zero_init=True)
-# The text tower of CLIP ViT-L-14 to its end, and CompVis/stable-diffusion's v1-inference.yaml
+# All blocks of CLIP ViT-L-14's text tower, and CompVis/stable-diffusion's v1-inference.yaml
 SD15 = FULL.but(
     unet=dict(use_linear_projection=False, attention_head_dim=8, cross_attention_dim=768),
     text=dict(
@@ -134,7 +134,7 @@ class SD2(LatentFamily):
         self.variant = variant
         self.objective = objective
         if variant == "mlperf":
-            self.image_dtype = torch.float32  # the benchmark's images are not rounded once they are resized
+            self.image_dtype = torch.float32  # the benchmark does not round images after resizing
 
     def build_denoiser(self) -> nn.Module:
         from diffusers import UNet2DConditionModel
@@ -174,7 +174,7 @@ class SD2(LatentFamily):
 
     def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
         text = ldm_names.clip_text if self.variant == "sd15" else ldm_names.open_clip_text
-        # No UNet but the benchmark's own has its norms, which no tensor's shape shows.
+        # Published UNets have other norms than mlperf's, and no tensor's shape shows it. So mlperf takes no published UNet.
         return {"vae": ldm_names.vae, "text": text} | ({} if self.variant == "mlperf" else {"denoiser": ldm_names.unet})
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:

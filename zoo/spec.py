@@ -1,9 +1,9 @@
-"""The contract between data, model and families: which tensors a batch has, and what a family has to know.
+"""The contract between data, model and families: the tensors of a batch, and the interface of a family.
 
 Shapes: B batch, C latent channels, H W height and width in pixels, h w height and width of the latent (SD2: H/8, W/8),
         f latent frames (video families only), L text tokens, D text width.
 
-A batch is a dict of tensors with B first. What it holds is the family's to say (`Family.columns`), by stage:
+A batch is a dict of tensors with B first. The family says which, for each stage (`Family.columns`):
 
     stage     column     type     one sample, SD2 at 512 px
     images    images     uint8    (3, H, W), e.g. (3, 512, 512), not normalised; float32, / 255 (the variant mlperf)
@@ -11,8 +11,8 @@ A batch is a dict of tensors with B first. What it holds is the family's to say 
     both      tokens     int64    (L,), e.g. (77,); a family with two tokenizers has a second such column
     both      ...                 further columns by the family (SDXL: original size and crop; video: conditions)
 
-SDXL, FLUX and the video families fit the same contract: the latent's shape is the family's (FLUX packs it, video adds f),
-the condition is a dict, so that pooled states, time ids and masks travel beside the token states.
+SDXL, FLUX and the video families fit the same contract. The family chooses the latent's shape (FLUX packs it, video adds f).
+The condition is a dict, so it can also hold pooled states, time ids and masks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_SIDE_PX = 16384
 
 
 def as_size(value: Any) -> ImageSize:
-    """Read one number (a square) or [width, height]. Raises ValueError: it is neither."""
+    """Read one number (a square) or [width, height]. Raises ValueError: anything else."""
     sides = [value, value] if isinstance(value, int) else value
     is_pair = isinstance(sides, list | tuple) and len(sides) == 2
     if not is_pair or any(type(side) is not int or not 1 <= side <= MAX_SIDE_PX for side in sides):
@@ -55,23 +55,23 @@ class Column:
 
     @property
     def stored(self) -> str:
-        """The type in a shard, as numpy names it: tokens of a vocabulary up to 65,536 are kept in two bytes."""
+        """The type in a shard, by numpy's name: tokens of a vocabulary up to 65,536 take two bytes."""
         if self.below is not None and self.below <= 2**16 and self.dtype == torch.int64:
             return "uint16"
         return str(self.dtype).removeprefix("torch.")
 
 
 class Family(Protocol):
-    """What a family decides; everything else is shared (model.py, data.py, prepare/)."""
+    """The interface of a family. Everything else is shared (model.py, data.py, prepare/)."""
 
     name: str
     variant: str
     predictions: tuple[str, ...]
-    """Targets that the family can be trained on."""
+    """Prediction targets that the family supports."""
     objective: Mapping[str, Any]
-    """Key of the `objective` section -> the variant's own value, for what a configuration leaves null."""
+    """Key of the `objective` section -> the variant's own value, used where a configuration has null."""
     shipped: Path | None
-    """The diffusers folder in the project with weights of its encoders, which then need not be given; None: there is none."""
+    """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
 
     def size_problem(self, size: ImageSize) -> str | None:
         """Say why images of this size cannot be trained on, or None."""
@@ -86,15 +86,15 @@ class Family(Protocol):
         ...
 
     def build_denoiser(self) -> nn.Module:
-        """Build the only trained part, initialised from torch's global generator."""
+        """Build the trained network, initialised from torch's global generator."""
         ...
 
     def build_encoders(self) -> dict[str, nn.Module]:
-        """Build the frozen parts by name with random weights, from torch's global generator."""
+        """Build the frozen networks by name, with random weights from torch's global generator."""
         ...
 
     def published(self) -> Mapping[str, Callable[[nn.Module], Network]]:
-        """Encoder, or "denoiser" -> how a built one says where its tensors lie in published weights, where there are any."""
+        """Encoder or "denoiser" -> a function: built module -> its tensors' places in published weights."""
         ...
 
     def build_objective(self, config: ObjectiveConfig) -> Objective:
@@ -118,7 +118,7 @@ class Family(Protocol):
         ...
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turn the batch's text columns into what the denoiser is conditioned on."""
+        """Turn the batch's text columns into the denoiser's condition."""
         ...
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:

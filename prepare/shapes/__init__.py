@@ -1,4 +1,4 @@
-"""The miniature's pictures, prompts and encoders: python -m prepare.shapes.
+"""The miniature's images, prompts and encoders: python -m prepare.shapes.
 
-tests come in. Imports zoo/shapes/ and what lies below.
+Only tests import this room. It imports zoo/shapes/ and the rooms below it.
 """

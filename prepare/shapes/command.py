@@ -1,19 +1,18 @@
-"""Render small captioned pictures: a world in which a caption says everything that there is to see.
+"""Render the miniature's images, whose captions describe all that they show.
 
     python -m prepare.shapes OUT
     python -m prepare.shapes OUT num_images=2048 image_size=64 seed=1 objects=one part=reference
-    python -m prepare.shapes reference part=reference layout=files    # pictures alone, for prepare.fid_statistics
+    python -m prepare.shapes reference part=reference layout=files    # images without captions, for prepare.fid_statistics
     python -m prepare.shapes prompts.tsv part=prompts num_images=1000
     python -m prepare.shapes --train_encoders OUT max_minutes=60      # see prepare/shapes/training.py
 
-zoo/shapes/world.py says which scenes there are: one object or two (objects=one|two|both), of two sizes, eight colours and
-four shapes. Every picture is drawn from (seed, its number), so the same command gives the same bytes; two pictures of one
-scene differ by about a pixel in place and size. The scenes of the three parts (training, prompts, reference) are never the
-same. OUT becomes a folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards`
-reads like any other; a name that ends in .tsv becomes a file of prompts
-(evaluation/prompts.py), each caption once (say part=prompts).
-A control: captions=shuffled deals the captions out anew.
-Exit code: 0 when OUT was written, 1 when it could not be written, 2 when the command could not start.
+zoo/shapes/scenes.py defines the scenes: one object or two (objects=one|two|both), of two sizes, eight colours and four
+shapes. An image depends only on the seed and its number, so the same command gives the same bytes. Two images of one scene
+differ by about a pixel in place and size. The three parts (training, prompts, reference) share no scene. OUT becomes a
+folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards` reads like any other.
+If OUT ends in .tsv, it becomes a file of prompts (evaluation/prompts.py), each caption once (use part=prompts).
+For a control, captions=shuffled permutes the captions.
+Exit code: 0 if OUT was written, 1 if it could not be written, 2 if the command could not start.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from cli.errors import ConfigError, Failed, Refused
 from cli.limits import shown, text_possible
 from preflight.limits import unwritable
 from prepare.shapes.pictures import LAYOUTS, Pictures, write, write_prompts
-from zoo.shapes.world import (
+from zoo.shapes.scenes import (
     PARTS,
 )
 
 # --- the command ---
 
 NUMBERS = {"num_images": (2048, 1, 10**9), "image_size": (32, 8, 4096), "seed": (17, 0, 2**32 - 1)}
-"""Key -> default, least and greatest."""
+"""Key -> default, minimum, maximum."""
 TRAIN = "--train_encoders"
 CHOICES = {
     "part": tuple(PARTS),
@@ -45,7 +44,7 @@ CHOICES = {
     "captions": ("own", "shuffled"),
     "layout": tuple(LAYOUTS),
 }
-"""Key -> what is possible, the default first."""
+"""Key -> possible values, the default first."""
 
 
 TRAINING_NUMBERS = {
@@ -62,7 +61,7 @@ TRAINING_NUMBERS = {
 def parse(
     words: Sequence[str], numbers: Mapping[str, tuple[int, int, int]], choices: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read key=value words; return the values, and what is wrong with the others."""
+    """Read key=value words; return the values and the problems."""
     values: dict[str, Any] = {key: default for key, (default, _, _) in numbers.items()}
     values |= {key: possible[0] for key, possible in choices.items()}
     problems = []
@@ -92,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     given = [word.partition("=")[0] for word in argv if "=" in word]
     values, problems = parse([word for word in argv if "=" in word], NUMBERS, CHOICES)
     if odd := next(
-        (f"'{shown(path)}' is no path. Possible: {text}" for path in paths if (text := text_possible(path))), None
+        (f"'{shown(path)}' is not a path. Possible: {text}" for path in paths if (text := text_possible(path))), None
     ):
         problems.append(f"OUT: {odd}.")
     elif len(paths) == 1 and Path(paths[0]).exists():
@@ -116,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _make(out: Path, values: dict[str, Any]) -> str:
-    """Write what is wanted and return what to say of it."""
+    """Write OUT and return the message about it."""
     if _is_prompts(str(out)):
         wanted = {key: values[key] for key in ("num_images", "seed", "part", "objects")}
         return f"wrote {write_prompts(out, **wanted):,} prompts to {out}"
@@ -135,7 +134,7 @@ def train_main(words: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     is_done = train_encoders(Path(paths[0]), TrainingConfig(**values))
-    print(f"{'done' if is_done else 'stopped after max_minutes; the same command goes on'}: {paths[0]}/weights")
+    print(f"{'done' if is_done else 'stopped after max_minutes; the same command resumes it'}: {paths[0]}/weights")
     return 0
 
 
@@ -146,7 +145,7 @@ def _path_problems(paths: Sequence[str]) -> list[str]:
 
 
 def _vain_keys(given: Sequence[str], paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each key that changes nothing of what is written."""
+    """Return a problem for each given key that has no effect on OUT."""
     is_prompts = any(map(_is_prompts, paths))
     in_vain = (
         ["image_size", "captions", "layout"] if is_prompts else ["captions"] if values["layout"] == "files" else []

@@ -1,4 +1,4 @@
-"""The pictures of the miniature's world: drawn from (seed, number), written as tars or as plain files."""
+"""Draw the miniature's images from (seed, number), and write them as tars or as plain files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from filelock import FileLock
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from zoo.shapes.world import (
+from zoo.shapes.scenes import (
     ARRANGEMENTS,
     COLOURS,
     PLACES,
@@ -40,7 +40,7 @@ MAX_SHIFT, MAX_GROWTH = 0.03, 0.06  # a pixel of 32, and half a pixel of a large
 
 @dataclass(frozen=True)
 class Jitter:
-    """How one object of one picture differs from what its words mean: in fractions of the side, and of its radius."""
+    """How one object deviates from its nominal place and size: in fractions of the image's side, and of its radius."""
 
     x: float = 0.0
     y: float = 0.0
@@ -51,7 +51,7 @@ STILL = (Jitter(), Jitter())
 
 
 def draw_jitter(number: int, seed: int) -> tuple[Jitter, Jitter]:
-    """Choose how both objects of a picture differ, by its number alone."""
+    """Draw the deviations of an image's two objects; they depend only on seed and number."""
     choose = random.Random(f"jitter {seed} {number}")
 
     def one() -> Jitter:
@@ -62,7 +62,7 @@ def draw_jitter(number: int, seed: int) -> tuple[Jitter, Jitter]:
 
 
 def render(scene: Scene, side_px: int, jitter: tuple[Jitter, Jitter] = STILL) -> Image.Image:
-    """Draw a scene as a square RGB picture."""
+    """Draw a scene as a square RGB image."""
     side = side_px * OVERSAMPLING
     image = Image.new("RGB", (side, side), COLOURS[scene.background])
     draw = ImageDraw.Draw(image)
@@ -76,12 +76,12 @@ def render(scene: Scene, side_px: int, jitter: tuple[Jitter, Jitter] = STILL) ->
 
 
 def outline(shape: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
-    """Return the corners of a shape about (x, y); `radius` is that of a circle."""
-    if shape == "cross":  # four arms of 2/3 of its half-width on each side of the middle
+    """Return the corners of a shape around (x, y); `radius` is a circle's of that size."""
+    if shape == "cross":  # its arms have a third of its width
         a, b = 1.05 * radius, 0.35 * radius
         corners = [(-b, -a), (b, -a), (b, -b), (a, -b), (a, b), (b, b), (b, a), (-b, a), (-b, b), (-a, b), (-a, -b)]
         return [(x + dx, y + dy) for dx, dy in [*corners, (-b, -b)]]
-    y += 0.25 * radius if shape == "triangle" else 0.0  # so that it is as far from above as from below
+    y += 0.25 * radius if shape == "triangle" else 0.0  # centres it vertically
     num, reach, turn = {"triangle": (3, 1.25, 0.0), "square": (4, 1.25, math.pi / 4), "circle": (64, 1.0, 0.0)}[shape]
     angles = [2 * math.pi * corner / num + turn for corner in range(num)]
     return [(x + reach * radius * math.sin(angle), y - reach * radius * math.cos(angle)) for angle in angles]
@@ -89,7 +89,7 @@ def outline(shape: str, x: float, y: float, radius: float) -> list[tuple[float, 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What is rendered."""
+    """The images to render."""
 
     num_images: int
     image_size: int
@@ -97,7 +97,7 @@ class Pictures:
     part: Part
     objects: Objects
     captions: str
-    """own; or shuffled: dealt out anew, so that nothing can be learned from them."""
+    """own; or shuffled: permuted, so that nothing can be learned from them."""
 
     def scene(self, number: int) -> Scene:
         return draw_scene(number, self.seed, self.part, self.objects)
@@ -109,7 +109,7 @@ class Pictures:
 
     @cached_property
     def captioned_by(self) -> Sequence[int]:
-        """Number of a picture -> number of the one whose caption it has."""
+        """Number of an image -> number of the image whose caption it has."""
         numbers = list(range(self.num_images))
         if self.captions == "shuffled":
             random.Random(f"captions {self.seed}").shuffle(numbers)
@@ -117,7 +117,7 @@ class Pictures:
 
 
 def write_tars(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
-    """Write pictures, captions and scenes as tars."""
+    """Write images, captions and scenes as tars."""
     for tar_number, of_tar in groupby(numbers, lambda number: number // IMAGES_PER_TAR):
         with tarfile.open(out / f"{tar_number:05d}.tar", "w") as tar:
             for number in of_tar:
@@ -129,7 +129,7 @@ def write_tars(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
 
 
 def write_files(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
-    """Write pictures alone, a file each."""
+    """Write only the images, one file each."""
     for number in numbers:
         (out / f"{number:09d}.png").write_bytes(pictures.png(number))
 
@@ -138,9 +138,9 @@ LAYOUTS = {"tars": write_tars, "files": write_files}
 
 
 def write(out: Path, pictures: Pictures, layout: str) -> None:
-    """Write pictures to `out`; the folder appears when it is whole. Raises OSError, Timeout: another process writes it."""
+    """Write images to `out`; the folder appears when it is complete. Raises OSError; Timeout: another process writes it."""
     with unfinished(out) as partial:
-        if partial.exists():  # of a command that was killed
+        if partial.exists():  # left by a killed command
             shutil.rmtree(partial)
         partial.mkdir()
         with tqdm(range(pictures.num_images), unit=" images", desc="shapes") as numbers:
@@ -149,11 +149,11 @@ def write(out: Path, pictures: Pictures, layout: str) -> None:
 
 @contextlib.contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Give the name under which `out` is written; it gets its own at the end.
+    """Yield a temporary name for `out`; it is renamed at the end.
 
     Raises:
         Timeout: another process is writing it.
-        FileExistsError: another process has written it since this one looked.
+        FileExistsError: another process has written it meanwhile.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial, lock = out.with_name(out.name + ".partial"), FileLock(out.with_name(out.name + ".lock"))
@@ -163,7 +163,7 @@ def unfinished(out: Path) -> Iterator[Path]:
         try:
             yield partial
             partial.rename(out)
-        except BaseException:  # a full disk has to be emptied again
+        except BaseException:  # free the space on a full disk
             if partial.is_dir():
                 shutil.rmtree(partial)
             partial.unlink(missing_ok=True)
@@ -173,13 +173,13 @@ def unfinished(out: Path) -> Iterator[Path]:
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)  # with a modification time of 0: the same bytes every time
+    member = tarfile.TarInfo(name)  # its modification time is 0, so the bytes are always the same
     member.size = len(content)
     tar.addfile(member, io.BytesIO(content))
 
 
 def prompt_scenes(seed: int, part: str, objects: str) -> Iterator[Scene]:
-    """Yield the scenes of a part in an order that `seed` decides, each once; `both`: one object and two in turn."""
+    """Yield each scene of a part once, in an order given by `seed`; `both`: alternately with one object and two."""
     kinds = ["one", "two"] if objects == "both" else [objects]
     lists = []
     for kind in kinds:
@@ -194,7 +194,7 @@ def prompt_scenes(seed: int, part: str, objects: str) -> Iterator[Scene]:
 
 
 def write_prompts(out: Path, num_images: int, seed: int, part: str, objects: str) -> int:
-    """Write a file of so many prompts, or of all that there are; return how many."""
+    """Write a file of up to `num_images` prompts, as many as exist; return their number."""
     lines = ["image_id\tid\tcaption"]
     for number, scene in zip(range(num_images), prompt_scenes(seed, part, objects), strict=False):
         lines.append(f"{number}\t{number}\t{scene.caption}")

@@ -1,13 +1,13 @@
-"""What is learned in which order in the shapes world, and how good it is: the reader, the CLIP pair, the VAE.
+"""Losses and metrics of the miniature's three encoders, in the order of their training: the reader, the CLIP pair, the VAE.
 
-    stage    learns                                          is measured by, on pictures of scenes that it never saw
-    reader   attributes and damage of pictures               share of each attribute read right
-    clip     pictures and captions that belong together      how often a right caption beats one with an attribute changed
-    vae      pictures <-> latents, and looks at the          what a reconstruction keeps of the CLIP score, of the attributes
-             reader's layers                                 as the reader reads them, and of right captions preferred
+    encoder  learns                                          metric, on images of held-out scenes
+    reader   attributes and damage of images                 fraction of each attribute classified right
+    clip     which images and captions match                 how often the right caption beats one with a changed attribute
+    vae      images <-> latents, with the reader's layers    what a reconstruction keeps of the CLIP score, of the reader's
+             in its loss                                     attributes, and of the right captions
 
-Every batch of every stage is drawn from (seed, stage, step) alone: there is no data set, and a stopped training goes on as
-if it had never been stopped. The pair is no part of the VAE's loss, so that one of its two judges is independent of it.
+Every batch depends only on (seed, encoder, step). So there is no data set, and a stopped training resumes as if it had never
+been stopped. The pair is not part of the VAE's loss, so one of the VAE's two metrics is independent of its training.
 
 Shapes: B batch, H = W = 32 px, E = 64 features of the pair.
 """
@@ -27,28 +27,28 @@ from torch import Tensor, nn
 
 from prepare.shapes.pictures import draw_jitter, render
 from zoo.shapes.networks import SIDE_PX, Reader, build_clip, build_vae, tokenize
-from zoo.shapes.world import ATTRIBUTES, Scene, changed, draw_scene, random_scene
+from zoo.shapes.scenes import ATTRIBUTES, Scene, changed, draw_scene, random_scene
 
 HELD_OUT_PARTS = ("prompts", "reference")
-HELD_OUT_SEED = 20260101  # any number: the pictures that quality is measured on are the same for every training
+HELD_OUT_SEED = 20260101  # any fixed number: all trainings are measured on the same images
 PERCEPTUAL_WEIGHT = 0.3
 KL_WEIGHT = 1e-3
-MAX_NOISE = 0.4  # standard deviation, of a range of 2
+MAX_NOISE = 0.4  # standard deviation; images have a range of 2
 
 
 class Stage(Protocol):
-    """One network's training."""
+    """The training of one encoder."""
 
     name: str
     network: nn.Module
     learning_rate: float
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what is minimised, and the parts of it that the log shows."""
+        """Return the loss, and its parts for the log."""
         ...
 
     def measure(self, network: nn.Module) -> dict[str, Any]:
-        """Return the qualities of (an average of) the network; `score` is the one that decides which is the best."""
+        """Return metrics of the network (or its EMA weights); `score` decides which state is the best."""
         ...
 
 
@@ -56,7 +56,7 @@ class Stage(Protocol):
 
 
 def step_seed(seed: int, stage: str, step: int) -> int:
-    """Return the seed of all that is random in one step: by way of a text, so that neighbours share nothing."""
+    """Return the seed of one step, derived from a text, so that neighbouring steps are independent."""
     return random.Random(f"encoders {seed} {stage} {step}").getrandbits(32)
 
 
@@ -66,19 +66,19 @@ def training_scenes(num: int, seed: int) -> list[Scene]:
 
 
 def pictures_of(scenes: Sequence[Scene], seed: int) -> Tensor:  # -> (B, 3, 32, 32) in [-1, 1]
-    """Draw a picture of every scene; `seed` decides how each differs from what its words mean."""
+    """Draw an image of every scene; `seed` decides the objects' deviations."""
     pixels = np.stack([np.asarray(render(scene, SIDE_PX, draw_jitter(i, seed))) for i, scene in enumerate(scenes)])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
 def damaged(images: Tensor, generator: torch.Generator, most: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Blur some pictures and add noise to some; a third of each is left as it is.
+    """Blur some images and add noise to some; a third is not blurred, and a third gets no noise.
 
     Args:
-        most: the greatest amount, in (0, 1].
+        most: the largest amount, in (0, 1].
 
     Returns:
-        The pictures, (B, 3, H, W), and how much blur and noise each has, (B, 2) in [0, 1].
+        The images, (B, 3, H, W), and each one's amount of blur and noise, (B, 2) in [0, 1].
     """
     amounts = (most * (1.5 * torch.rand(len(images), 2, generator=generator) - 0.5)).clamp(min=0.0)
     blur, noise = amounts[:, 0, None, None, None], amounts[:, 1, None, None, None]
@@ -89,17 +89,17 @@ def damaged(images: Tensor, generator: torch.Generator, most: float = 1.0) -> tu
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Pictures of scenes that no training sees, with a caption changed in each of their attributes."""
+    """Images of held-out scenes, with one changed caption per attribute."""
 
     scenes: Sequence[Scene]
     images: Tensor
     """(N, 3, 32, 32) in [-1, 1]."""
     changed: Mapping[str, Sequence[tuple[int, Scene]]]
-    """Attribute -> number of the picture, and its scene with another value of that attribute."""
+    """Attribute -> number of the image, and its scene with another value of that attribute."""
 
 
 def held_out(num: int) -> HeldOut:
-    """Draw them, the same for the same number."""
+    """Draw held-out images; the same for the same number."""
     scenes = [draw_scene(i, HELD_OUT_SEED, HELD_OUT_PARTS[i // 2 % 2]) for i in range(num)]
     choose = random.Random(HELD_OUT_SEED)
     wrong = {
@@ -115,12 +115,12 @@ def answers_of(scenes: Sequence[Scene]) -> dict[str, Tensor]:
     return {name: torch.tensor([row[name] for row in rows]) for name in ATTRIBUTES}
 
 
-# --- measures ---
+# --- metrics ---
 
 
 @torch.no_grad()
 def share_read_right(reader: nn.Module, images: Tensor, scenes: Sequence[Scene]) -> dict[str, float]:
-    """Return for every attribute the share of the pictures that have it for which the reader says it right."""
+    """Return, for every attribute, the fraction of images with it for which the reader is right."""
     logits, right = reader(images), answers_of(scenes)
     hits = {name: (logits[name].argmax(dim=1) == answers)[answers >= 0] for name, answers in right.items()}
     return {name: hit.float().mean().item() for name, hit in hits.items()}
@@ -128,7 +128,7 @@ def share_read_right(reader: nn.Module, images: Tensor, scenes: Sequence[Scene])
 
 @torch.no_grad()
 def image_features(clip: nn.Module, images: Tensor) -> Tensor:  # (B, 3, 32, 32) in [-1, 1] -> (B, E)
-    """Return the pair's features of pictures, of length 1."""
+    """Return the pair's features of images, of length 1."""
     return F.normalize(clip.visual_projection(clip.vision_model(pixel_values=images).pooler_output), dim=-1)
 
 
@@ -138,7 +138,7 @@ def _text_features(clip: nn.Module, scenes: Sequence[Scene]) -> Tensor:
 
 
 class CaptionJudge:
-    """Asks a CLIP pair how well pictures fit their captions; the captions' features are kept."""
+    """Measures with a CLIP pair how well images fit their captions; the captions' features are cached."""
 
     @torch.no_grad()
     def __init__(self, clip: nn.Module, those: HeldOut):
@@ -150,16 +150,16 @@ class CaptionJudge:
         }
 
     def score(self, images: Tensor) -> float:
-        """Return the mean cosine between pictures and captions."""
+        """Return the mean cosine between images and captions."""
         return (image_features(self.clip, images) * self.right).sum(dim=1).mean().item()
 
     def score_one_off(self, images: Tensor) -> float:
-        """Return the mean cosine between pictures and captions with one attribute changed, over all of both."""
+        """Return the mean cosine between images and captions with one changed attribute, over all of these."""
         features = image_features(self.clip, images)
         return torch.cat([(features[rows] * wrong).sum(dim=1) for rows, wrong in self.wrong.values()]).mean().item()
 
     def share_told_right(self, images: Tensor) -> dict[str, float]:
-        """Return for every attribute how often the right caption is nearer than that with another value."""
+        """Return, for every attribute, how often the right caption is nearer than one with another value."""
         features, found = image_features(self.clip, images), {}
         for name, (rows, wrong) in self.wrong.items():
             nearer = (features[rows] * self.right[rows]).sum(dim=1) > (features[rows] * wrong).sum(dim=1)
@@ -172,11 +172,11 @@ def mean_of(shares: Mapping[str, float]) -> float:
     return sum(shares.values()) / len(shares)
 
 
-# --- the stages ---
+# --- the encoders ---
 
 
 class ReaderStage:
-    """Attributes by cross-entropy, damage by squares, on pictures of which one in nine is clean."""
+    """Cross-entropy of attributes and squared error of damage, on images of which one in nine is clean."""
 
     name = "reader"
     learning_rate = 2e-3
@@ -205,9 +205,9 @@ class ReaderStage:
 
 
 class ClipStage:
-    """The symmetric contrastive loss (Radford et al. 2021, arXiv:2103.00020), half of a batch one attribute off the other.
+    """The symmetric contrastive loss (Radford et al. 2021, arXiv:2103.00020), on pairs of scenes with one difference.
 
-    Without these neighbours a batch seldom has two captions that differ in one word, and nothing asks for all of them.
+    Without such pairs, a batch rarely has two captions that differ in one word, so the loss would not need every word.
     """
 
     name = "clip"
@@ -224,7 +224,7 @@ class ClipStage:
         images, _ = damaged(pictures_of(scenes, seed), torch.Generator().manual_seed(seed), most=0.5)
         tokens = tokenize([scene.caption for scene in scenes])
         with torch.no_grad():
-            self.network.logit_scale.clamp_(max=math.log(100.0))  # as the paper has it
+            self.network.logit_scale.clamp_(max=math.log(100.0))  # as in the paper
         logits = self.network(input_ids=tokens, pixel_values=images).logits_per_image
         pairs = torch.arange(len(scenes))
         loss = (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
@@ -254,7 +254,7 @@ def neighbours(num: int, seed: int) -> list[Scene]:
 
 
 class VaeStage:
-    """Absolute error, the reader's layers (as LPIPS, Zhang et al. 2018, arXiv:1801.03924), and a little of KL."""
+    """Absolute error, distance in the reader's layers (as in LPIPS, Zhang et al. 2018, arXiv:1801.03924), and a small KL."""
 
     name = "vae"
     learning_rate = 1e-3

@@ -1,14 +1,14 @@
-"""Train the encoders of the shapes world on a CPU: hours, in which it may be stopped and started at will.
+"""Train the miniature's encoders on a CPU. It takes hours and can be stopped and resumed at any time.
 
     python -m prepare.shapes --train_encoders OUT
-    python -m prepare.shapes --train_encoders OUT max_minutes=30      # then the same command goes on
+    python -m prepare.shapes --train_encoders OUT max_minutes=30      # then the same command resumes
 
-    OUT/STAGE.pt            the newest state of a stage (reader, clip, vae; prepare/shapes/stages.py): it goes on from there
-    OUT/training.jsonl      a line every 100 steps (losses), and one every `every_steps` (qualities)
-    OUT/weights/            the best so far of every network, whole at any time: what zoo/shapes_weights is a copy of
+    OUT/NAME.pt             an encoder's newest state (reader, clip, vae; prepare/shapes/stages.py); it resumes from there
+    OUT/training.jsonl      a line every 100 steps (losses), and one every `every_steps` (metrics)
+    OUT/weights/            every network's best weights so far, complete at any time; zoo/shapes_weights is a copy
 
-Weights are an average over the steps (decay 0.999), stored in float16; their quality is measured after that rounding. With
-one thread and the same libraries, the same seed gives the same bytes, whether it was stopped in between or not.
+The weights are EMA weights (decay 0.999), stored in float16; metrics are computed after that rounding. With one thread and
+the same libraries, the same seed gives the same bytes, even if it was stopped and resumed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEXT_TOWER = "text_model."
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What `--train_encoders` may be given."""
+    """The keys of `--train_encoders`."""
 
     seed: int = 17
     """Seed of weights and images."""
@@ -47,21 +47,21 @@ class TrainingConfig:
     vae_steps: int = 5000
     """Steps of the VAE."""
     every_steps: int = 500
-    """Steps between two measurements; each writes a state."""
+    """Steps between two measurements, each of which writes a state."""
     num_measured: int = 1024
-    """Held-out images that are measured."""
+    """Held-out images to measure on."""
     max_minutes: int = 10**6
-    """Stop after so many minutes, with a state written; the same command resumes."""
+    """Stop after this many minutes, with a state written; the same command resumes."""
 
     def steps(self, stage: str) -> int:
         return getattr(self, f"{stage}_steps")
 
 
 def train_encoders(out: Path, config: TrainingConfig) -> bool:
-    """Train every stage to its end, or until the time is up; return whether all is done."""
+    """Train every encoder to its end, or until the time is up; return whether all are done."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * config.max_minutes
-    torch.set_num_threads(1)  # with more the last bits differ
+    torch.set_num_threads(1)  # more threads change the last bits
     those = held_out(config.num_measured)
     for name in ("reader", "clip", "vae"):
         torch.manual_seed(config.seed)
@@ -76,7 +76,7 @@ def train_encoders(out: Path, config: TrainingConfig) -> bool:
 
 
 def _train(stage: Stage, out: Path, config: TrainingConfig, deadline: float) -> bool:
-    """Train one stage from its newest state; return whether it came to its end."""
+    """Train one encoder from its newest state; return whether it is done."""
     network, num_steps = stage.network, config.steps(stage.name)
     averaged = copy.deepcopy(network).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(network.parameters(), lr=stage.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
@@ -92,7 +92,7 @@ def _train(stage: Stage, out: Path, config: TrainingConfig, deadline: float) -> 
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), CLIP_NORM)
         optimizer.step()
-        decay = min(EMA_DECAY, (1 + step) / (10 + step))  # at first it follows closely
+        decay = min(EMA_DECAY, (1 + step) / (10 + step))  # smaller in the first steps
         torch._foreach_lerp_(list(averaged.parameters()), list(network.parameters()), 1 - decay)
 
         done = step + 1
@@ -103,7 +103,7 @@ def _train(stage: Stage, out: Path, config: TrainingConfig, deadline: float) -> 
         if done % config.every_steps == 0 or done == num_steps or is_over:
             shipped = rounded(averaged)
             qualities = stage.measure(shipped)
-            is_best = qualities["score"] >= best  # of equals the later, which has learned longer
+            is_best = qualities["score"] >= best  # of equal ones the later, which has trained longer
             best = max(best, qualities["score"])
             _log(out, {**facts, "best": is_best, **qualities})
             if is_best:
@@ -133,7 +133,7 @@ def schedule(step: int, num_steps: int) -> float:
 def _resume(
     out: Path, name: str, network: nn.Module, averaged: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, float, float]:
-    """Fill all from the newest state, if there is one; return the next step, the best score and the seconds so far."""
+    """Load the newest state, if there is one; return the next step, the best score and the seconds so far."""
     path, log = out / f"{name}.pt", out / "training.jsonl"
     state: dict[str, Any] = {"step": 0, "best": -math.inf, "seconds": 0.0}
     if path.exists():
@@ -141,7 +141,7 @@ def _resume(
         network.load_state_dict(state["network"])
         averaged.load_state_dict(state["averaged"])
         optimizer.load_state_dict(state["optimizer"])
-    if log.exists():  # lines of steps that will be done again
+    if log.exists():  # remove lines of steps that will be repeated
         lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
         kept = [line for line in lines if line["stage"] != name or line["step"] <= state["step"]]
         _replace(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
@@ -175,11 +175,11 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-# --- what is shipped ---
+# --- shipped weights ---
 
 
 def rounded(network: nn.Module) -> nn.Module:
-    """Return a copy with its weights as float16 holds them, in float32."""
+    """Return a copy with its weights rounded to float16, as float32."""
     copied = copy.deepcopy(network).eval()
     for parameter in copied.parameters():
         parameter.data = parameter.data.half().float()
@@ -187,7 +187,7 @@ def rounded(network: nn.Module) -> nn.Module:
 
 
 def export(name: str, network: nn.Module, qualities: Mapping[str, Any], weights: Path) -> None:
-    """Write a network's folder: a diffusers folder's names, configuration beside the tensors, and its quality."""
+    """Write a network's folder: tensors and configuration with a diffusers folder's names, and its metrics."""
     tensors = {key: tensor.half() for key, tensor in network.state_dict().items()}
     if name == "vae":
         config = {key: value for key, value in network.config.items() if not key.startswith("_")}
@@ -230,5 +230,5 @@ def load_reader(weights: Path) -> Reader:
 
 
 def load_clip(weights: Path) -> nn.Module:
-    """Return the whole pair, frozen: its text tower lies in text_encoder/."""
+    """Return the whole pair, frozen; its text tower is read from text_encoder/."""
     return _load(build_clip(), weights / "clip/model.safetensors", weights / "text_encoder/model.safetensors")

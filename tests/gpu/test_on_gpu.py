@@ -1,4 +1,4 @@
-"""What only a GPU shows: autocast by Composer, the peak that MFU divides by, the memory estimate against the truth."""
+"""Tests that need a GPU: Composer's autocast, the peak FLOP/s for MFU, the memory estimate against the real memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_no_step_waits_for_the_gpu_on_our_account(tmp_path, monkeypatch):
     assert waits.of("ours") == {}
 
 
-def test_with_late_loss_no_step_waits_for_the_gpu(tmp_path, monkeypatch):
+def test_with_async_loss_no_step_waits_for_the_gpu(tmp_path, monkeypatch):
     waits = GpuWaits()
     monkeypatch.setattr(benchmark, "NonBlockingTrainer", watched(benchmark.NonBlockingTrainer, waits, range(3, 6)))
     words = [*TINY_RUN, "--use_synth_data", "async_loss=true", "optimizer.clip_norm=1", "max_duration=8ba"]

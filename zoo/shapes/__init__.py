@@ -1,4 +1,4 @@
-"""The family of the miniature: its world of scenes, its networks, and how they make a family.
+"""The miniature's family, `shapes`: its scenes and captions, its networks, and the family built from them.
 
-zoo/, evaluation/ and prepare/shapes/ come in. Imports weights/ and its neighbours in zoo/.
+zoo/, evaluation/ and prepare/shapes/ import this room. It imports weights/ and its neighbours in zoo/.
 """

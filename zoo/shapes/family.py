@@ -1,8 +1,8 @@
-"""Shapes: Stable Diffusion 2 in miniature, real in every part, for the world of zoo/shapes/world.py.
+"""The miniature's family, `shapes`: Stable Diffusion 2 made small, for the scenes of zoo/shapes/scenes.py.
 
-The same classes as SD2's, trained encoders included, in sizes that two CPU cores train in minutes: diffusers'
+The same classes as SD2's, with trained encoders, in sizes that two CPU cores train in minutes: diffusers'
 UNet2DConditionModel on the latents of an AutoencoderKL, conditioned on the states of a CLIP text encoder. The encoders'
-weights lie in the repository (zoo/shapes_weights) and need not be given. `tiny` is the same with a smaller UNet, for tests.
+weights are in the repository (zoo/shapes_weights). `tiny` has a smaller UNet, for tests.
 
 Shapes: B batch, H W image height and width in px, L = 16 text tokens, D = 64 text width.
     images (B, 3, H, W) -> moments (B, 8, H/4, W/4) -> latents (B, 4, H/4, W/4), e.g. (B, 4, 8, 8) at 32 px
@@ -27,8 +27,8 @@ UNETS: dict[str, dict[str, Any]] = {
     "full": dict(block_out_channels=(64, 96), attention_head_dim=(4, 6), layers_per_block=1),
     "tiny": dict(block_out_channels=(32, 48), attention_head_dim=(2, 3), layers_per_block=1),
 }
-"""Preset -> the UNet's constructor arguments; diffusers calls the number of heads attention_head_dim. 2.77 M parameters,
-0.19 s of one core a step of 32 pictures; and 0.72 M, 0.07 s."""
+"""Preset -> the UNet's constructor arguments; diffusers calls the number of heads attention_head_dim. full: 2.77 M
+parameters, 0.19 s of one core per step of 32 images; tiny: 0.72 M, 0.07 s."""
 OBJECTIVE = dict(prediction="v", caption_dropout=0.1)
 
 

@@ -1,14 +1,13 @@
-"""The networks of the miniature: the classes that Stable Diffusion 2 is built of, small, and what measures them.
+"""The miniature's networks: small versions of Stable Diffusion 2's classes, and the two that score its images.
 
     network   class                         what it is for                                  weights, in WEIGHTS
-    vae       diffusers' AutoencoderKL      pictures <-> latents, 32 px -> 8 x 8 x 4        vae/
+    vae       diffusers' AutoencoderKL      images <-> latents, 32 px -> 8 x 8 x 4          vae/
     text      transformers' CLIPTextModel   conditions the denoiser; the pair's text tower  text_encoder/
     clip      transformers' CLIPModel       CLIP score                                      clip/ (all but the text tower)
     reader    `Reader`, below               features for FID; reads attributes              reader/
 
-Captions are cut into words, not letters: the world has 27 of them, and a byte-pair table of 49,408 would be the largest part
-of everything here. As in OpenCLIP a caption stands between two marks, of which the end is the greatest token, and is
-filled up with 0.
+A token is a whole word: there are only 27, and a byte-pair table of 49,408 would be larger than all networks together.
+As in OpenCLIP, a caption has a start token before it, an end token (the largest) after it, and is padded with 0.
 
 Shapes: B batch, H W height and width in px (32), L = 16 text tokens, D = 64 text width, E = 64 features of the pair,
 F = 64 features of the reader.
@@ -26,14 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weights.clip_text import build_text_model
-from zoo.shapes.world import ATTRIBUTES, WORDS
+from zoo.shapes.scenes import ATTRIBUTES, WORDS
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
     from transformers import CLIPModel, CLIPTextConfig
 
 WEIGHTS = Path(__file__).parent.parent / "shapes_weights"
-"""What is shipped: a diffusers folder, and two folders more of the same kind."""
+"""The shipped weights: a diffusers folder with two further folders of the same kind, clip/ and reader/."""
 
 SIDE_PX = 32
 PIXELS_PER_LATENT = 4
@@ -48,7 +47,7 @@ NUM_FEATURES = 64
 
 
 def tokenize(captions: Sequence[str]) -> Tensor:  # -> int64 (B, 16)
-    """Turn captions into tokens; words of another world become UNKNOWN, what is too long is cut."""
+    """Turn captions into tokens. Unknown words become UNKNOWN; long captions are cut."""
     tokens = torch.full((len(captions), NUM_TOKENS), PAD)
     for row, caption in zip(tokens, captions, strict=True):
         words = re.findall("[a-z]+", caption.lower())[: NUM_TOKENS - 2]
@@ -118,10 +117,10 @@ def build_clip() -> CLIPModel:
 
 
 class Reader(nn.Module):
-    """Reads a picture's attributes; what it reads them from are FID's features.
+    """Classifies an image's attributes; its last hidden layer gives FID's features.
 
-    It is trained on pictures blurred and with noise, too, and says how much of both it sees: so its features move when
-    a picture is bad, not only when it shows something else.
+    It is also trained on blurred and noisy images, and predicts how much of both it sees. So its features respond to
+    image quality, not only to content.
     """
 
     def __init__(self):
@@ -137,7 +136,7 @@ class Reader(nn.Module):
         self.damage = nn.Linear(NUM_FEATURES, 2)
 
     def layers(self, images: Tensor) -> list[Tensor]:  # (B, 3, 32, 32) in [-1, 1] -> 4 x (B, C, h, w), 32 px to 4
-        """Return what every convolution sees."""
+        """Return the output of every convolution layer."""
         found = []
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             images = F.gelu(norm(convolution(images)))

@@ -1,4 +1,4 @@
-"""A world in which a caption says everything that there is to see: its scenes, its words, and which scenes are kept apart.
+"""The miniature's scenes: their captions, which describe all that an image shows, and their split into parts.
 
 A scene has one object or two, on a background of another colour:
 
@@ -9,8 +9,8 @@ A scene has one object or two, on a background of another colour:
 One object: 2 sizes x 8 colours x 4 shapes x 9 places x 7 other colours of the background = 4,032 scenes. Two, of different
 colours: 2 arrangements x 4 pairs of sizes x 16 of shapes x 8 x 7 x 6 colours = 43,008. Equal captions, equal scenes.
 
-A scene belongs to one part for ever, by a hash of its caption: training, prompts (never trained on) or reference (whose
-pictures FID compares with; neither trained on nor asked for).
+A hash of its caption assigns each scene to one part: training, prompts (never trained on) or reference (the images that FID
+compares with; neither trained on nor prompted).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLOURS = {
 }
 SHAPES = ("triangle", "square", "circle", "cross")
 SIZES = {"small": 0.13, "large": 0.21}
-"""Name -> radius of a circle of that size, as a fraction of the picture's side. Other shapes have about its area."""
+"""Name -> radius of a circle of that size, as a fraction of the image's side. Other shapes have about the same area."""
 PLACES = {
     "top left": (0.29, 0.29),
     "top": (0.5, 0.29),
@@ -45,14 +45,14 @@ PLACES = {
     "bottom": (0.5, 0.71),
     "bottom right": (0.71, 0.71),
 }
-"""Of one object: name -> centre (x, y) as fractions of the picture's side."""
+"""Of one object: name -> centre (x, y) as fractions of the image's side."""
 ARRANGEMENTS = {"left of": ((0.27, 0.5), (0.73, 0.5)), "above": ((0.5, 0.27), (0.5, 0.73))}
 """Of two objects: name -> the centres of both."""
 
 Objects = Literal["one", "two", "both"]
 Part = Literal["training", "prompts", "reference"]
 PARTS: dict[str, range] = {"training": range(12), "prompts": range(12, 14), "reference": range(14, 16)}
-"""Part -> the sixteenths of all scenes that are its."""
+"""Part -> its sixteenths of all scenes."""
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "size": tuple(SIZES),
@@ -64,12 +64,12 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "shape_2": SHAPES,
     "background": tuple(COLOURS),
 }
-"""Everything that a picture can be asked, and the possible answers; those of _2 are of the second object."""
+"""Attribute -> its possible values; names with _2 belong to the second object."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows. `place` of one object is a place; of two, how they are arranged, the first one first."""
+    """What an image shows. `place` is one object's place, or the arrangement of two (first relative to second)."""
 
     size: str
     colour: str
@@ -98,7 +98,7 @@ class Scene:
 
     @property
     def answers(self) -> dict[str, int]:
-        """Attribute -> index of the scene's value; -100 (torch's mark for no answer) for an object that is not there."""
+        """Attribute -> index of the scene's value; -100 (torch's ignore_index) where there is no second object."""
         return {
             name: -100 if (value := getattr(self, name)) is None else values.index(value)
             for name, values in ATTRIBUTES.items()
@@ -106,7 +106,7 @@ class Scene:
 
 
 def draw_scene(number: int, seed: int, part: Part = "training", objects: Objects = "both") -> Scene:
-    """Choose a scene of a part by its number alone; with `both`, every other one has two objects."""
+    """Draw a part's scene with this number; the seed and the number decide it. `both`: every other scene has two objects."""
     assert part in PARTS and objects in get_args(Objects), (part, objects)
     choose = random.Random(f"{seed} {number}")  # a text seed: the same on every version and machine
     while True:
@@ -126,10 +126,10 @@ def random_scene(choose: random.Random, num_objects: int) -> Scene:
 
 
 def changed(scene: Scene, choose: random.Random, attribute: str | None = None) -> Scene:
-    """Return a scene that differs in one attribute; colours stay different from one another.
+    """Return a scene that differs in one attribute; its colours stay different from one another.
 
     Args:
-        attribute: which, of those that the scene has; None: any, equally likely.
+        attribute: one that the scene has; None: a random one, all equally likely.
     """
     attribute = attribute or choose.choice([name for name in ATTRIBUTES if getattr(scene, name) is not None])
     taken = {getattr(scene, attribute)}
