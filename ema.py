@@ -28,6 +28,7 @@ from composer import Algorithm, Event, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
 from cli.limits import limited, read_duration
+from cli.private_api import require_private_api
 from weights.tensors import difference, tensor_specs, trained_parameters
 
 DEFAULT_DECAY = 0.9999  # of MosaicML's and NVIDIA's Stable Diffusion recipes; a half-life of 6,931 batches
@@ -79,6 +80,12 @@ class EMAConfig:
 
 
 MAX_SIGMA_REL = 1.0 / math.sqrt(12.0)  # gamma = 0, a uniform average over the whole run
+
+FOREACH = ("_foreach_lerp_", "_foreach_mul_", "_foreach_add_", "_foreach_copy_")
+require_private_api(torch, *FOREACH, why="the average of all weights in one pass")
+require_private_api(
+    torch.amp.GradScaler, "_found_inf_per_device", why="a step that fp16 skips is left out of the average"
+)
 
 
 def power_gamma(sigma_rel: float) -> float:

@@ -30,8 +30,9 @@ from streaming.base.format.base.reader import FileInfo
 from streaming.base.stream import Stream
 
 from cli.log import EVERY_RANK, log
+from cli.private_api import require_private_api
 from stages.store_errors import explain_store_error
-from stages.stores import READ_TIMEOUT_SEC, client_of, require_private_api
+from stages.stores import READ_TIMEOUT_SEC, client_of
 
 HASH = "xxh64"  # of every shard
 DIGESTS: dict[str, Callable[[], Any]] = {HASH: xxhash.xxh64, "sha256": hashlib.sha256}
@@ -78,7 +79,8 @@ def file_digest(path: Path, kind: str = HASH) -> str:
     return digest.hexdigest()
 
 
-require_private_api(Stream, "_download_file", "_prepare_shard_part", "set_up_local", "get_shards")
+OF_STREAM = ("_downloader", "_download_file", "_prepare_shard_part", "set_up_local", "get_shards")
+require_private_api(Stream, *OF_STREAM, why="files are waited for, and compared with their digests")
 
 
 @contextlib.contextmanager

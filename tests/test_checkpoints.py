@@ -32,7 +32,7 @@ from callbacks.throughput import CLOCKS
 from cli.errors import ConfigError
 from record import checkpoint_files
 from record.checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
-from stages.stream import MomentsStream
+from stages.moments import MomentsStream
 from training.checkpoints import STOP_SIGNALS, Checkpointer, Progress
 from training.resume import RunState, identity_of
 

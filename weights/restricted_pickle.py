@@ -10,6 +10,8 @@ from typing import IO, Any
 
 import torch
 
+from cli.private_api import require_private_api
+
 PLAIN = {str, int, float, bool, bytes, type(None)}
 """Types that a dictionary's keys may have; nothing that contains others."""
 STORAGES = {
@@ -24,6 +26,8 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+OF_UNPICKLER = ("dispatch", "stack", "append", "pop_mark")
+require_private_api(pickle, "_Unpickler", *(f"_Unpickler.{name}" for name in OF_UNPICKLER), why="opcodes are taken out")
 
 
 class Inert:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cli.private_api import require_private_api
 from prepare.shapes.stages import ClipStage, ReaderStage, Stage, VaeStage, held_out
 from zoo.shapes.networks import Reader, build_clip
 
@@ -32,6 +33,8 @@ EMA_DECAY = 0.999
 CLIP_NORM = 1.0
 LOG_STEPS = 100
 TEXT_TOWER = "text_model."
+
+require_private_api(torch, "_foreach_lerp_", why="the average of all weights in one pass")
 
 
 @dataclass(frozen=True)
