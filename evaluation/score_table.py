@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from composer.utils import dist
 from filelock import FileLock
 
 from cli import ranks
+from cli.files import whole
 from record.summary import result_line, rounded
 
 Row = dict[str, Any]
@@ -121,19 +121,12 @@ def add_row(path: Path, row: Row, known_by: Iterable[str]) -> None:
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write a table whole or not at all; numbers come back as they were, to the last digit."""
     columns = dict.fromkeys([*FIRST, *(key for row in rows for key in row)])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(temporary, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(columns), lineterminator="\n")
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({key: _to_cell(row.get(key)) for key in columns})
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: _to_cell(row.get(key)) for key in columns})
 
 
 def _to_cell(value: Any) -> str:

@@ -24,6 +24,7 @@ from PIL import Image
 from streaming.base.format.mds.encodings import mds_decode
 from torch import nn
 
+from cli.files import whole
 from cli.limits import MAX_CAPTION
 from cli.log import log
 from cli.masking import printable
@@ -347,12 +348,8 @@ def write_page(out: Path, head: Sequence[str], tiles: Sequence[Tile], histograms
             row, column = divmod(number, HISTOGRAM_COLUMNS)
             left_in = MARGIN_IN + column * pitch_in + 0.35  # room for the numbers of the axis
             page.draw_histogram(histogram, left_in, top_in + row * (HISTOGRAM_IN + AXIS_IN), pitch_in - 0.5)
-        partial = out.with_name(f".{out.name}.partial")
-        try:
-            canvas.print_png(partial)
-            partial.replace(out)
-        finally:
-            partial.unlink(missing_ok=True)
+        with whole(out) as temporary:
+            canvas.print_png(temporary)
 
 
 class _Page:

@@ -25,9 +25,9 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.util import retry
 
 from cli.errors import Refused
+from cli.files import to_disk
 from cli.private_api import require_private_api
 from preflight.limits import unwritable
-from record.checkpoint_files import to_disk
 from stages import store_errors
 from stages.dataset import is_remote
 from stages.stores import download_once

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from cli import masking
 from cli.command_line import Problem, read_yaml
 from cli.errors import ConfigError
+from cli.files import write_whole
 from config import resolved
-from record.writing import write_whole
 
 
 def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] = ("",)) -> None:

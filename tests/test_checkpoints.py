@@ -573,7 +573,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_stops_the_run_with_the_
 
     last = listed(begun / "a" / "checkpoints", FULL)[0]
     monkeypatch.setattr(checkpoint_files.DigestingFile, "flush", full_disk, raising=True)
-    monkeypatch.setattr(checkpoint_files.os, "fsync", lambda descriptor: full_disk(None))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: full_disk(None))
     assert main(*words_of(begun, "a", "max_duration=12ba", "save.snapshot_every_images=0")) == 1
     said = but_for_shared_memory(capsys.readouterr().err)
     text = said.rstrip("\n").splitlines()[-1]
