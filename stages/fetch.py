@@ -10,6 +10,8 @@ A `RetryingStream` is streaming's Stream with three differences, each for what s
     index.json                the same, before any process reads it
 
 Raises StreamFailure with a text for the user; nothing else ends a wait.
+
+Ours, not a library of retries: a wait is reported while it lasts, ends with its epoch, and its one error says why.
 """
 
 from __future__ import annotations

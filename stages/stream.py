@@ -13,7 +13,7 @@ What they share: where it lies, who sets it, who waits for it, and what ends it.
 1. of the machine
     LOCK_FILE      file in data.local       local rank 0, before it reads the index        nobody: a second run is refused
                                             ends with the process, or by `let_go`
-    _reason_file   file, temporary folder   the thread that made a shard FAILED            nobody: read by `_watch`
+    _reason_file   file, temporary folder   the thread that made a shard FAILED            nobody: read where FAILED is seen
                                             ends when the next run takes the same number of shared memory
 2. of a shard, for all processes of the machine: `_shard_states` in shared memory, changed under the lock _cache_filelock
     REMOTE         not here                 the start; an eviction; a cancelled fetch      nobody
@@ -188,7 +188,7 @@ class BatchStream(StreamingDataset):
             self._lock = None
 
     def _tell_others(self, text: str) -> None:
-        """Leave the reason where every process of this machine finds it: which of them is asked first, nobody knows."""
+        """Leave the reason where every process of this machine finds it: any of them may be the first to report."""
         with contextlib.suppress(OSError):  # a full disk may be the reason
             self._reason_file.write_text(text)
 
@@ -202,7 +202,7 @@ class BatchStream(StreamingDataset):
     # --- 2. a shard ---
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Have a shard on this machine, its digest compared. Raises StreamFailure: it cannot be had."""
+        """Fetch a shard and compare its digest, unless it is here. Raises StreamFailure: it cannot be had."""
         state = self._shard_states[shard_id]
         if state == ShardState.LOCAL and not blocking:
             self._shard_access_times[shard_id] = time.time_ns()
@@ -216,14 +216,14 @@ class BatchStream(StreamingDataset):
         except BaseException as error:
             if not isinstance(error, FetchCancelled):
                 self._tell_others(str(error))
-            # Left as it is, it would be waited for for ever.
+            # Left as PREPARING, it would be waited for for ever.
             self._shard_states[shard_id] = ShardState.REMOTE if isinstance(error, FetchCancelled) else FAILED
             with contextlib.suppress(AttributeError):
                 self._cache_filelock.release(force=True)
             raise
 
     def open_shard(self, shard_id: int) -> None:
-        """Have a shard compared before it is read; an iteration has seen to that, a reader of single samples has not."""
+        """Prepare a shard that no iteration has prepared, before single samples of it are read."""
         if self._shard_states[shard_id] != ShardState.LOCAL:
             self.prepare_shard(shard_id)
 
@@ -253,14 +253,14 @@ class BatchStream(StreamingDataset):
     # --- 3. a process ---
 
     def _fail(self, text: str) -> str:
-        """Note the first failure of this process, and end its threads; return the text that counts."""
+        """Note the first failure of this process, and end its threads; return that one's text."""
         self._failure = self._failure or text
         if hasattr(self, "_event"):  # made by an iteration
             self._event.set()
         return self._failure
 
     def _until_failure(self, work: Callable[[Any], None], it: Any) -> None:
-        """Run a thread of streaming's; what ends it would there only be logged, and its end waited for for ever."""
+        """Run one of streaming's threads; streaming would only log its error, and wait for its end for ever."""
         try:
             work(it)
         except Exception as error:
@@ -275,7 +275,7 @@ class BatchStream(StreamingDataset):
         self._until_failure(super()._ready_thread, it)
 
     def _watch(self, it: Any, ended: threading.Event) -> None:
-        """Hear of a shard that another process of this machine could not have, or has given up: nobody else will fetch it."""
+        """Look for a shard that another process could not fetch, or has given up: nobody else will fetch it."""
         while not (ended.wait(WATCH_SEC) or self._event.is_set()):
             if (shard_id := self._given_up(it)) is not None:
                 self._until_failure(lambda it, shard_id=shard_id: self.prepare_shard(shard_id, False), it)
@@ -319,7 +319,7 @@ class BatchStream(StreamingDataset):
                 given += 1
             if given < owed and not (self._failure or it.should_exit()):
                 self._fail(f"data: the stream ended after {given} of {owed} batches of this process, without an error")
-            while self._failure is not None:  # whoever asks once more hears the same
+            while self._failure is not None:  # so is each further batch that is asked for
                 yield Failure(self._failure)
         finally:
             ended.set()

@@ -1,4 +1,7 @@
-"""A pickle read without a way out: plain values, tensors by their place, and inert objects for everything else it names."""
+"""A pickle read without a way out: plain values, tensors by their place, and inert objects for everything else it names.
+
+Ours, not torch.load(weights_only=True): that one refuses published checkpoints that hold a trainer's own objects too.
+"""
 
 from __future__ import annotations
 
