@@ -37,6 +37,7 @@ from omegaconf import OmegaConf
 from callbacks.quality_target import TARGET_KEYS
 from cli.command import command
 from cli.errors import ConfigError
+from cli.files import write_json
 from cli.limits import kind_of_path, shown
 from cli.log import log
 from cli.table import as_table
@@ -336,7 +337,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             record = {"call": call, **run_rung(rung, rung.limit_sec or ladder.limit_sec, folders["runs"])}
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record, indent=2) + "\n")
+            write_json(path, record)
             why = "" if record["status"] == "ok" else f"; the end of what it said: {path}"
             print(f"{rung.name}: {record['status']} after {record['process_seconds']} s{why}", flush=True)
         records[rung.name] = json.loads(path.read_text())

@@ -13,7 +13,6 @@ import contextlib
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from composer.utils import dist
 from filelock import FileLock
 
 from cli import ranks
+from cli.files import write_whole
 from record.summary import result_line, rounded
 
 Row = dict[str, Any]
@@ -170,8 +170,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     lines = "".join(json.dumps(empty | row | {key: None for key in NEEDED if key not in row}) + "\n" for row in rows)
     table = _as_csv(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path.with_suffix(".jsonl"), lines)
-    _write(path.with_suffix(".csv"), table)
+    write_whole(path.with_suffix(".jsonl"), lines)
+    write_whole(path.with_suffix(".csv"), table)
 
 
 def open_table(path: Path) -> list[Row]:
@@ -185,7 +185,7 @@ def open_table(path: Path) -> list[Row]:
     with contextlib.suppress(OSError):  # a folder that can only be read has its rows all the same
         if source.exists() and not (table.exists() and table.read_bytes() == _as_csv(rows).encode()):
             with _alone(path):
-                _write(table, _as_csv(read_rows(path)))
+                write_whole(table, _as_csv(read_rows(path)))
     return rows
 
 
@@ -202,19 +202,6 @@ def _as_csv(rows: Sequence[Row]) -> str:
     writer.writeheader()
     writer.writerows({key: _to_cell(row.get(key)) for key in columns} for row in rows)
     return text.getvalue()
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", newline="", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _to_cell(value: Any) -> str:

@@ -25,6 +25,7 @@ from PIL import Image
 from streaming.base.format.mds.encodings import mds_decode
 from torch import nn
 
+from cli.files import whole
 from cli.limits import MAX_CAPTION
 from cli.log import log
 from cli.masking import printable
@@ -349,12 +350,8 @@ def write_page(out: Path, head: Sequence[str], tiles: Sequence[Tile], histograms
         plots = below.subplots(math.ceil(len(histograms) / HISTOGRAM_COLUMNS), HISTOGRAM_COLUMNS, squeeze=False)
         for axes, histogram in itertools.zip_longest(plots.flat, histograms):
             _draw_histogram(axes, histogram)
-        partial = out.with_name(f".{out.name}.partial")
-        try:
-            canvas.print_png(partial)
-            partial.replace(out)
-        finally:
-            partial.unlink(missing_ok=True)
+        with whole(out) as temporary:
+            canvas.print_png(temporary)
 
 
 def _lines(renderer: RendererAgg, text: str, width_in: float, points: float, max_lines: int) -> list[str]:

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from cli import masking
 from cli.command_line import Assignment, Problem, leaves, read_yaml
 from cli.errors import ConfigError
+from cli.files import write_whole
 from config import resolved
-from record.writing import write_whole
 
 CONFIG, LATER = "config.yaml", "later.yaml"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import ConfigError
+from cli.files import write_whole
 from cli.log import log
 
 Line = Mapping[str, Any]
@@ -194,9 +195,7 @@ def reopen(path: Path) -> list[dict[str, Any]]:
     events = read_events(path)
     lines = path.read_text().splitlines(keepends=True)[: len(events)]
     kept = [line for line, event in zip(lines, events, strict=True) if event["key"] != "run_stop"]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    write_whole(path, "".join(kept))
     return [event for event in events if event["key"] != "run_stop"]
 
 

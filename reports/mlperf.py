@@ -31,6 +31,7 @@ from typing import Any
 
 from cli.command import command
 from cli.errors import ConfigError, Refused
+from cli.files import write_json, write_whole
 from cli.log import log
 from cli.table import as_table
 from record.config_file import masked_text
@@ -237,14 +238,14 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     systems.mkdir(exist_ok=True)
     by_hand = _read_system(systems / f"{name}.json")  # fields filled in since the last report stay
     filled = {field: system[field] or by_hand.get(field, "") for field in SYSTEM_FIELDS}
-    (systems / f"{name}.json").write_text(json.dumps(filled, indent=2) + "\n")
+    write_json(systems / f"{name}.json", filled)
     code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
     code.mkdir(parents=True, exist_ok=True)
-    (code / "config.yaml").write_text(masked_text(runs[0].folder))
+    write_whole(code / "config.yaml", masked_text(runs[0].folder))
     commit = runs[0].environment.get("commit")
     command = "composer benchmark.py config.yaml seed=SEED run_name=NAME"
     text = f"Easel at commit {commit}. A run, with the seed of its log: {command}\n"
-    (code / "README.md").write_text(text)
+    write_whole(code / "README.md", text)
     missing = [field for field in SYSTEM_FIELDS if not filled[field]]
     print(f"written: {results}/result_*.txt ({len(runs)}), {systems / name}.json, {code}/README.md")
     print(f"missing in {name}.json: {', '.join(missing) or 'nothing'}.")
