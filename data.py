@@ -56,7 +56,11 @@ MOST_BYTES = 10**18  # an exabyte
 LOADER_MARGIN_SEC = 120.0  # a loader worker counts as hung if it is silent for this long beyond patience_sec
 
 require_private_api(DataLoader, "_iterator", why="worker processes are ended with the run")
-require_private_api("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._shutdown_workers", why="the same")
+require_private_api(
+    "torch.utils.data.dataloader",
+    "_MultiProcessingDataLoaderIter._shutdown_workers",
+    why="worker processes are ended with the run",
+)
 
 
 @dataclass(frozen=True)

@@ -71,14 +71,13 @@ Bad = tuple[int, str, str]
 """Of a sample that cannot be used: its number, its key, why."""
 Used = TypeVar("Used")
 
+WHY = "its failures reach the run"
 OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock", "_cache_filelock_path", "_shm_prefix_int")
 OF_DATASET += ("_event", "_each_sample_id", "_prepare_thread", "_ready_thread", "prepare_shard", "get_item")
 OF_EPOCH = ("sample_ids", "total", "prepare_index", "ready_index", "should_exit", "on_exit")
-require_private_api(
-    StreamingDataset, *OF_DATASET, "cache_usage", "cache_limit", "spanner", "shards", why="failures are heard"
-)
-require_private_api("streaming.base.dataset", *(f"_Iterator.{name}" for name in OF_EPOCH), why="the same")
-require_private_api("streaming.base.dataset", "_ShardState.REMOTE", "_ShardState.LOCAL", why="the same")
+require_private_api(StreamingDataset, *OF_DATASET, "cache_usage", "cache_limit", "spanner", "shards", why=WHY)
+require_private_api("streaming.base.dataset", *(f"_Iterator.{name}" for name in OF_EPOCH), why=WHY)
+require_private_api("streaming.base.dataset", "_ShardState.REMOTE", "_ShardState.LOCAL", why=WHY)
 ShardState: Any = getattr(streaming_dataset, "_ShardState", None)
 
 
