@@ -33,12 +33,14 @@ from torch.utils.data import DataLoader
 
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.masking import printable
+from cli.private_api import require_private_api
 from stages.batch_wait import END, files_and_bytes, next_batch
 from stages.dataset import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stages.fetch import PATIENCE_SEC, StreamFailure
 from stages.images import check_caption, decode_image, resize_and_crop
+from stages.moments import MomentsStream
 from stages.shared_memory import one_at_a_time, remove_dead_segments
-from stages.stream import BatchStream, MomentsStream
+from stages.stream import BatchStream
 from stages.workers import live_as_worker
 from zoo.spec import Column, Family
 
@@ -52,6 +54,9 @@ ORDER = {
 SYNTHETIC_EPOCH_BATCHES = 1000
 MOST_BYTES = 10**18  # an exabyte
 LOADER_MARGIN_SEC = 120.0  # a loader worker counts as hung if it is silent for this long beyond patience_sec
+
+require_private_api(DataLoader, "_iterator", why="worker processes are ended with the run")
+require_private_api("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._shutdown_workers", why="the same")
 
 
 @dataclass(frozen=True)

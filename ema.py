@@ -28,6 +28,7 @@ from composer import Algorithm, Event, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
 from cli.limits import duration, exclusive, limited
+from cli.private_api import require_private_api
 from weights.tensors import difference, tensor_specs, trained_parameters
 
 MAX_SIGMA_REL = 1.0 / math.sqrt(12.0)  # gamma = 0, a uniform average over the whole run
@@ -61,6 +62,11 @@ class EMAConfig:
             text = f"false, but ema.{set_to[0]} is given. Say ema.enabled=true (--use_ema), or leave it out."
             found.append(("ema.enabled", text))
         return found
+
+
+FOREACH = ("_foreach_lerp_", "_foreach_mul_", "_foreach_add_", "_foreach_copy_")
+require_private_api(torch, *FOREACH, why="the EMA of all weights in one pass")
+require_private_api(torch.amp.GradScaler, "_found_inf_per_device", why="a step that fp16 skips is left out of the EMA")
 
 
 def power_gamma(sigma_rel: float) -> float:

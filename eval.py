@@ -1,6 +1,6 @@
 """Score what a run has left, or what others have made, and draw the curves.
 
-    composer eval.py runs/NAME                                     # its snapshots in order -> runs/NAME/eval.csv, eval.png
+    composer eval.py runs/NAME                                     # its snapshots in order -> eval.jsonl, eval.csv, eval.png
     composer eval.py runs/NAME snapshots=to_target                 # to the first that meets target.*, and the one before it
     composer eval.py runs/NAME eval.guidance=[1.5,2,3,4,5,6,7,8] eval.resize=bicubic256 eval.statistics=...  # -> guidance.png
     composer eval.py runs/A runs/B out=compared                    # several models in one table and one plot
@@ -8,7 +8,7 @@
     composer eval.py samples/ eval.prompts=val2014_30k.tsv eval.clip=... out=scores              # a folder of images
 
 A run's own config.yaml says how; what a score depends on can be given anew (eval.*, target.*, model.weights where the
-encoders have moved, precision, ...), other keys are refused. Scores that eval.csv has already, of the same weights and
+encoders have moved, precision, ...), other keys are refused. Scores that eval.jsonl has already, of the same weights and
 settings, are not made again, so that a command that was killed goes on where it was, also in the midst of a score
 (eval_parts/ beside the table has what is done of it); two at once may share a table.
 
@@ -86,7 +86,7 @@ class EvalCommand(RunConfig):
     from_images: int = limited(0, 0)
     """Images seen where to_target begins: a hint that saves scoring early snapshots."""
     out: str | None = None
-    """Folder of eval.csv and the pictures. null: the run's own."""
+    """Folder of eval.jsonl, eval.csv and the pictures. null: the run's own."""
 
 
 # What changes a score, which are made, or how fast: any other key would be given in vain.
@@ -353,7 +353,7 @@ def evaluate(command: CommandLine) -> None:
     rows: list[Row] = []
     for place, kind in kinds.items():
         config, folder = configs[place], Path(place).expanduser().resolve()
-        table = Table(Path(config.out or folder, "eval.csv"))
+        table = Table(Path(config.out or folder, "eval.jsonl"))
         score = {"run": score_run, "diffusers": score_diffusers, "images": score_images}[kind]
         rows += score(config, folder, table, device._device)
     with ranks.stopping_together():

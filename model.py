@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from cli.command_line import Problem
 from cli.limits import ImageSize
+from cli.private_api import require_private_api
 from zoo import load_family
 from zoo.encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
 from zoo.objectives import Objective, ObjectiveConfig
@@ -47,6 +48,8 @@ from zoo.spec import Family
 # per image (256 x 512 x 512 in two bytes), a latent only 64 KiB. More would let decoding limit the sampler's batch.
 DECODE_PLACES = 16 * 64 * 64
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+require_private_api(Device, "_device", why="torch's own device, on which the networks are placed")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cli.command_line import Problem, parse_command_line
+from cli.files import write_whole
 from config import load, to_yaml
 from preflight.limits import unwritable
 from record.environment import environment
@@ -53,4 +54,4 @@ def head(schema: int) -> dict[str, Any]:
 def write_record(path: str, record: Mapping[str, Any]) -> None:
     """Write a record; an earlier one is replaced."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    write_whole(Path(path), json.dumps(record, indent=2, allow_nan=False) + "\n")

@@ -67,11 +67,13 @@ from bench.micro_data import (
 from cli.command import command
 from cli.command_line import Problem
 from cli.limits import limited
+from cli.table import as_table
 from config import as_written
 
 SCHEMA = 1
 LAYOUTS = ("ours", "webdataset", "webdataset16", "files", "images")
 BATCHES = {name: IMAGES_BATCH if name == "images" else MOMENTS_BATCH for name in LAYOUTS}
+ENDS = ("", "_min", "_max")  # of a key: median, least, greatest
 PLACES = {"in_process": 0, "worker": 1}  # -> loader processes
 GPU_IMAGES_PER_SEC, GPUS, CORES = 200.0, 8, 16  # of a node
 
@@ -241,7 +243,7 @@ def measure(config: DataBenchConfig, folder: Path) -> dict[str, Any]:
     for name, values in take_turns(paced, config.rounds, warm_up=False).items():
         figures.add(f"paced_data_wait_frac_{name}", values)
     for name in ("ours", "images"):
-        for end in ("", "_min", "_max"):
+        for end in ENDS:
             cores = cores_of_a_node(figures.flat[f"{name}_worker_cpu_us_a_sample{end}"])
             figures.flat[f"node_cores_{name}{end}"] = rounded(cores)
     return {**figures.flat, **measure_float16(folder / "pictures"), "by_round": figures.by_round}
@@ -261,27 +263,25 @@ def cpu_sec(*, of_workers: bool) -> float:
     return sum(each.user + each.system for each in times)
 
 
-def rows(record: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the lines of the table."""
-    heads = f"{'in process, samples/s':>24}{'ours over it':>22}{'one worker':>12}{'ours over it':>22}"
-    yield f"{'':<14}{'bytes a sample':>15}{heads}"
+def lines(record: Mapping[str, Any]) -> Iterable[str]:
+    """Yield a table of the layouts, then the other figures, a line each."""
+    rows = []
     for name in LAYOUTS:
-        line = f"{name:<14}{record[f'{name}_bytes_a_sample']:>15,.0f}"
-        for place, width in (("in_process", 24), ("worker", 12)):
-            line += f"{record[f'{name}_{place}_samples_per_sec']:>{width},.0f}"
+        cells = [name, f"{record[f'{name}_bytes_a_sample']:,.0f}"]
+        for place in PLACES:
             key = f"speedup_vs_{name}_{place}"
             spread = (
-                f"{record[key]:.3g} ({record[f'{key}_min']:.3g} to {record[f'{key}_max']:.3g})"
-                if key in record
-                else "-"
+                "{:.3g} ({:.3g} to {:.3g})".format(*(record[f"{key}{end}"] for end in ENDS)) if key in record else None
             )
-            line += f"{spread:>22}"
-        yield line
+            cells += [f"{record[f'{name}_{place}_samples_per_sec']:,.0f}", spread]
+        rows.append(cells)
+    head = ("", "bytes a sample", "in process, samples/s", "ours over it", "one worker", "ours over it")
+    yield as_table(head, rows, "lrrrrr")
     for name in ("ours", "webdataset"):
-        share, least, most = (record[f"paced_data_wait_frac_{name}{end}"] for end in ("", "_min", "_max"))
+        share, least, most = (record[f"paced_data_wait_frac_{name}{end}"] for end in ENDS)
         yield f"waiting at 200 images/s, one worker, {name}: {share:.3g} of the time ({least:.3g} to {most:.3g})"
     for name in ("ours", "images"):
-        cores, least, most = (record[f"node_cores_{name}{end}"] for end in ("", "_min", "_max"))
+        cores, least, most = (record[f"node_cores_{name}{end}"] for end in ENDS)
         micros = record[f"{name}_worker_cpu_us_a_sample"]
         busy = (
             f"{cores:.3g} of {CORES} cores ({least:.3g} to {most:.3g}) for {GPUS} GPUs at 200 images/s, by arithmetic"
@@ -322,7 +322,7 @@ def main(argv: Sequence[str]) -> int:
     ends = {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - started, 1)}
     record = {**begin, "config": as_written(config), **ends, **measured}
     write_record(config.results, record)
-    print("\n".join(rows(record)))
+    print("\n".join(lines(record)))
     return 0
 
 

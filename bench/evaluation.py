@@ -20,7 +20,6 @@ Exit code: 0, or 2 when the configuration cannot run.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from composer.utils import dist
 from callbacks.throughput import peak_mem_gib
 from cli.command import command
 from cli.command_line import Problem, parse_command_line
+from cli.files import write_json
 from config import load
 from evaluation.clip_score import load_clip
 from evaluation.scoring import Scorer
@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     if dist.get_global_rank() == 0:
         folder = Path(config.run_folder, config.run_name or "")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_json(folder / "summary.json", summary)
         shown = ("images_per_sec", "images_per_sec_min", "images_per_sec_max", "eval_batch_size", "peak_mem_gib")
         print(result_line({key: summary[key] for key in shown}), flush=True)
     return 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from bench.command import head, read_keys, write_record
 from bench.contest import Figures, rounded, take_turns
 from cli.command import command
 from cli.limits import limited
+from cli.table import as_table
 from config import as_written
 from evaluation.fid import FeatureSums, Statistics, frechet_distance
 
@@ -160,19 +161,18 @@ def measure(config: FidConfig) -> dict[str, Any]:
     return {**figures.flat, **memory, **found, "fid_relative_difference": apart, "by_round": figures.by_round}
 
 
-def rows(record: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table."""
-    yield f"{'':<28}{'ours':>10}{'torchmetrics':>14}{'ratio':>8}  spread"
+def table(record: dict[str, Any]) -> str:
+    """Format a record for the terminal."""
+    rows = []
     for part in PARTS:
-        ours, other, ratio = (
-            record[key] for key in (f"{part}_ours_sec", f"{part}_torchmetrics_sec", f"{part}_speedup")
-        )
+        keys = (f"{part}_ours_sec", f"{part}_torchmetrics_sec", f"{part}_speedup")
         spread = f"{record[f'{part}_speedup_min']:.3g} to {record[f'{part}_speedup_max']:.3g}"
-        yield f"{part + ', s':<28}{ours:>10.3g}{other:>14.3g}{ratio:>8.3g}  {spread}"
+        rows.append((f"{part}, s", *(f"{record[key]:.3g}" for key in keys), spread))
     for words, images in (("tenth", record["config"]["num_images"] // 10), ("all", record["config"]["num_images"])):
-        ours, other = (record[f"memory_{name}_{words}_mib"] for name in CONTESTANTS)
-        yield f"{f'memory, MiB, {images:,}':<28}{ours:>10.3g}{other:>14.3g}"
-    yield f"{'FID':<28}{record['fid_ours']:>10.6g}{record['fid_torchmetrics']:>14.6g}"
+        figures = (f"{record[f'memory_{name}_{words}_mib']:.3g}" for name in CONTESTANTS)
+        rows.append((f"memory, MiB, {images:,}", *figures, None, None))
+    rows.append(("FID", *(f"{record[f'fid_{name}']:.6g}" for name in CONTESTANTS), None, None))
+    return as_table(("", *CONTESTANTS, "ratio", "spread"), rows, "lrrrl")
 
 
 @command(__doc__, needs_words=False)
@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
         torch.set_num_threads(usual_threads)
     record["seconds"] = round(time.monotonic() - started, 1)
     write_record(config.results, record)
-    print("\n".join(rows(record)))
+    print(table(record))
     return 0
 
 

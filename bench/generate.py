@@ -30,6 +30,7 @@ from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
 from cli.command import command
 from cli.limits import limited
+from cli.table import as_table
 from config import as_written
 from model import LatentDiffusion, ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig
@@ -186,15 +187,13 @@ def measure(config: GenerateConfig) -> dict[str, Any]:
 
 def table(record: Mapping[str, Any]) -> str:
     """Format a record for the terminal."""
-    ours = record["ours_images_per_sec"]
-    lines = [f"{'images/s':24}  {'ours':>8}  {'other':>8}  {'ratio':>6}  {'spread':16}  greatest difference"]
+    rows = []
     for name, words in OTHERS.items():
         ratio = f"speedup_vs_{name}"
+        speeds = (f"{record[f'{key}_images_per_sec']:.3g}" for key in ("ours", name))
         spread = f"{record[f'{ratio}_min']:.2f} to {record[f'{ratio}_max']:.2f}"
-        difference = record[f"max_abs_difference_to_{name}"]
-        other = record[f"{name}_images_per_sec"]
-        lines.append(f"{words:24}  {ours:8.3g}  {other:8.3g}  {record[ratio]:6.2f}  {spread:16}  {difference:.2g}")
-    return "\n".join(lines)
+        rows.append((words, *speeds, f"{record[ratio]:.2f}", spread, f"{record[f'max_abs_difference_to_{name}']:.2g}"))
+    return as_table(("images/s", "ours", "other", "ratio", "spread", "greatest difference"), rows, "lrrrlr")
 
 
 @command(__doc__, needs_words=False)

@@ -37,8 +37,10 @@ from omegaconf import OmegaConf
 from callbacks.quality_target import TARGET_KEYS
 from cli.command import command
 from cli.errors import ConfigError
+from cli.files import write_json
 from cli.limits import kind_of_path, shown
 from cli.log import log
+from cli.table import as_table
 from preflight.limits import unwritable
 from record.environment import commit, device_name
 from record.files import read_lines
@@ -299,14 +301,8 @@ def _extreme(row: Mapping[str, Any], end: str) -> float:
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Format records as a table for the terminal, one row a rung; with what became of its target, where one has a target."""
     columns = COLUMNS if all(record.get("target") is None for record in records) else (*COLUMNS, *TARGET_KEYS)
-    rows = [("rung", *columns)]
-    rows += [
-        (record["rung"], *("-" if record.get(c) is None else str(record[c]) for c in columns)) for record in records
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    rows = [[record["rung"], *(record.get(column) for column in columns)] for record in records]
+    return as_table(("rung", *columns), rows, "ll" + "r" * (len(columns) - 1))
 
 
 @command(__doc__)
@@ -341,7 +337,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             record = {"call": call, **run_rung(rung, rung.limit_sec or ladder.limit_sec, folders["runs"])}
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record, indent=2) + "\n")
+            write_json(path, record)
             why = "" if record["status"] == "ok" else f"; the end of what it said: {path}"
             print(f"{rung.name}: {record['status']} after {record['process_seconds']} s{why}", flush=True)
         records[rung.name] = json.loads(path.read_text())

@@ -40,6 +40,7 @@ from cli.command_line import Problem
 from cli.errors import Failed
 from cli.limits import limited
 from cli.log import log
+from cli.table import as_table
 from config import as_written
 
 SCHEMA = 1
@@ -170,21 +171,18 @@ def measure(config: MicroConfig) -> dict[str, Any]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Format a record for the terminal: one row for each comparison that it has, in fixed columns."""
-    rows = [("what", "ours", "other", "ratio", "spread")]
+    """Format a record for the terminal: one row for each comparison that it has."""
+    rows = []
     for what, ours, other, ratio in ROWS:
         if ours in record:
-            spread = f"{_cell(record, f'{ratio}_min')} to {_cell(record, f'{ratio}_max')}" if ratio else "-"
+            spread = f"{_cell(record, f'{ratio}_min')} to {_cell(record, f'{ratio}_max')}" if ratio else None
             rows.append((what, *(_cell(record, key) for key in (ours, other, ratio)), spread))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return as_table(("what", "ours", "other", "ratio", "spread"), rows, "lrrrl")
 
 
-def _cell(record: Mapping[str, Any], key: str | None) -> str:
+def _cell(record: Mapping[str, Any], key: str | None) -> str | None:
     if key is None:
-        return "-"
+        return None
     value = record[key]
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 

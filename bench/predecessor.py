@@ -12,7 +12,6 @@ Exit code: 0, or 2 when the configuration cannot run: a key that the predecessor
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from callbacks.throughput import Throughput, peak_tflops
 from cli.command import command
 from cli.command_line import Problem, parse_command_line
+from cli.files import write_json
 from config import load
 from model import BatchRandomness, build_device, composer_precision
 from preflight.run import check, cost_of, planned_microbatch
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
     if dist.get_global_rank() == 0:
         folder = Path(config.run_folder, config.run_name or "")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_json(folder / "summary.json", summary)
         shown = (
             "images_per_sec",
             "images_per_sec_per_device",

@@ -26,6 +26,7 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
+from cli.files import write_json, write_whole
 from cli.limits import limited
 from cli.log import log
 from record import profile_table
@@ -141,10 +142,9 @@ class Profile(Callback):
         profiler.export_chrome_trace(str(path))
         with gzip.open(path, "rt") as file:
             table = {"about": self.about, **profile_table.tabulate(json.load(file)["traceEvents"])}
-        (self.folder / "table.json").write_text(json.dumps(table, indent=2) + "\n")
-        (self.folder / "table.txt").write_text(
-            "".join(f"{key}: {value}\n" for key, value in self.about.items()) + "\n" + profile_table.text(table)
-        )
+        write_json(self.folder / "table.json", table)
+        about = "".join(f"{key}: {value}\n" for key, value in self.about.items())
+        write_whole(self.folder / "table.txt", f"{about}\n{profile_table.text(table)}")
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self._profiler is not None:

@@ -26,12 +26,13 @@ from composer.utils import dist
 
 from cli import masking
 from cli.command_line import RENAMED
+from cli.files import write_json, write_whole
 from cli.log import log
 from record.config_file import ConfigFiles
 from record.environment import environment
 from record.files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, run_id_of, seconds_of_starts
 from record.summary import RESULT_KEYS, finite, rounded
-from record.writing import append_lines, as_lines, write_json, write_whole
+from record.writing import append_lines, as_lines
 
 if TYPE_CHECKING:
     from callbacks.gradient_norm import GradientNorm

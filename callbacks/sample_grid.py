@@ -15,6 +15,7 @@ from composer import Logger
 from PIL import Image
 from torch import Tensor
 
+from cli.files import write_whole
 from cli.masking import printable
 
 GAP_PX = 2
@@ -47,6 +48,6 @@ def write_grid(folder: Path, num_images: int, samples: Sequence[tuple[str, Tenso
     place = folder / "samples"
     place.mkdir(parents=True, exist_ok=True)
     Image.fromarray(grid.permute(1, 2, 0).numpy()).save(place / f"im{num_images:012d}.png")
-    (place / "captions.txt").write_text("".join(f"{printable(caption)}\n" for caption, _ in samples))
+    write_whole(place / "captions.txt", "".join(f"{printable(caption)}\n" for caption, _ in samples))
     # Not as a table: for tables, W&B queries its server forever, even offline (seen with wandb 0.18.7).
     logger.log_images(grid.permute(1, 2, 0).numpy(), name="samples/grid", channels_last=True, use_table=False)

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from cli.errors import ConfigError, Failed, Refused
 from cli.log import EVERY_RANK, log
+from cli.private_api import PrivateAPIMissing, check_private_api
 
 LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
 
@@ -32,8 +33,9 @@ def command(text: str | None, *, needs_words: bool = True) -> Callable[[Callable
                 print(text)
                 return 0 if argv else 2
             try:
+                check_private_api()
                 return main(argv, **more)
-            except (ConfigError, Refused, Failed) as error:
+            except (ConfigError, Refused, Failed, PrivateAPIMissing) as error:
                 log.error(error, extra=EVERY_RANK)
                 return 1 if isinstance(error, Failed) else 2
 

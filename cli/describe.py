@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 from cli.command import command
 from cli.errors import Refused
+from cli.files import write_whole
 from cli.limits import type_hints
 
 BLOCK = re.compile(r"(<!-- (own )?keys of ([\w.]+) -->\n).*?(<!-- end of keys -->)", re.S)
@@ -169,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
         raise Refused(str(error)) from error
     for path, (before, after) in pages.items():
         if after != before:
-            path.write_text(after)
+            write_whole(path, after)
             print(f"written: {path}")
     return 0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from cli import masking
 from cli.log import EVERY_RANK, log
+from cli.private_api import require_private_api
 
 ROOT = Path(__file__).resolve().parent.parent
 # What libraries say, in plain RuntimeErrors, of a process that was ended from outside.
@@ -18,6 +19,8 @@ ENDED = {
     "DataLoader worker (pid": "Too little memory or /dev/shm ends a worker so. Lower data.workers, or give more of it.",
     "by peer": "Another rank has ended without a word: the kernel ends a process where the machine's memory is short.",
 }
+
+require_private_api("dis", "opmap.RAISE_VARARGS", why="errors that our own `raise` has raised are told without a trace")
 
 
 class ConfigError(ValueError):

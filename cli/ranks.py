@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, distributed_c10d
 
 from cli.errors import ConfigError
 from cli.log import EVERY_RANK, log
+from cli.private_api import require_private_api
 
 Result = TypeVar("Result")
 
@@ -36,13 +37,14 @@ FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may 
 
 _quiet = threading.Event()
 
+require_private_api(distributed_c10d, "_get_default_store", why="what one rank says, the others hear there")
+
 
 def _store() -> PrefixStore | None:
-    """Return the ranks' store, or None: there is one rank, or a torch without `_get_default_store` (2.0 to 2.11 have it)."""
+    """Return the ranks' store, or None: there is one rank."""
     if dist.get_world_size() == 1 or not torch.distributed.is_initialized():
         return None
-    get = getattr(distributed_c10d, "_get_default_store", None)
-    return None if get is None else PrefixStore("easel/ranks", get())
+    return PrefixStore("easel/ranks", distributed_c10d._get_default_store())
 
 
 def watch_for_abort() -> None:

@@ -17,7 +17,6 @@ Shapes: B batch, D features, e.g. 2048.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cli.files import whole
 from evaluation.numerics import Float64Sums, require_finite
 
 BLOCK = 256  # columns multiplied at once; 128 to 512 are fast on a CPU
@@ -100,15 +100,8 @@ def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[st
         raise ValueError(f"{path}: is not written: {problem}")
     count = {} if num_images is None else {"num_images": num_images}
     path = Path(path).expanduser()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            np.savez(file, mu=mean, sigma=covariance, **count, **facts)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole(path) as temporary, open(temporary, "wb") as file:
+        np.savez(file, mu=mean, sigma=covariance, **count, **facts)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from cli.log import log
+from cli.private_api import require_private_api
 from evaluation.clip_score import CLIPScore, load_clip, times_100
 from evaluation.fid import FeatureSums, covariance_warning, frechet_distance, read_facts, reference_for
 from evaluation.inception import Resize, load_inception
@@ -36,6 +37,10 @@ from evaluation.numerics import Precision
 from weights.tensors import tensor_specs
 
 QUEUE_SEC = 3.0  # covers the host's work between two batches
+
+require_private_api(
+    Metric, "_reductions", "_update_count", why="the sums of an evaluation are kept, and added up over ranks"
+)
 
 
 class Given(NamedTuple):

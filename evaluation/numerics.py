@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from cli.private_api import require_private_api
+
 Precision = Literal["fp32", "fp16"]
 """fp32: full, whatever the run's precision. fp16: under autocast, as in all validation of MLPerf's reference."""
+
+require_private_api(Metric, "_apply", why="a metric's sums keep their type where the model around them is cast")
 
 
 class Float64Sums(Metric):

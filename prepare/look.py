@@ -154,11 +154,10 @@ def stage_facts(stage: Stage, shards: Sequence[dict[str, Any]]) -> list[Fact]:
     """Return what dataset.json and index.json say."""
     facts = [("kind", stage.kind), ("location", stage.location)]
     for name, value in stage.facts.items():
-        is_group = isinstance(value, dict)
-        entries = {f"{name}, {key}": entry for key, entry in value.items()} if is_group else {name: value}
         if name not in ("schema", "stage", "samples", "index_sha256"):
-            words = {key: entry if isinstance(entry, str) else json.dumps(entry) for key, entry in entries.items()}
-            facts += [(key.replace("_", " "), text) for key, text in words.items()]
+            group = {f", {key}": of for key, of in value.items()} if isinstance(value, dict) else {"": value}
+            words = {key: of if isinstance(of, str) else json.dumps(of) for key, of in group.items()}
+            facts += [(f"{name}{key}".replace("_", " "), text) for key, text in words.items()]
     sizes, samples = [shard["raw_data"]["bytes"] for shard in shards], [shard["samples"] for shard in shards]
     mean, least, greatest = map(size_in_words, (sum(sizes) / len(sizes), min(sizes), max(sizes)))
     columns = zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True)
@@ -221,13 +220,10 @@ class Seen:
         moments = torch.from_numpy(sample.value.astype(np.float32))[None]  # (1, 2C, h, w)
         mean, logvar = moments.chunk(2, dim=1)
         noise = torch.from_numpy(self._generator.standard_normal(mean.shape, np.float32))
-        latent = self.family.sample_latents(moments, noise)
+        found = {"mean": mean, "deviation": torch.exp(0.5 * logvar.clamp(-30.0, 20.0))}
+        found["latent"] = self.family.sample_latents(moments, noise)
         some = self._generator.permutation(mean[0, 0].numel())[:VALUES_A_CHANNEL]
-        for name, quantity in {
-            "mean": mean,
-            "deviation": torch.exp(0.5 * logvar.clamp(-30.0, 20.0)),
-            "latent": latent,
-        }.items():
+        for name, quantity in found.items():
             values = quantity[0].flatten(1).double().numpy()  # (C, h w)
             self.powers[name].append(np.stack([values.mean(axis=1), (values**2).mean(axis=1)]))
             self.values[name].append(values[:, some])
@@ -251,20 +247,17 @@ class Seen:
         return facts
 
     def _image_facts(self) -> list[Fact]:
-        forms = Counter(sample.form for sample in self.samples)
+        num, counts = len(self.samples), Counter(sample.form for sample in self.samples)
         sizes = [sample.size for sample in self.samples if sample.size is not None]
         ratios = [width / height for width, height in sizes]
         names = ("higher than wide", "square", "wider than high")
         shapes = Counter(names[1 + (width > height) - (width < height)] for width, height in sizes)
         return [
-            (
-                "formats",
-                ", ".join(f"{form} {share(num, len(self.samples))}" for form, num in forms.most_common()),
-            ),
+            ("formats", ", ".join(f"{form} {share(count, num)}" for form, count in counts.most_common())),
             ("width, px", spread([width for width, _ in sizes])),
             ("height, px", spread([height for _, height in sizes])),
             ("width / height", spread(ratios, "{:.3g}".format)),
-            ("", ", ".join(f"{name} {share(num, len(ratios))}" for name, num in shapes.most_common()) or "none"),
+            ("", ", ".join(f"{name} {share(count, len(ratios))}" for name, count in shapes.most_common()) or "none"),
             ("bytes an image", spread([sample.num_bytes for sample in self.samples], size_in_words)),
         ]
 
@@ -349,14 +342,11 @@ def show(config: LookConfig, stage: Stage, seen: Seen, vae: nn.Module | None, sh
         normalize = stage.facts.get("normalize", "symmetric")
         pictures = draw.decode(vae, pictures, normalize) if vae else draw.channels_as_rgb(pictures)
     tiles = [Tile(picture, sample.caption) for picture, sample in zip(pictures, shown, strict=True)]
-    histograms = (
-        draw.histograms_of_images(samples) if stage.kind == "images" else draw.histograms_of_moments(seen.values)
-    )
+    is_images = stage.kind == "images"
+    histograms = draw.histograms_of_images(samples) if is_images else draw.histograms_of_moments(seen.values)
     if "caption" in stage.columns:
-        label = f"tokens a caption (cut at {seen.num_tokens})"
-        histograms.append(
-            Histogram(label, {"": [sample.num_tokens for sample in samples]}, is_whole=True, mark=seen.num_tokens + 0.5)
-        )
+        label, counts = f"tokens a caption (cut at {seen.num_tokens})", [sample.num_tokens for sample in samples]
+        histograms.append(Histogram(label, {"": counts}, is_whole=True, mark=seen.num_tokens + 0.5))
     head = [f"{stage.kind}: {stage.location}", which, f"histograms: of the {len(samples):,} samples that were read"]
     out.parent.mkdir(parents=True, exist_ok=True)
     draw.write_page(out, head, tiles, histograms)

@@ -1,7 +1,7 @@
 """From the rows of a stage to one picture: a grid of samples with their captions, and histograms below.
 
-The page is laid out in inches, from the top: captions come in any length and any script, so every text is measured and
-broken before it is drawn. Nothing of a user's matplotlib settings is used, and nothing of it is changed.
+matplotlib's constrained layout places everything. Captions come in any length and any script, so each text is measured and
+broken into lines before. A user's own settings of matplotlib are neither used nor changed.
 
 Shapes: N samples, C latent channels, h w height and width of the latent, H W height and width of a picture, px.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from PIL import Image
 from streaming.base.format.mds.encodings import mds_decode
 from torch import nn
 
+from cli.files import whole
 from cli.limits import MAX_CAPTION
 from cli.log import log
 from cli.masking import printable
@@ -34,15 +36,15 @@ from zoo.spec import Family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.backends.backend_agg import RendererAgg
 
 DPI = 120
-PAGE_IN, MARGIN_IN, GAP_IN = 13.0, 0.35, 0.14
-HEAD_IN, HEAD_LINE_IN = 0.32, 0.2
-MAX_COLUMNS, MAX_TILE_IN = 8, 2.2
-CAPTION_LINES, CAPTION_POINTS, LINE_IN = 3, 7.5, 0.135
-HISTOGRAM_COLUMNS, HISTOGRAM_IN, AXIS_IN = 4, 1.6, 0.62
-TILE_PX = round(MAX_TILE_IN * DPI)
+PAGE_IN, MARGIN_IN, GAP_IN = 13.0, 0.28, 0.14
+HEAD_IN, TITLE_POINTS, HEAD_POINTS = 0.75, 13.0, 9.0
+MIN_COLUMNS, MAX_COLUMNS = 5, 8
+CAPTION_LINES, CAPTION_POINTS, CAPTION_IN = 3, 7.5, 0.58
+HISTOGRAM_COLUMNS, HISTOGRAM_IN = 4, 2.2
+TILE_PX = round((PAGE_IN - 2 * MARGIN_IN) / MIN_COLUMNS * DPI)
 READ_CHARACTERS = 1000  # of a caption: far more than three lines hold
 NUM_BINS = 40
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
@@ -318,122 +320,97 @@ def write_page(out: Path, head: Sequence[str], tiles: Sequence[Tile], histograms
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    num_rows = max(1, math.ceil(len(tiles) / MAX_COLUMNS))
-    num_columns = max(1, math.ceil(len(tiles) / num_rows))
+    num_rows = math.ceil(len(tiles) / MAX_COLUMNS)
+    num_columns = max(MIN_COLUMNS, math.ceil(len(tiles) / max(1, num_rows)))
+    tile_in = (PAGE_IN - 2 * MARGIN_IN) / num_columns - GAP_IN
     rows = [tiles[at : at + num_columns] for at in range(0, len(tiles), num_columns)]
-    tile_in = min(MAX_TILE_IN, (PAGE_IN - 2 * MARGIN_IN - (num_columns - 1) * GAP_IN) / num_columns)
     shapes = [[tile.picture.shape for tile in row] for row in rows]
     heights_in = [max(tile_in * min(1.0, height / width) for height, width, _ in row) for row in shapes]
-    below_in = CAPTION_LINES * LINE_IN + 2 * GAP_IN
-    histogram_rows = math.ceil(len(histograms) / HISTOGRAM_COLUMNS)
-    head_in = MARGIN_IN + HEAD_IN + (len(head) - 1) * HEAD_LINE_IN
-    grid_in = sum(heights_in) + len(rows) * below_in
-    height_in = head_in + grid_in + histogram_rows * (HISTOGRAM_IN + AXIS_IN) + MARGIN_IN
+    grid_in = HEAD_IN + sum(heights_in) + len(rows) * CAPTION_IN
+    histograms_in = math.ceil(len(histograms) / HISTOGRAM_COLUMNS) * HISTOGRAM_IN
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
-        warnings.simplefilter("ignore", UserWarning)  # of glyphs that no font has: they show as boxes
-        figure = Figure(figsize=(PAGE_IN, height_in), dpi=DPI)
+        warnings.filterwarnings("ignore", "Glyph ")  # that no font has: they show as boxes
+        height_in = grid_in + histograms_in + MARGIN_IN
+        figure = Figure((PAGE_IN, height_in), DPI, layout="constrained")
+        left, bottom = MARGIN_IN / PAGE_IN, MARGIN_IN / height_in
+        inside = (left, bottom, 1.0 - 2 * left, 1.0 - bottom)
+        figure.get_layout_engine().set(w_pad=GAP_IN / 2, h_pad=GAP_IN / 2, wspace=0.0, hspace=0.0, rect=inside)
         canvas = FigureCanvasAgg(figure)
-        page = _Page(figure, height_in)
-        page.write_head(head)
-        top_in = head_in
-        for row, tallest_in in zip(rows, heights_in, strict=True):
-            for column, tile in enumerate(row):
-                page.draw_tile(tile, MARGIN_IN + column * (tile_in + GAP_IN), top_in, (tile_in, tallest_in))
-            top_in += tallest_in + below_in
-        top_in += MARGIN_IN / 2
-        pitch_in = (PAGE_IN - 2 * MARGIN_IN) / HISTOGRAM_COLUMNS
-        for number, histogram in enumerate(histograms):
-            row, column = divmod(number, HISTOGRAM_COLUMNS)
-            left_in = MARGIN_IN + column * pitch_in + 0.35  # room for the numbers of the axis
-            page.draw_histogram(histogram, left_in, top_in + row * (HISTOGRAM_IN + AXIS_IN), pitch_in - 0.5)
-        partial = out.with_name(f".{out.name}.partial")
-        try:
-            canvas.print_png(partial)
-            partial.replace(out)
-        finally:
-            partial.unlink(missing_ok=True)
+        cut = functools.partial(_lines, canvas.get_renderer())
+        above, below = figure.subfigures(2, height_ratios=[grid_in, histograms_in])
+        for part, texts, points in ((figure, head[:1], TITLE_POINTS), (above, head[1:], HEAD_POINTS)):
+            lines = [line for text in texts for line in cut(text, PAGE_IN - 3 * MARGIN_IN, points, 1)]
+            at = GAP_IN / 2 / PAGE_IN + (left if part is figure else 0.0)
+            part.suptitle("\n".join(lines), x=at, ha="left", fontsize=points, parse_math=False)
+        if rows:
+            grid = above.subplots(len(rows), num_columns, squeeze=False, height_ratios=heights_in)
+            for axes, tile in itertools.zip_longest(grid.flat, tiles):
+                _draw_tile(axes, tile, cut, tile_in)
+        plots = below.subplots(math.ceil(len(histograms) / HISTOGRAM_COLUMNS), HISTOGRAM_COLUMNS, squeeze=False)
+        for axes, histogram in itertools.zip_longest(plots.flat, histograms):
+            _draw_histogram(axes, histogram)
+        with whole(out) as temporary:
+            canvas.print_png(temporary)
 
 
-class _Page:
-    """Draws at places given in inches from the top left."""
+def _lines(renderer: RendererAgg, text: str, width_in: float, points: float, max_lines: int) -> list[str]:
+    """Return a text in lines of a width at most."""
+    from matplotlib.font_manager import FontProperties
 
-    def __init__(self, figure: Figure, height_in: float):
-        self.figure = figure
-        self.height_in = height_in
-        self.renderer = figure.canvas.get_renderer()
+    font = FontProperties(size=points)
 
-    def add_axes(self, left_in: float, top_in: float, width_in: float, height_in: float) -> Axes:
-        bottom_in = self.height_in - top_in - height_in
-        box = (left_in / PAGE_IN, bottom_in / self.height_in, width_in / PAGE_IN, height_in / self.height_in)
-        return self.figure.add_axes(box)
+    def fits(line: str) -> bool:
+        return renderer.get_text_width_height_descent(line, font, ismath=False)[0] <= width_in * DPI
 
-    def write(self, text: str, left_in: float, top_in: float, points: float, **options: Any) -> None:
-        # Captions have prices in them, which must not be read as formulas.
-        at = (left_in / PAGE_IN, 1 - top_in / self.height_in)
-        self.figure.text(*at, text, fontsize=points, va="baseline", parse_math=False, **options)
+    return break_lines(text, fits, max_lines)
 
-    def lines(self, text: str, width_in: float, points: float, max_lines: int) -> list[str]:
-        from matplotlib.font_manager import FontProperties
 
-        font = FontProperties(size=points)
+def _draw_tile(axes: Axes, tile: Tile | None, cut: Callable[..., list[str]], width_in: float) -> None:
+    if tile is None:
+        axes.set_axis_off()
+        return
+    is_small = max(tile.picture.shape[:2]) < width_in * DPI
+    axes.imshow(tile.picture, interpolation="nearest" if is_small else "antialiased", aspect="equal")
+    axes.set_anchor("SW")  # beside its caption, whatever its proportions
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set(color=PALE, linewidth=0.6)  # a white picture has an edge too
+    lines = cut(tile.caption or "(empty caption)", width_in, CAPTION_POINTS, CAPTION_LINES)
+    # Captions have prices in them, which must not be read as formulas.
+    axes.set_xlabel("\n".join(lines), fontsize=CAPTION_POINTS, loc="left", parse_math=False)
 
-        def fits(line: str) -> bool:
-            return self.renderer.get_text_width_height_descent(line, font, ismath=False)[0] <= width_in * DPI
 
-        return break_lines(text, fits, max_lines)
+def _draw_histogram(axes: Axes, histogram: Histogram | None) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    def write_head(self, head: Sequence[str]) -> None:
-        top_in = MARGIN_IN
-        for number, text in enumerate(head):
-            points = 9.0 if number else 13.0
-            [line] = self.lines(text, PAGE_IN - 2 * MARGIN_IN, points, max_lines=1) or [""]
-            self.write(line, MARGIN_IN, top_in, points, color="#444444" if number else "black")
-            top_in += HEAD_LINE_IN if number else HEAD_IN
-
-    def draw_tile(self, tile: Tile, left_in: float, top_in: float, size_in: tuple[float, float]) -> None:
-        width_in, height_in = size_in
-        axes = self.add_axes(left_in, top_in, *size_in)
-        is_small = max(tile.picture.shape[:2]) < width_in * DPI
-        axes.imshow(tile.picture, interpolation="nearest" if is_small else "antialiased", aspect="equal")
-        axes.set_anchor("SW")  # beside its caption, whatever its proportions
+    if histogram is None:
+        axes.set_axis_off()
+        return
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=7.5)
+    series = {name: np.ravel(values) for name, values in histogram.series.items() if np.size(values)}
+    if not series:
         axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_color(PALE)  # a white picture has an edge too
-        axes.spines[:].set_linewidth(0.6)
-        lines = self.lines(tile.caption or "(empty caption)", width_in, CAPTION_POINTS, CAPTION_LINES)
-        for number, line in enumerate(lines, 1):
-            self.write(line, left_in, top_in + height_in + number * LINE_IN, CAPTION_POINTS, color="black")
-
-    def draw_histogram(self, histogram: Histogram, left_in: float, top_in: float, width_in: float) -> None:
-        from matplotlib.ticker import EngFormatter, MaxNLocator
-
-        axes = self.add_axes(left_in, top_in, width_in, HISTOGRAM_IN)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=7.5)
-        series = {name: np.ravel(values) for name, values in histogram.series.items() if np.size(values)}
-        if not series:
-            axes.set(xticks=[], yticks=[])
-            axes.set_xlabel(histogram.label, fontsize=8)
-            axes.text(0.5, 0.5, "none", ha="center", va="center", color="#888888", transform=axes.transAxes)
-            return
-        upper = math.inf if histogram.mark is None else 2.0 * histogram.mark
-        edges = bar_edges(np.concatenate(list(series.values())), is_whole=histogram.is_whole, upper=upper)
-        num_outside = 0
-        for number, (name, values) in enumerate(series.items()):
-            counts, outside = bars(values, edges)
-            colour, is_only = COLOURS[number % len(COLOURS)], len(series) == 1
-            axes.stairs(counts, edges, fill=is_only, color=colour, linewidth=1.2, label=name)
-            num_outside += outside
-        if histogram.mark is not None and edges[0] < histogram.mark < edges[-1]:
-            axes.axvline(histogram.mark, color="#b00020", linewidth=1.0, linestyle="--")
-        axes.set_xlim(edges[0], edges[-1])
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=histogram.is_whole))
-        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-        if 1 < len(series) <= len(COLOURS):
-            place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.97), "ncols": len(series)}
-            axes.legend(fontsize=7, frameon=False, handlelength=1.0, columnspacing=1.0, **place)
-        note = f"\n{num_outside:,} further out, in the outermost bars" if num_outside else ""
-        axes.set_xlabel(histogram.label + note, fontsize=8, parse_math=False)
+        axes.set_xlabel(histogram.label, fontsize=8)
+        axes.text(0.5, 0.5, "none", ha="center", va="center", color="#888888", transform=axes.transAxes)
+        return
+    upper = math.inf if histogram.mark is None else 2.0 * histogram.mark
+    edges = bar_edges(np.concatenate(list(series.values())), is_whole=histogram.is_whole, upper=upper)
+    num_outside = 0
+    for (name, values), colour in zip(series.items(), itertools.cycle(COLOURS)):
+        counts, outside = bars(values, edges)
+        axes.stairs(counts, edges, fill=len(series) == 1, color=colour, linewidth=1.2, label=name)
+        num_outside += outside
+    if histogram.mark is not None and edges[0] < histogram.mark < edges[-1]:
+        axes.axvline(histogram.mark, color="#b00020", linewidth=1.0, linestyle="--")
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=histogram.is_whole))
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    if 1 < len(series) <= len(COLOURS):
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.97), "ncols": len(series)}
+        axes.legend(fontsize=7, frameon=False, handlelength=1.0, columnspacing=1.0, **place)
+    note = f"\n{num_outside:,} further out, in the outermost bars" if num_outside else ""
+    axes.set_xlabel(histogram.label + note, fontsize=8, parse_math=False)

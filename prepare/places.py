@@ -25,8 +25,9 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.util import retry
 
 from cli.errors import Refused
+from cli.files import to_disk
+from cli.private_api import require_private_api
 from preflight.limits import unwritable
-from record.checkpoint_files import to_disk
 from stages import store_errors
 from stages.dataset import is_remote
 from stages.stores import download_once
@@ -34,6 +35,8 @@ from stages.stores import download_once
 WORK = ".work"
 LOCK_WAIT_SEC = 10.0  # workers of a killed command notice that and end within a second
 NUM_TRIES = 5  # 1, 2, 4, 8 s apart: a store may be unreachable for some seconds
+
+require_private_api(upload.CloudUploader, "local", "remote", "upload_file", why="one client puts files from any folder")
 
 
 class Place:

@@ -1,4 +1,4 @@
-"""A run's folder: its files, its checkpoints' files, environment, MLPerf events..
+"""A run's folder: its files, its checkpoints' files, environment, MLPerf events.
 
-Whoever writes or reads a run comes in. Imports cli/ and config.py.
+Rooms that write or read a run import it. Imports cli/ and config.py.
 """

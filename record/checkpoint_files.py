@@ -11,7 +11,6 @@ tensors and plain containers, nothing else.
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from cli.errors import ConfigError
+from cli.files import to_disk, whole
 from cli.log import log
 
 SCHEMA = 1
@@ -74,35 +74,21 @@ def write(folder: Path, name: str, content: Mapping[str, Any]) -> Path:
         OSError: it could not be written; nothing is left of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            digesting = DigestingFile(file)
-            try:
-                torch.save(dict(content), digesting)
-            except RuntimeError as error:
-                raise (digesting.error or error) from error
-            file.flush()
-            os.fsync(file.fileno())
-        path = folder / f"{name}-{digesting.digest.hexdigest()}.pt"
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+
+    def path() -> Path:
+        return folder / f"{name}-{digesting.digest.hexdigest()}.pt"
+
+    with whole(folder / name, path) as temporary, open(temporary, "wb") as file:
+        digesting = DigestingFile(file)
+        try:
+            torch.save(dict(content), digesting)
+        except RuntimeError as error:
+            raise (digesting.error or error) from error
     to_disk(folder)
     for other in folder.glob(f"{name}-*.pt"):
-        if other != path:  # of a life of the run that was cut back to before this batch
+        if other != path():  # of a life of the run that was cut back to before this batch
             other.unlink()
-    return path
-
-
-def to_disk(path: Path) -> None:
-    """Bring a file's bytes, or a folder's entries, to the disk: a rename is not there before."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return path()
 
 
 def listed(folder: Path, kind: str) -> list[Path]:

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from cli import masking
 from cli.command_line import Assignment, Problem, leaves, read_yaml
 from cli.errors import ConfigError
+from cli.files import write_whole
 from config import resolved
-from record.writing import write_whole
 
 CONFIG, LATER = "config.yaml", "later.yaml"
 
@@ -105,3 +105,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         ways = "Bring back a copy, or remove it and summary.json: benchmark.py then resumes from the newest checkpoint"
         raise ConfigError([f"{problem.text} {ways}, with the keys of its command." for problem in unreadable])
     return {at.key: at.value for at in values if id(at) not in unresolved}
+
+
+def masked_text(folder: Path) -> str:
+    """Return both files as one YAML without secrets: an earlier version's may have a password in an address."""
+    text, later = (folder / CONFIG).read_text(), _as_it_stands(folder / LATER)
+    return masking.masked(_yaml({**_as_it_stands(folder / CONFIG), **later}) if later else text)

@@ -15,18 +15,10 @@ from cli.errors import ConfigError
 
 STARTS, METRICS, CUT, BAD_SAMPLES = "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"
 SUMMARY = "summary.json"
-ALL = (
-    STARTS,
-    METRICS,
-    CUT,
-    BAD_SAMPLES,
-    SUMMARY,
-    "config.yaml",
-    "later.yaml",
-    "environment.json",
-    "mlperf.log",
-    "eval.csv",
-)
+SCORES = ("eval.jsonl", "eval.csv")
+"""Written by evaluation/score_table.py."""
+OTHERS = ("config.yaml", "later.yaml", "environment.json", "mlperf.log", *SCORES)
+ALL = (STARTS, METRICS, CUT, BAD_SAMPLES, SUMMARY, *OTHERS)
 NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     STARTS: {"start": int, "run_id": str, "device": str, "num_devices": int},
     METRICS: {"batch": int},

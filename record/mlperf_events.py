@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import ConfigError
+from cli.files import write_whole
 from cli.log import log
 
 Line = Mapping[str, Any]
@@ -21,6 +22,17 @@ METRICS = {"fid": "FID", "clip": "CLIP"}
 """Our names -> those of the checkers. The CLIP score is the mean cosine, not times 100."""
 MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model", "eval_precision")
 """What an eval_stop says of its scores: how long they took, of how many images, by which networks and in which precision."""
+
+
+FIELDS = {"key", "value", "metadata", "time_ms"}
+METADATA = {
+    "run_start": ["samples_count"],
+    "block_stop": ["samples_count"],
+    "eval_accuracy": ["samples_count", "metric"],
+    "run_stop": ["samples_count", "status"],
+    "restart": ["samples_count"],
+}
+"""What a report reads of an event beside its value."""
 
 
 class _Lines(logging.Handler):
@@ -109,15 +121,56 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             break
-        try:
-            event = json.loads(line[len(TOKEN) :]) if line.startswith(TOKEN) else None
-        except (ValueError, RecursionError):
-            event = None
-        if not (isinstance(event, dict) and event.keys() >= {"key", "value", "metadata", "time_ms"}):
+        event = _content_of(line)
+        if not (isinstance(event, dict) and event.keys() >= FIELDS):
             given = f"{path}: line {number:,} is no event of MLPerf's: '{line[:40].rstrip()}'"
             raise ConfigError([f"{given}. Mend it or take it out, or go on without a log (mlperf.enabled=false)."])
         found.append(event)
     return found
+
+
+def events_to_fault(path: Path) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """Return the events of a log up to the first that cannot be read, and what is wrong with that; None: there is no log."""
+    if not path.is_file():
+        return None, None
+    found = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            how = "it is being written, or its run was killed: then start that again, with the same command"
+            return found, f"its log ends in the middle of a line: {how}"
+        event = _content_of(line)
+        if (text := _fault_of(event)) is not None:
+            return found, f"line {number:,} of its log {text}: Easel has not written it so"
+        found.append(event)
+    return found, None
+
+
+def _content_of(line: str) -> Any:
+    """Return what stands behind a line's token; None: it has none, or what follows is no JSON."""
+    try:
+        return json.loads(line.removeprefix(TOKEN)) if line.startswith(TOKEN) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _fault_of(event: Any) -> str | None:
+    """Say why a report cannot read an event; None: it can."""
+    is_whole = isinstance(event, dict) and event.keys() >= FIELDS
+    if not is_whole or not isinstance(event["metadata"], dict) or not is_number(event["time_ms"]):
+        return "is no event of MLPerf's"
+    key, value, metadata = event["key"], event["value"], event["metadata"]
+    if missing := [name for name in METADATA.get(key, []) if metadata.get(name) is None]:
+        return f"has no {missing[0]}"
+    if not isinstance(metadata.get("samples_count", 0), int) or (key == "seed" and not isinstance(value, int)):
+        return "has no whole number where one belongs"
+    if key == "eval_accuracy" and not (is_number(value) and metadata["metric"] in METRICS.values()):
+        return "is no FID or CLIP score"
+    return None
+
+
+def is_number(value: Any) -> bool:
+    """True for a number, which a truth value is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_begun(folder: Path) -> bool:
@@ -142,9 +195,7 @@ def reopen(path: Path) -> list[dict[str, Any]]:
     events = read_events(path)
     lines = path.read_text().splitlines(keepends=True)[: len(events)]
     kept = [line for line, event in zip(lines, events, strict=True) if event["key"] != "run_stop"]
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    write_whole(path, "".join(kept))
     return [event for event in events if event["key"] != "run_stop"]
 
 

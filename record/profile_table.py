@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cli.table import as_table
+
 SCHEMA = 1
 KINDS = (
     "convolution",
@@ -279,14 +281,13 @@ def tabulate(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def text(table: Mapping[str, Any]) -> str:
     """Format a table for reading."""
-    lines = [f"{table['steps']} steps of {table['step_ms']:.3f} ms, time of {table['of']}", ""]
-    lines += [f"{'kind':<16}{'ms/step':>10}{'share':>8}{'calls':>9}"]
-    for kind, row in table["kinds"].items():
-        lines.append(f"{kind.replace('_', ' '):<16}{_cells(row)}")
-    lines += ["", f"{'ms/step':>10}{'share':>8}{'calls':>9}  {'kind':<16}{table['of'][:-1]}"]
-    lines += [f"{_cells(row)}  {row['kind'].replace('_', ' '):<16}{row['name'][:120]}" for row in table["top"]]
-    return "\n".join(lines) + "\n"
+    title = f"{table['steps']} steps of {table['step_ms']:.3f} ms, time of {table['of']}"
+    kinds = [(kind.replace("_", " "), *_cells(row)) for kind, row in table["kinds"].items()]
+    top = [(*_cells(row), row["kind"].replace("_", " "), row["name"][:120]) for row in table["top"]]
+    head = ("ms/step", "share", "calls")
+    of_kinds = as_table(("kind", *head), kinds, "lrrr")
+    return f"{title}\n\n{of_kinds}\n\n{as_table((*head, 'kind', table['of'][:-1]), top, 'rrrll')}\n"
 
 
-def _cells(row: Mapping[str, float]) -> str:
-    return f"{row['ms_per_step']:>10.3f}{row['frac']:>8.1%}{row['calls_per_step']:>9.1f}"
+def _cells(row: Mapping[str, float]) -> tuple[str, str, str]:
+    return f"{row['ms_per_step']:.3f}", f"{row['frac']:.1%}", f"{row['calls_per_step']:.1f}"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cli.files import write_json
 from record.files import read_summary
-from record.writing import write_json
 
 RESULT_KEYS = (
     "images_per_sec",

@@ -1,4 +1,4 @@
-"""Files of a run's record are written whole or not at all; lines are added."""
+"""JSON lines, and how they are added to a file of a run's record; other files are written whole (cli/files.py)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,3 @@ def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     except OSError as error:
         given = f"run_folder: {path} cannot be written: {error.strerror}"
         raise OSError(f"{given}. The run stops; make room, and start the same command again.") from error
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    write_whole(path, json.dumps(content, indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Reads the records of runs and writes what is to be shown: MLPerf results and submissions.
+"""Reports on runs: MLPerf results and submissions, and sample pictures.
 
-Nothing imports it. Imports cli/ and config.py, and may import record/.
+No room imports it. Imports cli/ and record/; a run's files are read in record/ alone.
 """

@@ -1,21 +1,22 @@
-"""Collect runs into an MLPerf result: their logs, the olympic mean, the reference points, a picture, a submission's folders.
+"""Combine runs into an MLPerf result: the olympic mean of their times, the reference points, a picture, a submission.
 
     python -m reports.mlperf runs/mlperf-256-*                     # -> mlperf_report/
     python -m reports.mlperf runs/mlperf-256-* out=submission
 
-A result is ten runs of one configuration and ten seeds, in the closed division none of them restarted; one of them may fail,
-and counts as the worst. What a run cannot count for is said; runs without a log are drawn and no more. Written are
+A result is ten runs of one configuration with ten seeds. One of them may fail; it counts as the slowest. In the closed
+division none may have been restarted. A run that cannot count is named with the reason. A run without a log is only drawn.
+Written are
 
     band.png                                               FID and CLIP score over images, over the reference's 40 runs
     ORG/results/SYSTEM/stable_diffusion/result_0.txt ...   the logs, by seed
-    ORG/systems/SYSTEM.json                                the system, as far as the record knows it
+    ORG/systems/SYSTEM.json                                the system, as far as environment.json knows it
     ORG/benchmarks/stable_diffusion/implementations/easel/README.md
 
-and every field that is missing is named. What MLCommons says of the whole:
+and every missing field is named. MLCommons' own check of a submission:
 
     python -m mlperf_logging.package_checker OUT/ORG training 5.0.0
 
-Exit code: 0, or 2 where the runs cannot be taken together (each problem on a line of stderr).
+Exit code: 0, or 2 where the runs cannot be combined (each problem on a line of stderr).
 Source: mlcommons/training_policies at d73e20f1, training_rules.adoc; mlcommons/logging at 7bbf7926, system_desc_checker.
 """
 
@@ -28,10 +29,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cli import masking
 from cli.command import command
 from cli.errors import ConfigError, Refused
+from cli.files import write_json, write_whole
 from cli.log import log
+from cli.table import as_table
+from record.config_file import masked_text
 from reports.mlperf_band import draw, read_bands, standing
 from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
@@ -84,7 +87,7 @@ VERSIONS = {
 
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
-    """Read the runs, report, write; returns the exit code."""
+    """Run the command; see the head of this file."""
     keys = dict(word.split("=", 1) for word in argv if "=" in word and not Path(word).exists())
     places = [word for word in argv if "=" not in word or Path(word).exists()]
     problems = [f"{key}: unknown key. Possible: out=FOLDER." for key in keys if key != "out"]
@@ -93,11 +96,11 @@ def main(argv: Sequence[str]) -> int:
     runs, broken = ([], []) if problems else read_runs(places)
     with_log = [run for run in runs if run.values("seed")]
     if broken and not runs:
-        problems += [f"{text}. No run is left. Mend it, or give other runs: runs/NAME ..." for text in broken]
+        problems += [f"{text}. No run is left. Repair it, or give other runs: runs/NAME ..." for text in broken]
     elif not problems and not runs:
         problems.append(f"{', '.join(places) or 'nothing'}: no run (config.yaml). Give runs: runs/NAME ...")
     if with_log:
-        fix = "A result is of one configuration and ten seeds: leave one of them out."
+        fix = "A result needs one configuration and ten seeds: leave one of them out."
         problems += [f"{text}. {fix}" for text in [*differences(with_log), *same_seeds(with_log)]]
     for text in broken if runs else ():
         log.info(f"{text}. Left out.")
@@ -106,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     out = Path(keys.get("out", "mlperf_report"))
     try:
         report(runs, out)
-    except BrokenPipeError:  # whoever reads this has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         raise
     except OSError as error:
         given = f"out: {error.filename or out} cannot be written: {error.strerror}"
@@ -115,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Return the runs among folders, each once, by name, and which file of the others is broken; what is no run is named."""
+    """Return the runs among folders, each once, sorted by name, and the broken files of the others."""
     found, broken = {}, []
     for place in places:
         folder = Path(place).resolve()
@@ -128,36 +131,43 @@ def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
             broken.append(f"{error.filename} cannot be read: {error.strerror}")
             continue
         if run is None:
-            log.info(f"{place}: no config.yaml: no run, left out.")
+            log.info(f"{place}: not a run, it has no config.yaml. Left out.")
         else:
             found[folder] = run
     return sorted(found.values(), key=lambda run: run.name), broken
 
 
 def report(runs: Sequence[Run], out: Path) -> None:
-    """Print what there is to say of runs, and write what there is to be written."""
+    """Print the verdict on each run and on the result; write the submission and the picture."""
     counted = []
     for run in runs:
         problem = run.problem()
         if problem is None:
             counted.append(run)
-            status = "success" if run.has_passed else "aborted"
-            figures = f"images={run.images} minutes={run.minutes:.3f} init_sec={run.init_sec:.1f}"
-            print(f"run={run.name} seed={run.seed} status={status} {figures}")
         else:
             print(f"run={run.name} left out: {problem}.")
     counted.sort(key=lambda run: run.seed)
     if counted:
+        print(table(counted))
         folder = write_submission(counted, out)
         print_result(counted, folder)
     write_picture(runs, out)
 
 
+def table(runs: Sequence[Run]) -> str:
+    """Return the runs that count as a table for the terminal, in their order."""
+    rows = []
+    for run in runs:
+        status = "success" if run.has_passed else "aborted"
+        rows.append((run.name, run.seed, status, run.images, f"{run.minutes:.3f}", f"{run.init_sec:.1f}"))
+    return as_table(("run", "seed", "status", "images", "minutes", "init_sec"), rows, "lrlrrr")
+
+
 def print_result(runs: Sequence[Run], folder: Path) -> None:
-    """Print the means of runs that count, and why they are a result or none.
+    """Print the means of the runs that count, and whether they are a result.
 
     Args:
-        folder: of their result_*.txt.
+        folder: with their result_*.txt.
     """
     passed = [run for run in runs if run.has_passed]
     num_failed = len(runs) - len(passed)
@@ -190,7 +200,7 @@ def print_result(runs: Sequence[Run], folder: Path) -> None:
         print("reference points: the open division has none")
     commits = sorted({str(run.environment.get("commit")) for run in runs})
     if len(commits) > 1:
-        print(f"commits: the runs are of {len(commits)}: {', '.join(commits)}")
+        print(f"commits: the runs come from {len(commits)}: {', '.join(commits)}")
     if reasons:
         print(f"no result: {'; '.join(reasons)}.")
     else:
@@ -198,7 +208,7 @@ def print_result(runs: Sequence[Run], folder: Path) -> None:
 
 
 def write_picture(runs: Sequence[Run], out: Path) -> None:
-    """Draw the runs that have evaluations, and say where the last one of each stands."""
+    """Draw the runs that have evaluations, and compare the last one of each with the reference."""
     bands = read_bands()
     drawn = [run for run in runs if run.evaluations]
     for run in drawn:
@@ -211,10 +221,10 @@ def write_picture(runs: Sequence[Run], out: Path) -> None:
 
 
 def write_submission(runs: Sequence[Run], out: Path) -> Path:
-    """Write the logs, the system and a README in a submission's layout; name what is missing.
+    """Write the logs, the system and a README in a submission's layout; name the missing fields.
 
     Returns:
-        the folder of the result_*.txt.
+        the folder with the result_*.txt.
     """
     system = system_of(runs[0])
     org, name = system["submitter"] or "ORG", system["system_name"] or "SYSTEM"
@@ -226,45 +236,44 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
         shutil.copyfile(run.log, results / f"result_{number}.txt")
     systems = out / org / "systems"
     systems.mkdir(exist_ok=True)
-    by_hand = _read_system(systems / f"{name}.json")  # what was filled in since the last report stays
+    by_hand = _read_system(systems / f"{name}.json")  # fields filled in since the last report stay
     filled = {field: system[field] or by_hand.get(field, "") for field in SYSTEM_FIELDS}
-    (systems / f"{name}.json").write_text(json.dumps(filled, indent=2) + "\n")
+    write_json(systems / f"{name}.json", filled)
     code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
     code.mkdir(parents=True, exist_ok=True)
-    config = (runs[0].folder / "config.yaml").read_text()  # an older version's may have a password in an address
-    (code / "config.yaml").write_text(masking.masked(config))
+    write_whole(code / "config.yaml", masked_text(runs[0].folder))
     commit = runs[0].environment.get("commit")
     command = "composer benchmark.py config.yaml seed=SEED run_name=NAME"
     text = f"Easel at commit {commit}. A run, with the seed of its log: {command}\n"
-    (code / "README.md").write_text(text)
+    write_whole(code / "README.md", text)
     missing = [field for field in SYSTEM_FIELDS if not filled[field]]
     print(f"written: {results}/result_*.txt ({len(runs)}), {systems / name}.json, {code}/README.md")
     print(f"missing in {name}.json: {', '.join(missing) or 'nothing'}.")
     others = ["the source code (implementations/easel)"]
     if runs[0].values("cache_clear") == [False]:
-        others.append("that caches were cleared before each run (its log says false)")
+        others.append("cleared caches before each run (its log says false)")
     print(f"missing beside it: {'; '.join(others)}.")
     return results
 
 
 def _read_system(path: Path) -> dict[str, Any]:
-    """Return what a report before this one has left, or nothing."""
+    """Return the system description of an earlier report, or nothing."""
     try:
         content = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        log.info(f"{path} cannot be read, and is written anew.")
+        log.info(f"{path} cannot be read. It is written again.")
     return content if isinstance(content, dict) else {}
 
 
 def system_of(run: Run) -> dict[str, str]:
-    """Return the system description of a run's machine; empty where the record does not know."""
+    """Return the system description of a run's machine; a field that the record does not know is empty."""
     known, sockets = run.environment, run.environment.get("cpu_sockets")
     device = str(known.get("device") or "")
     is_gpu = not device.startswith("CPU ")
 
-    def of_a_processor(key: str) -> Any:
+    def per_processor(key: str) -> Any:
         return known[key] // sockets if known.get(key) and sockets else None
 
     versions = [f"{text} {found}" for key, text in VERSIONS.items() if (found := known.get(f"{key}_version"))]
@@ -276,8 +285,8 @@ def system_of(run: Run) -> dict[str, str]:
         "number_of_nodes": next(iter(run.values("number_of_nodes")), None),
         "host_processors_per_node": sockets,
         "host_processor_model_name": known.get("cpu") or (None if is_gpu else device[4:].split(",")[0]),
-        "host_processor_core_count": of_a_processor("cpu_cores"),
-        "host_processor_vcpu_count": of_a_processor("cpu_threads"),
+        "host_processor_core_count": per_processor("cpu_cores"),
+        "host_processor_vcpu_count": per_processor("cpu_threads"),
         "host_memory_capacity": _gib(known.get("memory_gib")),
         "accelerators_per_node": next(iter(run.values("accelerators_per_node")), None),
         "accelerator_model_name": device if is_gpu else "none",

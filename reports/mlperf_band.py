@@ -1,8 +1,8 @@
-"""Our runs over the band of MLPerf's reference: FID and CLIP score over the images seen, by global batch.
+"""Compare runs with MLPerf's reference: FID and CLIP score over the images seen, by global batch.
 
-mlperf_reference_runs.csv holds every published run of the reference (14 at a global batch of 512, 13 at 1024 and at 2048),
-from the README of mlcommons/training at aa344c7f, retired_benchmarks/stable_diffusion/. Its columns: global_batch_size, run,
-iterations, images, fid, clip. All have a learning rate of 1.25e-7 an image.
+mlperf_reference_runs.csv holds every published run of the reference: 14 at a global batch of 512, 13 at 1024, 13 at 2048.
+Source: the README of mlcommons/training at aa344c7f, retired_benchmarks/stable_diffusion/. Columns: global_batch_size, run,
+iterations, images, fid, clip. The learning rate is 1.25e-7 per image in all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TARGET = {"fid": 90.0, "clip": 0.15}  # FID at most, CLIP at least (rules)
 LABELS = {"fid": "FID", "clip": "CLIP score (mean cosine)"}
 BAND_COLOURS = ("#31688e", "#d95f02", "#35864a")
 OUR_COLOURS = ("#000000", "#a6368c", "#8a6d1d", "#c02020", "#4040c0", "#207070")
-NUM_NAMED = len(OUR_COLOURS)  # more runs than that are drawn in one colour, under one name
-FAR_BELOW = 0.5  # of the reference's first point: runs that end before are drawn over a logarithmic axis
+NUM_NAMED = len(OUR_COLOURS)  # more runs than that share one colour and one label
+FAR_BELOW = 0.5  # of the reference's first point; where a run ends before that, the axis of images is logarithmic
 DPI = 120
 
 Line = Mapping[str, Any]
@@ -31,9 +31,9 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Band:
-    """The reference's runs at one global batch, for one figure.
+    """One metric over the reference's runs at one global batch.
 
-    images: of its points, ascending; low, mean, high: over the runs at each.
+    images: seen at each point, ascending; low, mean, high: over the runs at that point.
     """
 
     num_runs: int
@@ -43,7 +43,7 @@ class Band:
     high: tuple[float, ...]
 
     def at(self, images: float) -> tuple[float, float, float] | None:
-        """Return low, mean and high at so many images, between two points on a straight line; None outside of them."""
+        """Return low, mean and high at a number of images, linear between two points; None outside all points."""
         if not self.images[0] <= images <= self.images[-1]:
             return None
         right = max(1, bisect_left(self.images, images))
@@ -54,7 +54,7 @@ class Band:
 
 
 def read_bands(path: Path = REFERENCE) -> dict[int, dict[str, Band]]:
-    """Return global batch -> fid and clip -> the reference's band."""
+    """Return global batch -> metric (fid, clip) -> the reference's band."""
     values: dict[int, dict[int, list[dict[str, float]]]] = {}
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
@@ -72,7 +72,7 @@ def read_bands(path: Path = REFERENCE) -> dict[int, dict[str, Band]]:
 
 
 def standing(line: Line, global_batch_size: int, bands: Mapping[int, Mapping[str, Band]]) -> str:
-    """Say where an evaluation stands: better than every run of the reference, among them, or worse."""
+    """Say whether an evaluation is better than all runs of the reference, among them, or worse than all."""
     where = f"at {line['images']:,} images"
     if global_batch_size not in bands:
         known = ", ".join(map(str, bands))
@@ -97,8 +97,8 @@ def draw(runs: Sequence[tuple[str, Sequence[Line]]], path: Path, bands: Mapping[
     """Draw runs over the bands.
 
     Args:
-        runs: label and evaluations of each.
-        path: of the picture, .png.
+        runs: (label, evaluations) of each.
+        path: the picture, .png.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -140,7 +140,7 @@ def _draw_bands(axes: Axes, key: str, bands: Mapping[int, Mapping[str, Band]]) -
 
 def _draw_runs(axes: Axes, key: str, runs: Sequence[tuple[str, Sequence[Line]]]) -> None:
     many = len(runs) > NUM_NAMED
-    said = {name.partition(" (")[2] for name, _ in runs}  # "batch 512, random inception)": of all of them alike?
+    said = {name.partition(" (")[2] for name, _ in runs}  # "batch 512, random inception)": the same for all?
     together = f"ours: {len(runs)} runs{f' ({said.pop()}' if len(said) == 1 else ''}"
     style = {"linewidth": 0.7, "markersize": 2.5, "alpha": 0.8} if many else {"linewidth": 1.5, "markersize": 4}
     for number, (name, lines) in enumerate(runs):

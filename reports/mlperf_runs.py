@@ -1,68 +1,39 @@
-"""A run's record and its MLPerf log as a report reads them, and whether the run can count in a result."""
+"""A run as the MLPerf report sees it: its evaluations, its times, and whether it can count in a result."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cli.command_line import Assignment, read_yaml
-from config import resolved
+from record.run_files import RunFiles, read_run_files
 
-TOKEN = ":::MLLOG "
 BENCHMARK = "stable_diffusion"
 RULESETS = ("4.0.0", "4.1.0", "5.0.0")
 NUM_SAMPLES, NUM_IMAGES = 6_513_144, 30_000  # of training, and of each score of the benchmark
 NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
-"""What the benchmark's scores are made with, as an evaluation's line names it."""
+"""The benchmark's networks, as the line of an evaluation names them."""
 
 RANDOM = ("inception", "CLIP")
 """random-inception and random-CLIP are networks of random weights, for trials."""
 
-METADATA = {
-    "run_start": ["samples_count"],
-    "block_stop": ["samples_count"],
-    "eval_accuracy": ["samples_count", "metric"],
-    "run_stop": ["samples_count", "status"],
-    "restart": ["samples_count"],
-}
-"""What this report reads of an event beside its value."""
-
-# Two runs of one result may differ in these keys: which run it is, where it lies, and what is shown of it.
+# Keys in which two runs of one result may differ.
 MAY_DIFFER = ("run_name", "run_folder", "seed", "max_duration", "data.local", "loggers.", "measure.", "eval.batch_size")
 SAME_MACHINE = ("device", "num_devices")
-"""Of environment.json."""
-NUM_SHOWN = 6  # keys that differ, of a run
+"""Keys of environment.json in which they may not."""
+NUM_SHOWN = 6  # differing keys that are named for a run
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run has left.
-
-    config: key -> value; events: of the log up to what is wrong with it, None where it has none; fault: what that is.
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    recorded: Sequence[Mapping[str, Any]]
-    events: Sequence[Mapping[str, Any]] | None
-    fault: str | None = None
+class Run(RunFiles):
+    """The files of a run, and what they say of a result."""
 
     @property
     def name(self) -> str:
         return self.folder.name
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "mlperf.log"
 
     def values(self, key: str) -> list[Any]:
         """Return the values of a key's events, in order."""
@@ -73,7 +44,7 @@ class Run:
         return self.values("seed")[0]
 
     def said(self, key: str) -> Any:
-        """Return what the log says of the submission, or config.yaml, which a resume may have changed."""
+        """Return a key of the submission: from the log, else from the configuration, which a resume may have changed."""
         return next(iter(self.values(f"submission_{key}")), self.config.get(f"mlperf.{key}"))
 
     @property
@@ -82,14 +53,14 @@ class Run:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Key -> value of what the log says before the run's clock begins, without the seed."""
+        """Key -> value of the events before init_stop, without the seed."""
         keys = [event["key"] for event in self.events or ()]
         end = keys.index("init_stop") if "init_stop" in keys else 0
         return {event["key"]: event["value"] for event in (self.events or ())[:end] if event["key"] != "seed"}
 
     @property
     def logged(self) -> list[dict[str, Any]]:
-        """Images, fid and clip of each evaluation of the log, by images."""
+        """Images, fid and clip of each evaluation in the log, by images."""
         found: dict[int, dict[str, Any]] = {}
         for event in self.events or ():
             if event["key"] == "eval_accuracy":
@@ -100,33 +71,33 @@ class Run:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The same, and those of the record where that knows more."""
+        """The same, with the evaluations of metrics.jsonl that the log does not have."""
         found = {line["images"]: {key: line.get(key) for key in ("images", "fid", "clip")} for line in self.recorded}
         found |= {line["images"]: line for line in self.logged}
         return [found[images] for images in sorted(found)]
 
     @property
     def foreign_scores(self) -> list[str]:
-        """What keeps its scores from being compared with the reference's."""
+        """Reasons why its scores do not compare with the reference's."""
         num = next(iter([*self.values("eval_samples"), *(line.get("num_images") for line in self.recorded)]), None)
         networks = [key for key in ("inception", "clip") if self.config.get(f"eval.{key}") == "random"]
         lines = [*self.recorded, *(event["metadata"] for event in self.events or () if event["key"] == "eval_stop")]
         others = {line[key] for line in lines for key, name in NETWORKS.items() if line.get(key, name) != name}
         said = [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
         said += [f"random {' and '.join(networks)}"] if networks else []
-        others -= {None, *(f"random-{name}" for name in RANDOM if name.lower() in networks)}  # named by their key
+        others -= {None, *(f"random-{name}" for name in RANDOM if name.lower() in networks)}  # their key names them
         return said + ([f"scored by {' and '.join(sorted(others))}"] if others else [])
 
     @property
     def label(self) -> str:
-        """Its name and global batch, and what keeps its scores from being compared with the reference's."""
+        """Name and global batch, with these reasons."""
         fixture = ["a fixture"] if self.values("fixture") else []
         said = [f"batch {self.config['global_batch_size']}", *fixture, *self.foreign_scores]
         return f"{self.name} ({', '.join(said)})"
 
     @property
     def first_pass(self) -> dict[str, Any] | None:
-        """The first evaluation of the log that meets the run's own target; None where it has no target."""
+        """The first evaluation in the log that meets the run's own target; None: there is none, or no target."""
         fid, clip = (self.config.get(f"target.{key}") for key in ("fid", "clip"))
         if fid is None and clip is None:
             return None
@@ -138,13 +109,13 @@ class Run:
 
     @property
     def points(self) -> list[int]:
-        """Images at which training came to a point of evaluation, up to run_stop."""
+        """Images seen at each evaluation point, up to run_stop."""
         blocks = {event["metadata"]["samples_count"] for event in self.events or () if event["key"] == "block_stop"}
         return sorted(images for images in blocks if images <= self.images)
 
     @property
     def is_scored_throughout(self) -> bool:
-        """Every point up to the first pass has its scores: the rules ask for that in one run of a result."""
+        """Every evaluation point up to run_stop has scores; the rules ask for that in one run of a result."""
         return {*self.points} <= {line["images"] for line in self.logged}
 
     @property
@@ -157,7 +128,7 @@ class Run:
 
     @property
     def images(self) -> int:
-        """Seen by run_stop."""
+        """Images seen by run_stop."""
         return self.stops[-1]["metadata"]["samples_count"]
 
     def _ms(self, key: str) -> float:
@@ -174,32 +145,34 @@ class Run:
 
     @cached_property
     def checked(self) -> str | None:
-        """What MLPerf's own checker has against the log, in a line; None: nothing."""
+        """What MLPerf's own checker objects to in the log, in one line; None: nothing."""
         return check(self.log, self.ruleset)
 
     def problem(self) -> str | None:
-        """Why this run cannot count in a result, not even as one that failed; None where it can."""
+        """Why this run cannot count in a result, not even as a failed one; None: it can."""
         if self.events is None:
             return "has no mlperf.log (mlperf.enabled=true)"
         if self.fault is not None:
             return self.fault
         counts = {key: len(self.values(key)) for key in ("seed", "init_start", "init_stop", "run_start")}
         if not all(counts.values()):
-            return "its log ends before run_start: the run begins, or was killed there. Start it again (same command)"
-        if not self.logged and (self.has_passed or not self.stops):  # a loss of NaN ends before the first
+            return (
+                "its log ends before run_start: the run is just starting, or was killed. Start it again (same command)"
+            )
+        if not self.logged and (self.has_passed or not self.stops):  # a NaN loss ends a run before its first evaluation
             return "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)"
         if not self.stops:
-            return "its log is open: the run goes on or was killed, or composer eval.py RUN has not come to its end"
+            return "its log is open: the run is still going or was killed, or composer eval.py RUN is not finished"
         if len(self.stops) > 1 or max(counts.values()) > 1:
             return "its log has more than one run in it"
         return self._of_submission() or self._of_its_end() or (self.checked if self.has_passed else None)
 
     def _of_submission(self) -> str | None:
-        """What a submission cannot have."""
+        """What the rules of a submission forbid; None: nothing."""
         is_closed = self.said("division") == "closed"
         for key in ("org", "platform"):
             if (name := self.said(key)) is not None and not re.fullmatch(r"\w[\w.+ -]*", str(name)):
-                return f"mlperf.{key}: '{name}' cannot be the name of a folder, which it is in a submission"
+                return f"mlperf.{key}: '{name}' cannot be a folder's name, and a submission has a folder of that name"
         if self.ruleset not in RULESETS:
             return f"mlperf.ruleset: '{self.ruleset}' is not known here. Possible: {', '.join(RULESETS)}"
         if self.values("fixture"):
@@ -216,7 +189,7 @@ class Run:
         return None
 
     def _of_its_end(self) -> str | None:
-        """What is wrong with where it ends."""
+        """What is wrong with its end; None: nothing."""
         first, ended, target = (
             self.first_pass,
             self.images,
@@ -245,104 +218,19 @@ class Run:
 
 
 def read_run(folder: Path) -> Run | None:
-    """Return what lies in a folder, or None where it is no run's. Raises ValueError: a file of it cannot be read."""
-    if not (folder / "config.yaml").is_file():
-        return None
-    path = folder / "config.yaml"
-    assignments, problems = read_yaml(str(path))
-    if problems:
-        raise ValueError(problems[0].text.rstrip("."))
-    summary = _json(folder / "summary.json")
-    config = _resolved(assignments, summary)
-    if not _is_number(config.get("global_batch_size")):
-        raise ValueError(f"{path} has no global_batch_size: it is no run's")
-    recorded = [line for line in _recorded(folder / "metrics.jsonl") if not line.get("partial")]
-    events, fault = _events(folder / "mlperf.log") if (folder / "mlperf.log").is_file() else (None, None)
-    return Run(folder, config, _json(folder / "environment.json"), summary, recorded, events, fault)
-
-
-def _resolved(assignments: Sequence[Assignment], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's keys with what stood behind `${...}`: as the summary has it, else in this environment, else None."""
-    found, unresolved = resolved(assignments, None)
-    config = {at.key: None if id(at) in unresolved else at.value for at in found}
-    stood = {at.key for at in found if at.text is not None or id(at) in unresolved}
-    return {**config, **{key: summary[key] for key in stood & summary.keys()}}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} cannot be read: it holds a {type(content).__name__}")
-    return content
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _recorded(path: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of metrics.jsonl, without a last line that is not whole."""
-    found = []
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            content = None
-        is_whole = isinstance(content, dict) and (not content.get("evaluation") or _is_number(content.get("images")))
-        if not is_whole and line.endswith("\n"):
-            raise ValueError(f"{path} cannot be read: line {number:,} is none of a run's")
-        found += [content] if is_whole and content.get("evaluation") else []
-    return found
-
-
-def _events(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the events of a log up to one that cannot be read, and what is the matter with that."""
-    found = []
-    for number, line in enumerate(_lines(path), 1):
-        if not line.endswith("\n"):
-            how = "it is being written, or its run was killed: then start that again, with the same command"
-            return found, f"its log ends in the middle of a line: {how}"
-        try:
-            content = json.loads(line.removeprefix(TOKEN)) if line.startswith(TOKEN) else None
-        except (ValueError, RecursionError):
-            content = None
-        if (text := _fault_of(content)) is not None:
-            return found, f"line {number:,} of its log {text}: Easel has not written it so"
-        found.append(content)
-    return found, None
-
-
-def _fault_of(event: Any) -> str | None:
-    """Say why this is no event that can be read; None: it is one."""
-    whole = isinstance(event, dict) and event.keys() >= {"time_ms", "key", "value", "metadata"}
-    if not whole or not isinstance(event["metadata"], dict) or not _is_number(event["time_ms"]):
-        return "is no event of MLPerf's"
-    key, value, metadata = event["key"], event["value"], event["metadata"]
-    missing = [name for name in METADATA.get(key, []) if metadata.get(name) is None]
-    if missing:
-        return f"has no {missing[0]}"
-    if not isinstance(metadata.get("samples_count", 0), int) or (key == "seed" and not isinstance(value, int)):
-        return "has no whole number where one belongs"
-    if key == "eval_accuracy" and not (_is_number(value) and metadata["metric"] in ("FID", "CLIP")):
-        return "is no FID or CLIP score"
-    return None
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    """Return the run of a folder, or None where it is not a run's. Raises ValueError: names a broken file."""
+    files = read_run_files(folder)
+    return None if files is None else Run(**vars(files))
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """Say in what runs differ that are to be one result; the first run is what the others are compared with."""
+    """Say how the other runs of a result differ from the first."""
     first, found = runs[0], []
     for run in runs[1:]:
         keys = [key for key in dict.fromkeys([*first.config, *run.config]) if not key.startswith(MAY_DIFFER)]
         differing = _differing(first.config, run.config, keys)
         differing |= _differing(first.environment, run.environment, SAME_MACHINE)
-        if not differing and run.header:  # a log may have been begun in another way than its run went on
+        if not differing and run.header:  # the configuration may have changed since the log began
             differing = _differing(first.header, run.header, first.header)
         said = [
             f"{key}: {a} in {first.folder}, {b} in {run.folder}" for key, (a, b) in [*differing.items()][:NUM_SHOWN]
@@ -358,7 +246,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], keys: Iterabl
 
 
 def same_seeds(runs: Sequence[Run]) -> list[str]:
-    """Say which runs have the seed of another."""
+    """Say which runs share a seed."""
     first: dict[int, Run] = {}
     found = []
     for run in runs:
@@ -369,7 +257,7 @@ def same_seeds(runs: Sequence[Run]) -> list[str]:
 
 
 def olympic_mean(values: Sequence[float], num_failed: int = 0) -> float | None:
-    """Return the mean without the best (least) and the worst; a run that failed is the worst. None: nothing is left."""
+    """Return the mean without the least and the greatest; a failed run is the greatest. None: nothing is left."""
     kept = sorted(values)[1 : len(values) - max(0, 1 - num_failed)]
     return sum(kept) / len(kept) if kept else None
 
@@ -379,7 +267,7 @@ def olympic_mean(values: Sequence[float], num_failed: int = 0) -> float | None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """The checkers speak through logging, at length."""
+    """Turn logging off: the checkers log a great deal."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -389,19 +277,19 @@ def _silence() -> Iterator[None]:
 
 
 def check(log: Path, ruleset: str) -> str | None:
-    """Return what the compliance checker has against a log, in a line; None: nothing."""
+    """Return what the compliance checker objects to in a log, in one line; None: nothing."""
     from mlperf_logging.compliance_checker import mlp_compliance
 
-    mlp_compliance.enqueued_configs.clear()  # what a check that broke off has left there
+    mlp_compliance.enqueued_configs.clear()  # left there by a check that failed
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:
         with _silence():
             if checker.check_file(str(log), f"training_{ruleset}/common.yaml"):
                 return None
-    except KeyError as error:  # an evaluation of one metric
+    except KeyError as error:  # an evaluation has only one metric
         return f"MLPerf's checker ({ruleset}) refuses its log: an evaluation without {error}"
     lines = [*checker.overwritable.values(), *checker.not_overwritable][0].splitlines()
-    tests = [line for line in lines if line.startswith("failed test:")]  # which line of the log stands before it
+    tests = [line for line in lines if line.startswith("failed test:")]  # the line before it says where in the log
     said = " ".join(" ".join([lines[0].rstrip(":"), *(f"({test})" for test in tests[:1])]).split())
     return f"MLPerf's checker ({ruleset}) refuses its log: {said}"
 
@@ -410,7 +298,7 @@ def reference_points(folder: Path, ruleset: str) -> tuple[bool, str, float]:
     """Ask the checker of reference points about the result_*.txt of a folder.
 
     Returns:
-        whether they pass; in its own words why; what the mean time is multiplied with.
+        whether they pass; the checker's reason; the factor on the mean time.
     """
     from mlperf_logging.rcp_checker import rcp_checker
 

@@ -3,14 +3,14 @@
     python -m reports.samples GRID.png CAPTIONS.txt OUT.png
     python -m reports.samples runs/NAME/samples/im000000512000.png runs/NAME/samples/captions.txt samples.png tile_px=256
 
-GRID.png: about square, as many images as CAPTIONS.txt has lines, in rows from the left (callbacks/sample_grid.py).
+GRID.png: a grid of callbacks/sample_grid.py, about square, an image for each line of CAPTIONS.txt, row by row.
 
     tile_px     side of an image in OUT.png, 128
     columns     images in a row of OUT.png, 8
     gap_px      between two images of GRID.png, 2
 
 The picture of the README is made by `make docs`.
-Exit code: 0, or 2 where a file cannot be read or is no such grid.
+Exit code: 0, or 2 where a file cannot be read or is not such a grid.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MARGIN_PX, FONT_PX, LINE_PX, MAX_LINES = 10, 16, 18, 6
 
 
 def tiles_of(grid: Image.Image, num_images: int, gap_px: int) -> list[Image.Image]:
-    """Return a grid's images, in rows from the left. Raises ValueError: it cannot be cut into so many."""
+    """Return a grid's images, row by row. Raises ValueError: it cannot be cut into so many."""
     columns = math.ceil(math.sqrt(num_images))
     rows = math.ceil(num_images / max(1, columns))
     across, down = grid.width + gap_px, grid.height + gap_px
     if not num_images or across % columns or down % rows:
-        given = f"{grid.width} x {grid.height} px, which are no {columns} x {rows} images with gaps of {gap_px} px"
+        given = f"{grid.width} x {grid.height} px, not {columns} x {rows} images with gaps of {gap_px} px"
         raise ValueError(f"{given}. Possible: a grid with a line of captions for each image. Give its own, or gap_px=.")
     width, height = across // columns, down // rows
     corners = [(place % columns * width, place // columns * height) for place in range(num_images)]
@@ -42,7 +42,7 @@ def tiles_of(grid: Image.Image, num_images: int, gap_px: int) -> list[Image.Imag
 
 
 def wrapped(text: str, font: ImageFont.FreeTypeFont, wide_px: int) -> list[str]:
-    """Return a text in lines that fit, at most MAX_LINES."""
+    """Break a text into lines that fit, MAX_LINES at most."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from cli.log import EVERY_RANK, log
+from cli.private_api import require_private_api
 from stages.fetch import SAY_SEC, StreamFailure
 
 SLICE_SEC = 1.0  # of a wait: so late a signal is heard, by the ranks that have their batch too
@@ -26,8 +25,9 @@ END = object()
 """What `next_batch` returns after the last batch."""
 NOT_YET = object()
 
-if not hasattr(iter(DataLoader([0])), "_timeout"):
-    raise ImportError("torch's DataLoader has another inside than that of 2.7 to 2.11, on which this reader is built.")
+require_private_api(
+    "torch.utils.data.dataloader", "_BaseDataLoaderIter._timeout", why="a wait for workers is interrupted each second"
+)
 
 
 def next_batch(

@@ -19,6 +19,7 @@ from typing import Any
 from streaming.base.format.mds.encodings import get_mds_encoded_size, is_mds_encoding_safe
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 
+from cli.files import write_json
 from stages.fetch import HASH
 from stages.store_errors import address_problem, explain_store_error, scheme_of
 from stages.stores import download_once
@@ -343,4 +344,4 @@ def write_facts(folder: Path, stage: str, facts: dict[str, Any]) -> None:
         "index_sha256": hashlib.sha256(index).hexdigest(),
         **facts,
     }
-    (folder / FACTS_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    write_json(folder / FACTS_FILE, content)

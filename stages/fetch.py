@@ -10,6 +10,8 @@ A `RetryingStream` is streaming's Stream with three differences, each for what s
     index.json                the same, before any process reads it
 
 Raises StreamFailure with a text for the user; nothing else ends a wait.
+
+Ours, not a library of retries: a wait is reported while it lasts, ends with its epoch, and its one error says why.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from streaming.base.format.base.reader import FileInfo
 from streaming.base.stream import Stream
 
 from cli.log import EVERY_RANK, log
+from cli.private_api import require_private_api
 from stages.store_errors import explain_store_error
-from stages.stores import READ_TIMEOUT_SEC, client_of, require_private_api
+from stages.stores import READ_TIMEOUT_SEC, client_of
 
 HASH = "xxh64"  # of every shard
 DIGESTS: dict[str, Callable[[], Any]] = {HASH: xxhash.xxh64, "sha256": hashlib.sha256}
@@ -78,7 +81,8 @@ def file_digest(path: Path, kind: str = HASH) -> str:
     return digest.hexdigest()
 
 
-require_private_api(Stream, "_download_file", "_prepare_shard_part", "set_up_local", "get_shards")
+OF_STREAM = ("_downloader", "_download_file", "_prepare_shard_part", "set_up_local", "get_shards")
+require_private_api(Stream, *OF_STREAM, why="files are waited for, and compared with their digests")
 
 
 @contextlib.contextmanager

@@ -16,28 +16,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-import streaming
 from streaming.base.storage.download import CloudDownloader, S3Downloader, SFTPDownloader
 
 from cli import masking
+from cli.private_api import require_private_api
 
-PINNED = "0.13.0"
 READ_TIMEOUT_SEC = 20.0  # without a byte
 
 
-def require_private_api(owner: Any, *names: str) -> None:
-    """Check that private names that we lean on are there. Raises ImportError: another version of streaming."""
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        name = f"{owner.__name__ if isinstance(owner, type) else type(owner).__name__}.{missing[0]}"
-        raise ImportError(
-            f"mosaicml-streaming {streaming.__version__} has no {name}, on which this reader is built. Install "
-            f"mosaicml-streaming=={PINNED}."
-        )
-
-
-require_private_api(S3Downloader, "_create_s3_client", "_download_file_impl", "clean_up")
-require_private_api(SFTPDownloader, "_download_file_impl", "_validate_remote_path", "clean_up")
+OF_S3 = ("_create_s3_client", "_download_file_impl", "_s3_client", "_requester_pays_buckets", "clean_up")
+require_private_api(S3Downloader, *OF_S3, why="a store that is away is noticed within seconds")
+OF_SFTP = ("_download_file_impl", "_ssh_client", "clean_up")
+require_private_api(SFTPDownloader, *OF_SFTP, why="one connection for all threads, a limit on every answer")
 
 
 class BriefS3Downloader(S3Downloader):

@@ -1,34 +1,69 @@
-"""A StreamingDataset of a stage that gives whole batches, is safe to fork, and tells of its failures."""
+"""Batches of a stage, from a StreamingDataset that is safe to fork and whose failures are heard.
+
+Each process that reads a stage (a loader worker; the trainer itself where data.workers=0) has four threads in an epoch:
+
+    thread     whose        what it does                                                   method
+    reader     its own      takes the numbers of a batch, reads the samples                _each_sample_id, read_batch
+    prepare    streaming's  runs ahead and fetches shards                                  _prepare_thread
+    ready      streaming's  waits for the shard of each sample, in order                   _ready_thread
+    watch      ours         looks each second at what other processes have set             _watch
+
+What they share: where it lies, who sets it, who waits for it, and what ends it. This file's code is in the same order.
+
+1. of the machine
+    LOCK_FILE      file in data.local       local rank 0, before it reads the index        nobody: a second run is refused
+                                            ends with the process, or by `let_go`
+    _reason_file   file, temporary folder   the thread that made a shard FAILED            nobody: read where FAILED is seen
+                                            ends when the next run takes the same number of shared memory
+2. of a shard, for all processes of the machine: `_shard_states` in shared memory, changed under the lock _cache_filelock
+    REMOTE         not here                 the start; an eviction; a cancelled fetch      nobody
+                                            ends with the next `prepare_shard`
+    PREPARING      is being fetched         the first `prepare_shard` that finds REMOTE    `ready` of every process
+                                            ends by the same thread: LOCAL; FAILED; or REMOTE, where its epoch has ended
+    LOCAL          here, digest compared    the thread that fetched it                     nobody
+                                            ends with an eviction (data.cache_limit)
+    FAILED         cannot be had            the thread that tried                          nobody
+                                            ends with the run: `_watch` of every process sees it and fails
+3. of a process: its own memory
+    _failure       text of the first one    any of the four threads, by `_fail`            nobody: the reader gives it on
+    _event         streaming's              the same                                       nobody: all threads see it and end
+                                            both end with the process
+4. of an epoch in a process: its own memory
+    it.*_index     how far each thread is   streaming's threads, each its own              the reader: for `ready`
+    is_wanted      of the RetryingStream    the reader, when the epoch begins              `fetch`, between two tries
+    ended          an Event                 the reader, when the epoch ends, however       `watch`
+                                            ends a wait for a store: FetchCancelled, the shard is REMOTE again
+
+Two waits would have no end with streaming alone: `ready` waits for LOCAL, and sees neither FAILED nor a PREPARING that went
+back to REMOTE. `_watch` sees both: it fails, or fetches the shard itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from composer.utils import dist
 from filelock import FileLock, Timeout
 from streaming import StreamingDataset
-from streaming.base.dataset import _ShardState
+from streaming.base import dataset as streaming_dataset
 
 from cli.errors import ConfigError
 from cli.masking import printable
+from cli.private_api import require_private_api
 from stages.fetch import PATIENCE_SEC, FetchCancelled, RetryingStream, StreamFailure
 from stages.images import SampleError
-from stages.shard_file import ShardError, ShardFile
-from stages.stores import require_private_api
 
-FAILED = 255  # of a shard's states in shared memory, beside streaming's own: it cannot be had
-LISTEN_SEC = 1.0
+FAILED = 255  # a state of a shard beside streaming's own
+WATCH_SEC = 1.0
 LOCK_FILE = ".in_use"  # in data.local
 OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
 
@@ -36,9 +71,15 @@ Bad = tuple[int, str, str]
 """Of a sample that cannot be used: its number, its key, why."""
 Used = TypeVar("Used")
 
+OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock", "_cache_filelock_path", "_shm_prefix_int")
+OF_DATASET += ("_event", "_each_sample_id", "_prepare_thread", "_ready_thread", "prepare_shard", "get_item")
+OF_EPOCH = ("sample_ids", "total", "prepare_index", "ready_index", "should_exit", "on_exit")
 require_private_api(
-    StreamingDataset, "_each_sample_id", "_prepare_thread", "_ready_thread", "prepare_shard", "get_item"
+    StreamingDataset, *OF_DATASET, "cache_usage", "cache_limit", "spanner", "shards", why="failures are heard"
 )
+require_private_api("streaming.base.dataset", *(f"_Iterator.{name}" for name in OF_EPOCH), why="the same")
+require_private_api("streaming.base.dataset", "_ShardState.REMOTE", "_ShardState.LOCAL", why="the same")
+ShardState: Any = getattr(streaming_dataset, "_ShardState", None)
 
 
 @dataclass(frozen=True)
@@ -68,7 +109,7 @@ def _on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
 
 
 class BatchStream(StreamingDataset):
-    """A StreamingDataset that yields whole batches, is safe to fork, and tells of its failures.
+    """A StreamingDataset that gives whole batches, is safe to fork, and whose failures are heard.
 
     Batches: the items of an iteration are what `read_batch` makes of `batch_size` sample numbers; a rest at the end of an
     epoch that is no whole batch is left out. To be loaded with DataLoader(batch_size=None).
@@ -106,7 +147,7 @@ class BatchStream(StreamingDataset):
         self._failure: str | None = None
         stream = RetryingStream(remote=remote, local=local, patience_sec=patience_sec, index_sha256=index_sha256)
         self._lock = FileLock(Path(local).resolve() / LOCK_FILE, is_singleton=True) if remote is not None else None
-        _on_one_rank_of_each_machine(self._take)
+        _on_one_rank_of_each_machine(self._lock_folder)
         _on_one_rank_of_each_machine(stream.fetch_index)
         try:
             super().__init__(streams=[stream], **arguments)
@@ -115,7 +156,6 @@ class BatchStream(StreamingDataset):
                 raise
             given = f"{local} is in use by another run on this machine, or by shared memory that a run has left"
             raise ConfigError([f"data.local: {given} (then a line above says so). {OWN_FOLDER}"]) from error
-        require_private_api(self, "_shard_states", "_shard_access_times", "_cache_filelock_path", "_shm_prefix_int")
         # Beside streaming's own locks of this number; one that is left goes when the number is used again.
         name = f"{self._shm_prefix_int:06d}_reason_{os.getuid()}"
         self._reason_file = Path(self._cache_filelock_path).with_name(name)
@@ -124,8 +164,10 @@ class BatchStream(StreamingDataset):
         stream._downloader.clean_up()
         self.stream = stream
 
-    def _take(self) -> None:
-        """Have the cache folder for this run alone, until the process ends or lets it go.
+    # --- 1. the machine ---
+
+    def _lock_folder(self) -> None:
+        """Keep other runs out of the cache folder, until the process ends or lets it go.
 
         streaming compares folders too, but no longer once the other run has read its first batch (seen with 0.13.0), and
         not through a link.
@@ -145,9 +187,161 @@ class BatchStream(StreamingDataset):
             self._lock.release()
             self._lock = None
 
+    def _tell_others(self, text: str) -> None:
+        """Leave the reason where every process of this machine finds it: any of them may be the first to report."""
+        with contextlib.suppress(OSError):  # a full disk may be the reason
+            self._reason_file.write_text(text)
+
+    def _failed_elsewhere(self, shard_id: int) -> str:
+        name = self.shards[shard_id].raw_data.basename
+        with contextlib.suppress(OSError):
+            if reason := self._reason_file.read_text():
+                return reason
+        return f"data: {name} could not be had by another process of this machine, whose message says why"
+
+    # --- 2. a shard ---
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Fetch a shard and compare its digest, unless it is here. Raises StreamFailure: it cannot be had."""
+        state = self._shard_states[shard_id]
+        if state == ShardState.LOCAL and not blocking:
+            self._shard_access_times[shard_id] = time.time_ns()
+            return
+        if state == FAILED:
+            raise StreamFailure(self._failed_elsewhere(shard_id))
+        if self.cache_limit and state == ShardState.REMOTE:
+            self._make_room(shard_id)
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except BaseException as error:
+            if not isinstance(error, FetchCancelled):
+                self._tell_others(str(error))
+            # Left as PREPARING, it would be waited for for ever.
+            self._shard_states[shard_id] = ShardState.REMOTE if isinstance(error, FetchCancelled) else FAILED
+            with contextlib.suppress(AttributeError):
+                self._cache_filelock.release(force=True)
+            raise
+
+    def open_shard(self, shard_id: int) -> None:
+        """Prepare a shard that no iteration has prepared, before single samples of it are read."""
+        if self._shard_states[shard_id] != ShardState.LOCAL:
+            self.prepare_shard(shard_id)
+
+    def _make_room(self, wanted_id: int) -> None:
+        """Remove files of earlier runs that this one has not opened: streaming counts, and evicts, only what it has.
+
+        The wanted shard's own stays, and so do, for as long as there is room, those with lower numbers: without shuffling
+        they are wanted next.
+        """
+        with FileLock(self._cache_filelock_path):
+            if self._shard_states[wanted_id] != ShardState.REMOTE:
+                return  # another thread has begun with it: it would be counted twice
+            not_opened = {
+                shard_id: path
+                for shard_id, (shard, state) in enumerate(zip(self.shards, self._shard_states.numpy(), strict=True))
+                if state == ShardState.REMOTE and (path := Path(shard.dirname, shard.raw_data.basename)).is_file()
+            }
+            own = not_opened.pop(wanted_id, None)
+            num_bytes = self.shards[wanted_id].get_max_size() if own is None else own.stat().st_size
+            used = self.cache_usage + sum(path.stat().st_size for path in not_opened.values())
+            for path in reversed(not_opened.values()):
+                if used + num_bytes <= self.cache_limit:
+                    break
+                used -= path.stat().st_size
+                path.unlink()
+
+    # --- 3. a process ---
+
+    def _fail(self, text: str) -> str:
+        """Note the first failure of this process, and end its threads; return that one's text."""
+        self._failure = self._failure or text
+        if hasattr(self, "_event"):  # made by an iteration
+            self._event.set()
+        return self._failure
+
+    def _until_failure(self, work: Callable[[Any], None], it: Any) -> None:
+        """Run one of streaming's threads; streaming would only log its error, and wait for its end for ever."""
+        try:
+            work(it)
+        except Exception as error:
+            if not isinstance(error, FetchCancelled):
+                self._fail(str(error) if isinstance(error, StreamFailure) else f"data: {type(error).__name__}: {error}")
+            it.on_exit()
+
+    def _prepare_thread(self, it: Any) -> None:
+        self._until_failure(super()._prepare_thread, it)
+
+    def _ready_thread(self, it: Any) -> None:
+        self._until_failure(super()._ready_thread, it)
+
+    def _watch(self, it: Any, ended: threading.Event) -> None:
+        """Look for a shard that another process could not fetch, or has given up: nobody else will fetch it."""
+        while not (ended.wait(WATCH_SEC) or self._event.is_set()):
+            if (shard_id := self._given_up(it)) is not None:
+                self._until_failure(lambda it, shard_id=shard_id: self.prepare_shard(shard_id, False), it)
+            if (failed := np.flatnonzero(self._shard_states.numpy() == FAILED)).size:
+                self._fail(self._failed_elsewhere(int(failed[0])))
+
+    def _given_up(self, it: Any) -> int | None:
+        """Return the shard that this process waits for and that is not here, though it was prepared before.
+
+        Another process's epoch ended while it fetched it, or it was put out of the cache before it was read.
+        """
+        at = it.ready_index
+        if at >= min(it.prepare_index, it.total) or it.sample_ids[at] == -1:
+            return None
+        shard_id = int(self.spanner[it.sample_ids[at]][0])
+        return shard_id if self._shard_states[shard_id] == ShardState.REMOTE else None
+
+    # --- 4. an epoch, and what is read in it ---
+
+    def resume(self, epoch: int, samples: int) -> None:
+        """Begin the next iteration at a sample of an epoch, over all ranks; the epochs after it follow from there."""
+        self.load_state_dict(
+            {
+                "epoch": epoch,
+                "sample_in_epoch": samples,
+                "num_canonical_nodes": self.num_canonical_nodes,
+                "shuffle_seed": self.shuffle_seed,
+                # The order is that of a first start: benchmark.py lets no number of nodes through that would change it.
+                "initial_physical_nodes": None,
+            }
+        )
+
+    def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
+        owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()
+        self.stream.is_wanted = lambda: not (ended.is_set() or it.should_exit() or self._event.is_set())
+        threading.Thread(target=self._watch, args=(it, ended), daemon=True).start()
+        sample_ids, given = super()._each_sample_id(it), 0
+        try:
+            while len(batch := list(itertools.islice(sample_ids, self.batch_size))) == self.batch_size:
+                yield [int(sample_id) for sample_id in batch]
+                given += 1
+            if given < owed and not (self._failure or it.should_exit()):
+                self._fail(f"data: the stream ended after {given} of {owed} batches of this process, without an error")
+            while self._failure is not None:  # so is each further batch that is asked for
+                yield Failure(self._failure)
+        finally:
+            ended.set()
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, Failure):
+            return {"failure": [at.text]}
+        if not isinstance(at, list):
+            return super().__getitem__(at)
+        try:
+            return self.read_batch(at)
+        except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
+            return {"failure": [self._fail(str(error))]}
+
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
         """Return the batch of these samples."""
         raise NotImplementedError
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:
+        """Return a sample as streaming decodes it, from a shard whose digest this run has compared."""
+        self.open_shard(int(self.spanner[sample_id][0]))
+        return super().get_item(sample_id, retry)
 
     def first_good(self, sample_id: int, use: Callable[[int], Used]) -> tuple[Used, list[Bad]]:
         """Return what `use` makes of the sample, or of the next of its shard that it can use, and those passed over.
@@ -169,220 +363,3 @@ class BatchStream(StreamingDataset):
                 bad.append((candidate, str(super().__getitem__(candidate).get("key", candidate)), str(error)))
         named = "; ".join(f"{printable(key)}: {reason}" for _, key, reason in bad[:3])
         raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
-
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, Failure):
-            return {"failure": [at.text]}
-        if not isinstance(at, list):
-            return super().__getitem__(at)
-        try:
-            return self.read_batch(at)
-        except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
-            return {"failure": [self._fail(str(error))]}
-
-    # --- one epoch ---
-
-    def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
-        owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()
-        self.stream.is_wanted = lambda: not (ended.is_set() or it.should_exit() or self._event.is_set())
-        threading.Thread(target=self._listen, args=(it, ended), daemon=True).start()
-        sample_ids, given = super()._each_sample_id(it), 0
-        try:
-            while len(batch := list(itertools.islice(sample_ids, self.batch_size))) == self.batch_size:
-                yield [int(sample_id) for sample_id in batch]
-                given += 1
-            if given < owed and not (self._failure or it.should_exit()):
-                self._fail(f"data: the stream ended after {given} of {owed} batches of this process, without an error")
-            while self._failure is not None:  # whoever asks once more hears the same
-                yield Failure(self._failure)
-        finally:
-            ended.set()
-
-    def _fail(self, text: str) -> str:
-        """Note the first failure of this process, and end its threads; return the text that counts."""
-        self._failure = self._failure or text
-        if hasattr(self, "_event"):  # made by an iteration
-            self._event.set()
-        return self._failure
-
-    def _prepare_thread(self, it: Any) -> None:
-        self._until_failure(super()._prepare_thread, it)
-
-    def _ready_thread(self, it: Any) -> None:
-        self._until_failure(super()._ready_thread, it)
-
-    def _until_failure(self, work: Callable[[Any], None], it: Any) -> None:
-        """Run a thread of streaming's; what ends it would there only be logged, and its end waited for for ever."""
-        try:
-            work(it)
-        except Exception as error:
-            if not isinstance(error, FetchCancelled):
-                self._fail(str(error) if isinstance(error, StreamFailure) else f"data: {type(error).__name__}: {error}")
-            it.on_exit()
-
-    def _listen(self, it: Any, ended: threading.Event) -> None:
-        """Hear of a shard that another process of this machine could not have, or has given up: nobody else will fetch it."""
-        while not (ended.wait(LISTEN_SEC) or self._event.is_set()):
-            if (shard_id := self._given_up(it)) is not None:
-                self._until_failure(lambda it, shard_id=shard_id: self.prepare_shard(shard_id, False), it)
-            if (failed := np.flatnonzero(self._shard_states.numpy() == FAILED)).size:
-                self._fail(self._failed_elsewhere(int(failed[0])))
-
-    def _given_up(self, it: Any) -> int | None:
-        """Return the shard that this process waits for and that is not here, though it was prepared before.
-
-        Another process's epoch ended while it fetched it, or it was put out of the cache before it was read.
-        """
-        at = it.ready_index
-        if at >= min(it.prepare_index, it.total) or it.sample_ids[at] == -1:
-            return None
-        shard_id = int(self.spanner[it.sample_ids[at]][0])
-        return shard_id if self._shard_states[shard_id] == _ShardState.REMOTE else None
-
-    def _tell_others(self, text: str) -> None:
-        """Leave the reason where every process of this machine finds it: which of them is asked first, nobody knows."""
-        with contextlib.suppress(OSError):  # a full disk may be the reason
-            self._reason_file.write_text(text)
-
-    def _failed_elsewhere(self, shard_id: int) -> str:
-        name = self.shards[shard_id].raw_data.basename
-        with contextlib.suppress(OSError):
-            if reason := self._reason_file.read_text():
-                return reason
-        return f"data: {name} could not be had by another process of this machine, whose message says why"
-
-    # --- shards ---
-
-    def get_item(self, sample_id: int, retry: int = 7) -> Any:
-        """Return a sample as streaming decodes it, from a shard whose digest this run has compared."""
-        self.open_shard(int(self.spanner[sample_id][0]))
-        return super().get_item(sample_id, retry)
-
-    def open_shard(self, shard_id: int) -> None:
-        """Have a shard compared before it is read; an iteration has seen to that, a reader of single samples has not."""
-        if self._shard_states[shard_id] != _ShardState.LOCAL:
-            self.prepare_shard(shard_id)
-
-    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Have a shard on this machine, its digest compared. Raises StreamFailure: it cannot be had."""
-        state = self._shard_states[shard_id]
-        if state == _ShardState.LOCAL and not blocking:
-            self._shard_access_times[shard_id] = time.time_ns()
-            return
-        if state == FAILED:
-            raise StreamFailure(self._failed_elsewhere(shard_id))
-        if self.cache_limit and state == _ShardState.REMOTE:
-            self._make_room(shard_id)
-        try:
-            super().prepare_shard(shard_id, blocking)
-        except BaseException as error:
-            if not isinstance(error, FetchCancelled):
-                self._tell_others(str(error))
-            # Left as it is, it would be waited for for ever.
-            self._shard_states[shard_id] = _ShardState.REMOTE if isinstance(error, FetchCancelled) else FAILED
-            with contextlib.suppress(AttributeError):
-                self._cache_filelock.release(force=True)
-            raise
-
-    def _make_room(self, wanted_id: int) -> None:
-        """Remove files of earlier runs that this one has not opened: streaming counts, and evicts, only what it has.
-
-        The wanted shard's own stays, and so do, for as long as there is room, those with lower numbers: without shuffling
-        they are wanted next.
-        """
-        with FileLock(self._cache_filelock_path):
-            if self._shard_states[wanted_id] != _ShardState.REMOTE:
-                return  # another thread has begun with it: it would be counted twice
-            not_opened = {
-                shard_id: path
-                for shard_id, (shard, state) in enumerate(zip(self.shards, self._shard_states.numpy(), strict=True))
-                if state == _ShardState.REMOTE and (path := Path(shard.dirname, shard.raw_data.basename)).is_file()
-            }
-            own = not_opened.pop(wanted_id, None)
-            num_bytes = self.shards[wanted_id].get_max_size() if own is None else own.stat().st_size
-            used = self.cache_usage + sum(path.stat().st_size for path in not_opened.values())
-            for path in reversed(not_opened.values()):
-                if used + num_bytes <= self.cache_limit:
-                    break
-                used -= path.stat().st_size
-                path.unlink()
-
-    def resume(self, epoch: int, samples: int) -> None:
-        """Begin the next iteration at a sample of an epoch, over all ranks; the epochs after it follow from there."""
-        self.load_state_dict(
-            {
-                "epoch": epoch,
-                "sample_in_epoch": samples,
-                "num_canonical_nodes": self.num_canonical_nodes,
-                "shuffle_seed": self.shuffle_seed,
-                # The order is that of a first start: benchmark.py lets no number of nodes through that would change it.
-                "initial_physical_nodes": None,
-            }
-        )
-
-
-class MomentsStream(BatchStream):
-    """The stage `moments` in batches: {"moments": float16 (B, 2C, h, w), each text column: int64 (B, L), ..., "bad": [...]}.
-
-    A sample with a value that is not finite is a broken one: in the loss it would look like too high a learning rate.
-
-    Args:
-        columns: name -> (shape of one sample, numpy type as stored, numpy type of the batch).
-        arguments: keyword arguments of StreamingDataset.
-    """
-
-    def __init__(self, *, columns: Mapping[str, tuple[tuple[int, ...], str, str]], **arguments: Any):
-        super().__init__(**arguments)
-        self.columns = dict(columns)
-        self._files: dict[int, ShardFile] = {}
-
-    def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
-        """Fill one array a column, shard by shard, each row at its place in the batch."""
-        batch = {n: np.empty((len(sample_ids), *shape), stored) for n, (shape, stored, _) in self.columns.items()}
-        places: dict[int, list[tuple[int, int]]] = {}
-        bad: list[Bad] = []
-        for place, sample_id in enumerate(sample_ids):
-            shard_id, row = self.spanner[sample_id]
-            places.setdefault(shard_id, []).append((place, row))
-        for shard_id, wanted in places.items():
-            rows = self._rows(shard_id, [row for _, row in wanted])
-            for (place, _), found in zip(wanted, rows, strict=True):
-                try:
-                    _put(found, batch, place)
-                except SampleError:
-                    bad += self.first_good(sample_ids[place], functools.partial(self._put_sample, batch, place))[1]
-        tensors = {n: torch.from_numpy(batch[n].astype(last, copy=False)) for n, (*_, last) in self.columns.items()}
-        return {**tensors, "bad": bad}
-
-    def _put_sample(self, batch: Mapping[str, np.ndarray], place: int, sample_id: int) -> None:
-        shard_id, row = self.spanner[sample_id]
-        _put(self._rows(shard_id, [row])[0], batch, place)
-
-    def _rows(self, shard_id: int, rows: Sequence[int], retry: int = 7) -> list[dict[str, memoryview]]:
-        """Read rows of a shard, fetching it where it is missing or was put out of the cache."""
-        for _ in range(1 + retry):
-            try:
-                self.open_shard(shard_id)
-                if shard_id not in self._files:
-                    self._files[shard_id] = ShardFile(self.shards[shard_id])
-                self._shard_access_times[shard_id] = time.time_ns()
-                return self._files[shard_id].read(rows)
-            except FileNotFoundError:
-                self.prepare_shard(shard_id)
-        raise ShardError(f"data: {self.shards[shard_id].raw_data.basename} cannot be kept: a larger data.cache_limit?")
-
-
-def _put(found: Mapping[str, memoryview], batch: Mapping[str, np.ndarray], place: int) -> None:
-    """Copy a row to its place. Raises SampleError: it has a value that is not finite."""
-    for name, array in batch.items():
-        values = np.frombuffer(found[name], array.dtype)
-        if array.dtype.kind == "f" and not _is_finite(values):
-            raise SampleError(f"{name} are not finite")
-        array[place] = values.reshape(array.shape[1:])
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    if values.dtype != np.float16:
-        return bool(np.isfinite(values).all())
-    # numpy widens each float16 by itself, which takes longer than reading it: the exponent of inf and nan is all ones.
-    return bool((values.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7C00)

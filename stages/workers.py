@@ -8,6 +8,10 @@ import os
 import signal
 import threading
 
+from cli.private_api import require_private_api
+
+require_private_api(multiprocessing.util, "Finalize", why="a worker leaves at once at its end")
+
 
 def live_as_worker(worker_id: int) -> None:
     """Let a loader worker end with its trainer, whatever ended that, and by nothing but its trainer.

@@ -151,7 +151,7 @@ TABLE = """
 - if given < owed and not
 + if given < owed - 1 and not
 
-30 | stages/stream.py | stream data | an infinity among the moments counts as finite
+30 | stages/moments.py | stream data | an infinity among the moments counts as finite
 - < 0x7C00)
 + <= 0x7C00)
 

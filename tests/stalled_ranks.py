@@ -15,7 +15,7 @@ from composer.utils import dist
 
 import benchmark
 from cli.command import start
-from stages.stream import MomentsStream
+from stages.moments import MomentsStream
 
 
 def stall_after(num_batches: int) -> None:

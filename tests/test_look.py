@@ -259,7 +259,7 @@ def test_the_shown_pictures_are_the_samples_of_the_stage(tmp_path, capsys):
     image = pixels(tmp_path / "a.png")
     left = [int(np.argwhere((image == colour).all(axis=2))[:, 1].min()) for colour in colours]
     areas = [int((image == colour).all(axis=2).sum()) for colour in colours]
-    assert left == sorted(left) and min(areas) > 250**2  # each about a tile: 264 px
+    assert left == sorted(left) and min(areas) > 250**2  # each about a tile: 280 px
 
 
 def test_moments_are_decoded_from_their_mean_by_the_vae_in_the_range_of_their_images(encoded):

@@ -307,7 +307,7 @@ def test_every_key_that_is_named_exists():
             first, *rest = span.split()
             key = first.partition("=")[0]
             if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in sections:
-                if not key.endswith((".py", ".png", ".csv", ".yaml", ".log")):
+                if not key.endswith((".py", ".png", ".csv", ".jsonl", ".yaml", ".log")):
                     named = {key, *(f"{key.rpartition('.')[0]}.{word}" for word in rest)}
                     unknown += [(page, name) for name in named - keys]
             elif re.fullmatch(r"[a-z_]+=\S*", first) and key not in keys | others | {
@@ -406,7 +406,7 @@ def test_the_picture_of_the_readme_is_what_make_docs_would_draw(tmp_path):
         (["grid.png", "captions.txt", "out.png", "gap_px=x"], "gap_px: 'x'. Possible: 0 to 4,096. Give such a number."),
         (
             ["grid.png", "captions.txt", "out.png"],
-            "11 x 11 px, which are no 2 x 2 images with gaps of 2 px. Possible: a",
+            "11 x 11 px, not 2 x 2 images with gaps of 2 px. Possible: a",
         ),
     ],
 )

@@ -44,7 +44,7 @@ CONTENTS = {
 
 TEXTS = (
     *("config.yaml", "environment.json", "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"),
-    *("summary.json", "mlperf.log", "eval.csv"),
+    *("summary.json", "mlperf.log", "eval.jsonl", "eval.csv"),
 )
 CHECKPOINTS: dict[str, Callable[[Path], list[Path]]] = {
     "newest full": lambda folder: listed(folder / "checkpoints", FULL)[:1],
@@ -151,7 +151,7 @@ KINDS = [
     ("starts.jsonl", "removed"),
     ("summary.json", "flipped"),
     ("mlperf.log", "cut"),
-    ("eval.csv", "removed"),
+    ("eval.jsonl", "cut"),
     ("newest full", "cut"),
     ("every full", "removed"),
 ]
@@ -243,10 +243,15 @@ def records(short, tmp_path_factory) -> Path:
         shutil.copy(path, folder) if path.is_file() else None
     shutil.copy(folder / "fixture/mlperf.log", folder)
     row = {**dict.fromkeys(NEEDED, 1.0), "model": "a", "snapshot": "b", "weights": "ema", "partial": False}
-    write_rows(folder / "eval.csv", [row, {**row, "images": 2}])
+    write_rows(folder / "eval.jsonl", [row, {**row, "images": 2}])
     (folder / "bad_samples.jsonl").write_text('{"sample": 3, "key": "a", "reason": "b"}\n' * 2)
     shutil.copy(folder / "metrics.jsonl", folder / "metrics.cut.jsonl")
     return folder
+
+
+def read_csv_alone(folder: Path) -> object:
+    (folder / "eval.jsonl").unlink(missing_ok=True)
+    return read_rows(folder / "eval.jsonl")
 
 
 READERS: dict[str, list[Callable[[Path], object]]] = {
@@ -258,7 +263,8 @@ READERS: dict[str, list[Callable[[Path], object]]] = {
     "bad_samples.jsonl": [lambda folder: read_lines(folder / "bad_samples.jsonl")],
     "summary.json": [lambda folder: read_summary(folder, "batches"), read_run],
     "mlperf.log": [is_begun, lambda folder: lost_events(folder, None), read_run],
-    "eval.csv": [lambda folder: read_rows(folder / "eval.csv")],
+    "eval.jsonl": [lambda folder: read_rows(folder / "eval.jsonl")],
+    "eval.csv": [read_csv_alone],
 }
 
 

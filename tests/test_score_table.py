@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import ROOT
 from PIL import Image
 
 from eval import EvalCommand, Table, draw
 from evaluation.plots import draw_guidance, draw_over_images, lines_of
-from evaluation.score_table import NEEDED, add_row, read_rows, write_rows
+from evaluation.score_table import FIRST, NEEDED, add_row, read_rows, write_rows
 
 ROW = {
     "model": "7",
@@ -28,15 +32,80 @@ ROW = {
 }
 
 
-def test_a_table_comes_back_as_it_was_written(tmp_path):
-    path, other = tmp_path / "eval.csv", {**ROW, "further": 1.5, "model": 'a, "b"'}
+def test_a_table_comes_back_as_it_was_written_from_its_lines_and_from_csv_alone(tmp_path):
+    path, other = tmp_path / "eval.jsonl", {**ROW, "further": 1.5, "model": 'a, "b"'}
     write_rows(path, [ROW, other])
-    first, second = read_rows(path)
-    assert first == {**ROW, "clip_x100": None} and second == {**other, "clip_x100": None}
-    assert path.read_text().startswith("model,snapshot,batch,images,seconds,weights,guidance,fid,clip,clip_x100,")
-    assert [p.name for p in tmp_path.iterdir()] == ["eval.csv"]
-    write_rows(path, [{key: value for key, value in ROW.items() if key != "eval_precision"}])
-    assert read_rows(path) == [first], "an older table, which does not say it"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.csv", "eval.jsonl"]
+    assert all(json.loads(line).keys() >= {*NEEDED} for line in path.read_text().splitlines())
+    table = (tmp_path / "eval.csv").read_text()
+    assert table.startswith("model,snapshot,batch,images,seconds,weights,guidance,fid,clip,clip_x100,")
+    expected = [{**ROW, "clip_x100": None}, {**other, "clip_x100": None}]
+    assert read_rows(path) == read_rows(tmp_path / "eval.csv") == expected
+    path.unlink()
+    assert read_rows(path) == read_rows(tmp_path / "eval.csv") == expected
+
+
+def test_a_folder_with_csv_alone_goes_on_and_has_both_files_with_its_first_new_row(tmp_path):
+    write_rows(tmp_path / "eval.jsonl", [ROW, {**ROW, "guidance": 3.0}])
+    (tmp_path / "eval.jsonl").unlink()
+    before = (tmp_path / "eval.csv").read_text()
+    known = {"model": "7", "guidance": 3.0}
+    assert Table(tmp_path / "eval.jsonl").get(known, dict)["fid"] == ROW["fid"]
+    assert [p.name for p in tmp_path.iterdir()] == ["eval.csv"] and (tmp_path / "eval.csv").read_text() == before
+    rest = {key: value for key, value in ROW.items() if key not in known}
+    Table(tmp_path / "eval.jsonl").get({**known, "guidance": 0.1 + 0.2}, lambda: rest)
+    assert [row["guidance"] for row in read_rows(tmp_path / "eval.jsonl")] == [8.0, 3.0, 0.1 + 0.2]
+    lines = (tmp_path / "eval.csv").read_text().splitlines()
+    assert {*lines[0].split(",")} == {*before.splitlines()[0].split(",")} and len(lines) == 4
+    assert lines[3].split(",")[FIRST.index("guidance")] == "0.30000000000000004"
+
+
+def test_a_table_of_an_earlier_version_is_written_again_digit_by_digit(tmp_path):
+    old = ROOT / "reports/results/shapes/guidance/eval.csv"
+    shutil.copy(old, tmp_path / "eval.csv")
+    write_rows(tmp_path / "eval.jsonl", read_rows(tmp_path / "eval.csv"))
+    with open(old, newline="") as before, open(tmp_path / "eval.csv", newline="") as after:
+        for one, other in zip(csv.DictReader(before), csv.DictReader(after), strict=True):
+            assert {**one, "eval_precision": "fp32"} == other
+
+
+def test_csv_that_does_not_say_what_the_lines_say_is_written_again(tmp_path):
+    """Its writer was killed between the two; a folder that cannot be written in is only read."""
+    path, table = tmp_path / "eval.jsonl", tmp_path / "eval.csv"
+    write_rows(path, [ROW])
+    as_it_was = table.read_text()
+    for content in ("", "fid,clip\n", as_it_was[:-1]):
+        table.write_text(content)
+        assert len(Table(path).rows) == 1 and table.read_text() == as_it_was
+    written = table.stat().st_mtime_ns
+    Table(path)
+    assert table.stat().st_mtime_ns == written
+    table.unlink()
+    table.mkdir()
+    assert len(Table(path).rows) == 1 and table.is_dir()
+
+
+def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
+    path, ways = tmp_path / "eval.jsonl", "Mend it or move it away, or give another out=FOLDER."
+    write_rows(path, [ROW, {**ROW, "fid": 20.0}])
+    whole, again = path.read_bytes(), "Remove that line: its score is then made again."
+
+    def refused(content: bytes) -> str:
+        path.write_bytes(content)
+        with pytest.raises(ValueError) as caught:
+            read_rows(path)
+        return str(caught.value).replace(str(path), "eval.jsonl")
+
+    no_object = "eval.jsonl: line {} is no whole JSON object: '{}'. " + again
+    assert refused(whole[:-2]) == no_object.format(2, whole.split(b"\n")[1][:40].decode())
+    assert refused(b"[1]\n" + whole) == no_object.format(1, "[1]")
+    assert refused(b"[" * 50_000) == no_object.format(1, "[" * 40)
+    without = whole.replace(b'"fid": 20.0, ', b"")
+    assert refused(without) == f"eval.jsonl: line 2 is no row of scores: it has no fid. {again}"
+    assert refused(whole + b"\xff") == f"eval.jsonl: line 3 is not UTF-8 text. {ways}"
+    assert refused(b"") == f"eval.jsonl is no table of scores: it is empty. {ways}"
+    path.write_bytes(whole[:-1])  # whole but for its last end of line
+    assert len(read_rows(path)) == 2
 
 
 def test_no_file_is_an_empty_table_and_another_file_is_refused(tmp_path):
@@ -51,6 +120,7 @@ def test_no_file_is_an_empty_table_and_another_file_is_refused(tmp_path):
 def test_what_is_no_whole_table_is_refused_with_its_line_and_a_cut_row_is_not_taken_for_another(tmp_path):
     path, ways = tmp_path / "eval.csv", "Mend it or move it away, or give another out=FOLDER."
     write_rows(path, [ROW, {**ROW, "fid": 20.0}])
+    path.with_suffix(".jsonl").unlink()  # a folder of an earlier version
     whole = path.read_text()
     header = whole.splitlines()[0]
     third = whole.splitlines()[2]
@@ -97,10 +167,10 @@ def test_two_commands_that_write_one_table_keep_each_others_rows_and_no_row_twic
 def test_a_writer_that_fails_leaves_the_table_before_it(tmp_path):
     path = tmp_path / "eval.csv"
     write_rows(path, [ROW])
-    before = path.read_bytes()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(TypeError):
         write_rows(path, [ROW, {**ROW, "fid": {1, 2}}])
-    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before and len(before) == 2
 
 
 def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(tmp_path):

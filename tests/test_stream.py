@@ -23,8 +23,9 @@ from cli.errors import ConfigError
 from stages import fetch, stores
 from stages.dataset import holds_another_stage, read_stage, write_facts
 from stages.fetch import StreamFailure
+from stages.moments import MomentsStream
 from stages.shard_file import DAMAGED, ShardError
-from stages.stream import FAILED, BatchStream, MomentsStream
+from stages.stream import FAILED, BatchStream
 
 
 def test_store_connections_are_closed_before_workers_can_inherit_them(stage, monkeypatch):
@@ -464,13 +465,6 @@ def test_cache_limit_holds_for_what_earlier_runs_left(moments, tmp_path):
     # Of two threads that each want a shard, the second may find the room that the first is about to fill (seen once); and
     # after the last shard nothing is put out any more.
     assert used() <= limit + largest < num_bytes
-
-
-def test_a_version_of_streaming_without_what_we_lean_on_is_named():
-    with pytest.raises(
-        ImportError, match=r"has no StreamingDataset._new, on which .* Install mosaicml-streaming==0.13.0.$"
-    ):
-        stores.require_private_api(StreamingDataset, "prepare_shard", "_new")
 
 
 @pytest.mark.parametrize(

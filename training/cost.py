@@ -15,11 +15,11 @@ import psutil
 import torch
 from composer.utils import dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cli.limits import ImageSize
+from cli.private_api import require_private_api
 from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
 from training import speed
 from weights.tensors import on_meta
@@ -39,6 +39,9 @@ BYTES_PER_PARAMETER_OF_EMA = 4
 BYTES_PER_PARAMETER_OF_DDP = 4  # its gradient buckets; Composer 0.32.1 does not let gradients live in them
 NOT_SHARDED = "Sharding the weights over devices is not part of this version"
 USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
+
+require_private_api("torch._subclasses.fake_tensor", "FakeTensorMode", why="a step is traced without being computed")
+require_private_api(torch.UntypedStorage, "_cdata", why="tensors that share a storage are counted once")
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ def measure_cost(
 
     The FLOPs are the model's own. Recomputation in checkpointed blocks is not counted.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     config = replace(config, weights=RANDOM)
     model = on_meta(lambda: build_model(config, objective, size=size, normalize="symmetric", seed=0))
     columns = model.family.columns(stage, size)

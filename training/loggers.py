@@ -15,6 +15,7 @@ from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 
 from cli.errors import ConfigError
 from cli.log import log
+from cli.private_api import require_private_api
 
 SERVER_SEC = 5.0  # time for W&B's server to answer; its own client waits 90
 WandbMode = Literal["online", "offline"]
@@ -79,6 +80,9 @@ def _wandb_login() -> tuple[str, str | None]:
     """Return the address of W&B's server and this user's login, or None if there is no login."""
     import wandb
 
+    require_private_api(
+        "wandb", "api.settings", "api.api_key", why="loggers.wandb: the login is known before the run begins"
+    )
     token = os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
     return wandb.api.settings("base_url").rstrip("/"), wandb.api.api_key or token
 

@@ -134,7 +134,7 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: R
     begun = read_config(folder)
     same = all(begun.get(key) == value for key, value in flat(config).items() if key.startswith("target."))
     try:
-        has_files = _has_files_of(read_rows(folder / "eval.csv"), config)
+        has_files = _has_files_of(read_rows(folder / "eval.jsonl"), config)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     if same and has_files and summary.get("target") in ("reached", "missed"):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from cli.private_api import require_private_api
 from training import fp8
 
 BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
@@ -40,6 +41,10 @@ IN_16_BITS = ("flash", "cudnn")  # on a GPU they do not support float32
 CUDNN_LENGTH = 128
 # Limits on graphs. A whole network: training, and each batch size tried for evaluation. Blocks: one per shape, too.
 GRAPHS_OF_WHOLE, GRAPHS_OF_BLOCKS = 16, 128
+
+LIMITS = ("fail_on_recompile_limit_hit", "recompile_limit", "optimize_ddp")
+require_private_api("torch._dynamo.config", *LIMITS, why="compile: too many graphs are an error")
+require_private_api("torch._dynamo.utils", "counters", why="compile: graphs are counted")
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,10 @@ class NhwcConv2d(nn.Conv2d):
 def _nhwc_transformer() -> type[nn.Module]:
     """Return diffusers' transformer on images, without the copy to NCHW at its end."""
     from diffusers.models import Transformer2DModel
+
+    require_private_api(
+        Transformer2DModel, "_get_output_for_continuous_inputs", why="channels_last: its end stays in NHWC"
+    )
 
     class NhwcTransformer2DModel(Transformer2DModel):
         def _get_output_for_continuous_inputs(

@@ -22,6 +22,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from callbacks.losses import TOTAL, AsyncLosses
+from cli.private_api import require_private_api
+
+OVERRIDDEN = (
+    "_use_closures",
+    "_iter_dataloader",
+    "_accumulate_time_across_ranks",
+    "_train_batch",
+    "_train_microbatches",
+)
+CALLED = ("_train_microbatch", "_train_data_spec", "_use_grad_scaling")
+require_private_api(Trainer, *OVERRIDDEN, *CALLED, why="async_loss: steps that do not wait for the loss")
 
 
 class NonBlockingTrainer(Trainer):

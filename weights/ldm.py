@@ -5,6 +5,8 @@ diffusers folder or an LDM file; weights/ldm_names.py describes these two and ma
 
     networks = {"vae": (module, ldm.vae(module)), "text": (clip, ldm.open_clip_text(clip))}
     ldm.problems("512-base-ema.ckpt", networks) or ldm.load("512-base-ema.ckpt", networks)
+
+Ours, not diffusers' from_single_file: that one builds modules of its own by a configuration that it guesses, and fetches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A restricted unpickler: it makes plain values, tensors' places, and inert objects for all other names."""
+"""A restricted unpickler: it makes plain values, tensors' places, and inert objects for all other names.
+
+Ours, not torch.load(weights_only=True): that one refuses published checkpoints that hold a trainer's own objects too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
+
+from cli.private_api import require_private_api
 
 PLAIN = {str, int, float, bool, bytes, type(None)}
 """Types allowed as a dictionary's keys; no containers."""
@@ -24,6 +29,8 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+OF_UNPICKLER = ("dispatch", "stack", "append", "pop_mark")
+require_private_api(pickle, "_Unpickler", *(f"_Unpickler.{name}" for name in OF_UNPICKLER), why="opcodes are taken out")
 
 
 class Inert:

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cli.files import whole, write_whole
+from cli.private_api import require_private_api
 from prepare.shapes.stages import ClipStage, ReaderStage, Stage, VaeStage, held_out
 from zoo.shapes.networks import Reader, build_clip
 
@@ -32,6 +34,8 @@ EMA_DECAY = 0.999
 CLIP_NORM = 1.0
 LOG_STEPS = 100
 TEXT_TOWER = "text_model."
+
+require_private_api(torch, "_foreach_lerp_", why="the average of all weights in one pass")
 
 
 @dataclass(frozen=True)
@@ -144,20 +148,13 @@ def _resume(
     if log.exists():  # remove lines of steps that will be repeated
         lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
         kept = [line for line in lines if line["stage"] != name or line["step"] <= state["step"]]
-        _replace(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        write_whole(log, "".join(json.dumps(line) + "\n" for line in kept).encode())
     return state["step"], state["best"], state["seconds"]
 
 
 def _save(state: Mapping[str, Any], path: Path) -> None:
-    partial = path.with_name(path.name + ".partial")
-    torch.save(dict(state), partial)
-    partial.replace(path)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    with whole(path) as temporary, open(temporary, "wb") as file:  # of a path torch would keep the name
+        torch.save(dict(state), file)
 
 
 def _log(out: Path, line: Mapping[str, Any]) -> None:
@@ -206,12 +203,12 @@ def _write(folder: Path, stem: str, tensors: Mapping[str, Tensor], config: Mappi
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / f"{stem}.safetensors", save({key: tensor.contiguous() for key, tensor in tensors.items()}))
+    write_whole(folder / f"{stem}.safetensors", save({key: tensor.contiguous() for key, tensor in tensors.items()}))
     if config:
         plain = json.dumps(dict(config), indent=1, sort_keys=True, default=str)
-        _replace(folder / "config.json", plain.encode() + b"\n")
+        write_whole(folder / "config.json", plain.encode() + b"\n")
     if qualities is not None:
-        _replace(folder / "quality.json", json.dumps(_short(qualities), indent=1).encode() + b"\n")
+        write_whole(folder / "quality.json", json.dumps(_short(qualities), indent=1).encode() + b"\n")
 
 
 def _load(network: nn.Module, *paths: Path) -> nn.Module:

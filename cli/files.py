@@ -1,0 +1,47 @@
+"""Files that are there whole or not at all: written beside their place, brought to the disk, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def whole(path: Path, final: Callable[[], Path] | None = None) -> Iterator[Path]:
+    """Give a path to write a file at, which takes its name when the block ends; where that fails, nothing is left of it.
+
+    Args:
+        path: the file; one that is there stays until then.
+        final: its name, where that is known only at the end.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        to_disk(temporary)
+        temporary.replace(path if final is None else final())
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all."""
+    with whole(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file whole or not at all."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def to_disk(path: Path) -> None:
+    """Bring a file's bytes, or a folder's entries, to the disk: a rename is not there before."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

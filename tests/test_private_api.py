@@ -1,0 +1,198 @@
+"""cli/private_api.py: what this code uses of libraries' insides is declared, and what a new release lacks is one line."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import ROOT
+from test_layout import floor_of, module_of, sources
+
+from cli import private_api
+from cli.command import command
+from cli.private_api import PrivateAPIMissing, check_private_api, has, require_private_api
+
+OF_PYTHON = {"_abc_impl", "_is_protocol"}
+"""What Python gives a class."""
+DOCUMENTED = {"_exit", "_replace"}
+"""Of `os` and of named tuples: public in spite of their underscore."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a file defines: functions, classes, variables, attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[str, int]]:
+    """Private names of libraries that a file reads, imports or, in a class within a function, overrides; with their lines."""
+    nested = {
+        kind
+        for f in ast.walk(tree)
+        if isinstance(f, ast.FunctionDef)
+        for kind in ast.walk(f)
+        if isinstance(kind, ast.ClassDef)
+    }
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute) and node.attr not in own:
+            found = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and floor_of(node.module or "") is None:
+            found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            found = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.ClassDef) and node in nested and node.bases:
+            found = [step.name for step in node.body if isinstance(step, ast.FunctionDef)]
+        yield from ((name, node.lineno) for name in found if is_private(name) and name not in DOCUMENTED)
+
+
+def overridden() -> Iterator[tuple[str, str]]:
+    """(class, name) where a class of ours and a library's class that it comes from set or define the same private name."""
+    for module in [sys.modules[name] for name in map(module_of, sources()) if name in sys.modules]:
+        for kind in vars(module).values():
+            if not inspect.isclass(kind) or kind.__module__ != module.__name__:
+                continue
+            foreign = [base for base in kind.__mro__ if floor_of(base.__module__) is None]
+            theirs = {name for base in foreign for name in (*vars(base), *private_api._set_by(base))}
+            mine = {name for name in (*vars(kind), *private_api._set_by(kind)) if is_private(name)}
+            yield from ((f"{module.__name__}.{kind.__name__}", name) for name in sorted(mine & theirs - OF_PYTHON))
+
+
+def declared() -> set[str]:
+    """All that is declared, also within functions: names with dots in them in their parts and whole."""
+    texts = [text for names in private_api.DECLARED.values() for text in names] + list(private_api.DECLARED)
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "require_private_api":
+                texts += [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    return {part for text in texts for part in (text, *text.split("."))}
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.AST]:
+    for module in map(module_of, sources()):
+        if not module.endswith("__main__"):
+            importlib.import_module(module)
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sources()}
+
+
+def test_every_private_name_of_a_library_is_declared(trees):
+    own, known = {name for tree in trees.values() for name in own_names(tree)}, declared()
+    used = [(name, f"{path}:{line} {name}") for path, tree in trees.items() for name, line in foreign_names(tree, own)]
+    assert [text for name, text in used if name not in known] == []
+    assert [text for text in overridden() if text[1] not in known] == []
+    assert {"_found_inf_per_device", "_device", "_dynamo"} <= {name for name, _ in used}
+    assert ("stages.stream.BatchStream", "_prepare_thread") in overridden()
+
+
+def test_what_is_declared_is_used(trees):
+    text = "\n".join(ast.unparse(tree) for tree in trees.values())
+    owners = {part for name in declared() for part in name.split(".")[:-1]}
+    assert [
+        name for name in sorted(declared() - owners) if "." not in name and is_private(name) and text.count(name) < 2
+    ] == []
+
+
+def test_this_environment_has_all_of_it(trees):
+    check_private_api()
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("device._device", ["_device"]),
+        ("self._shard_states[0]", ["_shard_states"]),
+        ("from torch._dynamo.utils import counters", ["_dynamo"]),
+        ("from streaming.base.dataset import _ShardState", ["_ShardState"]),
+        ("import torch._inductor.config", ["_inductor"]),
+        ("def f():\n    class Mine(Theirs):\n        def _step(self): ...", ["_step"]),
+        ("os._exit(0); row._replace(a=1); self._own; from data import _helper", []),
+    ],
+)
+def test_the_search_sees_private_names(code, names):
+    assert [name for name, _ in foreign_names(ast.parse(code.replace("; ", "\n")), {"_own"})] == names
+
+
+# --- what a new release lacks ---
+
+
+@pytest.fixture
+def at_the_start(monkeypatch):
+    """As before a command, with nothing declared yet."""
+    monkeypatch.setattr(private_api, "_missing", {})
+    monkeypatch.setattr(private_api, "_begun", threading.Event())
+    monkeypatch.setattr(private_api, "DECLARED", collections.defaultdict(set))
+
+
+class Reader:
+    """Has what its methods set."""
+
+    limit: int
+
+    def __init__(self) -> None:
+        self._first = self.__dict__["_second"] = 1
+
+    def start(self) -> None:
+        self._event, _local = 1, 2
+
+
+class Further(Reader):
+    """Has what its base's methods set, too."""
+
+
+def test_names_of_objects_classes_modules_and_tables_are_found():
+    names = ("_first", "_event", "limit", "start")
+    assert all(has(Further, name) for name in names) and not any(
+        has(Further, n) for n in ("_second", "_local", "_gone")
+    )
+    assert has(Reader(), "_first") and not has(Reader(), "_event")  # of an object: what it has by now
+    module = sys.modules[__name__]
+    assert has(module, "Further._event") and not has(module, "Gone._event") and not has(module, "Further._gone")
+    assert has({"a": 1}, "a") and not has({"a": 1}, "b")
+
+
+def test_one_line_names_all_that_is_missing_with_the_libraries_versions(at_the_start):
+    require_private_api(torch, "_foreach_lerp_", "_gone", "_lost", why="the average")
+    require_private_api("torch.utils.data.dataloader", "_BaseDataLoaderIter._old", why="waits")
+    require_private_api("threading", "_register", why="threads")
+    require_private_api("torch.gone", "_all", why="nothing")
+    with pytest.raises(PrivateAPIMissing) as error:
+        check_private_api()
+    assert str(error.value) == (
+        f"libraries: torch {torch.__version__.split('+')[0]} has no _gone, _lost of torch (the average), no "
+        "_BaseDataLoaderIter._old of torch.utils.data.dataloader (waits), no _all of torch.gone (nothing); "
+        f"Python {sys.version.split()[0]} has no _register of threading (threads). Possible: the versions of "
+        "requirements.lock. Install them: pip install --no-deps -r requirements.lock"
+    )
+
+
+def test_what_is_loaded_after_the_start_is_compared_at_once(at_the_start):
+    check_private_api()
+    require_private_api(Reader, "_first", why="it is there")
+    with pytest.raises(PrivateAPIMissing, match=r"has no _gone of test_private_api.Reader \(nothing\)\. Possible: "):
+        require_private_api(Reader, "_gone", why="nothing")
+
+
+def test_a_command_ends_before_it_begins(at_the_start, capsys):
+    require_private_api(torch, "_gone", why="the average")
+    called = []
+    assert command("Help.", needs_words=False)(called.append)([]) == 2 and not called
+    told = capsys.readouterr().err
+    assert told.startswith("libraries: torch ") and told.count("\n") == 1
+    assert command("Help.")(called.append)(["--help"]) == 0  # help is given all the same
