@@ -289,7 +289,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
         "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
-        "model.weights: not given. Real data want encoders. Give a diffusers folder or an LDM checkpoint "
+        "model.weights: not given. Real data need encoders. Give a diffusers folder or an LDM checkpoint "
         "(512-base-ema.ckpt), or model.weights=random for random ones.",
     ]
 
