@@ -119,6 +119,8 @@ class RunRecord(Callback):
         self._begun_at = batch
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".*.tmp"):  # of a writer that was killed
+                left.unlink()
             names = (STARTS, BAD_SAMPLES, METRICS)
             earlier, bad, metrics = (read_lines(self.folder / name) for name in names)  # before writing anything
             self.num_starts = max((line.get("start", 1) for line in [*earlier, *metrics]), default=0) + 1

@@ -40,7 +40,7 @@ OF_BEFORE = {"eval_precision": "fp32"}
 
 LOCK_WAIT_SEC = 60.0
 
-WAYS = "Mend it or move it away, or give another out=FOLDER"
+WAYS = "Fix it or move it away, or give another out=FOLDER"
 AGAIN = "Remove that line: its score is then made again"
 
 TEXTS = {
@@ -218,7 +218,7 @@ def _from_cell(where: str, key: str, cell: str) -> Any:
     try:
         return json.loads(cell)
     except ValueError:
-        raise ValueError(f"{where}, column {key}: '{cell[:40]}' is no value. Mend it, or remove that line.") from None
+        raise ValueError(f"{where}, column {key}: '{cell[:40]}' is no value. Fix it, or remove that line.") from None
 
 
 class Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -79,9 +80,8 @@ def _is_begun(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
-    return (
-        "config.yaml" in names or names <= {".lock", ".config.yaml.tmp"} or any(folder.glob("checkpoints/full-ba*.pt"))
-    )
+    is_killed = all(re.fullmatch(r"\.lock|\.config\.yaml\.(\d+\.)?tmp", name) for name in names)
+    return "config.yaml" in names or is_killed or any(folder.glob("checkpoints/full-ba*.pt"))
 
 
 def batch_problem(global_batch_size: int, num_ranks: int, microbatch: int) -> str | None:

@@ -51,7 +51,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         ConfigError: another line is no object, or is none of this file's; names it, and what to do.
     """
     found = []
-    fix = "Mend it, or remove that line: what it said is then lost, the others stay."
+    fix = "Fix it, or remove that line: what it said is then lost, the others stay."
     for number, (line, is_last) in enumerate(_split(path), 1):
         try:
             content = json.loads(line.decode())

@@ -124,7 +124,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         event = _content_of(line)
         if not (isinstance(event, dict) and event.keys() >= FIELDS):
             given = f"{path}: line {number:,} is no event of MLPerf's: '{line[:40].rstrip()}'"
-            raise ConfigError([f"{given}. Mend it or take it out, or go on without a log (mlperf.enabled=false)."])
+            raise ConfigError([f"{given}. Fix it or take it out, or go on without a log (mlperf.enabled=false)."])
         found.append(event)
     return found
 

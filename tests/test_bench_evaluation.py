@@ -48,7 +48,7 @@ def test_the_record_names_the_pair_that_has_measured(monkeypatch):
     [
         ("eval.prompts=x.tsv", "eval.prompts: is made up here. Leave it out."),
         ("eval.guidance=[1,2]", "eval.guidance: [1, 2] is a list. One scale is measured here."),
-        ("eval.steps=0", "eval.steps: 0 is not possible."),
+        ("eval.steps=0", "eval.steps is 0. Possible: 2 to 500."),
         ("eval.num_prompts=0", "command line: eval.num_prompts is 0. Possible: 1 and up or null."),
         ("eval.num_prompts=1", "eval.num_prompts: 1, but FID compares covariances."),
         ("cudnn_benchmark=true", "cudnn_benchmark: true needs a GPU."),

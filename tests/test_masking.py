@@ -417,8 +417,9 @@ def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, 
     shown = f"sftp://user:***@{by_password}{miniature.moments}"
     args = [json.loads(path.read_text()) for path in sorted(runs.rglob("wandb-metadata.json"))]
     assert f"data.remote='{shown}'" in args[0]["args"] and not any("git" in metadata for metadata in args)
-    config = (runs / "one/config.yaml").read_text()
-    assert f"  remote: {shown.replace('***', f'${{oc.env:{VARIABLE}_PW}}')}\n" in config
+    assert f"  remote: {shown}\n" in (runs / "one/config.yaml").read_text()
+    later = (runs / "one/later.yaml").read_text()
+    assert f"  remote: {shown.replace('***', f'${{oc.env:{VARIABLE}_PW}}')}\n" in later
 
 
 @pytest.mark.slow

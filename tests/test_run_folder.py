@@ -185,7 +185,7 @@ def short_words(miniature, folder: Path, *more: str) -> list[str]:
 
 
 REMOVE = "Remove it: benchmark.py then resumes from the run's newest checkpoint, and writes it again."
-MEND = "Mend it, or remove that line: what it said is then lost, the others stay."
+MEND = "Fix it, or remove that line: what it said is then lost, the others stay."
 TAKE = "Take it away."
 SAID = {
     ("summary.json", "emptied"): f"{{}} is no whole summary: Expecting value: line 1 column 1 (char 0). {REMOVE}",

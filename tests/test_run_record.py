@@ -81,7 +81,7 @@ def test_a_broken_line_with_others_after_it_is_refused_and_the_record_stays_as_i
     with pytest.raises(ConfigError) as caught:
         record_of(tmp_path).start(1)
     assert str(caught.value) == (
-        f"{path}: line 2 cannot be read: '{shown}' is no whole JSON object. Mend it, or remove that line: what it said is "
+        f"{path}: line 2 cannot be read: '{shown}' is no whole JSON object. Fix it, or remove that line: what it said is "
         "then lost, the others stay."
     )
     assert {at.name: at.read_bytes() for at in tmp_path.iterdir()} == before
@@ -104,7 +104,7 @@ def test_a_broken_line_with_others_after_it_is_refused_and_the_record_stays_as_i
 def test_a_line_that_is_none_of_its_file_is_named(tmp_path, name, line, said):
     path = tmp_path / name
     path.write_bytes(written(line))
-    fix = "Mend it, or remove that line: what it said is then lost, the others stay."
+    fix = "Fix it, or remove that line: what it said is then lost, the others stay."
     with pytest.raises(ConfigError) as caught:
         read_lines(path)
     assert str(caught.value) == f"{path}: line 1 cannot be read: {said}. {fix}"

@@ -86,7 +86,7 @@ def test_csv_that_does_not_say_what_the_lines_say_is_written_again(tmp_path):
 
 
 def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
-    path, ways = tmp_path / "eval.jsonl", "Mend it or move it away, or give another out=FOLDER."
+    path, ways = tmp_path / "eval.jsonl", "Fix it or move it away, or give another out=FOLDER."
     write_rows(path, [ROW, {**ROW, "fid": 20.0}])
     whole, again = path.read_bytes(), "Remove that line: its score is then made again."
 
@@ -118,7 +118,7 @@ def test_no_file_is_an_empty_table_and_another_file_is_refused(tmp_path):
 
 
 def test_what_is_no_whole_table_is_refused_with_its_line_and_a_cut_row_is_not_taken_for_another(tmp_path):
-    path, ways = tmp_path / "eval.csv", "Mend it or move it away, or give another out=FOLDER."
+    path, ways = tmp_path / "eval.csv", "Fix it or move it away, or give another out=FOLDER."
     write_rows(path, [ROW, {**ROW, "fid": 20.0}])
     path.with_suffix(".jsonl").unlink()  # a folder of an earlier version
     whole = path.read_text()
@@ -141,14 +141,14 @@ def test_what_is_no_whole_table_is_refused_with_its_line_and_a_cut_row_is_not_ta
     assert refused(whole[:-1]) == f"eval.csv: line 3 {cut}"
     assert refused(whole[: whole.index(third) + 20]) == f"eval.csv: line 3 {cut}"
     assert refused(whole.replace(",20.0,", ",ninety,")) == (
-        "eval.csv: line 3, column fid: 'ninety' is no value. Mend it, or remove that line."
+        "eval.csv: line 3, column fid: 'ninety' is no value. Fix it, or remove that line."
     )
     assert refused(whole.encode("utf-16")) == f"eval.csv: line 1 is not UTF-8 text. {ways}"
     assert refused(whole + '"') == f"eval.csv: line 4 cannot be read: unexpected end of data. {ways}"
     assert refused("") == f"eval.csv is no table of scores: no column {', '.join(NEEDED)} in its first line. {ways}"
     path.unlink()
     path.mkdir()
-    with pytest.raises(ValueError, match="eval.csv cannot be read: Is a directory. Mend it or move it away"):
+    with pytest.raises(ValueError, match="eval.csv cannot be read: Is a directory. Fix it or move it away"):
         read_rows(path)
 
 

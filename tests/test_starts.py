@@ -66,7 +66,7 @@ def late_refusals() -> dict[str, tuple[str, Exception]]:
         "build_networks": ValueError("model.weights: they do not fit. Take others."),
         "build_batches": StreamFailure("data: s3://b/index.json is away."),
         "build_learning": OSError(28, "No space left on device"),
-        "build_mlperf_log": ValueError("mlperf.enabled: its log cannot be read. Mend it."),
+        "build_mlperf_log": ValueError("mlperf.enabled: its log cannot be read. Fix it."),
         "build_trainer": SystemExit(143),
     }
 
