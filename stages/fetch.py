@@ -241,7 +241,7 @@ class RetryingStream(Stream):
         """
         path = Path(self.local, name)
         if path.exists() and not path.is_file():
-            raise StreamFailure(f"data: {path} is no file, where the stage has one. Remove it.")
+            raise StreamFailure(f"data: {path} is not a file, but the stage has one of that name. Remove it.")
         for tries in range(len(SOON_SEC) + 1):
             if not path.is_file():
                 self._download_file(name)

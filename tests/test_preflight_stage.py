@@ -48,7 +48,7 @@ def test_what_lies_in_the_way_of_a_run_is_an_error(filled, which, put, wanted):
     shard = local / shards[-1].name
     path = {"index.json": local / "index.json", "shard": shard, "part": shard.parent}[which]
     put(path)
-    text = f"data.local: {path} is no {wanted}, the stage has one of that name. Remove it."
+    text = f"data.local: {path} is not a {wanted}, but the stage has one of that name. Remove it."
     assert stage_checks.cache(config, shards) == [Finding(ERROR, "cache", text)]
 
 
