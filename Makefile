@@ -8,17 +8,23 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-# The environment is as new as the lock: a stamp with the lock's checksum says what was installed.
-LOCK_SUM := $(shell sha256sum requirements.lock | cut -c1-12)
+# SET=newest takes the second set of packages, for the newest cards. The environment is as new as the lock: a stamp with the
+# lock's checksum says what was installed.
+SET ?=
+LOCK := requirements$(addprefix -,$(SET)).lock
+LOCK_SUM := $(shell sha256sum $(LOCK) | cut -c1-12)
 STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
 SHAPES := cache/miniature
 ROUNDS ?= 10
-TORCHAO := torchao==0.12.0  # for torch 2.7
+TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
 ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
 
+ifeq ($(wildcard $(LOCK)),)
+$(error SET: '$(SET)' is no set: there is no $(LOCK). Possible: newest, or leave it out)
+endif
 ifneq ($(words $(VENV)),1)
 $(error VENV: '$(VENV)' has a space in it, or is empty. Possible: a path without one. Run: VENV=/some/path make ...)
 endif
@@ -31,19 +37,22 @@ help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
 
-env: $(STAMP)  ## make the environment from requirements.lock (about 7 GB, some minutes), and nothing else
+env: $(STAMP)  ## make the environment from requirements.lock (about 8 GB, some minutes), and nothing else; SET=newest: the second set
 
-$(STAMP): requirements.lock
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else "PYTHON: $(PYTHON) is Python %d.%d. Possible: 3.10, 3.11, 3.12. Run: PYTHON=python3.11 make ..." % v)'
+$(STAMP): $(LOCK)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "PYTHON: $(PYTHON) is Python %d.%d. Possible: 3.11, 3.12, 3.13. Run: PYTHON=python3.11 make ..." % v)'
 	@mkdir -p $(VENV)
 	@$(call ALONE,$(VENV)) bash -euc 'test -e $@ || { set -x; \
 	  $(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV); \
-	  $(PY) -m pip install --disable-pip-version-check -q --no-deps -r requirements.lock; rm -f $(VENV)/.easel-*; }; touch $@'
+	  $(PY) -m pip install --disable-pip-version-check -q --no-deps -r $(LOCK); rm -f $(VENV)/.easel-*; }; touch $@'
 
-lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.10 to 3.12
-	for name in requirements requirements-prepare; do \
-	  $(VENV)/bin/uv pip compile -q --universal --python-version 3.10 --only-binary :all: \
-	    --custom-compile-command "make lock" $$name.txt -o $$name.lock; done
+UV_COMPILE = $(VENV)/bin/uv pip compile -q --universal --python-version 3.11 --only-binary :all: --custom-compile-command "make lock"
+
+lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.11 to 3.13
+	$(UV_COMPILE) --override overrides.txt -c requirements.txt requirements.txt -o requirements.lock
+	grep -vE '^(torch|torchvision|xformers)==' requirements.txt | $(UV_COMPILE) --override overrides.txt -c requirements-newest.txt - \
+	  requirements-newest.txt -o requirements-newest.lock
+	$(UV_COMPILE) requirements-prepare.txt -o requirements-prepare.lock
 
 lint: $(STAMP)  ## ruff: format and rules
 	$(VENV)/bin/ruff format --check -q .
