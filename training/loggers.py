@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
+import composer.loggers
+from composer import Logger, State
+from composer.loggers import LoggerDestination, TensorboardLogger
 
 from cli.errors import ConfigError
 from cli.log import log
@@ -152,6 +154,18 @@ def _refusal(server: str, login: str | None) -> str | None:
     thread.start()
     thread.join(SERVER_SEC)
     return outcome[0] if outcome else f"does not answer within {SERVER_SEC:g} s"
+
+
+class WandBLogger(composer.loggers.WandBLogger):
+    """Composer's logger with today's W&B client, whose runs have `url` instead of `get_url()` since 0.19."""
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin the run at W&B; once, before the training."""
+        import wandb
+
+        if not hasattr(wandb.Run, "get_url"):
+            wandb.Run.get_url = lambda run: run.url
+        super().init(state, logger)
 
 
 def build_loggers(
