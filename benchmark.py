@@ -8,8 +8,8 @@ Values come from the defaults below, then the YAML, then `key=value`; `--print_c
 take, wherever it would have to run, and stops. The flags of this benchmark's predecessor (`--batch_size`, `--use_synth_data`,
 ...) are aliases of keys. With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
-A run with a name goes on where its newest checkpoint was taken when the same command is given again; one that is finished
-says so. Where it writes checkpoints, SIGTERM and SIGUSR1 end it at the next batch edge, after one more if there is time.
+A run with a name resumes from its newest checkpoint when the same command is given again; a finished one says so. Where it
+writes checkpoints, SIGTERM and SIGUSR1 end it after the current batch, with one more checkpoint if there is time.
 
 Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 1 when the data cannot be had any
 more, the memory was not enough or the run failed otherwise, 128 + signal after a signal.
@@ -92,7 +92,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
 
-    # Resume: the run's folder is this start's; it goes on from the newest whole checkpoint, or from the beginning.
+    # Resume: the run's folder is this start's; it resumes from the newest whole checkpoint, or starts from the beginning.
     run = open_run(config)
     with run.or_nothing():
         logged = ranks.on_rank_zero(lambda: wandb_mode(config.loggers, folder))

@@ -7,10 +7,10 @@
     composer -n 8 eval.py checkpoints/stable-diffusion-2-base eval.prompts=... out=published     # a diffusers folder
     composer eval.py samples/ eval.prompts=val2014_30k.tsv eval.clip=... out=scores              # a folder of images
 
-A run's own config.yaml says how; what a score depends on can be given anew (eval.*, target.*, model.weights where the
-encoders have moved, precision, ...), other keys are refused. Scores that eval.jsonl has already, of the same weights and
-settings, are not made again, so that a command that was killed goes on where it was, also in the midst of a score
-(eval_parts/ beside the table has what is done of it); two at once may share a table.
+A run is scored with its own configuration. Keys that a score depends on can be given anew (eval.*, target.*, precision,
+model.weights where the encoders have moved, ...); other keys are refused. A score that eval.jsonl already has, of the same
+weights and settings, is not made again. So the same command resumes a killed one, even in the middle of a score
+(eval_parts/ beside the table holds its finished part). Two commands may share a table.
 
     snapshots   all, to_target (in order up to the first that meets the target, after `from_images`; if that is the first one
                 scored, backwards to the one that does not), or last; null: last for a list of guidances, to_target where a

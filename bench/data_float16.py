@@ -1,6 +1,6 @@
 """What float16 costs stored moments: their error against float32, for a VAE that is here and for numbers of SD2's scale.
 
-    vae_     the moments of the shapes world's own VAE on rendered pictures of it, in float32 and rounded to float16
+    vae_     the moments of the miniature's own VAE on its rendered pictures, in float32 and rounded to float16
     sd2_     drawn: means of the standard deviation that SD2's scale factor stands for, 1 / 0.18215. No figure of its
              posterior: its weights are not in the project
 
@@ -45,7 +45,7 @@ def measure_float16(folder: Path, num_pictures: int = NUM_PICTURES) -> dict[str,
 
 
 def pictures(folder: Path, num: int) -> Tensor:
-    """Render pictures of the shapes world by its own command; uint8 (N, 3, 32, 32)."""
+    """Render the miniature's pictures by its own command; uint8 (N, 3, 32, 32)."""
     command = [sys.executable, "-m", "prepare.shapes", str(folder), f"num_images={num}", "layout=files"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=600)
     if done.returncode:

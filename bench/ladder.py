@@ -332,7 +332,7 @@ def main(argv: Sequence[str]) -> int:
         if _done(path, here):
             print(f"{rung.name}: has a record of this commit", flush=True)
         elif time.monotonic() - started > (room := ladder.room_sec(rung)):
-            print(f"{rung.name}: not started, {room} s are spent; call again to go on", flush=True)
+            print(f"{rung.name}: not started, {room} s are spent; call again to resume", flush=True)
             continue
         else:
             record = {"call": call, **run_rung(rung, rung.limit_sec or ladder.limit_sec, folders["runs"])}

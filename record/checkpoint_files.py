@@ -1,6 +1,6 @@
 """A checkpoint on disk: whole or not there, found by its digest, read without running any code.
 
-    full-ba000000001200-DIGEST.pt        what a run needs to go on
+    full-ba000000001200-DIGEST.pt        what a run needs to resume
     weights-im000000512000-DIGEST.pt     a snapshot of the weights
     part-OF-000000000003-DIGEST.pt       what rank 3 has of an evaluation that is not whole yet (evaluation/unfinished.py)
 

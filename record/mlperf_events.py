@@ -124,7 +124,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         event = _content_of(line)
         if not (isinstance(event, dict) and event.keys() >= FIELDS):
             given = f"{path}: line {number:,} is no event of MLPerf's: '{line[:40].rstrip()}'"
-            raise ConfigError([f"{given}. Fix it or take it out, or go on without a log (mlperf.enabled=false)."])
+            raise ConfigError([f"{given}. Fix it or take it out, or run without a log (mlperf.enabled=false)."])
         found.append(event)
     return found
 
@@ -186,7 +186,7 @@ def lost_events(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str,
 
 
 def num_lasting(path: Path) -> int:
-    """Return how many events a log has; a run_stop does not count: it goes when the run goes on."""
+    """Return how many events a log has; a run_stop does not count: it is removed when the run resumes."""
     return sum(event["key"] != "run_stop" for event in read_events(path))
 
 

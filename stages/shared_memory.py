@@ -36,7 +36,7 @@ def one_at_a_time() -> Iterator[None]:
     """Let one process of this user and machine at a time take a number: streaming's own search for a free one can collide.
 
     For the first rank of a machine, around the making of a dataset. Jobs over several machines could wait for one another
-    in a circle: after a minute it goes on without.
+    in a circle: after a minute it continues without.
     """
     lock = FileLock(Path(tempfile.gettempdir(), f"easel-{os.getuid()}-streams.lock"))
     with contextlib.suppress(Timeout):

@@ -241,7 +241,7 @@ def test_no_rung_is_started_after_the_budget(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(ladder, "run_rung", lambda *_: pytest.fail("started"))
     assert ladder.main([str(path), f"results={tmp_path}"]) == 1
-    assert capsys.readouterr().out.splitlines()[0] == "a: not started, -1 s are spent; call again to go on"
+    assert capsys.readouterr().out.splitlines()[0] == "a: not started, -1 s are spent; call again to resume"
 
 
 @pytest.mark.slow
