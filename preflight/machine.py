@@ -9,6 +9,7 @@ import contextlib
 import errno
 import importlib.metadata
 import os
+import re
 import resource
 import shutil
 import socket
@@ -45,11 +46,14 @@ PACKAGES = (
     "filelock",
 )
 NEWER_HAS_RUN = ("torch", "torchvision", "transformers")  # docs/versions.md: torch 2.11 and transformers 5.17 on a CPU
-FIRST_PYTHON, LAST_PYTHON = (3, 10), (3, 12)
+FIRST_PYTHON, LAST_PYTHON = (3, 11), (3, 13)
 
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
 BATCHES_A_WORKER = 2  # torch's prefetch_factor
 BUSY_GPU_FRACTION = 0.05
+LEAST_DRIVER = {12: 525, 13: 580}
+"""CUDA's major version -> the oldest Linux driver that runs it (CUDA Compatibility, table 1)."""
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers, plus one per tensor in transfer
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -150,6 +154,9 @@ def devices(ranks_here: int) -> list[Finding]:
         )
         found.append(Finding(WARNING, "devices", text))
     for index in range(ranks_here):
+        if text := _no_code_for(index):
+            found.append(Finding(ERROR, "devices", text))
+            continue
         try:
             torch.ones(1, device=f"cuda:{index}").add_(1).item()
             free, total = torch.cuda.mem_get_info(index)
@@ -165,11 +172,36 @@ def devices(ranks_here: int) -> list[Finding]:
     return found or [Finding(OK, "devices", used)]
 
 
+def _no_code_for(index: int) -> str | None:
+    """Say that torch's wheel holds no code for a GPU, or None. Code of one major version runs on its later minor ones."""
+    major, minor = torch.cuda.get_device_capability(index)
+    archs = torch.cuda.get_arch_list()
+    own = [(kind, int(number.rstrip("af"))) for kind, _, number in (arch.partition("_") for arch in archs)]
+    card = 10 * major + minor
+    if any((kind == "sm" and at // 10 == major and at <= card) or (kind == "compute" and at <= card) for kind, at in own):
+        return None
+    given = f"GPU {index}: {torch.cuda.get_device_name(index)} is sm_{card}, torch {torch.__version__} holds code for"
+    return f"{given} {', '.join(archs)}. For a newer card: make env SET=newest; else a torch that holds its code"
+
+
+def _driver_problem() -> str | None:
+    """Say that the driver is too old for torch's CUDA, or None: it is not, or nothing says which it is."""
+    found = re.search(r"Kernel Module\s+(?:for \w+\s+)?(\d+)\.", DRIVER_FILE.read_text()) if DRIVER_FILE.is_file() else None
+    least = LEAST_DRIVER.get(int((torch.version.cuda or "0").partition(".")[0]))
+    if found is None or least is None or int(found[1]) >= least:
+        return None
+    given = f"the driver is {found[1]}, CUDA {torch.version.cuda} of torch {torch.__version__} needs {least} and up"
+    older = ", or take the set whose CUDA it runs: make env without SET" if least > 525 else ""
+    return f"{given}. Install a newer driver{older}"
+
+
 def _cpu(ranks_here: int) -> list[Finding]:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if any(Path("/dev").glob("nvidia[0-9]*")) and hidden != "":
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for a CPU alone"
         text = f"there are NVIDIA GPUs, but torch {torch.__version__} ({build}) cannot use them"
+        if driver := _driver_problem():
+            return [Finding(ERROR, "devices", f"{text}: {driver}.")]
         chosen = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "nvidia-smi says which driver is there"
         return [
             Finding(ERROR, "devices", f"{text}; {chosen}. A driver for that CUDA, or CUDA_VISIBLE_DEVICES= for none.")

@@ -190,7 +190,7 @@ def test_a_package_that_is_not_there_and_another_python_are_found(only_error, mo
     assert only_error("versions").startswith("diffusers is not installed.")
     monkeypatch.setattr(importlib.metadata, "version", real)
     monkeypatch.setattr(machine, "FIRST_PYTHON", (3, 99))
-    assert only_error("versions").endswith(". Possible: 3.99 to 3.12. Use one of them.")
+    assert only_error("versions").endswith(". Possible: 3.99 to 3.13. Use one of them.")
 
 
 def test_the_pins_of_the_lock_are_those_of_this_environment():

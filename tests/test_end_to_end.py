@@ -188,4 +188,4 @@ def test_another_python_is_refused_by_name(tmp_path):
     fake.chmod(0o755)
     done = run("make", "env", f"PYTHON={fake}", f"VENV={tmp_path}/venv", MAKEFLAGS="")
     assert done.returncode != 0
-    assert f"PYTHON: {fake} is Python 3.9. Possible: 3.10, 3.11, 3.12. Run: PYTHON=python3.11 make ..." in done.stderr
+    assert f"PYTHON: {fake} is Python 3.9. Possible: 3.11, 3.12, 3.13. Run: PYTHON=python3.11 make ..." in done.stderr

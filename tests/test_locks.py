@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-LOCKS = ["requirements.lock", "requirements-prepare.lock"]
-VERSIONS = ["3.10", "3.11", "3.12"]
+LOCKS = ["requirements.lock", "requirements-newest.lock", "requirements-prepare.lock"]
+VERSIONS = ["3.11", "3.12", "3.13"]
 
 
 def canonical(name: str) -> str:
