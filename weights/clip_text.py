@@ -44,8 +44,38 @@ def build_text_model(config: CLIPTextConfig) -> nn.Module:
     """Build CLIP's text encoder with random weights, from torch's global generator; names as `text_model.encoder...`."""
     from transformers import CLIPTextModel
 
+    before = torch.get_rng_state()
     model = CLIPTextModel(config)
-    return model if hasattr(model, "text_model") else TextModel(model)
+    torch.set_rng_state(before)
+    named = model if hasattr(model, "text_model") else TextModel(model)
+    draw_weights(named, config)
+    return named
+
+
+def draw_weights(model: nn.Module, config: CLIPTextConfig) -> None:
+    """Draw a text encoder's weights as transformers 4 does, number for number.
+
+    transformers 5 draws others from the same generator. A run with random encoders would be another one, and its checkpoints
+    would be refused.
+    """
+    for module in model.modules():  # what the constructors draw, and the weights below replace
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.reset_parameters()
+    width, depth, factor = config.hidden_size, config.num_hidden_layers, config.initializer_factor
+    embeddings, layers = model.text_model.embeddings, model.text_model.encoder.layers
+    for table in (embeddings.token_embedding, embeddings.position_embedding):
+        nn.init.normal_(table.weight, std=0.02 * factor)
+    inner, outer = width**-0.5 * (2 * depth) ** -0.5 * factor, width**-0.5 * factor
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear, std in (
+            *((part, inner) for part in (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (attention.out_proj, outer),
+            (mlp.fc1, (2 * width) ** -0.5 * factor),
+            (mlp.fc2, inner),
+        ):
+            nn.init.normal_(linear.weight, std=std)
+            nn.init.zeros_(linear.bias)
 
 
 def stored_name(name: str, names: Collection[str], before: str = "") -> str:
