@@ -19,6 +19,13 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def is_installed(name: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def requirements(name: str) -> list[Requirement]:
     lines = [line.split(" #")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
@@ -58,9 +65,34 @@ def test_every_package_has_one_version_on_every_python(lock, python):
 @pytest.mark.parametrize("lock", LOCKS)
 def test_the_lock_holds_what_is_asked_for_within_its_bounds(lock, python):
     found = pins(lock, python)
-    for wanted in requirements(lock.replace(".lock", ".txt")):
-        [version] = found[canonical(wanted.name)]
+    asked = {canonical(wanted.name): wanted for wanted in requirements(lock.replace(".lock", ".txt"))}
+    if lock == "requirements-newest.lock":
+        rest = {canonical(wanted.name): wanted for wanted in requirements("requirements.txt")}
+        assert asked.keys() == {"torch", "torchvision"} and "xformers" not in found
+        asked = {**{name: wanted for name, wanted in rest.items() if name != "xformers"}, **asked}
+    for name, wanted in asked.items():
+        [version] = found[name]
         assert wanted.specifier.contains(version), f"{wanted} but {version}"
+
+
+def test_the_bounds_that_are_set_aside_are_those_that_the_installed_packages_declare():
+    """A release of Composer or streaming that declares others is noticed here: its line of overrides.txt is to be looked at."""
+    declared: dict[str, list[str]] = {}
+    for package in ("mosaicml", "mosaicml-streaming"):
+        version = importlib.metadata.version(package)
+        for text in importlib.metadata.requires(package) or []:
+            wanted = Requirement(text)
+            here = importlib.metadata.version(wanted.name) if is_installed(wanted.name) else None
+            of_extra = wanted.marker is None or any(wanted.marker.evaluate({"extra": e}) for e in ("wandb", "tensorboard"))
+            if of_extra and here is not None and not wanted.specifier.contains(here):
+                declared.setdefault(canonical(wanted.name), []).append(f"{package} {version} declares {wanted.name}")
+    lines = {}
+    for line in (ROOT / "overrides.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            lines[canonical(Requirement(line.split(" #")[0].strip()).name)] = line
+    assert lines.keys() == declared.keys()
+    for name, texts in declared.items():
+        assert all(text in lines[name] or text.split(" declares")[0] in lines[name] for text in texts), lines[name]
 
 
 def test_every_upper_bound_has_its_reason():

@@ -109,7 +109,7 @@ def test_the_clip_score_in_fp16_is_numpys_mean_of_float16_cosines(meter, images)
         cosines = (torch.cat(rows) * text).float().sum(dim=1).half().numpy()
     found = measured(half("random"), images, CAPTIONS)["clip"]
     assert cosines.dtype == np.float16 and found == float(np.float16(found))
-    assert found == pytest.approx(float(np.mean(cosines)), abs=2 * np.spacing(np.float16(abs(found))))
+    assert found == pytest.approx(float(np.mean(cosines)), abs=float(2 * np.spacing(np.float16(abs(found)))))
     assert found != measured(meter, images, CAPTIONS)["clip"]
 
 
