@@ -9,7 +9,6 @@ import contextlib
 import errno
 import importlib.metadata
 import os
-import re
 import resource
 import shutil
 import socket
@@ -22,7 +21,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-import torch
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
@@ -50,10 +48,6 @@ FIRST_PYTHON, LAST_PYTHON = (3, 11), (3, 13)
 
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
 BATCHES_A_WORKER = 2  # torch's prefetch_factor
-BUSY_GPU_FRACTION = 0.05
-LEAST_DRIVER = {12: 525, 13: 580}
-"""CUDA's major version -> the oldest Linux driver that runs it (CUDA Compatibility, table 1)."""
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers, plus one per tensor in transfer
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -130,87 +124,6 @@ def _pins(path: Path) -> dict[str, list[tuple[Requirement, str]]]:
             if wanted.marker is None or wanted.marker.evaluate():
                 found.setdefault(_plain(wanted.name), []).append((wanted, reason.strip()))
     return found
-
-
-# --- devices ---
-
-
-def devices(ranks_here: int) -> list[Finding]:
-    """Check this machine's GPUs or cores, and whether each rank has its own."""
-    if not torch.cuda.is_available():
-        return _cpu(ranks_here)
-    num, found = torch.cuda.device_count(), []
-    properties = [torch.cuda.get_device_properties(index) for index in range(num)]
-    named = ", ".join(f"{gpu.name} with {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties)
-    if ranks_here > num:
-        text = (
-            f"{ranks_here} ranks on this machine, which has {num} GPUs ({named}). Start at most that many: composer -n"
-        )
-        return [Finding(ERROR, "devices", text)]
-    if ranks_here < num:
-        text = (
-            f"{num} GPUs and {count(ranks_here, 'rank')}: the others stand idle. composer -n {num} takes all; what that "
-            f"needs: WORLD_SIZE={num} LOCAL_WORLD_SIZE={num} python -m prepare.doctor ..."
-        )
-        found.append(Finding(WARNING, "devices", text))
-    for index in range(ranks_here):
-        if text := _no_code_for(index):
-            found.append(Finding(ERROR, "devices", text))
-            continue
-        try:
-            torch.ones(1, device=f"cuda:{index}").add_(1).item()
-            free, total = torch.cuda.mem_get_info(index)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            found.append(Finding(ERROR, "devices", f"GPU {index} cannot be used: {reason}. Check nvidia-smi."))
-            continue
-        own = torch.cuda.memory_reserved(index)
-        if total - free - own > max(BUSY_GPU_FRACTION * total, 2**30):
-            text = f"GPU {index} has {(total - free) / 2**30:.0f} of {total / 2**30:.0f} GiB in use. Another run? nvidia-smi"
-            found.append(Finding(WARNING, "devices", text))
-    used = f"{named}; CUDA {torch.version.cuda}, {count(ranks_here, 'rank')} here"
-    return found or [Finding(OK, "devices", used)]
-
-
-def _no_code_for(index: int) -> str | None:
-    """Say that torch's wheel holds no code for a GPU, or None. Code of one major version runs on its later minor ones."""
-    major, minor = torch.cuda.get_device_capability(index)
-    archs = torch.cuda.get_arch_list()
-    own = [(kind, int(number.rstrip("af"))) for kind, _, number in (arch.partition("_") for arch in archs)]
-    card = 10 * major + minor
-    if any((kind == "sm" and at // 10 == major and at <= card) or (kind == "compute" and at <= card) for kind, at in own):
-        return None
-    given = f"GPU {index}: {torch.cuda.get_device_name(index)} is sm_{card}, torch {torch.__version__} holds code for"
-    return f"{given} {', '.join(archs)}. For a newer card: make env SET=newest; else a torch that holds its code"
-
-
-def _driver_problem() -> str | None:
-    """Say that the driver is too old for torch's CUDA, or None: it is not, or nothing says which it is."""
-    found = re.search(r"Kernel Module\s+(?:for \w+\s+)?(\d+)\.", DRIVER_FILE.read_text()) if DRIVER_FILE.is_file() else None
-    least = LEAST_DRIVER.get(int((torch.version.cuda or "0").partition(".")[0]))
-    if found is None or least is None or int(found[1]) >= least:
-        return None
-    given = f"the driver is {found[1]}, CUDA {torch.version.cuda} of torch {torch.__version__} needs {least} and up"
-    older = ", or take the set whose CUDA it runs: make env without SET" if least > 525 else ""
-    return f"{given}. Install a newer driver{older}"
-
-
-def _cpu(ranks_here: int) -> list[Finding]:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if any(Path("/dev").glob("nvidia[0-9]*")) and hidden != "":
-        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for a CPU alone"
-        text = f"there are NVIDIA GPUs, but torch {torch.__version__} ({build}) cannot use them"
-        if driver := _driver_problem():
-            return [Finding(ERROR, "devices", f"{text}: {driver}.")]
-        chosen = f"CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else "nvidia-smi says which driver is there"
-        return [
-            Finding(ERROR, "devices", f"{text}; {chosen}. A driver for that CUDA, or CUDA_VISIBLE_DEVICES= for none.")
-        ]
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    text = f"no GPU: a CPU with {count(cores, 'core')}, {count(threads, 'thread')} a rank, {count(ranks_here, 'rank')} here"
-    if ranks_here > cores or (ranks_here > 1 and "OMP_NUM_THREADS" in os.environ and threads * ranks_here > cores):
-        return [Finding(WARNING, "devices", f"{text}: they wait for one another. Fewer ranks, or OMP_NUM_THREADS=1.")]
-    return [Finding(OK, "devices", text)]
 
 
 # --- memory of the host ---

@@ -26,7 +26,7 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
 from preflight import checks as run_checks
-from preflight import machine
+from preflight import devices, machine
 from preflight import run as checks
 from preflight import stage as stage_checks
 from preflight.checks import Case, not_looked_at
@@ -108,7 +108,7 @@ def checks_of(case: Case) -> dict[str, list[Check]]:
         "machine": [
             Check("versions", lambda _: machine.versions(wandb=loggers.wandb is not None)),
             Check("variables", lambda _: machine.variables(remote)),
-            Check("devices", lambda _: machine.devices(dist.get_local_world_size())),
+            Check("devices", lambda _: devices.devices(dist.get_local_world_size())),
             Check("open files", lambda _: machine.open_files(workers)),
             Check("segments", lambda _: machine.stale_segments(cached)),
             Check("port", lambda _: machine.rendezvous(dist.get_world_size()), STORE_SEC),

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, tree
 from filelock import FileLock
 
-from preflight import machine
+from preflight import devices, machine
 from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, WARNING
 from prepare import doctor
@@ -165,6 +166,52 @@ def test_wandb_counts_where_it_is_asked_for(examine, only_error, monkeypatch):
     assert text.startswith("wandb 0.18.7 is not wandb>=0.31: training/loggers.py gives mosaicml's logger the call")
 
 
+@pytest.mark.parametrize(
+    ("card", "codes", "runs"),
+    [
+        ((9, 0), ["sm_80", "sm_90"], True),
+        ((8, 9), ["sm_80", "sm_90"], True),  # code of one major version runs on its later minor ones
+        ((10, 0), ["sm_80", "sm_90"], False),
+        ((10, 0), ["sm_90", "compute_90"], True),  # compiled by the driver
+        ((10, 0), ["sm_100a", "sm_120"], True),
+        ((7, 0), ["sm_75", "sm_80"], False),
+    ],
+)
+def test_a_card_that_the_wheel_holds_no_code_for_is_named(monkeypatch, card, codes, runs):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Some")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: codes)
+    said = devices._no_code_for(0)
+    given = f"GPU 0: NVIDIA Some is sm_{10 * card[0] + card[1]}, torch {torch.__version__} holds code for {', '.join(codes)}."
+    assert said is None if runs else said.startswith(given) and "SET=newest" in said
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "said"),
+    [
+        ("535.104.05", "12.8", None),
+        ("470.82.01", "12.8", "the driver is 470, CUDA 12.8 of torch {torch} needs 525 and up. Install a newer driver"),
+        (
+            "560.35.03",
+            "13.2",
+            "the driver is 560, CUDA 13.2 of torch {torch} needs 580 and up. Install a newer driver, or take the set whose "
+            "CUDA it runs: make env without SET",
+        ),
+        ("580.65.06", "13.2", None),
+    ],
+)
+def test_a_driver_that_is_too_old_for_the_wheel_is_named(tmp_path, monkeypatch, driver, cuda, said):
+    path = tmp_path / "version"
+    path.write_text(
+        f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Tue Jan  7 20:00:00 UTC 2025\nGCC version: 12\n"
+    )
+    monkeypatch.setattr(devices, "DRIVER_FILE", path)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert devices._driver_problem() == (said and said.format(torch=torch.__version__))
+    path.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n")
+    assert devices._driver_problem() == (said and said.format(torch=torch.__version__))
+
+
 def test_a_newer_torch_and_another_patch_than_the_locks_are_warnings(examine, monkeypatch):
     with_version(monkeypatch, "torch", "2.11.0")
     code, found = examine()
@@ -200,27 +247,27 @@ def test_the_pins_of_the_lock_are_those_of_this_environment():
 
 def gpus(monkeypatch, num: int, used: int = 0) -> None:
     gib = 2**30
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: num)
+    monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: num)
     monkeypatch.setattr(
-        machine.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="N", total_memory=80 * gib)
+        devices.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="N", total_memory=80 * gib)
     )
-    monkeypatch.setattr(machine.torch.cuda, "mem_get_info", lambda index: ((80 - used) * gib, 80 * gib))
-    monkeypatch.setattr(machine.torch.cuda, "memory_reserved", lambda index: 0)
-    monkeypatch.setattr(machine.torch, "ones", lambda *shape, device: machine.torch.zeros(*shape))
+    monkeypatch.setattr(devices.torch.cuda, "mem_get_info", lambda index: ((80 - used) * gib, 80 * gib))
+    monkeypatch.setattr(devices.torch.cuda, "memory_reserved", lambda index: 0)
+    monkeypatch.setattr(devices.torch, "ones", lambda *shape, device: devices.torch.zeros(*shape))
 
 
 def test_more_ranks_than_gpus_are_an_error_and_fewer_or_busy_ones_a_warning(monkeypatch):
     gpus(monkeypatch, 2)
-    assert [finding.level for finding in machine.devices(2)] == [OK]
-    (finding,) = machine.devices(8)
+    assert [finding.level for finding in devices.devices(2)] == [OK]
+    (finding,) = devices.devices(8)
     assert finding.level == ERROR and finding.text.startswith(
         "8 ranks on this machine, which has 2 GPUs (N with 80 GiB"
     )
-    (finding,) = machine.devices(1)
+    (finding,) = devices.devices(1)
     assert finding.level == WARNING and "composer -n 2 takes all" in finding.text
     gpus(monkeypatch, 1, used=30)
-    (finding,) = machine.devices(1)
+    (finding,) = devices.devices(1)
     assert finding.level == WARNING and finding.text.startswith("GPU 0 has 30 of 80 GiB in use")
 
 
@@ -230,8 +277,8 @@ def test_a_gpu_that_does_not_compute_is_an_error(monkeypatch):
     def broken(*shape, device):
         raise RuntimeError("CUDA error: no kernel image is available\nsecond line")
 
-    monkeypatch.setattr(machine.torch, "ones", broken)
-    (finding,) = machine.devices(1)
+    monkeypatch.setattr(devices.torch, "ones", broken)
+    (finding,) = devices.devices(1)
     assert finding.level == ERROR
     assert finding.text == "GPU 0 cannot be used: CUDA error: no kernel image is available. Check nvidia-smi."
 

@@ -76,14 +76,16 @@ def test_the_lock_holds_what_is_asked_for_within_its_bounds(lock, python):
 
 
 def test_the_bounds_that_are_set_aside_are_those_that_the_installed_packages_declare():
-    """A release of Composer or streaming that declares others is noticed here: its line of overrides.txt is to be looked at."""
+    """A release of Composer or streaming that declares others is noticed here: look at its line of overrides.txt."""
     declared: dict[str, list[str]] = {}
     for package in ("mosaicml", "mosaicml-streaming"):
         version = importlib.metadata.version(package)
         for text in importlib.metadata.requires(package) or []:
             wanted = Requirement(text)
             here = importlib.metadata.version(wanted.name) if is_installed(wanted.name) else None
-            of_extra = wanted.marker is None or any(wanted.marker.evaluate({"extra": e}) for e in ("wandb", "tensorboard"))
+            of_extra = wanted.marker is None or any(
+                wanted.marker.evaluate({"extra": e}) for e in ("wandb", "tensorboard")
+            )
             if of_extra and here is not None and not wanted.specifier.contains(here):
                 declared.setdefault(canonical(wanted.name), []).append(f"{package} {version} declares {wanted.name}")
     lines = {}
