@@ -141,9 +141,8 @@ def test_an_address_may_end_in_a_slash(moments, tmp_path):
 def test_a_folder_where_the_stage_has_a_file_is_named_at_once(moments, tmp_path, what):
     cache = tmp_path / "cache"
     (cache / what).mkdir(parents=True)
-    with pytest.raises(
-        StreamFailure, match=f"^data: {cache}/{what} is not a file, but the stage has one of that name. Remove it.$"
-    ):
+    said = f"^data: {cache}/{what} is not a file, but the stage has one of that name. Remove it.$"
+    with pytest.raises(StreamFailure, match=said):
         stream_of(cache, remote=str(moments)).read_batch(range(47))
 
 
