@@ -453,9 +453,21 @@ def test_a_batch_that_lies_on_the_device_is_not_copied(capsys):
     assert f"copy_stream: {text}" in refused(capsys, "copy_stream=true", "async_loss=true")
 
 
+def test_xformers_that_does_not_load_is_named_without_an_import(monkeypatch, tmp_path):
+    (tmp_path / "__init__.py").write_text("raise SystemExit('it was imported')")
+    versions = {"cuda": 1208, "torch": "2.1.0+cu128"}
+    (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": versions}))
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: spec)
+    given = f"does not load: it is built for torch 2.1.0+cu128, here is {torch.__version__}. Use attention=auto."
+    assert speed.attention_problem("xformers", "bf16", True) == given
+    (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": {**versions, "torch": torch.__version__}}))
+    assert speed.attention_problem("xformers", "bf16", True) is None
+
+
 def test_what_a_gpu_lacks_for_an_attention_is_said(monkeypatch):
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
-    assert "is not installed. pip install xformers" in speed.attention_problem("xformers", "bf16", True)
+    assert speed.attention_problem("xformers", "bf16", True).startswith("is not installed: it has no release for every")
     for attention in ("flash", "cudnn"):
         said = speed.attention_problem(attention, "fp32", True)
         assert said == "computes in 16 bits, the run in fp32. Use precision=bf16, or attention=efficient."

@@ -12,11 +12,13 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -133,6 +135,18 @@ def compiler_problem(is_gpu: bool) -> str | None:
     return None
 
 
+def xformers_problem() -> str | None:
+    """Say why xformers' kernels do not load, or None. Its file of versions says it; an import would print six lines."""
+    spec = importlib.util.find_spec("xformers")
+    if spec is None or spec.origin is None:
+        return "is not installed: it has no release for every torch. Use attention=auto."
+    versions = Path(spec.origin).with_name("cpp_lib.json")
+    built = json.loads(versions.read_text())["version"]["torch"] if versions.is_file() else "none"
+    if built.partition("+")[0] == torch.__version__.partition("+")[0]:
+        return None
+    return f"does not load: it is built for torch {built}, here is {torch.__version__}. Use attention=auto."
+
+
 def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> str | None:
     """Say why an attention back-end is not possible here, or None. On a GPU it is tried on a small input."""
     if attention == "auto":
@@ -142,8 +156,7 @@ def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> st
             return None
         return f"needs a GPU. Possible on a CPU: {', '.join(ON_A_CPU)}."
     if attention == "xformers":
-        there = importlib.util.find_spec("xformers") is not None
-        return None if there else "is not installed. pip install xformers, or use attention=auto."
+        return xformers_problem()
     if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "fp8"):
         return f"computes in 16 bits, the run in {precision}. Use precision=bf16, or attention=efficient."
     dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision or "", torch.bfloat16)
