@@ -585,7 +585,7 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(tmp_p
     assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [line]
     (tmp_path / "old/mlperf.log").write_text(":::MLLOG {}\n")
     assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [
-        f"{tmp_path}/old/mlperf.log: line 1 is no event of MLPerf's: ':::MLLOG {{}}'. Fix it or take it out, or go on "
+        f"{tmp_path}/old/mlperf.log: line 1 is no event of MLPerf's: ':::MLLOG {{}}'. Fix it or take it out, or run "
         "without a log (mlperf.enabled=false)."
     ]
 
