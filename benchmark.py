@@ -4,9 +4,10 @@
     composer benchmark.py yamls/sd2_512_synthetic.yaml               # throughput of SD2 on every GPU of this machine
     composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
 
-Values come from the defaults below, then the YAML, then `key=value`; `--print_config` shows the resolved run and what it will
-take, wherever it would have to run, and stops. The flags of this benchmark's predecessor (`--batch_size`, `--use_synth_data`,
-...) are aliases of keys. With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
+docs/configuration.md has every key. Values come from its defaults, then the YAML, then `key=value`. `--print_config` shows
+the resolved run and its plan, wherever it would have to run, and stops. The flags of this benchmark's predecessor are aliases
+of keys: --batch_size --image_size --remote --local --use_synth_data --model_name --use_ema --wandb_name --wandb_project
+--device_train_microbatch_size. With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
 A run with a name resumes from its newest checkpoint when the same command is given again; a finished one says so. Where it
 writes checkpoints, SIGTERM and SIGUSR1 end it after the current batch, with one more checkpoint if there is time.
@@ -60,7 +61,7 @@ from preflight.run import (
     ranks_on_device,
     savings,
 )
-from record.config_file import found_batch_size
+from record.config_file import found_batch_size, say_what_is_later
 from record.summary import result_line
 from stages.dataset import Stage, read_stage
 from training import microbatch, speed, warm_start
@@ -371,6 +372,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         debug = config.loggers.debug
         if command_line.print_config:
             return show(config)
+        say_what_is_later(command_line.yaml)
         config = resolve(config)
         result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config, began)
     except ConfigError as error:

@@ -78,10 +78,16 @@ def resolved(assignments: Sequence[Assignment], schema: type | None) -> tuple[li
 
 def _as_typed(at: Assignment, value: Any, hint: Any) -> Assignment:
     """Return an assignment with its value, a variable's read as it would be on the command line."""
-    if isinstance(value, str) and str not in (hint, *typing.get_args(hint)):
-        with contextlib.suppress(Exception):  # no YAML: a text
-            value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]
+    if str not in (hint, *typing.get_args(hint)):
+        value = [_as_yaml(part) for part in value] if isinstance(value, list | tuple) else _as_yaml(value)
     return dataclasses.replace(at, value=value, raw=None, text=at.value)
+
+
+def _as_yaml(value: Any) -> Any:
+    if isinstance(value, str):
+        with contextlib.suppress(Exception):  # no YAML: a text
+            return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]
+    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,7 +185,7 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
         or (str in kinds and not isinstance(value, str | types.NoneType))
     )
     if refused:
-        return value, _misfit(at, hint, None, limits.usual)
+        return value, _misfit(at, hint, limits.of_text[1] if limits.of_text else None, limits.usual)
     is_choice = any(typing.get_origin(kind) is Literal for kind in kinds)
     kind = float if float in kinds else int if int in kinds else None if is_choice else str
     takes_list = any(typing.get_origin(part) is tuple for part in kinds)
@@ -204,7 +210,8 @@ def _misfit(at: Assignment, hint: Any, possible: str | None = None, usual: str |
             for part in (typing.get_args(hint) if typing.get_origin(hint) is not tuple else ())
             if typing.get_origin(part) in (Literal, tuple) or part is types.NoneType
         ]
-        possible = " or ".join([possible, *map(_possible, others)])
+        words = [_possible(part).replace(" numbers", " such numbers") for part in others]
+        possible = " or ".join([possible, *words])
     given = given_as(at.value)
     if at.text is not None:  # what it stands for may be a secret
         given = f"{_quoted(at.text)}, which stands for something else"

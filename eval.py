@@ -104,11 +104,11 @@ EFFECTIVE: dict[Kind, tuple[str, ...]] = {
 
 
 UNREAD = ("run_name", "run_folder", "data.remote", "data.local", "model.denoiser", "loggers.", "mlperf.")
-"""Of a run's config.yaml: where a variable that stands there is not set, its scores are the same."""
+"""Of a run's files: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
 DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "loggers.debug"}
 DECIDING -= {"model.weights", "snapshots", "from_images"}
-"""What a target is met with: given in another way than in a run's config.yaml, its scores are a trial."""
+"""What a target is met with: given in another way than in a run's files, its scores are a trial."""
 
 
 def read(place: str, kind: Kind, command: CommandLine) -> EvalCommand:
@@ -245,7 +245,7 @@ def _conclude(config: EvalCommand, folder: Path, rows: Sequence[Row]) -> None:
         result, own = outcome(in_order, reached), {"eval.precision": "fp32", **read_config(folder)}
         differing = sorted(key for key in DECIDING if key in own and own[key] != flat(config)[key])
         if differing:
-            given = f"a trial: not as in {folder}/config.yaml: {', '.join(differing)}. Its summary.json stays as it is"
+            given = f"a trial: not as the run in {folder}: {', '.join(differing)}. Its summary.json stays as it is"
             log.info(f"target: {given}. To decide the run so, start it with these keys: composer benchmark.py")
         elif config.out is None and not any(row["partial"] for row in rows):
             if config.mlperf.enabled:
@@ -306,7 +306,7 @@ def _scored(table: Table, where: Row, scorer: Scorer, model: LatentDiffusion, gu
 
 
 def _ready(config: EvalCommand, run: Path | None, folder: Path, device: torch.device) -> tuple[LatentDiffusion, Scorer]:
-    """Build the model and what scores it, the batch size found: a run keeps it in its config.yaml; `folder`: of the table."""
+    """Build the model and what scores it, the batch size found: a run keeps it in later.yaml; `folder`: of the table."""
     model = build(config)
     if run is None:
         warm_start.load(model, str(config.model.denoiser))
@@ -390,7 +390,7 @@ def main(argv: Sequence[str]) -> int:
         torch.cuda.set_device(dist.get_local_rank())
     try:
         if command.print_config:
-            shown = "What a run is scored with is in its config.yaml"
+            shown = "What a run is scored with is in its config.yaml and later.yaml"
             raise ConfigError([f"eval.py: --print_config is benchmark.py's. {shown}."])
         if not command.places:
             ways = "Give a run (runs/NAME), a diffusers folder or a folder of images"

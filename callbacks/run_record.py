@@ -1,6 +1,6 @@
 """Writes the run record, the files of a run.
 
-RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration, written once; with another run_name it repeats the run
+RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration as the run was begun, written once
                     later.yaml         what later starts were given otherwise, and what the run has found
                    environment.json    versions, commit, device, machine
                    starts.jsonl        one line per start: time, first batch, hardware; the run's id (first start); how
@@ -119,8 +119,15 @@ class RunRecord(Callback):
         self._begun_at = batch
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".*.tmp"):  # of a writer that was killed
-                left.unlink()
+            for left in self.folder.glob(".*.tmp"):  # of a writer that was killed, this program's alone
+                if left.is_file() and left.name.split(".")[1] in (
+                    "config",
+                    "starts",
+                    "summary",
+                    "environment",
+                    "metrics",
+                ):
+                    left.unlink(missing_ok=True)
             names = (STARTS, BAD_SAMPLES, METRICS)
             earlier, bad, metrics = (read_lines(self.folder / name) for name in names)  # before writing anything
             self.num_starts = max((line.get("start", 1) for line in [*earlier, *metrics]), default=0) + 1

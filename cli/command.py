@@ -15,6 +15,7 @@ from cli.errors import ConfigError, Failed, Refused
 from cli.log import EVERY_RANK, log
 from cli.private_api import PrivateAPIMissing, check_private_api
 
+FIRST_SEC = 30.0  # that the other ranks leave to the first one
 LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
 
 
@@ -35,13 +36,23 @@ def command(text: str | None, *, needs_words: bool = True) -> Callable[[Callable
             try:
                 check_private_api()
                 return main(argv, **more)
-            except (ConfigError, Refused, Failed, PrivateAPIMissing) as error:
+            except Failed as error:
                 log.error(error, extra=EVERY_RANK)
-                return 1 if isinstance(error, Failed) else 2
+                return 1
+            except (ConfigError, Refused, PrivateAPIMissing) as error:
+                _let_first_speak()
+                log.error(error, extra=EVERY_RANK)
+                return 2
 
         return run
 
     return wrap
+
+
+def _let_first_speak() -> None:
+    """Wait on a machine's other ranks, which refuse the same: the launcher ends them when the first one leaves."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(FIRST_SEC)
 
 
 def start(main: Callable[[list[str]], int]) -> NoReturn:

@@ -18,11 +18,12 @@ def whole(path: Path, final: Callable[[], Path] | None = None) -> Iterator[Path]
         path: the file; one that is there stays until then.
         final: its name, where that is known only at the end.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    place = path.resolve() if path.is_symlink() else path  # a link stays one
+    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         to_disk(temporary)
-        temporary.replace(path if final is None else final())
+        temporary.replace(place if final is None else final())
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -4,7 +4,8 @@
     data.remote=${oc.env:BUCKET}/laion   ${oc.env:BUCKET}/laion          in every file, message and logger; the value is used
 
 A password is taken out of an address where the address comes in (`without_secrets`), so that nothing behind that has it to
-show. A value is put back to its text where it goes out: in config.yaml (config.py), and in what is printed (`watch`).
+show. A value is put back to its text where it goes out: in a run's files (record/config_file.py), and in what is printed
+(`watch`).
 """
 
 from __future__ import annotations

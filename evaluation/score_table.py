@@ -13,6 +13,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from filelock import FileLock
 
 from cli import ranks
 from cli.files import write_whole
+from record.mlperf_events import is_number
 from record.summary import result_line, rounded
 
 Row = dict[str, Any]
@@ -32,6 +34,7 @@ FIRST = ("model", "snapshot", "batch", "images", "seconds", "weights", "guidance
 
 NEEDED = (*FIRST, "num_images", "partial")
 
+NUMBERS = ("batch", "images", "seconds", "guidance", "fid", "clip", "clip_x100", "num_images")
 FIGURES = ("fid", "clip", "clip_x100")
 """What every row has; None where it was not measured. Of other columns an empty cell is one that its row does not have."""
 
@@ -89,12 +92,13 @@ def _rows_of_lines(path: Path) -> list[Row]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}: line {number} is no whole JSON object: '{line[:40]}'. {AGAIN}.")
+            raise ValueError(f"{path}: line {number} is not a whole JSON object: '{line[:40]}'. {AGAIN}.")
         if missing := [name for name in NEEDED if name not in row]:
-            raise ValueError(f"{path}: line {number} is no row of scores: it has no {', '.join(missing)}. {AGAIN}.")
+            raise ValueError(f"{path}: line {number} is not a row of scores: it has no {', '.join(missing)}. {AGAIN}.")
+        for key in NUMBERS:
+            if row[key] is not None and not (is_number(row[key]) and math.isfinite(row[key])):
+                raise ValueError(f"{path}: line {number}: {key} is {str(row[key])[:40]!r}, not a number. {AGAIN}.")
         rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} is no table of scores: it is empty. {WAYS}.")
     return rows
 
 
@@ -103,7 +107,7 @@ def _rows_of_csv(path: Path) -> list[Row]:
     lines = _lines_of(path)
     header = lines[0][1] if lines else []
     if missing := [name for name in NEEDED if name not in header]:
-        raise ValueError(f"{path} is no table of scores: no column {', '.join(missing)} in its first line. {WAYS}.")
+        raise ValueError(f"{path} is not a table of scores: no column {', '.join(missing)} in its first line. {WAYS}.")
     rows = []
     for number, cells in lines[1:]:
         if len(cells) != len(header):

@@ -150,7 +150,7 @@ def batch_gib(config: RunConfig) -> float:
 
 def _num_batches(config: RunConfig) -> int | None:
     """Return the batches of a run, or None if its duration is in epochs: then they depend on the stage."""
-    if config.max_duration.endswith("ep") and not config.data.synthetic:
+    if read_duration(config.max_duration, ("ba", "sp")) is None and not config.data.synthetic:
         return None
     return total_batches(
         config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=SYNTHETIC_EPOCH_BATCHES

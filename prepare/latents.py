@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 from cli.command import command
 from cli.command_line import Problem, parse_command_line
-from cli.errors import ConfigError, Failed, Refused
+from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
 from config import load, to_yaml
@@ -70,9 +70,6 @@ from stages.dataset import Stage, read_stage
 from stages.fetch import HASH
 from stages.images import resize_name
 from zoo.spec import MAX_SIDE_PX, as_size
-
-REFUSAL_WAIT_SEC = 30.0  # the launcher ends all ranks when the first one exits; rank 0 has to print its message before
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The input and the plan
@@ -267,14 +264,10 @@ def main(argv: Sequence[str]) -> int:
         problem = out_problem(paths[1], paths[:1])
         problems += [problem] if problem else []
     if problems:
-        _let_first_speak()
         raise ConfigError(problems)
     assert found is not None
     try:
         result = write_stage(config, *found, open_place(paths[1]))
-    except (Refused, ConfigError):
-        _let_first_speak()
-        raise
     except OSError as error:
         raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
     if result is None:
@@ -282,12 +275,6 @@ def main(argv: Sequence[str]) -> int:
     counts, speed = result
     print(f"{counts}{speed}; {where_to_look(counts, paths[1])}", flush=True)
     return 0 if counts.written else 1
-
-
-def _let_first_speak() -> None:
-    """Wait on all ranks but the first: the launcher ends all ranks and returns the code of the first to exit."""
-    if dist.get_local_rank() != 0:
-        time.sleep(REFUSAL_WAIT_SEC)
 
 
 if __name__ == "__main__":

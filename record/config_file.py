@@ -15,9 +15,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from cli import masking
-from cli.command_line import Assignment, Problem, leaves, read_yaml
+from cli.command_line import RENAMED, Assignment, Problem, leaves, read_yaml
 from cli.errors import ConfigError
 from cli.files import write_whole
+from cli.log import log
 from config import resolved
 
 CONFIG, LATER = "config.yaml", "later.yaml"
@@ -54,13 +55,27 @@ def keep_keys(folder: Path, keys: Mapping[str, Any], sections: tuple[str, ...] =
 def _write_later(folder: Path, keys: Mapping[str, Any]) -> None:
     first = _as_it_stands(folder / CONFIG)
     later = {key: value for key, value in keys.items() if key not in first or first[key] != value}
-    if later != _as_it_stands(folder / LATER):
+    if not later:
+        (folder / LATER).unlink(missing_ok=True)
+    elif later != _as_it_stands(folder / LATER):
         write_whole(folder / LATER, _yaml(later))
 
 
 def _as_it_stands(path: Path) -> dict[str, Any]:
     """Return key -> value of a file without resolving it, or nothing where there is none."""
-    return dict(leaves(OmegaConf.to_container(OmegaConf.load(path)))) if path.is_file() else {}
+    keys = leaves(OmegaConf.to_container(OmegaConf.load(path))) if path.is_file() else []
+    return {RENAMED.get(key, key): value for key, value in keys}
+
+
+def say_what_is_later(config_yaml: str | None) -> None:
+    """Tell a person who begins a run with another one's config.yaml what that one was given later."""
+    if config_yaml is not None and Path(config_yaml).name == CONFIG:
+        later = Path(config_yaml).with_name(LATER)
+        if keys := _as_it_stands(later):
+            given = (
+                f"{config_yaml}: that run as it was begun. {later} has what is otherwise since then: {', '.join(keys)}"
+            )
+            log.warning(f"{given}. Give these keys too to repeat it as it is now.")
 
 
 def _yaml(keys: Mapping[str, Any]) -> str:

@@ -11,14 +11,18 @@ Each process that reads a stage (a loader worker; the trainer itself where data.
 What they share: where it lies, who sets it, who waits for it, and what ends it. This file's code is in the same order.
 
 1. of the machine
-    LOCK_FILE      file in data.local       local rank 0, before it reads the index        nobody: a second run is refused
+    LOCK_FILE      file in data.local,      local rank 0, before it reads the index        nobody: a second run is refused
+                   with data.remote alone
                                             ends with the process, or by `let_go`
     _reason_file   file, temporary folder   the thread that made a shard FAILED            nobody: read where FAILED is seen
                                             ends when the next run takes the same number of shared memory
-2. of a shard, for all processes of the machine: `_shard_states` in shared memory, changed under the lock _cache_filelock
-    REMOTE         not here                 the start; an eviction; a cancelled fetch      nobody
+2. of a shard, for all processes of the machine: `_shard_states` in shared memory. It is taken and evicted under the lock
+   _cache_filelock; the thread that took it sets the outcome without the lock
+    REMOTE         not opened by this run   the start; an eviction; a cancelled fetch      nobody
+                   (its file may be here)
                                             ends with the next `prepare_shard`
-    PREPARING      is being fetched         the first `prepare_shard` that finds REMOTE    `ready` of every process
+    PREPARING      is being fetched         the first `prepare_shard` that finds REMOTE    `ready` of every process; a reader
+                                                                                           that needs the shard (open_shard)
                                             ends by the same thread: LOCAL; FAILED; or REMOTE, where its epoch has ended
     LOCAL          here, digest compared    the thread that fetched it                     nobody
                                             ends with an eviction (data.cache_limit)
@@ -29,13 +33,14 @@ What they share: where it lies, who sets it, who waits for it, and what ends it.
     _event         streaming's              the same                                       nobody: all threads see it and end
                                             both end with the process
 4. of an epoch in a process: its own memory
-    it.*_index     how far each thread is   streaming's threads, each its own              the reader: for `ready`
+    it.*_index     how far each thread is   each of reader, prepare and ready its own      the reader: for `ready`; these two:
+                                                                                           for the reader (predownload)
     is_wanted      of the RetryingStream    the reader, when the epoch begins              `fetch`, between two tries
     ended          an Event                 the reader, when the epoch ends, however       `watch`
                                             ends a wait for a store: FetchCancelled, the shard is REMOTE again
 
-Two waits would have no end with streaming alone: `ready` waits for LOCAL, and sees neither FAILED nor a PREPARING that went
-back to REMOTE. `_watch` sees both: it fails, or fetches the shard itself.
+`ready`'s wait would have no end with streaming alone: it waits for LOCAL, and sees neither FAILED nor a PREPARING that went
+back to REMOTE. `_watch` sees both: it fails, or fetches the shard itself. A reader's wait ends with PREPARING.
 """
 
 from __future__ import annotations

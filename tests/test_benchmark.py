@@ -322,7 +322,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         (["run_name=''"], "run_name: '' is not a folder name. Use letters, digits, - and _, 200 at most."),
         (
             ["image_size=800000"],
-            "command line: image_size is 800000. Possible: 1 to 16,384 or a list of 2 numbers. Usual: 512, or [width, "
+            "command line: image_size is 800000. Possible: 1 to 16,384 or a list of 2 such numbers. Usual: 512, or [width, "
             "height].",
         ),
         (

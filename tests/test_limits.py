@@ -12,7 +12,7 @@ from config import load
 from training.run_config import RunConfig
 
 SIZE = "an integer or a list of 2 numbers. Usual: 512, or [width, height]"
-PIXELS = "1 to 16,384 or a list of 2 numbers. Usual: 512, or [width, height]"
+PIXELS = "1 to 16,384 or a list of 2 such numbers. Usual: 512, or [width, height]"
 SIZES = "500mb, 100gb, 1tb or null"
 
 
@@ -25,7 +25,7 @@ SIZES = "500mb, 100gb, 1tb or null"
             (f"eval.guidance={value}", "a number or a list of numbers")
             for value in ("a", "[]", "[1,a]", "true", "null")
         ),
-        *((f"eval.guidance={value}", "0 and up or a list of numbers") for value in ("-1", "[1,-2]", "nan")),
+        *((f"eval.guidance={value}", "0 and up or a list of such numbers") for value in ("-1", "[1,-2]", "nan")),
         ("ema.decay=1", "0 to below 1 or null. Usual: 0.999 to 0.9999"),
         ("ema.sigma_rel=0.3", "above 0, below 0.2887 or null. Usual: 0.05 to 0.25"),
         ("ema.sigma_rel=0", "above 0, below 0.2887 or null. Usual: 0.05 to 0.25"),
@@ -33,6 +33,8 @@ SIZES = "500mb, 100gb, 1tb or null"
         ("ema.start=soon", "30ba (batches), 5120sp (samples), 0 and up"),
         ("optimizer.betas=[0.9,1.0]", "0 to below 1. Usual: [0.9, 0.999]"),
         ("eval.steps=1", "2 to 500"),
+        ("gradient_checkpointing=1.5", "0 to 1"),
+        ("max_duration=null", "30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up"),
         ("eval.sampler=heun", "one of ddim, plms, dpm++, euler"),
         ("target.fid=nan", "0 and up or null"),
         *(
@@ -46,6 +48,13 @@ def test_a_value_beyond_its_keys_limits_is_refused_with_what_is_possible(word, p
         load(RunConfig, parse_command_line([word], {}), not_yet={}, check=lambda config: [])
     [said] = error.value.problems
     assert said.startswith(f"command line: {word.partition('=')[0]} is ") and said.endswith(f" Possible: {possible}.")
+
+
+def test_a_variable_in_a_list_is_read_as_a_number(monkeypatch):
+    monkeypatch.setenv("EASEL_SIDE", "64")
+    words = ["image_size=['${oc.env:EASEL_SIDE}',32]", "eval.guidance=['${oc.env:EASEL_SIDE}',2]"]
+    config = load(RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    assert (config.image_size, config.eval.guidance) == ([64, 32], [64, 2])
 
 
 @pytest.mark.parametrize(

@@ -518,7 +518,7 @@ def test_a_trial_closes_no_log(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("eval:\n  guidance: 3.0\n")
     config = eval_command.EvalCommand(mlperf=closed(), target=TargetConfig(90.0, 0.15))
     eval_command._conclude(config, tmp_path, rows)
-    assert "/config.yaml: eval.guidance. Its summary.json stays" in capsys.readouterr().err
+    assert ": eval.guidance. Its summary.json stays" in capsys.readouterr().err
     assert keys(tmp_path / "mlperf.log") == [*HEAD, *(8 * BLOCK)]
     assert json.loads((tmp_path / "summary.json").read_text())["target"] == "pending"  # and may still be decided
 
@@ -585,7 +585,7 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(tmp_p
     assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [line]
     (tmp_path / "old/mlperf.log").write_text(":::MLLOG {}\n")
     assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [
-        f"{tmp_path}/old/mlperf.log: line 1 is no event of MLPerf's: ':::MLLOG {{}}'. Fix it or take it out, or go on "
+        f"{tmp_path}/old/mlperf.log: line 1 is no event of MLPerf's: ':::MLLOG {{}}'. Fix it or take it out, or run "
         "without a log (mlperf.enabled=false)."
     ]
 

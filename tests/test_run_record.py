@@ -16,8 +16,9 @@ from callbacks.run_record import RunRecord
 from callbacks.throughput import MeasureConfig, Throughput
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
+from cli.files import write_whole
 from config import load
-from record.config_file import ConfigFiles, found_batch_size, keep_batch_size, keep_keys, read_config
+from record.config_file import ConfigFiles, found_batch_size, keep_batch_size, keep_keys, read_config, say_what_is_later
 from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 from record.summary import write_outcome
 from training.run_config import ALIASES, RunConfig
@@ -196,8 +197,43 @@ def test_config_yaml_is_written_once_and_what_is_otherwise_since_then_stands_bes
     }
     assert later.read_text() == "max_duration: 2ep\nmicro: 2\nnew: 1\n"
     assert start({**first, "micro": 4}) == {**first, "micro": 4} and later.read_text() == "micro: 4\n"
-    assert start(first) == first
+    assert start(first) == first and not later.exists()
     assert (tmp_path / "config.yaml").read_bytes() == written
+
+
+def test_who_begins_a_run_with_anothers_config_yaml_hears_what_that_one_was_given_later(tmp_path, capsys):
+    ConfigFiles({"seed": 17}).write(tmp_path)
+    for path in (None, "yamls/shapes.yaml", str(tmp_path / "config.yaml")):
+        say_what_is_later(path)
+    assert capsys.readouterr().err == ""
+    keep_keys(tmp_path, {"max_duration": "2ep"})
+    say_what_is_later(str(tmp_path / "config.yaml"))
+    assert "later.yaml has what is otherwise since then: max_duration. Give these keys too" in capsys.readouterr().err
+
+
+def test_a_key_of_an_earlier_version_is_not_otherwise(tmp_path):
+    (tmp_path / "config.yaml").write_text("late_loss: true\n")
+    ConfigFiles({"async_loss": True}).write(tmp_path)
+    assert not (tmp_path / "later.yaml").exists()
+
+
+def test_a_file_is_written_whole_through_a_link_which_stays(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "a.txt").write_text("old")
+    link = tmp_path / "a.txt"
+    link.symlink_to(tmp_path / "disk" / "a.txt")
+    write_whole(link, "new")
+    assert link.is_symlink() and (tmp_path / "disk" / "a.txt").read_text() == "new"
+    assert len(list(tmp_path.rglob("*"))) == 3
+
+
+def test_what_a_killed_writer_left_is_removed_at_a_start_and_nothing_else(tmp_path):
+    ours, others = tmp_path / ".summary.json.77.tmp", [tmp_path / ".eval.jsonl.77.tmp", tmp_path / ".mine.tmp"]
+    for path in (ours, *others):
+        path.write_text("half")
+    (tmp_path / ".config.tmp").mkdir()
+    record_of(tmp_path).start(0)
+    assert not ours.exists() and all(path.exists() for path in others) and (tmp_path / ".config.tmp").is_dir()
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "later.yaml"])

@@ -96,14 +96,18 @@ def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
             read_rows(path)
         return str(caught.value).replace(str(path), "eval.jsonl")
 
-    no_object = "eval.jsonl: line {} is no whole JSON object: '{}'. " + again
+    no_object = "eval.jsonl: line {} is not a whole JSON object: '{}'. " + again
     assert refused(whole[:-2]) == no_object.format(2, whole.split(b"\n")[1][:40].decode())
     assert refused(b"[1]\n" + whole) == no_object.format(1, "[1]")
     assert refused(b"[" * 50_000) == no_object.format(1, "[" * 40)
     without = whole.replace(b'"fid": 20.0, ', b"")
-    assert refused(without) == f"eval.jsonl: line 2 is no row of scores: it has no fid. {again}"
+    assert refused(without) == f"eval.jsonl: line 2 is not a row of scores: it has no fid. {again}"
     assert refused(whole + b"\xff") == f"eval.jsonl: line 3 is not UTF-8 text. {ways}"
-    assert refused(b"") == f"eval.jsonl is no table of scores: it is empty. {ways}"
+    for wrong in (b'"high"', b"NaN", b"true", b"[1]"):
+        said = refused(whole.replace(b'"fid": 20.0', b'"fid": ' + wrong))
+        assert said.startswith("eval.jsonl: line 2: fid is ") and said.endswith(f", not a number. {again}")
+    path.write_bytes(b"")  # its only line was removed
+    assert read_rows(path) == []
     path.write_bytes(whole[:-1])  # whole but for its last end of line
     assert len(read_rows(path)) == 2
 
@@ -112,7 +116,7 @@ def test_no_file_is_an_empty_table_and_another_file_is_refused(tmp_path):
     assert read_rows(tmp_path / "eval.csv") == []
     (tmp_path / "eval.csv").write_text("fid,clip\n90.0,0.15\n")
     with pytest.raises(
-        ValueError, match="eval.csv is no table of scores: no column model, .* or give another out=FOLDER"
+        ValueError, match="eval.csv is not a table of scores: no column model, .* or give another out=FOLDER"
     ):
         read_rows(tmp_path / "eval.csv")
 
@@ -145,7 +149,7 @@ def test_what_is_no_whole_table_is_refused_with_its_line_and_a_cut_row_is_not_ta
     )
     assert refused(whole.encode("utf-16")) == f"eval.csv: line 1 is not UTF-8 text. {ways}"
     assert refused(whole + '"') == f"eval.csv: line 4 cannot be read: unexpected end of data. {ways}"
-    assert refused("") == f"eval.csv is no table of scores: no column {', '.join(NEEDED)} in its first line. {ways}"
+    assert refused("") == f"eval.csv is not a table of scores: no column {', '.join(NEEDED)} in its first line. {ways}"
     path.unlink()
     path.mkdir()
     with pytest.raises(ValueError, match="eval.csv cannot be read: Is a directory. Fix it or move it away"):

@@ -264,6 +264,13 @@ def test_a_run_that_one_may_not_write_in_wants_another_place_for_the_table(a_run
     assert eval_refused(capsys, a_run) == [f"out: {a_run} cannot be written. Give another."]
 
 
+def test_a_run_that_has_lost_its_config_yaml_is_no_folder_of_images(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "weights-im000000000064-0123.pt").touch()
+    [said] = eval_refused(capsys, tmp_path)
+    assert said.startswith(f"{tmp_path}: it has checkpoints of a run, but no config.yaml.")
+
+
 def test_a_batch_size_that_cannot_be_kept_is_said_and_the_scoring_goes_on(tmp_path, capsys):
     eval_command._keep(tmp_path / "gone", 16)
     said = (

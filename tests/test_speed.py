@@ -416,10 +416,6 @@ def refused(capsys, *words: str) -> list[str]:
     ("words", "text"),
     [
         (
-            ["gradient_checkpointing=1.5"],
-            "gradient_checkpointing: 1.5 is not a fraction. Possible: 0 (none) to 1 (every block).",
-        ),
-        (
             ["attention=cudnn"],
             "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math.",
         ),

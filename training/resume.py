@@ -1,7 +1,7 @@
 """A named run's progress, and whether this start may resume it.
 
-A start locks the run's folder and finds the newest whole checkpoint. It first compares the keys of config.yaml, before
-anything is built. Then, with encoders and stage loaded, it compares the checkpoint's own identity.
+A start locks the run's folder and finds the newest whole checkpoint. It first compares the run's keys (config.yaml and
+later.yaml), before anything is built. Then, with encoders and stage loaded, it compares the checkpoint's own identity.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
 
 
 def _is_evaluated_alike(folder: Path, config: RunConfig) -> bool:
-    """True if the keys that a score depends on equal the run's config.yaml, and their small files are unchanged."""
+    """True if the keys that a score depends on equal the run's, and their small files are unchanged."""
     evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
     begun = {**flat(type(config)()), **read_config(folder)}  # a missing key has its default
     return evaluated.items() <= begun.items() and _has_files_of(evaluations_of(folder)[-1:], config)

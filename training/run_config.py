@@ -45,8 +45,7 @@ class RunKeys:
     global_batch_size: int = limited(2048, 1, 10**9)
     """Images per step, over all ranks."""
     device_train_microbatch_size: int | Literal["auto"] | None = limited(None, 1, 10**9)
-    """Images per pass on each device. null: the whole device batch. auto: as many as fit, found once. It affects only speed
-    and memory."""
+    """Images per pass on each device; it affects only speed and memory. null: the device batch. auto: as many as fit."""
     image_size: Pixels = limited(512, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Pixels: one number for a square, or [width, height]."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] | None = None

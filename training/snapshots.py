@@ -39,6 +39,9 @@ def kind_of(place: str) -> Kind:
         )
     if (folder / "config.yaml").is_file():
         return "run"
+    if any((folder / "checkpoints").glob("*-*.pt")):
+        way = "The training command writes it again, or bring back a copy"
+        raise ValueError(f"{place}: it has checkpoints of a run, but no config.yaml. {way}.")
     return "diffusers" if (folder / "model_index.json").is_file() else "images"
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from cli.limits import limited
 from cli.private_api import require_private_api
 from training import fp8
 
@@ -64,7 +65,7 @@ class SpeedKeys:
     """Use NHWC tensors in and between convolutions."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"] = "auto"
     """Attention kernel; auto: torch's choice."""
-    gradient_checkpointing: float = 0.0
+    gradient_checkpointing: float = limited(0.0, 0.0, 1.0)
     """Fraction of the denoiser's blocks that are recomputed in the backward pass, instead of keeping their activations. 0
     to 1."""
     async_loss: bool = False
@@ -82,9 +83,6 @@ class SpeedKeys:
         """
         is_gpu = torch.cuda.is_available()
         found = []
-        if not 0.0 <= self.gradient_checkpointing <= 1.0:
-            text = f"{self.gradient_checkpointing} is not a fraction. Possible: 0 (none) to 1 (every block)."
-            found.append(("gradient_checkpointing", text))
         if self.compile == "off" and self.compile_mode != "default":
             found.append(("compile_mode", f"{self.compile_mode}, but compile=off. Say compile=whole."))
         if self.compile != "off" and (text := compiler_problem(is_gpu)):
