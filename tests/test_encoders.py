@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
 import torch
 from conftest import TINY_RUN
 from test_ldm import tiny_networks, whole_ldm_file, write
+from transformers import CLIPTextConfig
 
 import benchmark
 from prepare import latents
+from weights.clip_text import build_text_model
 from zoo import load_family
 from zoo.encoders import build_encoders, weights_problems
 
@@ -79,3 +82,17 @@ def test_moments_and_training_know_each_others_encoders(published, stage, tmp_pa
         assert benchmark.main([*words, f"model.weights={weights}", f"run_name={len(weights)}"]) == 2
         problems = capsys.readouterr().err.splitlines()
         assert len(problems) == 2 and all("were made with" in problem for problem in problems)
+
+
+def test_random_text_encoders_are_those_of_transformers_4_number_for_number():
+    """Of its 4.57.6 is the digest. Its successor draws in another order: runs with random encoders would be other ones."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CLIPTextConfig(vocab_size=1000, bos_token_id=0, eos_token_id=1, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = build_text_model(config)
+        drawn_next = torch.rand(1).item()
+    digest = hashlib.sha256()
+    for name, value in sorted(model.named_parameters()):
+        digest.update(name.encode() + value.detach().numpy().tobytes())
+    assert digest.hexdigest()[:16] == "433c5310929f50ee" and drawn_next == pytest.approx(0.2904285192489624, abs=0)
