@@ -78,8 +78,12 @@ def resolved(assignments: Sequence[Assignment], schema: type | None) -> tuple[li
 
 def _as_typed(at: Assignment, value: Any, hint: Any) -> Assignment:
     """Return an assignment with its value, a variable's read as it would be on the command line."""
-    if str not in (hint, *typing.get_args(hint)):
-        value = [_as_yaml(part) for part in value] if isinstance(value, list | tuple) else _as_yaml(value)
+    kinds = (hint, *typing.get_args(hint))
+    if isinstance(value, list | tuple):
+        is_of_numbers = any(typing.get_origin(kind) is tuple for kind in kinds)
+        value = [_as_yaml(part) for part in value] if is_of_numbers else value
+    elif str not in kinds:
+        value = _as_yaml(value)
     return dataclasses.replace(at, value=value, raw=None, text=at.value)
 
 

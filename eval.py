@@ -166,13 +166,12 @@ def _which(config: EvalCommand) -> str:
 
 
 def _snapshots_problems(config: EvalCommand) -> list[tuple[str, str]]:
-    with contextlib.suppress(ValueError):  # of the guidance, which is named by its section
-        which, is_curve = _which(config), len(config.eval.guidances()) > 1
-        if which == "to_target" and (is_curve or not config.target.is_given):
-            return [("snapshots", "to_target needs a target.fid or target.clip, and one guidance. Give them, or all.")]
-        if which != "to_target" and config.from_images:
-            text = f"{config.from_images:,}, but {which} snapshots are scored. It is where snapshots=to_target begins"
-            return [("from_images", f"{text}. Leave it out.")]
+    which, is_curve = _which(config), len(config.eval.guidances()) > 1
+    if which == "to_target" and (is_curve or not config.target.is_given):
+        return [("snapshots", "to_target needs a target.fid or target.clip, and one guidance. Give them, or all.")]
+    if which != "to_target" and config.from_images:
+        text = f"{config.from_images:,}, but {which} snapshots are scored. It is where snapshots=to_target begins"
+        return [("from_images", f"{text}. Leave it out.")]
     return []
 
 

@@ -18,7 +18,11 @@ from record.environment import environment
 Config = TypeVar("Config")
 
 
-def read_keys(schema: type[Config], argv: Sequence[str], check: Callable[[Config], Sequence[Problem]]) -> Config | None:
+def read_keys(
+    schema: type[Config],
+    argv: Sequence[str],
+    check: Callable[[Config], Sequence[Problem]] = lambda config: [],
+) -> Config | None:
     """Return a command's configuration, or None where --print_config wanted it shown."""
     command_line = parse_command_line(argv, {})
     config = load(schema, command_line, not_yet={}, check=lambda given: [*check(given), *_places_problems(given)])

@@ -178,7 +178,7 @@ def table(record: dict[str, Any]) -> str:
 @command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(FidConfig, argv, lambda config: [])
+    config = read_keys(FidConfig, argv)
     if config is None:
         return 0
     begin = {

@@ -199,7 +199,7 @@ def table(record: Mapping[str, Any]) -> str:
 @command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(GenerateConfig, argv, lambda config: [])
+    config = read_keys(GenerateConfig, argv)
     if config is None:
         return 0
     record = measure(config)

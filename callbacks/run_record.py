@@ -30,7 +30,7 @@ from cli.files import write_json, write_whole
 from cli.log import log
 from record.config_file import ConfigFiles
 from record.environment import environment
-from record.files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, run_id_of, seconds_of_starts
+from record.files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, remove_left_overs, run_id_of, seconds_of_starts
 from record.summary import RESULT_KEYS, finite, rounded
 from record.writing import append_lines, as_lines
 
@@ -119,15 +119,7 @@ class RunRecord(Callback):
         self._begun_at = batch
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".*.tmp"):  # of a writer that was killed, this program's alone
-                if left.is_file() and left.name.split(".")[1] in (
-                    "config",
-                    "starts",
-                    "summary",
-                    "environment",
-                    "metrics",
-                ):
-                    left.unlink(missing_ok=True)
+            remove_left_overs(self.folder)
             names = (STARTS, BAD_SAMPLES, METRICS)
             earlier, bad, metrics = (read_lines(self.folder / name) for name in names)  # before writing anything
             self.num_starts = max((line.get("start", 1) for line in [*earlier, *metrics]), default=0) + 1

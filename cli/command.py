@@ -15,7 +15,7 @@ from cli.errors import ConfigError, Failed, Refused
 from cli.log import EVERY_RANK, log
 from cli.private_api import PrivateAPIMissing, check_private_api
 
-FIRST_SEC = 30.0  # that the other ranks leave to the first one
+FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may be long in reading what they have read
 LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
 
 
@@ -40,7 +40,7 @@ def command(text: str | None, *, needs_words: bool = True) -> Callable[[Callable
                 log.error(error, extra=EVERY_RANK)
                 return 1
             except (ConfigError, Refused, PrivateAPIMissing) as error:
-                _let_first_speak()
+                let_first_leave()  # it refuses the same
                 log.error(error, extra=EVERY_RANK)
                 return 2
 
@@ -49,10 +49,10 @@ def command(text: str | None, *, needs_words: bool = True) -> Callable[[Callable
     return wrap
 
 
-def _let_first_speak() -> None:
-    """Wait on a machine's other ranks, which refuse the same: the launcher ends them when the first one leaves."""
+def let_first_leave(limit_sec: float = FIRST_SEC) -> None:
+    """Wait on a machine's other ranks: the launcher ends them when the first one leaves, and returns its code."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(FIRST_SEC)
+        time.sleep(limit_sec)
 
 
 def start(main: Callable[[list[str]], int]) -> NoReturn:

@@ -66,8 +66,9 @@ class Limits:
         least, most = (f"{end:,}" if isinstance(value, int) else f"{end:.4g}" for end in self._ends(value))
         if is_open:
             return f"above {least}" if self.above else f"{least} and up"
-        upper = f"below {most}" if self.below else f"to {most}"
-        return f"above {least}, {upper}" if self.above else f"{least} to {upper.removeprefix('to ')}"
+        if self.above:
+            return f"above {least}, {'below' if self.below else 'to'} {most}"
+        return f"{least} to {'below ' if self.below else ''}{most}"
 
 
 def limited(
@@ -111,10 +112,11 @@ def size_in_bytes(default: str | None, least: int, most: int, possible: str) -> 
 
 def exclusive(section: str, config: Any, *names: str) -> list[tuple[str, str]]:
     """(key, message) where more than one of these keys of a section is given."""
-    given = [f"{section}.{name}" for name in names if getattr(config, name) is not None]
-    others = " and ".join(f"{key}: {getattr(config, key.rpartition('.')[2])}" for key in given[1:])
-    first = given and getattr(config, given[0].rpartition(".")[2])
-    return [(given[0], f"{first} and {others} exclude each other.")] if others else []
+    given = [(f"{section}.{name}", value) for name in names if (value := getattr(config, name)) is not None]
+    if len(given) < 2:
+        return []
+    (key, value), *others = given
+    return [(key, f"{value} and {' and '.join(f'{name}: {other}' for name, other in others)} exclude each other.")]
 
 
 # --- numbers and texts ---

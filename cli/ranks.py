@@ -21,6 +21,7 @@ import torch.distributed
 from composer.utils import dist
 from torch.distributed import PrefixStore, distributed_c10d
 
+from cli.command import let_first_leave
 from cli.errors import ConfigError
 from cli.log import EVERY_RANK, log
 from cli.private_api import require_private_api
@@ -33,7 +34,6 @@ STAY_SEC = 3 * POLL_SEC  # of the rank that failed: with rank 0 the store would 
 ASK_SEC = 0.5  # between two looks for another rank's signal
 STALL_SEC = 1800.0  # without a piece of work done anywhere: a rank is lost, and the next collective says so
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may be long in reading what they have read
 
 _quiet = threading.Event()
 
@@ -61,15 +61,10 @@ def watch_for_abort() -> None:
                     code, text = store.get(KEY).decode().split(" ", 1)
                     log.error(text, extra=EVERY_RANK)
                     time.sleep(POLL_SEC)  # until all have heard
-                    _let_first_leave(STAY_SEC)
+                    let_first_leave(STAY_SEC)
                     os._exit(int(code))  # the main thread is in a collective that will never end
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _let_first_leave(limit_sec: float) -> None:
-    if dist.get_local_rank() != 0:
-        time.sleep(limit_sec)
 
 
 def on_rank_zero(work: Callable[[], Result]) -> Result:
@@ -120,7 +115,7 @@ def abort_all_ranks(text: str, code: int = 1) -> None:
         signal.signal(
             signal.SIGTERM, signal.SIG_DFL
         )  # the launcher's, which ends this rank now: nothing is left to save
-    _let_first_leave(FIRST_SEC)
+    let_first_leave()
 
 
 # --- signals ---

@@ -24,7 +24,7 @@ from filelock import FileLock
 from cli import ranks
 from cli.files import write_whole
 from record.mlperf_events import is_number
-from record.summary import result_line, rounded
+from record.summary import finite, result_line, rounded
 
 Row = dict[str, Any]
 
@@ -169,7 +169,7 @@ def add_row(path: Path, row: Row, known_by: Iterable[str]) -> None:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write eval.jsonl, then eval.csv, each whole or not at all; numbers come back as they were, to the last digit."""
-    rows = [_row(row) for row in rows]
+    rows = [_row({key: finite(value) for key, value in row.items()}) for row in rows]  # JSON has no nan
     empty = dict.fromkeys(FIRST)
     lines = "".join(json.dumps(empty | row | {key: None for key in NEEDED if key not in row}) + "\n" for row in rows)
     table = _as_csv(rows)

@@ -71,7 +71,8 @@ def say_what_is_later(config_yaml: str | None) -> None:
     """Tell a person who begins a run with another one's config.yaml what that one was given later."""
     if config_yaml is not None and Path(config_yaml).name == CONFIG:
         later = Path(config_yaml).with_name(LATER)
-        if keys := _as_it_stands(later):
+        values, _ = read_yaml(str(later)) if later.is_file() else ([], [])
+        if keys := [at.key for at in values]:
             given = (
                 f"{config_yaml}: that run as it was begun. {later} has what is otherwise since then: {', '.join(keys)}"
             )

@@ -44,6 +44,14 @@ OPTIONAL = {
 """What a line may have, or not: one of an older version, or where something was not measured."""
 
 
+def remove_left_overs(folder: Path) -> None:
+    """Remove the files that a killed start was writing. eval.py may be writing its own at this moment: they stay."""
+    for name in ("config.yaml", "environment.json", STARTS, METRICS, BAD_SAMPLES, SUMMARY):
+        for left in folder.glob(f".{name}.*.tmp"):
+            if left.is_file():
+                left.unlink(missing_ok=True)
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a .jsonl file, without a last one that a killed writer left unfinished.
 

@@ -682,7 +682,7 @@ def test_an_error_of_no_known_kind_is_told_in_its_own_words():
 
 def test_a_warm_up_that_is_longer_than_the_run_is_found(only_error, examine):
     assert only_error("schedule", "schedule.warmup_batches=5") == (
-        "schedule: the warm-up of 5 batches is longer than the run (4 batches, 32 images): the learning rate never gets to "
+        "schedule: the warm-up of 5 batches is longer than the run (4 batches, 32 images): the learning rate never reaches "
         "its value. Lower schedule.warmup_batches, or raise max_duration."
     )
     code, found = examine("schedule.warmup_batches=5", "data.synthetic=true")

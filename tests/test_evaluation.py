@@ -456,7 +456,11 @@ def test_a_trial_decides_nothing_and_the_runs_own_settings_do(words_of, tmp_path
     for trial in (["target.clip=-1"], ["target.clip=-1", "eval.steps=2"], ["target.clip=-1", "seed=3"]):
         assert eval_command.main([str(tmp_path / "after"), *trial]) == 0
         said = capsys.readouterr()
-        assert "target=reached" in said.out and "target: a trial: not as in " in said.err and trial[-1][:4] in said.err
+        assert (
+            "target=reached" in said.out
+            and "target: a trial: not as the run in " in said.err
+            and trial[-1][:4] in said.err
+        )
         assert summary_of(tmp_path / "after")["target"] == "pending"
     assert eval_command.main([str(tmp_path / "after")]) == 0
     assert summary_of(tmp_path / "after")["target"] == "missed"

@@ -57,6 +57,13 @@ def test_a_variable_in_a_list_is_read_as_a_number(monkeypatch):
     assert (config.image_size, config.eval.guidance) == ([64, 32], [64, 2])
 
 
+def test_a_variable_in_a_list_of_texts_stays_the_text_that_it_is(monkeypatch):
+    monkeypatch.setenv("EASEL_TAG", "1e3")
+    words = ["loggers.wandb.project=p", "loggers.wandb.tags=['${oc.env:EASEL_TAG}',b]"]
+    config = load(RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    assert config.loggers.wandb.tags == ["1e3", "b"]
+
+
 @pytest.mark.parametrize(
     ("word", "expected"),
     [

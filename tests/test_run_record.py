@@ -206,6 +206,9 @@ def test_who_begins_a_run_with_anothers_config_yaml_hears_what_that_one_was_give
     for path in (None, "yamls/shapes.yaml", str(tmp_path / "config.yaml")):
         say_what_is_later(path)
     assert capsys.readouterr().err == ""
+    (tmp_path / "later.yaml").write_text("a: [")  # which is said where that run itself is read
+    say_what_is_later(str(tmp_path / "config.yaml"))
+    (tmp_path / "later.yaml").unlink()
     keep_keys(tmp_path, {"max_duration": "2ep"})
     say_what_is_later(str(tmp_path / "config.yaml"))
     assert "later.yaml has what is otherwise since then: max_duration. Give these keys too" in capsys.readouterr().err
@@ -228,7 +231,7 @@ def test_a_file_is_written_whole_through_a_link_which_stays(tmp_path):
 
 
 def test_what_a_killed_writer_left_is_removed_at_a_start_and_nothing_else(tmp_path):
-    ours, others = tmp_path / ".summary.json.77.tmp", [tmp_path / ".eval.jsonl.77.tmp", tmp_path / ".mine.tmp"]
+    ours, others = tmp_path / ".bad_samples.jsonl.77.tmp", [tmp_path / ".eval.jsonl.77.tmp", tmp_path / ".mine.tmp"]
     for path in (ours, *others):
         path.write_text("half")
     (tmp_path / ".config.tmp").mkdir()

@@ -112,6 +112,11 @@ def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
     assert len(read_rows(path)) == 2
 
 
+def test_a_figure_that_is_no_number_is_none_and_the_table_can_be_read(tmp_path):
+    write_rows(tmp_path / "eval.jsonl", [{**ROW, "fid": float("nan")}])
+    assert read_rows(tmp_path / "eval.jsonl")[0]["fid"] is None and "NaN" not in (tmp_path / "eval.jsonl").read_text()
+
+
 def test_no_file_is_an_empty_table_and_another_file_is_refused(tmp_path):
     assert read_rows(tmp_path / "eval.csv") == []
     (tmp_path / "eval.csv").write_text("fid,clip\n90.0,0.15\n")
