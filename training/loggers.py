@@ -72,21 +72,36 @@ class LoggersConfig:
             return found
         if text := _server_problem():
             found.append(("loggers.wandb", text))
-        elif self.wandb.mode == "online" and _wandb_login()[1] is None:
+        elif self.wandb.mode == "online" and _wandb_login() is None:
             ways = "Run `wandb login`, set WANDB_API_KEY, or say loggers.wandb.mode=offline"
-            found.append(("loggers.wandb", f"no login at {_wandb_login()[0]} on this machine. {ways}."))
+            found.append(("loggers.wandb", f"no login at {_wandb_server()} on this machine. {ways}."))
         return found
 
 
-def _wandb_login() -> tuple[str, str | None]:
-    """Return the address of W&B's server and this user's login, or None if there is no login."""
+def _wandb_server() -> str:
+    """Return the address of W&B's server as this user has given it, or W&B's own. It may be none, see `_server_problem`."""
     import wandb
 
     require_private_api(
-        "wandb", "api.settings", "api.api_key", why="loggers.wandb: the login is known before the run begins"
+        "wandb", "Settings.read_system_settings", why="loggers.wandb: its server is known before the run"
     )
-    token = os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
-    return wandb.api.settings("base_url").rstrip("/"), wandb.api.api_key or token
+    settings = wandb.Settings()
+    of_files = settings.read_system_settings().all().get("base_url", settings.base_url)
+    return os.environ.get("WANDB_BASE_URL", of_files).rstrip("/")
+
+
+def _wandb_login() -> str | None:
+    """Return this user's login at W&B's server, or None if there is no login."""
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    require_private_api(
+        "wandb.sdk.lib.wbauth", "read_netrc_auth", why="loggers.wandb: the login is known before the run"
+    )
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        if login := os.environ.get(name):
+            return login
+    return wbauth.read_netrc_auth(host=_wandb_server()) or wandb.Settings().read_system_settings().all().get("api_key")
 
 
 def _server_problem() -> str | None:
@@ -96,7 +111,7 @@ def _server_problem() -> str | None:
     """
     import wandb
 
-    server = wandb.api.settings("base_url")
+    server = _wandb_server()
     where = "WANDB_BASE_URL" if "WANDB_BASE_URL" in os.environ else "base_url in wandb's settings file"
     if "@" in server:
         why = "has credentials in it, and wandb would write them into its log"
@@ -120,7 +135,7 @@ def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
     """
     if config.wandb is None or config.wandb.mode == "offline":
         return "offline"
-    server, login = _wandb_login()
+    server, login = _wandb_server(), _wandb_login()
     if (refusal := _refusal(server, login)) is None:
         return "online"
     if refusal == "login":
