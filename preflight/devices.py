@@ -65,7 +65,9 @@ def _no_code_for(index: int) -> str | None:
     ):
         return None
     given = f"GPU {index}: {torch.cuda.get_device_name(index)} is sm_{card}, torch {torch.__version__} holds code for"
-    return f"{given} {', '.join(archs)}. For a newer card: make env SET=newest; else a torch that holds its code"
+    is_newer = card > max((at for _, at in own), default=0)
+    way = "A newer torch may: make env SET=newest" if is_newer else "Its code is in older releases of torch alone"
+    return f"{given} {', '.join(archs)}. {way}"
 
 
 def _driver_problem() -> str | None:

@@ -1,4 +1,4 @@
-"""Checks of a machine before a run: versions, devices, memory, shared memory, ports, variables. They change nothing.
+"""Checks of a machine before a run: memory, shared memory, ports, variables. They change nothing.
 
 Each check returns its findings; `python -m prepare.doctor` prints them. Memory in GiB (2**30 bytes).
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import os
 import resource
 import shutil
 import socket
 import struct
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,30 +19,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import Version
 
 from config import count
 from stages import shared_memory
 
 OK, WARNING, ERROR = "OK", "warning", "error"
-ROOT = Path(__file__).resolve().parent.parent
-INSTALL = "Install what was tested: pip install --no-deps -r requirements.lock"
-
-# Packages that a run needs. wandb counts only if its logger is used.
-PACKAGES = (
-    "torch",
-    "torchvision",
-    "mosaicml",
-    "mosaicml-streaming",
-    "diffusers",
-    "transformers",
-    "open_clip_torch",
-    "omegaconf",
-    "filelock",
-)
-NEWER_HAS_RUN = ("torch", "torchvision", "transformers")  # docs/versions.md: torch 2.11 and transformers 5.17 on a CPU
-FIRST_PYTHON, LAST_PYTHON = (3, 11), (3, 13)
 
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
 BATCHES_A_WORKER = 2  # torch's prefetch_factor
@@ -59,71 +38,6 @@ class Finding:
     level: str
     check: str
     text: str
-
-
-# --- versions ---
-
-
-def versions(*, wandb: bool) -> list[Finding]:
-    """Compare Python and the packages that a run needs with requirements.txt and the lock.
-
-    Args:
-        wandb: the W&B logger is used.
-    """
-    found = []
-    first, last = (".".join(map(str, version)) for version in (FIRST_PYTHON, LAST_PYTHON))
-    python = ".".join(map(str, sys.version_info[:3]))
-    if not FIRST_PYTHON <= sys.version_info[:2] <= LAST_PYTHON:
-        found.append(Finding(ERROR, "versions", f"Python {python}. Possible: {first} to {last}. Use one of them."))
-    bounds, locked = _pins(ROOT / "requirements.txt"), _pins(ROOT / "requirements.lock")
-    if not bounds or not locked:
-        missing = (
-            f"requirements.txt or requirements.lock is not in {ROOT}: nothing to compare with. Take a whole checkout."
-        )
-        found.append(Finding(WARNING, "versions", missing))
-    here = []
-    for name in (*PACKAGES, *(["wandb"] if wandb else [])):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found.append(Finding(ERROR, "versions", f"{name} is not installed. {INSTALL}"))
-            continue
-        here.append(f"{name} {version}")
-        found += _version_findings(name, version, bounds.get(_plain(name), []), locked.get(_plain(name), []))
-    return found or [Finding(OK, "versions", f"Python {python}, {', '.join(here)}: those of requirements.lock")]
-
-
-def _version_findings(
-    name: str, version: str, bounds: list[tuple[Requirement, str]], locked: list[tuple[Requirement, str]]
-) -> list[Finding]:
-    for wanted, reason in bounds:
-        if not wanted.specifier.contains(version, prereleases=True):
-            given = f"{name} {version} is not {name}{wanted.specifier}" + (f": {reason}" if reason else "")
-            least = min((Version(s.version) for s in wanted.specifier if s.operator in ("==", ">=")), default=None)
-            newer = name in NEWER_HAS_RUN and least is not None and Version(version) > least
-            return [Finding(WARNING if newer else ERROR, "versions", f"{given}. {INSTALL}")]
-    if locked and not any(wanted.specifier.contains(version, prereleases=True) for wanted, _ in locked):
-        text = f"{name} {version} is within the bounds, but tests and figures are with {name}{locked[0][0].specifier}"
-        return [Finding(WARNING, "versions", f"{text}. {INSTALL}")]
-    return []
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "-")
-
-
-def _pins(path: Path) -> dict[str, list[tuple[Requirement, str]]]:
-    """Read a requirements file: package -> its bounds for this machine, each with its reason."""
-    found: dict[str, list[tuple[Requirement, str]]] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        text, _, reason = line.partition("#")
-        if not text.strip():
-            continue
-        with contextlib.suppress(InvalidRequirement):
-            wanted = Requirement(text.strip())
-            if wanted.marker is None or wanted.marker.evaluate():
-                found.setdefault(_plain(wanted.name), []).append((wanted, reason.strip()))
-    return found
 
 
 # --- memory of the host ---

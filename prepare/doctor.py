@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from composer.utils import dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cli.command import command
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
 from preflight import checks as run_checks
-from preflight import devices, machine
+from preflight import devices, machine, versions
 from preflight import run as checks
 from preflight import stage as stage_checks
 from preflight.checks import Case, not_looked_at
@@ -106,7 +107,7 @@ def checks_of(case: Case) -> dict[str, list[Check]]:
     workers = 0 if data.synthetic else data.workers
     return {
         "machine": [
-            Check("versions", lambda _: machine.versions(wandb=loggers.wandb is not None)),
+            Check("versions", lambda _: versions.versions(wandb=loggers.wandb is not None)),
             Check("variables", lambda _: machine.variables(remote)),
             Check("devices", lambda _: devices.devices(dist.get_local_world_size())),
             Check("open files", lambda _: machine.open_files(workers)),
@@ -166,6 +167,8 @@ def main(argv: Sequence[str]) -> int:
     command_line = parse_command_line(argv, ALIASES)
     if command_line.print_config:
         raise ConfigError(["command line: --print_config is for benchmark.py. Leave it out here."])
+    with FakeTensorMode():
+        pass  # without a GPU, torch 2.10 crashes in a second one if the first was in a thread that has ended, see `look`
     case = Case(load(RunConfig, command_line, not_yet=NOT_YET, check=lambda config: []))
     levels = []
     for group, of_group in checks_of(case).items():

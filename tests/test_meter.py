@@ -7,7 +7,7 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
-from pytorch_fid.fid_score import calculate_frechet_distance
+from test_fid import pytorch_fid
 from torchvision.transforms.functional import to_pil_image
 
 from evaluation.clip_score import load_clip
@@ -135,7 +135,7 @@ def test_fid_in_fp16_has_numpys_mean_and_covariance_of_float16_features(tmp_path
     mean, covariance = np.mean(features, axis=0), np.cov(features, rowvar=False)
     assert (mean.dtype, covariance.dtype) == (np.float16, np.float64)
     reference = read_statistics(file)
-    expected = calculate_frechet_distance(mean, covariance, reference.mean, reference.covariance)
+    expected = pytorch_fid(Statistics(mean, covariance, 80), reference)
     given = dict(inception="zoo/shapes_weights/reader/model.safetensors", statistics=str(file))
     found = measured(half(**given), ours, [""] * 80)["fid"]
     whole = measured(Meter(**given, resize="bilinear299", clip=None), ours, [""] * 80)["fid"]

@@ -1,7 +1,8 @@
-"""Runs of older versions resume: tests/golden/run_of_before.tar.xz was written by the code of commit f7a93be.
+"""Runs and moments of older versions go on: what tests/golden holds was written with torch 2.7.0 and transformers 4.57.6.
 
-It is a tiny network of the family shapes after two batches. Its float tensors were replaced by a short pattern to keep the
-file small. The expected values are that commit's after two more batches, as float64 sums of absolute values.
+run_of_before.tar.xz is a tiny network of the family shapes after two batches, by the code of commit f7a93be. Its float
+tensors were replaced by a short pattern to keep the file small. The expected values are that commit's after two more batches,
+as float64 sums of absolute values. moments_of_before.tar.xz is a stage of eight images and its moments, by commit 0104eb6.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import json
 import tarfile
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from streaming import StreamingDataset
 
 import benchmark
+from prepare import latents
 from record.checkpoint_files import find_newest, read
 
 KEYS = [
@@ -47,3 +51,30 @@ def test_a_run_that_an_older_version_began_ends_as_it_would_have_there(tmp_path,
     assert absolute_sum(content["ema"]) == pytest.approx(EMA_SUM, rel=1e-7)
     lines = [json.loads(line) for line in (tmp_path / "runs/of_before/metrics.jsonl").read_text().splitlines()]
     assert [line["batch"] for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.timeout(60, func_only=True)
+def test_moments_that_an_older_version_wrote_are_trained_from_and_come_out_again(tmp_path, monkeypatch, capsys):
+    with tarfile.open(ROOT / "tests/golden/moments_of_before.tar.xz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    assert latents.main(["images", "again", "model.family=shapes", "image_size=32"]) == 0
+    before, again = (list(StreamingDataset(local=str(tmp_path / name), batch_size=1)) for name in ("moments", "again"))
+    assert len(before) == len(again) == 8
+    for old, new in zip(before, again, strict=True):
+        assert (old["key"], old["caption"], old["tokens"].tolist()) == (
+            new["key"],
+            new["caption"],
+            new["tokens"].tolist(),
+        )
+    old, new = (np.stack([sample["moments"] for sample in stage]).astype(np.float32) for stage in (before, again))
+    np.testing.assert_allclose(
+        new, old, rtol=2**-9, atol=2**-11
+    )  # the next float16 or so: another release of the kernels
+    assert (new != old).mean() < 0.01
+    about = [json.loads((tmp_path / name / "dataset.json").read_text()) for name in ("moments", "again")]
+    assert about[0]["encoders"] == about[1]["encoders"]
+    words = ["model.family=shapes", "image_size=32", "data.stage=moments", "data.remote=moments", "data.local=cache"]
+    words += ["global_batch_size=4", "max_duration=2ba", "data.workers=0", "loggers.progress_bar=false"]
+    assert benchmark.main(words) == 0
+    assert " batches=2 " in capsys.readouterr().out

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import wandb
 from conftest import TINY_RUN, but_for_shared_memory, tree
 from filelock import FileLock
 
 import benchmark
+import wandb
 from cli import errors
 from cli.errors import ConfigError
 from record.checkpoint_files import FULL, listed
@@ -291,7 +291,7 @@ def test_a_loader_worker_that_the_kernel_ends_is_foreseen():
             True,
             "NotADirectoryError: [Errno 20] Not a directory: '/dev/null/x'",
         ),
-        (lambda: wandb.init(mode="none"), True, "UsageError: "),
+        (lambda: wandb.init(project="a/b", mode="offline"), True, "UsageError: "),
         (lambda: int("x"), False, "ValueError: invalid literal for int() with base 10: 'x'"),
         (lambda: json.loads("x"), False, "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
         (lambda: own_error(AssertionError, "never"), False, "AssertionError: never"),

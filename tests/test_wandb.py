@@ -1,4 +1,4 @@
-"""Weights & Biases with its client of today: a run and its resume, and what was logged offline and sent to the server later."""
+"""Weights & Biases with its client of today: a run and its resume, and what was logged offline and sent to it later."""
 
 from __future__ import annotations
 

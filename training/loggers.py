@@ -92,8 +92,9 @@ def _wandb_server() -> str:
 
 def _wandb_login() -> str | None:
     """Return this user's login at W&B's server, or None if there is no login."""
-    import wandb
     from wandb.sdk.lib import wbauth
+
+    import wandb
 
     require_private_api(
         "wandb.sdk.lib.wbauth", "read_netrc_auth", why="loggers.wandb: the login is known before the run"
