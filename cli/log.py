@@ -34,3 +34,6 @@ log.setLevel(logging.INFO)
 log.propagate = False  # the libraries' own handlers would say it again
 log.handlers = [Stderr()]
 log.filters = [is_first_rank_or_asked]
+
+# Six lines at every start where it does not load, by an import of diffusers; attention=xformers is refused with the reason.
+logging.getLogger("xformers").setLevel(logging.ERROR)

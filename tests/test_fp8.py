@@ -106,7 +106,13 @@ def test_what_it_needs_is_said(monkeypatch):
     assert fp8.problem(compiled=True) is None
     assert "Say compile=whole, or use precision=bf16." in fp8.problem(compiled=False)
     monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None)
-    assert "needs torchao, which is not installed" in fp8.problem(compiled=True)
+    for torch_version, which in (
+        ("2.10.0+cu128", "torchao==0.16.0"),
+        ("2.99.0", "torchao in the release for torch 2.99.0"),
+    ):
+        monkeypatch.setattr(torch, "__version__", torch_version)
+        said = f"needs torchao, which is not installed. pip install --no-deps {which}, or use precision=bf16."
+        assert fp8.problem(compiled=True) == said
 
 
 def test_a_run_of_this_precision_has_its_layers_exchanged_and_no_other_has(monkeypatch):

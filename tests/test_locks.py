@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
+from training.fp8 import RELEASES
+
 LOCKS = ["requirements.lock", "requirements-newest.lock", "requirements-prepare.lock"]
 VERSIONS = ["3.11", "3.12", "3.13"]
 
@@ -121,3 +123,11 @@ def test_the_environment_is_the_lock():
     )
     here = {name: [importlib.metadata.version(name).split("+")[0]] for name in names}
     assert here in [{name: pins(lock, python)[name] for name in names} for lock in LOCKS[:2]]
+
+
+def test_the_torchao_of_the_makefile_is_that_of_each_sets_torch():
+    [line] = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("TORCHAO")]
+    newest, default = re.findall(r"0\.\d+\.\d+", line)
+    for lock, torchao in zip(LOCKS, (default, newest), strict=False):
+        [torch] = pins(lock, "3.11")["torch"]
+        assert RELEASES[torch.rpartition(".")[0]] == torchao

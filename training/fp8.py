@@ -20,6 +20,11 @@ from cli.errors import ConfigError
 
 MIN_FEATURES = 1280  # in SD2: the linear layers at 16 x 16 and 8 x 8 places, a third of all linear FLOPs
 MULTIPLE = 16  # the GPU's instructions need both sizes of a float8 matrix to be multiples of this
+RELEASES = {
+    "2.10": "0.16.0",
+    "2.11": "0.17.0",
+    "2.15": "0.18.0",
+}  # torch -> torchao with which tests/test_fp8.py has passed
 CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8
 
 
@@ -32,7 +37,9 @@ def problem(compiled: bool) -> str | None:
     if not torch.cuda.is_available():
         return "needs a GPU. Possible on a CPU: fp32, bf16."
     if importlib.util.find_spec("torchao") is None:
-        return "needs torchao, which is not installed. pip install it in the release for this torch, or use precision=bf16."
+        release = RELEASES.get(torch.__version__.rpartition(".")[0])
+        which = f"torchao=={release}" if release else f"torchao in the release for torch {torch.__version__}"
+        return f"needs torchao, which is not installed. pip install --no-deps {which}, or use precision=bf16."
     if torch.cuda.get_device_capability() < CAPABILITY:
         name = torch.cuda.get_device_name()
         return (
