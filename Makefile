@@ -1,7 +1,8 @@
 # make demo | test | test-slow | ...      VENV=/some/path make ... uses or creates the environment there.
 
 PYTHON ?= python3
-VENV ?= .venv
+SET ?=
+VENV ?= .venv$(addprefix -,$(SET))
 PY := $(VENV)/bin/python
 COMPOSER := PATH="$(abspath $(VENV))/bin:$$PATH" composer
 SHELL := bash
@@ -10,7 +11,6 @@ SHELL := bash
 
 # SET=newest takes the second set of packages, for the newest cards. The environment is as new as the lock: a stamp with the
 # lock's checksum says what was installed.
-SET ?=
 LOCK := requirements$(addprefix -,$(SET)).lock
 LOCK_SUM := $(shell sha256sum $(LOCK) | cut -c1-12)
 STAMP = $(VENV)/.easel-$(LOCK_SUM)
@@ -22,8 +22,8 @@ ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-ifeq ($(wildcard $(LOCK)),)
-$(error SET: '$(SET)' is no set: there is no $(LOCK). Possible: newest, or leave it out)
+ifneq ($(filter-out newest,$(SET)),)
+$(error SET: '$(SET)' is no set of packages. Possible: newest, or leave it out)
 endif
 ifneq ($(words $(VENV)),1)
 $(error VENV: '$(VENV)' has a space in it, or is empty. Possible: a path without one. Run: VENV=/some/path make ...)

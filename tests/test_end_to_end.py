@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN, run, sample_files, tree, write_tar
+from conftest import ROOT, TINY_RUN, run, sample_files, tree, write_tar
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True)]
 
@@ -180,6 +181,15 @@ def test_make_alone_prints_help():
     assert done.returncode == 0 and all(
         f"  {name} " in done.stdout for name in ("env", "demo", "test", "lock", "gpu-ladder")
     )
+
+
+def test_another_set_is_refused_and_each_has_its_lock_and_environment():
+    done = run("make", "env", "SET=prepare", MAKEFLAGS="")
+    assert "SET: 'prepare' is no set of packages. Possible: newest, or leave it out." in done.stderr and done.returncode
+    for words, environment in (((), ".venv"), (("SET=newest",), ".venv-newest")):
+        done = run("env", "-u", "VENV", "make", "-n", "env", *words, MAKEFLAGS="")
+        lock = hashlib.sha256((ROOT / f"requirements{environment[5:]}.lock").read_bytes()).hexdigest()[:12]
+        assert f"{environment}/.easel-{lock}" in done.stdout, done.stderr
 
 
 def test_another_python_is_refused_by_name(tmp_path):
