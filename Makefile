@@ -11,6 +11,9 @@ SHELL := bash
 
 # SET=newest takes the second set of packages, for the newest cards. The environment is as new as the lock: a stamp with the
 # lock's checksum says what was installed.
+ifneq ($(filter-out newest,$(SET))$(word 2,$(SET)),)
+$(error SET: '$(SET)' is no set of packages. Possible: newest, or leave it out)
+endif
 LOCK := requirements$(addprefix -,$(SET)).lock
 LOCK_SUM := $(shell sha256sum $(LOCK) | cut -c1-12)
 STAMP = $(VENV)/.easel-$(LOCK_SUM)
@@ -22,9 +25,6 @@ ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
 
-ifneq ($(filter-out newest,$(SET)),)
-$(error SET: '$(SET)' is no set of packages. Possible: newest, or leave it out)
-endif
 ifneq ($(words $(VENV)),1)
 $(error VENV: '$(VENV)' has a space in it, or is empty. Possible: a path without one. Run: VENV=/some/path make ...)
 endif

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,11 @@ from preflight.machine import ERROR, OK, WARNING, Finding
 BUSY_GPU_FRACTION = 0.05
 LEAST_DRIVER = {12: 525, 13: 580}
 """CUDA's major version -> the oldest Linux driver that runs it (CUDA Compatibility, table 1)."""
+CODES = {
+    "make env": ("sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
+    "make env SET=newest": ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
+}
+"""What makes a set -> the GPUs that its torch holds code for, as the wheels of 2.10.0 and 2.15.0 say."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -55,31 +61,43 @@ def devices(ranks_here: int) -> list[Finding]:
 
 
 def _no_code_for(index: int) -> str | None:
-    """Say that torch's wheel holds no code for a GPU, or None. Code of one major version runs on its later minor ones."""
-    major, minor = torch.cuda.get_device_capability(index)
-    archs = torch.cuda.get_arch_list()
-    own = [(kind, int(number.rstrip("af"))) for kind, _, number in (arch.partition("_") for arch in archs)]
-    card = 10 * major + minor
-    if any(
-        (kind == "sm" and at // 10 == major and at <= card) or (kind == "compute" and at <= card) for kind, at in own
-    ):
+    """Say that torch's wheel holds no code for a GPU, or None."""
+    card, codes = torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
+    if torch.version.cuda is None or not codes or _runs(codes, card):
         return None
-    given = f"GPU {index}: {torch.cuda.get_device_name(index)} is sm_{card}, torch {torch.__version__} holds code for"
-    is_newer = card > max((at for _, at in own), default=0)
-    way = "A newer torch may: make env SET=newest" if is_newer else "Its code is in older releases of torch alone"
-    return f"{given} {', '.join(archs)}. {way}"
+    name = f"{torch.cuda.get_device_name(index)} is sm_{10 * card[0] + card[1]}"
+    ways = " or ".join(way for way, theirs in CODES.items() if _runs(theirs, card))
+    todo = f"Possible: {ways}" if ways else "No set of this project has code for it."
+    return f"GPU {index}: {name}, torch {torch.__version__} holds code for {', '.join(codes)}. {todo}"
+
+
+def _runs(codes: Sequence[str], card: tuple[int, int]) -> bool:
+    """True where a GPU runs one of these codes, as `sm_90`, `sm_100a` or `compute_90` (CUDA C++ Programming Guide, 5.1)."""
+    for kind, major, minor, suffix in (re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code).groups() for code in codes):
+        own = (int(major), int(minor))
+        if suffix == "a":  # for one GPU alone
+            fits = own == card
+        elif kind == "sm" or suffix == "f":  # for later ones of its major version too
+            fits = own[0] == card[0] and own <= card
+        else:  # the driver compiles it, for every later one
+            fits = own <= card
+        if fits:
+            return True
+    return False
 
 
 def _driver_problem() -> str | None:
     """Say that the driver is too old for torch's CUDA, or None: it is not, or nothing says which it is."""
     found = (
-        re.search(r"Kernel Module\s+(?:for \w+\s+)?(\d+)\.", DRIVER_FILE.read_text()) if DRIVER_FILE.is_file() else None
+        re.search(r"Kernel Module\s+(?:for \w+\s+)?(\d+)\.", DRIVER_FILE.read_text(errors="replace"))
+        if DRIVER_FILE.is_file()
+        else None
     )
     least = LEAST_DRIVER.get(int((torch.version.cuda or "0").partition(".")[0]))
     if found is None or least is None or int(found[1]) >= least:
         return None
     given = f"the driver is {found[1]}, CUDA {torch.version.cuda} of torch {torch.__version__} needs {least} and up"
-    older = ", or take the set whose CUDA it runs: make env without SET" if least > 525 else ""
+    older = ", or take the set whose CUDA it runs: make env" if int(found[1]) >= LEAST_DRIVER[12] else ""
     return f"{given}. Install a newer driver{older}"
 
 

@@ -66,16 +66,18 @@ def versions(*, wandb: bool) -> list[Finding]:
 
 
 def _set_here() -> tuple[str, Bounds, Bounds]:
-    """Return the lock whose torch is installed, or the first one, with the bounds and the versions of its set."""
-    torch = _installed("torch")
-    sets = []
+    """Return the lock of the newest torch that is not newer than the installed one; its bounds; its versions."""
+    torch, chosen = Version(_installed("torch") or "0"), None
     for lock, names in SETS.items():
-        bounds: Bounds = {}
-        for name in names:
-            bounds |= _pins(ROOT / name)
-        sets.append((lock, bounds, _pins(ROOT / lock)))
-    fitting = (one for one in sets if torch and any(_allows(pin, torch) for pin, _ in one[2].get("torch", [])))
-    return next(fitting, sets[0])
+        locked = _pins(ROOT / lock)
+        pins = [Version(s.version) for wanted, _ in locked.get("torch", []) for s in wanted.specifier]
+        if chosen is None or any(pin <= torch for pin in pins):
+            bounds: Bounds = {}
+            for name in names:
+                bounds |= _pins(ROOT / name)
+            chosen = (lock, bounds, locked)
+    assert chosen is not None
+    return chosen
 
 
 def _problem(

@@ -171,20 +171,28 @@ def test_wandb_counts_where_it_is_asked_for(examine, only_error, monkeypatch):
     [
         ((9, 0), ["sm_80", "sm_90"], True),
         ((8, 9), ["sm_80", "sm_90"], True),  # code of one major version runs on its later minor ones
+        ((8, 0), ["sm_86"], False),
         ((10, 0), ["sm_80", "sm_90"], False),
         ((10, 0), ["sm_90", "compute_90"], True),  # compiled by the driver
-        ((10, 0), ["sm_100a", "sm_120"], True),
+        ((10, 0), ["compute_90a", "sm_120"], False),  # for one card alone
+        ((10, 0), ["sm_100a"], True),
+        ((10, 3), ["sm_100a"], False),
+        ((10, 3), ["sm_100f"], True),
         ((7, 0), ["sm_75", "sm_80"], False),
+        ((13, 0), ["sm_90"], False),
+        ((9, 0), ["gfx942"], True),  # ROCm: nothing is said
+        ((9, 0), [], True),
     ],
 )
 def test_a_card_that_the_wheel_holds_no_code_for_is_named(monkeypatch, card, codes, runs):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: card)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Some")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: codes)
-    said = devices._no_code_for(0)
+    monkeypatch.setattr(torch.version, "cuda", None if "gfx942" in codes else "12.8")
     given = f"GPU 0: NVIDIA Some is sm_{10 * card[0] + card[1]}, torch {torch.__version__} holds code for {', '.join(codes)}."
-    way = "Its code is in older releases of torch alone" if card < (8, 0) else "A newer torch may: make env SET=newest"
-    assert said == (None if runs else f"{given} {way}")
+    ways = {(7, 0): "Possible: make env", (13, 0): "No set of this project has code for it."}
+    way = ways.get(card, "Possible: make env or make env SET=newest")
+    assert devices._no_code_for(0) == (None if runs else f"{given} {way}")
 
 
 @pytest.mark.parametrize(
@@ -196,8 +204,9 @@ def test_a_card_that_the_wheel_holds_no_code_for_is_named(monkeypatch, card, cod
             "560.35.03",
             "13.2",
             "the driver is 560, CUDA 13.2 of torch {torch} needs 580 and up. Install a newer driver, or take the set whose "
-            "CUDA it runs: make env without SET",
+            "CUDA it runs: make env",
         ),
+        ("470.82.01", "13.2", "the driver is 470, CUDA 13.2 of torch {torch} needs 580 and up. Install a newer driver"),
         ("580.65.06", "13.2", None),
     ],
 )
@@ -209,7 +218,9 @@ def test_a_driver_that_is_too_old_for_the_wheel_is_named(tmp_path, monkeypatch, 
     monkeypatch.setattr(devices, "DRIVER_FILE", path)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert devices._driver_problem() == (said and said.format(torch=torch.__version__))
-    path.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n")
+    path.write_bytes(
+        f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n".encode() + b"\xff"
+    )
     assert devices._driver_problem() == (said and said.format(torch=torch.__version__))
 
 
@@ -233,7 +244,12 @@ def test_the_set_whose_torch_is_there_is_compared(only_error, monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: here.get(name) or real(name))
     assert [finding.text[-24:] for finding in versions.versions(wandb=False)] == ["requirements-newest.lock"]
-    here["torchvision"] = "0.25.0"
+    here |= {"torch": "2.15.1", "torchvision": "0.25.0"}
+    assert [(finding.level, finding.text[:28]) for finding in versions.versions(wandb=False)] == [
+        (WARNING, "torch 2.15.1 is not torch==2"),
+        (ERROR, "torchvision 0.25.0 is not to"),
+    ]
+    here["torch"] = "2.15.0"
     assert only_error("versions") == (
         "torchvision 0.25.0 is not torchvision==0.29.2: the release that belongs to torch 2.15.0. Install what was tested: "
         "pip install --no-deps -r requirements-newest.lock"

@@ -79,24 +79,34 @@ def test_the_lock_holds_what_is_asked_for_within_its_bounds(lock, python):
 
 def test_the_bounds_that_are_set_aside_are_those_that_the_installed_packages_declare():
     """A release of Composer or streaming that declares others is noticed here: look at its line of overrides.txt."""
-    declared: dict[str, list[str]] = {}
+    declared: dict[str, set[str]] = {}
     for package in ("mosaicml", "mosaicml-streaming"):
         version = importlib.metadata.version(package)
-        for text in importlib.metadata.requires(package) or []:
-            wanted = Requirement(text)
-            here = importlib.metadata.version(wanted.name) if is_installed(wanted.name) else None
-            of_extra = wanted.marker is None or any(
+        for wanted in map(Requirement, importlib.metadata.requires(package) or []):
+            is_ours = wanted.marker is None or any(
                 wanted.marker.evaluate({"extra": e}) for e in ("wandb", "tensorboard")
             )
-            if of_extra and here is not None and not wanted.specifier.contains(here):
-                declared.setdefault(canonical(wanted.name), []).append(f"{package} {version} declares {wanted.name}")
+            if is_ours and is_installed(wanted.name):
+                name, here = canonical(wanted.name), importlib.metadata.version(wanted.name)
+                for bound in wanted.specifier:
+                    if not bound.contains(here):
+                        declared.setdefault(name, set()).add(f"{package} {version} declares {name}{bound}")
     lines = {}
     for line in (ROOT / "overrides.txt").read_text().splitlines():
         if line and not line.startswith("#"):
-            lines[canonical(Requirement(line.split(" #")[0].strip()).name)] = line
-    assert lines.keys() == declared.keys()
-    for name, texts in declared.items():
-        assert all(text in lines[name] or text.split(" declares")[0] in lines[name] for text in texts), lines[name]
+            bound, reason = line.split(" # ")
+            lines[canonical(Requirement(bound.strip()).name)] = set(
+                re.findall(r"[\w-]+ [\d.]+ declares [\w-]+<[\d.]*\d", reason)
+            )
+    assert lines == declared
+
+
+def test_an_override_is_no_wider_than_the_bound_that_it_takes_the_place_of():
+    """For the resolver it replaces those of requirements.txt too. torch and torchvision are given by `-c`."""
+    asked = {canonical(wanted.name): wanted.specifier for wanted in requirements("requirements.txt")}
+    for wanted in requirements("overrides.txt"):
+        name = canonical(wanted.name)
+        assert name in ("torch", "torchvision") or wanted.specifier == (asked.get(name) or wanted.specifier), name
 
 
 def test_every_upper_bound_has_its_reason():

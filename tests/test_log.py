@@ -38,9 +38,9 @@ def test_the_libraries_loggers_do_not_say_it_again(capsys):
     assert capsys.readouterr().err == "once\n"
 
 
-def test_xformers_that_does_not_load_is_not_told_by_its_own_six_lines(capsys):
-    logging.getLogger("xformers").warning("WARNING[XFORMERS]: xFormers can't load C++/CUDA extensions.")
-    assert capsys.readouterr().err == ""
+def test_xformers_that_does_not_load_is_not_told_by_its_own_six_lines():
+    """They are a warning of this logger."""
+    assert not logging.getLogger("xformers").isEnabledFor(logging.WARNING)
 
 
 def test_nothing_but_the_log_writes_on_stderr():

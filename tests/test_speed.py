@@ -451,14 +451,29 @@ def test_a_batch_that_lies_on_the_device_is_not_copied(capsys):
 
 def test_xformers_that_does_not_load_is_named_without_an_import(monkeypatch, tmp_path):
     (tmp_path / "__init__.py").write_text("raise SystemExit('it was imported')")
-    versions = {"cuda": 1208, "torch": "2.1.0+cu128"}
-    (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": versions}))
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: spec)
-    given = f"does not load: it is built for torch 2.1.0+cu128, here is {torch.__version__}. Use attention=auto."
-    assert speed.attention_problem("xformers", "bf16", True) == given
-    (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": {**versions, "torch": torch.__version__}}))
-    assert speed.attention_problem("xformers", "bf16", True) is None
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for theirs, cuda, said in (
+        (
+            "2.1.0+cu128",
+            1300,
+            "does not load: it is built for torch 2.1.0+cu128, here is 2.10.0+cu130.",
+        ),
+        (
+            "2.10.0+cu128",
+            1208,
+            "does not load: it is built for torch 2.10.0+cu128, here is 2.10.0+cu130.",
+        ),
+        ("2.10.0+cu130", 1300, None),
+        ("2.10.0", 1305, None),
+        (None, None, "is not installed whole: its cpp_lib.json cannot be read (AttributeError)."),
+    ):
+        (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": {"cuda": cuda, "torch": theirs}}))
+        assert speed.attention_problem("xformers", "bf16", True) == (said and f"{said} Use attention=auto.")
+    (tmp_path / "cpp_lib.json").unlink()
+    assert "is not installed whole" in speed.attention_problem("xformers", "bf16", True)
 
 
 def test_what_a_gpu_lacks_for_an_attention_is_said(monkeypatch):

@@ -124,7 +124,7 @@ def test_no_login_at_wandb_is_said_before_anything_starts(wandb_at, tmp_path, ca
     wandb_at("https://api.wandb.ai", None)
     words = [*SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs"]
     assert refused(capsys, *words) == (
-        "loggers.wandb: no login at https://api.wandb.ai on this machine. Run `wandb login`, set WANDB_API_KEY, or say "
+        "loggers.wandb: no login at https://api.wandb.ai on this machine. Run `wandb login`, set WANDB_API_KEY alone, or say "
         "loggers.wandb.mode=offline.\n"
     )
     assert everything(tmp_path) == {}
@@ -135,6 +135,49 @@ def test_no_login_at_wandb_is_said_before_anything_starts(wandb_at, tmp_path, ca
         "machine api.wandb.ai login user password 1234567890123456789012345678901234567890\n"
     )
     assert LoggersConfig(wandb=WandbConfig(project="p")).problems() == []
+
+
+def test_the_server_and_the_key_of_wandbs_own_files_count(wandb_at, tmp_path, monkeypatch):
+    """`wandb login --host` writes the server into the user's file, and the key into netrc."""
+    wandb_at("", None)
+    monkeypatch.delenv("WANDB_BASE_URL")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert loggers._wandb_server() == wandb.Settings().base_url
+    file = tmp_path / ".config" / "wandb" / "settings"
+    file.parent.mkdir(parents=True)
+    file.write_text("[default]\nbase_url = https://wandb.example.org/\n")
+    (tmp_path / "netrc").write_text(f"machine wandb.example.org login user password {8 * '12345'}\n")
+    assert (loggers._wandb_server(), loggers._wandb_login()) == ("https://wandb.example.org", 8 * "12345")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "settings").write_text("[default]\nbase_url = nonsense\n")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "elsewhere"))
+    [(_, said)] = LoggersConfig(wandb=WandbConfig(project="p")).problems()
+    assert said.startswith("base_url in wandb's settings file is not the address of a W&B server")
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc", "said"),
+    [
+        ({"WANDB_API_KEY": "short"}, "", "API key must have 40+ characters, has 5."),
+        ({"WANDB_API_KEY": 40 * "\u0436"}, "", "API key is not ASCII."),
+        ({}, "machine h.example login user password short\n", "API key must have 40+ characters, has 5."),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "/none"}, "", "WANDB_IDENTITY_TOKEN_FILE: /none is not a file."),
+        (
+            {"WANDB_IDENTITY_TOKEN_FILE": "/dev/null", "WANDB_API_KEY": 40 * "k"},
+            "",
+            "WANDB_API_KEY and WANDB_IDENTITY_TOKEN_FILE are both set.",
+        ),
+    ],
+)
+def test_a_login_that_wandb_would_not_take_is_said_before_anything_starts(
+    wandb_at, tmp_path, monkeypatch, variables, netrc, said
+):
+    config = wandb_at("https://h.example", None)
+    (tmp_path / "netrc").write_text(netrc)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ways = "Run `wandb login`, set WANDB_API_KEY alone, or say loggers.wandb.mode=offline."
+    assert config.problems() == [("loggers.wandb", f"the login for https://h.example is not one: {said} {ways}")]
 
 
 NO_SERVER = (

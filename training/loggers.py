@@ -70,39 +70,63 @@ class LoggersConfig:
                 found.append((f"loggers.{section}", f"the package {section} is not installed. Leave the section out."))
         if found or self.wandb is None:
             return found
-        if text := _server_problem():
-            found.append(("loggers.wandb", text))
-        elif self.wandb.mode == "online" and _wandb_login() is None:
-            ways = "Run `wandb login`, set WANDB_API_KEY, or say loggers.wandb.mode=offline"
-            found.append(("loggers.wandb", f"no login at {_wandb_server()} on this machine. {ways}."))
-        return found
+        text = _server_problem() or (_login_problem() if self.wandb.mode == "online" else None)
+        return [("loggers.wandb", text)] if text else []
+
+
+def _wandb_settings() -> dict[str, str]:
+    """Return what W&B's settings files say: this user's, and `wandb/settings` here, which goes before it."""
+    import wandb
+
+    why = "loggers.wandb: server and login are known before the run"
+    require_private_api("wandb", "Settings.settings_system", "Settings.read_system_settings", why=why)
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    return wandb.Settings(settings_system=str(folder / "settings")).read_system_settings().all()
 
 
 def _wandb_server() -> str:
     """Return the address of W&B's server as this user has given it, or W&B's own. It may be none, see `_server_problem`."""
     import wandb
 
-    require_private_api(
-        "wandb", "Settings.read_system_settings", why="loggers.wandb: its server is known before the run"
-    )
-    settings = wandb.Settings()
-    of_files = settings.read_system_settings().all().get("base_url", settings.base_url)
-    return os.environ.get("WANDB_BASE_URL", of_files).rstrip("/")
+    given = os.environ.get("WANDB_BASE_URL", _wandb_settings().get("base_url"))
+    return (wandb.Settings().base_url if given is None else given).rstrip("/")
 
 
 def _wandb_login() -> str | None:
-    """Return this user's login at W&B's server, or None if there is no login."""
+    """Return this user's login at W&B's server, or None if there is no login.
+
+    Raises AuthenticationError: there is one that the client would not take.
+    """
+    from wandb.errors import AuthenticationError
     from wandb.sdk.lib import wbauth
 
-    import wandb
+    why = "loggers.wandb: server and login are known before the run"
+    require_private_api("wandb.sdk.lib.wbauth", "read_netrc_auth", "check_api_key", why=why)
+    key, token = (os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    if key and token:
+        raise AuthenticationError("WANDB_API_KEY and WANDB_IDENTITY_TOKEN_FILE are both set.")
+    if token and not Path(token).is_file():
+        raise AuthenticationError(f"WANDB_IDENTITY_TOKEN_FILE: {token} is not a file.")
+    login = key or token or wbauth.read_netrc_auth(host=_wandb_server()) or _wandb_settings().get("api_key")
+    if (
+        login
+        and not token
+        and (text := wbauth.check_api_key(login) or (None if login.isascii() else "API key is not ASCII."))
+    ):
+        raise AuthenticationError(text)
+    return login
 
-    require_private_api(
-        "wandb.sdk.lib.wbauth", "read_netrc_auth", why="loggers.wandb: the login is known before the run"
-    )
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
-        if login := os.environ.get(name):
-            return login
-    return wbauth.read_netrc_auth(host=_wandb_server()) or wandb.Settings().read_system_settings().all().get("api_key")
+
+def _login_problem() -> str | None:
+    from wandb.errors import AuthenticationError
+
+    try:
+        if _wandb_login() is not None:
+            return None
+        text = f"no login at {_wandb_server()} on this machine."
+    except AuthenticationError as error:
+        text = f"the login for {_wandb_server()} is not one: {error}"
+    return f"{text} Run `wandb login`, set WANDB_API_KEY alone, or say loggers.wandb.mode=offline."
 
 
 def _server_problem() -> str | None:

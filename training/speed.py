@@ -138,11 +138,17 @@ def xformers_problem() -> str | None:
     spec = importlib.util.find_spec("xformers")
     if spec is None or spec.origin is None:
         return "is not installed: it has no release for every torch. Use attention=auto."
-    versions = Path(spec.origin).with_name("cpp_lib.json")
-    built = json.loads(versions.read_text())["version"]["torch"] if versions.is_file() else "none"
-    if built.partition("+")[0] == torch.__version__.partition("+")[0]:
+    try:
+        built = json.loads(Path(spec.origin).with_name("cpp_lib.json").read_text())["version"]
+        its_torch, its_cuda = built["torch"].partition("+")[0], int(built["cuda"] or 0) // 100
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"is not installed whole: its cpp_lib.json cannot be read ({type(error).__name__}). Use attention=auto."
+    if (its_torch, its_cuda) == (
+        torch.__version__.partition("+")[0],
+        int((torch.version.cuda or "0").partition(".")[0]),
+    ):
         return None
-    return f"does not load: it is built for torch {built}, here is {torch.__version__}. Use attention=auto."
+    return f"does not load: it is built for torch {built['torch']}, here is {torch.__version__}. Use attention=auto."
 
 
 def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> str | None:
