@@ -49,7 +49,8 @@ def test_a_resumed_run_goes_on_at_the_server_under_its_id(tmp_path):
         "tags": ["a", "b"],
     }
     check_rows(sent, tmp_path)
-    assert b"max_duration=8ba" in sent.files["wandb-metadata.json"]
+    about = json.loads(sent.files["wandb-metadata.json"])
+    assert "max_duration=8ba" in about["args"] and "git" not in about
 
 
 def test_what_was_logged_offline_is_sent_later_whole(tmp_path):
