@@ -311,7 +311,7 @@ def _ready(config: EvalCommand, run: Path | None, folder: Path, device: torch.de
         warm_start.load(model, str(config.model.denoiser))
     model.place(device, config.precision or "fp32")
     speed.apply(model, config, config.precision)
-    of_model = {"precision": config.precision, "prediction": config.objective.prediction}
+    of_model = {"precision": config.precision, **config.objective.of_scores()}
     is_own = run is not None and config.eval.image_size is None and config.out is None
     scorer = Scorer(
         config.eval,

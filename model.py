@@ -193,6 +193,10 @@ class LatentDiffusion(ComposerModel):
             "times": self.objective.draw_times(num, generator),
             "caption_dropped": torch.rand(num, generator=generator, device=generator.device) < self.caption_dropout,
         }
+        if self.objective.offset_noise:  # the last draw: without it the others are the same
+            shape = (num, self.latent_shape[0], *[1] * (len(self.latent_shape) - 1))
+            offset = torch.randn(shape, generator=generator, device=generator.device)
+            draws["noise"] = draws["noise"] + self.objective.offset_noise * offset
         return {**batch, **draws}
 
     @torch.no_grad()
@@ -296,6 +300,7 @@ class LatentDiffusion(ComposerModel):
                     noise.to(self.device, non_blocking=True),
                     sampler=sampler,
                     prediction=self.objective.prediction,
+                    zero_terminal_snr=self.objective.zero_terminal_snr,
                     steps=steps,
                     guidance=guidance,
                     progress=progress,

@@ -29,6 +29,7 @@ from training.cost import Cost, has_average_on_device, measure_cost, memory_prob
 from training.optimizer import total_batches
 from training.run_config import RunConfig, resolve, wants_own_rate
 from zoo import load_family, mlperf
+from zoo.sampling import MIN_STEPS, sampling_problems
 from zoo.spec import as_size
 
 # The memory estimate depends on these keys; it is left out if one of them is invalid.
@@ -94,7 +95,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
     found += model_problems(config.model, config.size, encoders_wanted=not config.data.synthetic)
-    found += _prediction_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
+    found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += _mlperf_problems(config) + _log_folder_problems(config) + _shared_memory_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
         found += warm_start.problems(config.model, config.objective.prediction)
@@ -200,14 +201,18 @@ def _batch_problems(config: RunConfig) -> list[Problem]:
     return []
 
 
-def _prediction_problems(config: RunConfig) -> list[Problem]:
-    prediction = config.objective.prediction
+def _objective_problems(config: RunConfig) -> list[Problem]:
+    prediction, found = config.objective.prediction, []
     with contextlib.suppress(ValueError):  # named by model_problems
         family = load_family(config.model.family, config.model.preset, config.model.variant)
         if prediction is not None and prediction not in family.predictions:
             possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
             return [Problem(f"objective.prediction: {possible}", ("objective.prediction",))]
-    return []
+        found += config.objective.problems(family.objective)
+    if config.eval.when != "off" and config.objective.zero_terminal_snr:
+        of_sampling = sampling_problems(config.eval.sampler, MIN_STEPS, 1.0, zero_terminal_snr=True)
+        found += [(f"eval.{key}", text) for key, text in of_sampling]
+    return [Problem(f"{key}: {text}", (key,)) for key, text in found]
 
 
 def _learning_rate_problems(config: RunConfig) -> list[Problem]:

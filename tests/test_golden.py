@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from torch import nn
 
-from training.optimizer import lr_multiplier
+from training.optimizer import ScheduleConfig, lr_multiplier
 from zoo import load_family
 from zoo.objectives import ObjectiveConfig, scaled_linear_alphas_cumprod
 from zoo.sd2 import ARCHITECTURES, OBJECTIVES, SD2
@@ -79,7 +79,7 @@ def test_the_noise_schedule_is_the_references():
 
 def test_the_learning_rate_multipliers_are_the_references():
     ours = [
-        lr_multiplier(int(step), name="constant", warmup_batches=1000, total_batches=10**9)
+        lr_multiplier(int(step), schedule=ScheduleConfig(name="constant"), warmup_batches=1000, total_batches=10**9)
         for step in GOLDEN["lr_steps"]
     ]
     assert np.abs(np.array(ours) - GOLDEN["lr_multiplier"]).max() < 1e-12

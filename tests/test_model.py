@@ -30,6 +30,15 @@ def drawn(model, batch, seed: int = 5):
     return model.draw(batch, torch.Generator().manual_seed(seed))
 
 
+def test_offset_noise_is_one_number_more_per_image_and_channel():
+    """Beside it every number of the step is the same; what it adds has this size (N. Guttenberg 2023, crosslabs.org)."""
+    plain, offset = (drawn(tiny(offset_noise=size), images_batch(64)) for size in (0.0, 0.5))
+    added = offset["noise"] - plain["noise"]
+    assert all(torch.equal(plain[name], offset[name]) for name in plain if name != "noise")
+    assert torch.allclose(added, added[:, :, :1, :1].expand_as(added), atol=1e-6)
+    assert added[:, :, 0, 0].std().item() == pytest.approx(0.5, rel=0.15)
+
+
 def test_frozen_encoders_are_in_no_state_dict_and_stay_in_eval_mode():
     model = tiny()
     model.train()

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zoo.objectives import DiscreteDiffusion, ObjectiveConfig, min_snr_weight, scaled_linear_alphas_cumprod
+from zoo.objectives import (
+    DiscreteDiffusion,
+    ObjectiveConfig,
+    min_snr_weight,
+    scaled_linear_alphas_cumprod,
+    with_zero_terminal_snr,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,36 @@ def test_latents_can_be_recovered_from_a_perfect_velocity(sample):
     torch.testing.assert_close(
         alpha_bar.sqrt() * noisy - (1 - alpha_bar).sqrt() * velocity, latents, rtol=1e-4, atol=1e-4
     )
+
+
+def test_zero_terminal_snr_equals_diffusers_and_ends_in_the_noise_itself(scheduler, sample):
+    from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
+
+    theirs = torch.cumprod(1.0 - rescale_zero_terminal_snr(scheduler.betas.double()), dim=0)
+    torch.testing.assert_close(with_zero_terminal_snr(scaled_linear_alphas_cumprod()), theirs, rtol=1e-6, atol=1e-9)
+    latents, noise, times = sample
+    objective = DiscreteDiffusion(ObjectiveConfig(zero_terminal_snr=True), "v")
+    assert torch.equal(objective.corrupt(latents, noise, times)[-1], noise[-1])
+    assert torch.equal(objective.target(latents, noise, times)[-1], -latents[-1])
+    assert objective.alpha_bar[0] == DiscreteDiffusion(ObjectiveConfig(), "v").alpha_bar[0]
+
+
+def test_pure_noise_needs_v_and_a_weight_other_than_zero():
+    said = [
+        (
+            "objective.zero_terminal_snr",
+            "true, but the prediction is epsilon, and pure noise says nothing of epsilon. Say objective.prediction=v.",
+        ),
+        (
+            "objective.weighting",
+            "min_snr weights a step without signal with 0. Say objective.weighting=none with zero_terminal_snr.",
+        ),
+    ]
+    of_epsilon, of_v = {"prediction": "epsilon", "caption_dropout": 0.1}, {"prediction": "v", "caption_dropout": 0.1}
+    given = ObjectiveConfig(zero_terminal_snr=True, weighting="min_snr")
+    assert (given.problems(of_epsilon), given.problems(of_v)) == (said, said[1:])
+    assert ObjectiveConfig(zero_terminal_snr=True, prediction="v").problems(of_epsilon) == []
+    assert ObjectiveConfig(weighting="min_snr").problems(of_epsilon) == []
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import get_polynomial_decay_schedule_with_warmup
 
 from callbacks.gradient_norm import GradientNorm
 from training.optimizer import (
@@ -26,15 +27,59 @@ def network() -> torch.nn.Module:
 def test_warmup_equals_the_mlperf_formula():
     for n in (0, 1, 17, 500, 999):
         expected = (1.0 - 1e-6) * n / 1000 + 1e-6
-        assert lr_multiplier(n, name="constant", warmup_batches=1000, total_batches=5000) == expected
-    assert lr_multiplier(1000, name="constant", warmup_batches=1000, total_batches=5000) == 1.0
+        assert lr_multiplier(n, schedule=ScheduleConfig(name="constant"), warmup_batches=1000, total_batches=5000) == expected
+    assert lr_multiplier(1000, schedule=ScheduleConfig(name="constant"), warmup_batches=1000, total_batches=5000) == 1.0
 
 
 def test_cosine_goes_from_one_after_warmup_to_zero_at_the_end():
-    values = [lr_multiplier(n, name="cosine", warmup_batches=10, total_batches=110) for n in range(111)]
+    values = [lr_multiplier(n, schedule=ScheduleConfig(name="cosine"), warmup_batches=10, total_batches=110) for n in range(111)]
     assert values[10] == 1.0 and values[60] == pytest.approx(0.5) and values[110] == pytest.approx(0.0)
     assert values[10:] == sorted(values[10:], reverse=True)
     assert values[35] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "theirs"),
+    [
+        (dict(name="linear"), dict(power=1.0, lr_end=0.0)),
+        (dict(name="polynomial", power=2.0, final_frac=0.1), dict(power=2.0, lr_end=0.01)),
+        (dict(name="polynomial", power=0.5, final_frac=1.0), dict(power=0.5, lr_end=0.1)),
+    ],
+)
+def test_linear_and_polynomial_are_those_of_transformers(keys, theirs):
+    """From the end of the warm-up on; ours begins at 1e-6 of the rate, theirs at 0."""
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    schedule = get_polynomial_decay_schedule_with_warmup(optimizer, 10, 110, **{**theirs, "lr_end": theirs["lr_end"] or 1e-30})
+    expected = []
+    for _ in range(115):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    ours = [0.1 * lr_multiplier(n, schedule=ScheduleConfig(**keys), warmup_batches=10, total_batches=110) for n in range(115)]
+    assert ours[10:] == pytest.approx(expected[10:], abs=1e-15)
+
+
+def test_a_constant_rate_decays_in_its_last_part():
+    """The decay of Haegele et al. 2024: 1 until the last fifth, then straight to the final value."""
+    schedule = ScheduleConfig(name="linear", decay_frac=0.2, final_frac=0.5)
+    values = [lr_multiplier(n, schedule=schedule, warmup_batches=10, total_batches=100) for n in range(101)]
+    assert values[10:81] == [1.0] * 71 and values[90] == pytest.approx(0.75) and values[100] == pytest.approx(0.5)
+    whole = ScheduleConfig(name="cosine", decay_frac=1.0)  # of a run whose warm-up is a part of it: as without the key
+    for n in range(101):
+        expected = lr_multiplier(n, schedule=ScheduleConfig(name="cosine"), warmup_batches=10, total_batches=100)
+        assert lr_multiplier(n, schedule=whole, warmup_batches=10, total_batches=100) == expected
+
+
+def test_a_key_that_a_schedule_does_not_use_is_refused():
+    assert ScheduleConfig(name="polynomial", power=2.0, decay_frac=0.1).problems() == []
+    assert ScheduleConfig(decay_frac=0.1, power=2.0).problems() == [
+        (
+            "schedule.decay_frac",
+            "0.1, but constant has none. Say schedule.name=linear, cosine or polynomial, or leave it out.",
+        ),
+        ("schedule.power", "2, but constant has none. Say schedule.name=polynomial, or leave it out."),
+    ]
+    assert [key for key, _ in ScheduleConfig(name="linear", power=2.0).problems()] == ["schedule.power"]
 
 
 @pytest.mark.parametrize(("duration", "total"), [("40ba", 40), ("2ep", 24), ("640sp", 40), ("630sp", 40)])
@@ -48,7 +93,7 @@ def test_the_schedule_gives_each_batch_its_own_rate():
         ScheduleConfig(name="cosine", warmup_batches=2), optimizer, global_batch_size=8, num_batches=6
     )
     for batch in range(7):
-        expected = 0.1 * lr_multiplier(batch, name="cosine", warmup_batches=2, total_batches=6)
+        expected = 0.1 * lr_multiplier(batch, schedule=ScheduleConfig(name="cosine"), warmup_batches=2, total_batches=6)
         assert optimizer.param_groups[0]["lr"] == expected
         optimizer.step()
         schedule.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import diffusers
 import pytest
@@ -11,7 +12,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from test_golden import golden, relative_error, small_family, small_unet
 from torch import Tensor
 
-from zoo.objectives import scaled_linear_alphas_cumprod
+from zoo.objectives import scaled_linear_alphas_cumprod, with_zero_terminal_snr
 from zoo.sampling import (
     SAMPLERS,
     build_scheduler,
@@ -26,21 +27,21 @@ MEAN, STD = 0.7, 0.5  # of the Gaussian data in the closed forms
 ALPHA_BAR = scaled_linear_alphas_cumprod()
 
 
-def signal_and_noise(times: Tensor) -> tuple[Tensor, Tensor]:
+def signal_and_noise(times: Tensor, alpha_bar: Tensor = ALPHA_BAR) -> tuple[Tensor, Tensor]:
     """sqrt(abar) and sqrt(1 - abar), float64; between two steps their ratio is linear, as euler takes it."""
-    levels = ((1 - ALPHA_BAR) / ALPHA_BAR).sqrt()
+    levels = ((1 - alpha_bar) / alpha_bar).sqrt()
     below = times.double().floor().long()
     level = torch.lerp(levels[below], levels[(below + 1).clamp(max=999)], times.double() - below)
     return 1 / (1 + level**2).sqrt(), level / (1 + level**2).sqrt()
 
 
-def ideal(prediction: str):
-    """What a perfect network says where the data are N(MEAN, STD^2): linear in x."""
+def ideal(prediction: str, alpha_bar: Tensor = ALPHA_BAR, mean: float = MEAN):
+    """What a perfect network says where the data are N(mean, STD^2): linear in x."""
 
     def predict(x: Tensor, times: Tensor) -> Tensor:
-        signal, sigma = (value.reshape(-1, 1, 1, 1) for value in signal_and_noise(times))
-        residual = (x.double() - signal * MEAN) / (signal**2 * STD**2 + sigma**2)
-        epsilon, x_0 = sigma * residual, MEAN + signal * STD**2 * residual
+        signal, sigma = (value.reshape(-1, 1, 1, 1) for value in signal_and_noise(times, alpha_bar))
+        residual = (x.double() - signal * mean) / (signal**2 * STD**2 + sigma**2)
+        epsilon, x_0 = sigma * residual, mean + signal * STD**2 * residual
         return (epsilon if prediction == "epsilon" else signal * epsilon - sigma * x_0).float()
 
     return predict
@@ -268,9 +269,39 @@ def test_another_familys_scheduler_fits():
         sampler="euler",
         prediction="flow",
         steps=4,
-        build=lambda sampler, prediction: Straight(),
+        build=lambda sampler, prediction, **_: Straight(),
     )
     torch.testing.assert_close(found, torch.full_like(found, 3.0))
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++", "euler"])
+def test_from_pure_noise_the_data_have_their_mean(sampler):
+    """What arXiv:2305.08891 mends: without it samples of bright data are darker, since training never saw pure noise."""
+    noise, bright = draw(16, 1, 4, 4), 5.0
+    zero = with_zero_terminal_snr(ALPHA_BAR).clamp(min=2.0**-48)  # a level of noise that has a number
+    found, before = (
+        sample(
+            ideal("v", alpha_bar, bright),
+            noise,
+            sampler=sampler,
+            prediction="v",
+            steps=250,
+            zero_terminal_snr=is_zero,
+        )
+        for alpha_bar, is_zero in ((zero, True), (ALPHA_BAR, False))
+    )
+    torch.testing.assert_close(found, bright + STD * noise, atol=0.05, rtol=0.0)
+    assert (bright + STD * noise - before).mean() > 0.1
+
+
+def test_the_samplers_from_pure_noise_begin_at_the_last_step():
+    for sampler in ("ddim", "dpm++", "euler"):
+        scheduler = build_scheduler(sampler, "v", zero_terminal_snr=True)
+        scheduler.set_timesteps(10)
+        assert scheduler.timesteps.tolist() == list(range(999, 0, -100))
+    said = "sampler: plms cannot begin at pure noise (zero_terminal_snr). Possible: ddim, dpm++, euler."
+    with pytest.raises(ValueError, match=re.escape(said)):
+        sample(ideal("v"), draw(1, 1, 1, 1), sampler="plms", prediction="v", steps=5, zero_terminal_snr=True)
 
 
 def test_what_cannot_be_is_said_with_the_choices():

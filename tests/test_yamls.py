@@ -19,7 +19,7 @@ from config import flat, load
 from evaluation.scoring import TargetConfig
 from preflight import limits
 from prepare import latents
-from training.optimizer import lr_multiplier
+from training.optimizer import ScheduleConfig, lr_multiplier
 from zoo import FAMILIES, mlperf
 
 pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
@@ -139,7 +139,7 @@ def test_every_recipe_takes_two_steps(words, places, runs, monkeypatch):
     lr = given.optimizer.learning_rate(8)
     rates = [json.loads(line)["lr"] for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     warmup = given.schedule.num_warmup_batches(8)
-    assert rates[-1] == pytest.approx(lr_multiplier(1, name="constant", warmup_batches=warmup, total_batches=2) * lr)
+    assert rates[-1] == pytest.approx(lr_multiplier(1, schedule=ScheduleConfig(name="constant"), warmup_batches=warmup, total_batches=2) * lr)
 
 
 MLPERF = [path for path in RUNS if path.name.startswith("mlperf_")]

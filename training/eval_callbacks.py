@@ -45,7 +45,7 @@ def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
             config.eval,
             size=config.size,
             seed=config.seed,
-            settings={"precision": config.precision, "prediction": config.objective.prediction},
+            settings={"precision": config.precision, **config.objective.of_scores()},
             show_progress=config.loggers.progress_bar,
             found=lambda batch_size: keep_batch_size(folder, batch_size),
             parts=Parts(folder / unfinished.NAME, is_alone=True),

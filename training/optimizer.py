@@ -57,8 +57,14 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over time."""
 
-    name: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: constant, or a cosine that ends at 0."""
+    name: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
+    """The rate's way from the warm-up to the end. cosine is half a wave; polynomial is a power of the part that is left."""
+    final_frac: float = limited(0.0, 0.0, 1.0)
+    """The rate at the end, as a fraction of that after the warm-up."""
+    decay_frac: float | None = limited(None, 0.0, 1.0, above=True)
+    """Fraction of the run, at its end, in which the rate decays; constant before. null: all after the warm-up."""
+    power: float = limited(1.0, 0.0, above=True)
+    """Power of polynomial. 1 is linear."""
     warmup_batches: int | None = limited(None, 0)
     """Batches of linear warm-up. null: none, unless warmup_images is given; 1000 for mlperf."""
     warmup_images: int | None = limited(None, 0)
@@ -66,7 +72,14 @@ class ScheduleConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together."""
-        return exclusive("schedule", self, "warmup_batches", "warmup_images")
+        found = exclusive("schedule", self, "warmup_batches", "warmup_images")
+        unused = {"final_frac": 0.0, "decay_frac": None} if self.name == "constant" else {}
+        unused |= {"power": 1.0} if self.name != "polynomial" else {}
+        for key, default in unused.items():
+            if (value := getattr(self, key)) != default:
+                users = "polynomial" if key == "power" else "linear, cosine or polynomial"
+                found.append((f"schedule.{key}", f"{value:g}, but {self.name} has none. Say schedule.name={users}, or leave it out."))
+        return found
 
     def resolved(self, warmup_batches: int | None) -> ScheduleConfig:
         """Take this warm-up where none was given."""
@@ -79,18 +92,25 @@ class ScheduleConfig:
         return self.warmup_batches or 0
 
 
-def lr_multiplier(batch: int, *, name: str, warmup_batches: int, total_batches: int) -> float:
+def lr_multiplier(batch: int, *, schedule: ScheduleConfig, warmup_batches: int, total_batches: int) -> float:
     """Return the learning rate's factor for the batch with this index, counted from 0.
 
-    Linear from 1e-6 to 1 over the warm-up, as in the MLPerf reference: (1 - 1e-6) n / W + 1e-6. Then 1, or half a cosine
-    that reaches 0 at the batch after the last (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts).
+    Linear from 1e-6 to 1 over the warm-up, as in the MLPerf reference: (1 - 1e-6) n / W + 1e-6. Then 1 until the decay
+    begins, which reaches `final_frac` at the batch after the last: with p its part that is over, by 1 - p (linear),
+    (1 - p) ** power, or half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts). A linear decay of the
+    last tenth or fifth after a constant rate is that of Hu et al. 2024 (arXiv:2404.06395) and Haegele et al. 2024
+    (arXiv:2405.18392).
     """
     if batch < warmup_batches:
         return (1.0 - WARMUP_START) * batch / warmup_batches + WARMUP_START
-    if name == "constant":
+    if schedule.name == "constant":
         return 1.0
-    progress = (batch - warmup_batches) / max(1, total_batches - warmup_batches)
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    begin = warmup_batches
+    if schedule.decay_frac is not None:
+        begin = max(begin, total_batches - round(schedule.decay_frac * total_batches))
+    over = min(1.0, max(0.0, (batch - begin) / max(1, total_batches - begin)))
+    left = 0.5 * (1.0 + math.cos(math.pi * over)) if schedule.name == "cosine" else (1.0 - over) ** schedule.power
+    return schedule.final_frac + (1.0 - schedule.final_frac) * left
 
 
 def total_batches(duration: str, *, global_batch_size: int, epoch_batches: int) -> int:
@@ -111,7 +131,7 @@ def build_schedule(
     """
     multiplier = functools.partial(
         lr_multiplier,
-        name=config.name,
+        schedule=config,
         warmup_batches=config.num_warmup_batches(global_batch_size),
         total_batches=num_batches,
     )

@@ -86,9 +86,11 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         for name, digest in model.encoders.fingerprints.items()
         if identity.get(key := f"encoders.{name}", digest) != digest
     ]
-    if (trained_on := identity.get("objective.prediction", model.objective.prediction)) != model.objective.prediction:
-        text = f"{model.objective.prediction}, but {path} was trained on {trained_on}. Use that value."
-        differing.append(f"objective.prediction: {text}")
+    for key in ("prediction", "zero_terminal_snr"):
+        here = getattr(model.objective, key)
+        if (trained_on := identity.get(f"objective.{key}", here)) != here:
+            text = f"{here}, but {path} was trained on {trained_on}. Use that value."
+            differing.append(f"objective.{key}: {text}")
     average = (content.get("ema") or {}).get("weights") or None
     if weights == "ema" and content.get("ema") is None:
         differing.append(f"eval.weights: ema, but {path} has no EMA weights. Say eval.weights=training.")
@@ -127,17 +129,16 @@ def of_diffusers_folder(config: RunConfig, folder: Path, given: set[str]) -> Run
         given: keys set on the command line.
     """
     model = dataclasses.replace(config.model, weights=str(folder), denoiser=str(folder))
-    stated = {"image_size": None, "prediction": warm_start.trained_on(folder)}
+    of_objective = {
+        key: value for key, value in warm_start.trained_on(folder).items() if f"objective.{key}" not in given
+    }
     try:
         sample_size = json.loads((folder / "unet" / "config.json").read_text()).get("sample_size")
-        stated["image_size"] = 8 * sample_size if isinstance(sample_size, int) else None
     except (OSError, ValueError, AttributeError):
-        pass  # the weights' reader reports what is wrong with the folder
-    objective, size = config.objective, config.image_size
-    if stated["prediction"] and "objective.prediction" not in given:
-        objective = dataclasses.replace(objective, prediction=stated["prediction"])
-    if stated["image_size"] and "image_size" not in given:
-        size = stated["image_size"]
+        sample_size = None  # the weights' reader reports what is wrong with the folder
+    objective, size = dataclasses.replace(config.objective, **of_objective), config.image_size
+    if isinstance(sample_size, int) and "image_size" not in given:
+        size = 8 * sample_size
     return dataclasses.replace(config, model=model, objective=objective, image_size=size)
 
 

@@ -133,7 +133,7 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
     found = ldm.problems(str(path), _placed(family, on_meta(family.build_denoiser)))
     if any("its keys are schema, identity, progress" in text for text in found):
         return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
-    stated = trained_on(path)
+    stated = trained_on(path).get("prediction")
     if stated not in (None, prediction):
         found.append(
             f"{path}: its scheduler says that it was trained on {stated}, this run has objective.prediction="
@@ -142,14 +142,19 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
     return found
 
 
-def trained_on(path: Path) -> str | None:
-    """Return the prediction named by a diffusers folder's scheduler, if we know it."""
+def trained_on(path: Path) -> dict[str, Any]:
+    """Return the keys of `objective` that a diffusers folder's scheduler names: prediction, zero_terminal_snr."""
     try:
         stated = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())
     except (OSError, ValueError):
-        return None
+        return {}
     known = {"epsilon": "epsilon", "v_prediction": "v"}
-    return known.get(stated.get("prediction_type")) if isinstance(stated, dict) else None
+    if not isinstance(stated, dict) or stated.get("prediction_type") not in known:
+        return {}
+    return {
+        "prediction": known[stated["prediction_type"]],
+        "zero_terminal_snr": stated.get("rescale_betas_zero_snr") is True,
+    }
 
 
 def _placed(family: Family, module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:

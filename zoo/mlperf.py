@@ -152,6 +152,8 @@ FIXED = {
     "objective.weighting": "none",
     "objective.timesteps": "uniform",
     "objective.caption_dropout": 0.0,
+    "objective.zero_terminal_snr": False,
+    "objective.offset_noise": 0.0,
     "data.normalize": "unit",  # mlcommons/training issue 721: not normalised; not to be fixed
     "data.posterior": "sample",
     "optimizer.name": "adamw",

@@ -31,8 +31,31 @@ class ObjectiveConfig:
     """Gamma of min_snr."""
     timesteps: Literal["uniform"] = "uniform"
     """How timesteps are drawn."""
+    zero_terminal_snr: bool = False
+    """The last step is pure noise, and samplers begin there (arXiv:2305.08891). Needs prediction v."""
+    offset_noise: float = limited(0.0, 0.0)
+    """Adds this times one normal number per image and channel to the noise; 0.1 is usual."""
     caption_dropout: float | None = limited(None, 0.0, 1.0)
     """Fraction of captions replaced by the empty one; guidance needs it. null: 0.1, or 0 for mlperf."""
+
+    def problems(self, own: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """(key, message) for keys that do not go together. `own`: the variant's own values, see `resolved`."""
+        resolved = self.resolved(own)
+        if not resolved.zero_terminal_snr:
+            return []
+        found = []
+        if resolved.prediction != "v":
+            given = f"true, but the prediction is {resolved.prediction}, and pure noise says nothing of epsilon"
+            found.append(("objective.zero_terminal_snr", f"{given}. Say objective.prediction=v."))
+        if resolved.weighting == "min_snr":
+            text = "min_snr weights a step without signal with 0. Say objective.weighting=none with zero_terminal_snr."
+            found.append(("objective.weighting", text))
+        return found
+
+    def of_scores(self) -> dict[str, Any]:
+        """Return what of it a score of trained weights depends on."""
+        own = {"zero_terminal_snr": True} if self.zero_terminal_snr else {}
+        return {"prediction": self.prediction, **own}
 
     def resolved(self, own: Mapping[str, Any]) -> ObjectiveConfig:
         """Return a copy with the variant's own values in place of null."""
@@ -44,6 +67,10 @@ class Objective(Protocol):
 
     prediction: str
     """What the network predicts, as zoo/sampling.py names it for the reverse process."""
+    zero_terminal_snr: bool
+    """The schedule ends in pure noise, and the reverse process begins there."""
+    offset_noise: float
+    """See `ObjectiveConfig`."""
 
     def to(self, device: torch.device) -> Objective: ...
 
@@ -74,6 +101,12 @@ def scaled_linear_alphas_cumprod(num_steps: int = 1000, beta_start: float = 0.00
     return torch.cumprod(1.0 - betas, dim=0)
 
 
+def with_zero_terminal_snr(alpha_bar: Tensor) -> Tensor:
+    """Shift and scale sqrt(abar), (T,), so that its last value is 0 and its first stays (arXiv:2305.08891, algorithm 1)."""
+    root = alpha_bar.sqrt()
+    return ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
+
+
 def min_snr_weight(alpha_bar: Tensor, gamma: float, prediction: str) -> Tensor:
     """Return min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v, with SNR = abar / (1 - abar).
 
@@ -90,7 +123,9 @@ class DiscreteDiffusion:
     def __init__(self, config: ObjectiveConfig, prediction: Literal["epsilon", "v"]):
         self.prediction = prediction
         self.weighting, self.gamma = config.weighting, config.min_snr_gamma
-        self.alpha_bar = scaled_linear_alphas_cumprod().float()  # (T,)
+        self.zero_terminal_snr, self.offset_noise = config.zero_terminal_snr, config.offset_noise
+        alpha_bar = scaled_linear_alphas_cumprod()
+        self.alpha_bar = (with_zero_terminal_snr(alpha_bar) if self.zero_terminal_snr else alpha_bar).float()  # (T,)
 
     def to(self, device: torch.device) -> DiscreteDiffusion:
         self.alpha_bar = self.alpha_bar.to(device)

@@ -40,10 +40,16 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """sampler -> diffusers' class, and its constructor's arguments besides the schedule."""
 
+OF_ZERO_TERMINAL_SNR = dict(rescale_betas_zero_snr=True, timestep_spacing="trailing")
+"""In the place of a sampler's own spacing: the last step, which is pure noise, is the first (arXiv:2305.08891, section 3.3)."""
+
 SamplerName = Literal["ddim", "plms", "dpm++", "euler"]
 SAMPLERS = tuple(SCHEDULERS)
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
 """What the network predicts -> diffusers' name for it."""
+
+NOT_FROM_PURE_NOISE = ("plms",)
+"""Samplers that diffusers has no schedule with zero terminal SNR for."""
 
 # euler with one step starts at timestep 0, with almost no noise. Above 500 steps, ddim skips the noisiest timesteps.
 MIN_STEPS, MAX_STEPS = 2, 500
@@ -64,11 +70,16 @@ class Scheduler(Protocol):
     ) -> tuple[Tensor, ...]: ...
 
 
-def sampling_problems(sampler: str, steps: int, guidance: float) -> list[tuple[str, str]]:
+def sampling_problems(
+    sampler: str, steps: int, guidance: float, *, zero_terminal_snr: bool = False
+) -> list[tuple[str, str]]:
     """(key, message) for every invalid value."""
     found = []
     if sampler not in SAMPLERS:
         found.append(("sampler", f"unknown sampler '{sampler}'. Known: {', '.join(SAMPLERS)}."))
+    if zero_terminal_snr and sampler in NOT_FROM_PURE_NOISE:
+        possible = ", ".join(name for name in SAMPLERS if name not in NOT_FROM_PURE_NOISE)
+        found.append(("sampler", f"{sampler} cannot begin at pure noise (zero_terminal_snr). Possible: {possible}."))
     if not MIN_STEPS <= steps <= MAX_STEPS:
         found.append(("steps", f"{steps} is not possible. Possible: {MIN_STEPS} to {MAX_STEPS}."))
     if not (math.isfinite(guidance) and guidance >= 0.0):
@@ -76,7 +87,7 @@ def sampling_problems(sampler: str, steps: int, guidance: float) -> list[tuple[s
     return found
 
 
-def build_scheduler(sampler: str, prediction: str) -> Scheduler:
+def build_scheduler(sampler: str, prediction: str, *, zero_terminal_snr: bool = False) -> Scheduler:
     """Build diffusers' scheduler for one pass; it keeps state between steps.
 
     Args:
@@ -84,6 +95,7 @@ def build_scheduler(sampler: str, prediction: str) -> Scheduler:
         prediction: what the network predicts, "epsilon" or "v". plms averages the predictions over steps before it converts
             them to epsilon. So with v it takes another path than with epsilon, and is only of order 1; the others are not
             affected.
+        zero_terminal_snr: of the objective that the network was trained on.
 
     Raises:
         ValueError: an unknown sampler or prediction; the message lists the known ones.
@@ -95,6 +107,8 @@ def build_scheduler(sampler: str, prediction: str) -> Scheduler:
     import diffusers
 
     name, settings = SCHEDULERS[sampler]
+    if zero_terminal_snr:
+        settings = settings | OF_ZERO_TERMINAL_SNR
     return getattr(diffusers, name)(**SCHEDULE, **settings, prediction_type=PREDICTIONS[prediction])
 
 
@@ -106,8 +120,9 @@ def sample(
     prediction: str,
     steps: int,
     guidance: float = 1.0,
+    zero_terminal_snr: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    build: Callable[[str, str], Scheduler] = build_scheduler,
+    build: Callable[..., Scheduler] = build_scheduler,
 ) -> Tensor:  # (N, C, h, w) -> (N, C, h, w)
     """Sample latents from noise, in float32 whatever precision the network uses.
 
@@ -123,8 +138,9 @@ def sample(
         prediction: what the network predicts, "epsilon" or "v".
         steps: calls of the network (plms: one more).
         guidance: guidance scale; 1 is none.
+        zero_terminal_snr: of the objective that the network was trained on.
         progress: called after every step with the steps done and their total.
-        build: (sampler, prediction) -> a new scheduler.
+        build: takes `build_scheduler`'s arguments, returns a new scheduler.
 
     Returns:
         Latents, scaled as in training.
@@ -132,9 +148,9 @@ def sample(
     Raises:
         ValueError: an invalid value (see `sampling_problems`), or an unknown prediction.
     """
-    if problems := sampling_problems(sampler, steps, guidance):
+    if problems := sampling_problems(sampler, steps, guidance, zero_terminal_snr=zero_terminal_snr):
         raise ValueError("\n".join(f"{key}: {text}" for key, text in problems))
-    scheduler = build(sampler, prediction)
+    scheduler = build(sampler, prediction, zero_terminal_snr=zero_terminal_snr)
     scheduler.set_timesteps(steps)  # its constants stay on the CPU: reading one does not wait for the device
     x = noise.float() * scheduler.init_noise_sigma
     times = scheduler.timesteps
