@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from cli.limits import ImageSize, limited, size_in_bytes
+from cli.log import log
 from cli.masking import printable
 from cli.private_api import require_private_api
 from stages.batch_wait import END, files_and_bytes, next_batch
@@ -63,6 +65,15 @@ require_private_api(
 )
 
 
+def own_folder(remote: str) -> str:
+    """Return the folder that keeps an address's shards where none is given: one for each address, whatever its password."""
+    _, at, place = remote.rpartition("@")
+    place = f"{remote.partition('://')[0]}://{place}" if at else remote
+    digest = hashlib.blake2b(place.rstrip("/").encode(), digest_size=4).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return str(cache / "easel" / "stages" / f"{place.rstrip('/').rpartition('/')[2]}-{digest}")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The source and the order of batches."""
@@ -74,7 +85,7 @@ class DataConfig:
     remote: str | None = None
     """The stage: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
-    """Folder that keeps the shards of `remote`. null: a folder is read in place."""
+    """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
     workers: int = limited(4, 0, 512)
     """Loader processes for each device. 0: read in the training process."""
     cache_limit: str | None = size_in_bytes(None, 1, MOST_BYTES, "500mb, 100gb, 1tb")
@@ -91,6 +102,11 @@ class DataConfig:
     """The latent of an image: a new draw from the VAE's posterior at each reading, or the posterior's mean."""
     max_bad_samples: int = limited(100, 0)
     """The run stops if there are more unusable samples than this."""
+
+    def __post_init__(self) -> None:
+        """Name the folder of an address's shards, so that the record of the run has it."""
+        if self.local is None and self.remote is not None and is_remote(self.remote) and not self.synthetic:
+            object.__setattr__(self, "local", own_folder(self.remote))
 
     @property
     def location(self) -> str | None:
@@ -120,8 +136,8 @@ class DataConfig:
             return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
         where = "data.remote" if self.remote else "data.local"
         if is_remote(self.location) and (self.local is None or is_remote(self.local)):
-            given = "not given" if self.local is None else f"{self.local} is not a folder on this machine"
-            return [("data.local", f"{given}. It keeps the shards of {self.location}. Give a folder.")]
+            given = f"{self.local} is not a folder on this machine"
+            return [("data.local", f"{given}. It keeps the shards of {self.location}. Give a folder, or leave it out.")]
         try:
             stage = read_stage(self.location)
         except ValueError as error:
@@ -363,6 +379,8 @@ def build_data(
     if config.synthetic:
         return DataSpec(SyntheticBatches(family.columns(config.stage, size), device_batch_size, device, seed))
     remote, local = config.folders
+    if remote is not None and is_remote(remote) and local == own_folder(remote):
+        log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
     arguments = {
         "remote": remote,
         "local": local,

@@ -249,16 +249,26 @@ def test_a_section_that_fits_has_no_problem(stage):
     assert DataConfig(synthetic=True, remote="nowhere").problems(8, {}) == []
 
 
+def test_an_address_without_a_folder_has_one_of_its_own(monkeypatch, tmp_path):
+    """The predecessor's command gives no --local."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = DataConfig(remote="s3://bucket/laion/mds").local
+    assert Path(folder).parent == tmp_path / "easel" / "stages" and Path(folder).name.startswith("mds-")
+    assert DataConfig(remote="s3://bucket/laion/mds/").local == folder != DataConfig(remote="s3://other/laion/mds").local
+    assert DataConfig(remote="s3://bucket/laion/mds", local="/mine").local == "/mine"
+    assert DataConfig(remote="/a/folder").local is DataConfig(remote="s3://b/c", synthetic=True).local is None
+    passwords = {DataConfig(remote=f"sftp://user:{password}@host/x").local for password in ("one", "two")}
+    assert len(passwords) == 1 and not any("one" in place or "two" in place for place in passwords)
+
+
 def test_values_that_cannot_be_are_named(stage, tmp_path):
     def texts(**section):
         return [f"{key}: {text}" for key, text in DataConfig(**section).problems(8, {})]
 
     assert texts() == ["data.remote: not given. Give a stage's folder or s3:// address, or data.synthetic=true."]
-    assert texts(remote="s3://bucket/stage") == [
-        "data.local: not given. It keeps the shards of s3://bucket/stage. Give a folder."
-    ]
     assert texts(remote="s3://bucket/stage", local="gs://b/c") == [
-        "data.local: gs://b/c is not a folder on this machine. It keeps the shards of s3://bucket/stage. Give a folder."
+        "data.local: gs://b/c is not a folder on this machine. It keeps the shards of s3://bucket/stage. Give a folder, or "
+        "leave it out."
     ]
     assert texts(stage="moments", local=str(stage)) == [
         f"data.stage: the config says 'moments', {stage}/dataset.json says 'images'. Use data.stage=images, or another "
