@@ -5,9 +5,8 @@
     composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
 
 docs/configuration.md has every key. Values come from its defaults, then the YAML, then `key=value`. `--print_config` shows
-the resolved run and its plan, wherever it would have to run, and stops. The flags of this benchmark's predecessor are aliases
-of keys: --batch_size --image_size --remote --local --use_synth_data --model_name --use_ema --wandb_name --wandb_project
---device_train_microbatch_size. With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
+the resolved run and its plan, wherever it would have to run, and stops. The flags of this benchmark's predecessor are aliases of
+keys. With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
 A run with a name resumes from its newest checkpoint when the same command is given again; a finished one says so. Where it
 writes checkpoints, SIGTERM and SIGUSR1 end it after the current batch, with one more checkpoint if there is time.
@@ -45,6 +44,7 @@ from callbacks.run_record import RunRecord
 from cli import errors, masking, ranks
 from cli.command import command, start
 from cli.command_line import parse_command_line
+from cli.describe import overview
 from cli.errors import ConfigError
 from cli.log import log
 from config import as_written, flat, load
@@ -352,7 +352,7 @@ def show(config: RunConfig) -> int:
     return 0
 
 
-@command(__doc__, needs_words=False)
+@command(__doc__, needs_words=False, more_help=lambda: overview(RunConfig, ALIASES))
 def main(argv: Sequence[str], began: float | None = None) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all.
 

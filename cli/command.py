@@ -19,19 +19,22 @@ FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may 
 LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
 
 
-def command(text: str | None, *, needs_words: bool = True) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def command(
+    text: str | None, *, needs_words: bool = True, more_help: Callable[[], str] = str
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Make a function of argv a command: it prints `text` where help is asked for, and says what it refuses.
 
     Args:
         text: the head of its file.
         needs_words: without any it prints `text` too, and its exit code is 2.
+        more_help: makes what --help prints after `text`.
     """
 
     def wrap(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
         def run(argv: Sequence[str], **more: object) -> int:
             if {"-h", "--help"} & set(argv) or (needs_words and not argv):
-                print(text)
+                print(f"{text}{more_help()}")
                 return 0 if argv else 2
             try:
                 check_private_api()

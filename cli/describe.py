@@ -24,12 +24,13 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cli.command import command
+from cli.command_line import Alias
 from cli.errors import Refused
 from cli.files import write_whole
 from cli.limits import type_hints
@@ -145,6 +146,31 @@ def page_of(schema: type, own: bool = False) -> str:
         parts += [*heads, text, *([table(keys).rstrip()] if keys else [])]
         last = heading
     return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def overview(schema: type, aliases: Mapping[str, Alias]) -> str:
+    """Return a command's flags, keys without a section and sections, for a terminal of 100 columns and more."""
+    flags = [
+        (f"--{name}{'' if alias.bare else ' VALUE'}", alias.key + (f"={alias.bare}" if alias.bare else ""))
+        for name, alias in aliases.items()
+    ]
+    entries = list(keys_of(schema))
+    keys = [(entry.name, entry.text) for entry in entries if isinstance(entry, Key) and "." not in entry.name]
+    sections = [
+        (f"{entry[0]}.", " ".join((inspect.getdoc(entry[1]) or "").split("\n\n")[0].split()))
+        for entry in entries
+        if not isinstance(entry, Key)
+    ]
+    heads = ("flags, and the keys that they stand for", "keys", "sections (docs/configuration.md has their keys)")
+    parts = []
+    for head, rows in zip(heads, (flags, keys, sections), strict=True):
+        width = max(len(name) for name, _ in rows) + 2
+        lines = (
+            textwrap.fill(f"{name:<{width}}{text}", 120, initial_indent="    ", subsequent_indent=" " * (width + 4))
+            for name, text in rows
+        )
+        parts.append("\n".join([f"{head}:", *lines]))
+    return "\n" + "\n\n".join(parts)
 
 
 def described(text: str) -> str:

@@ -268,7 +268,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "optimizer.lr_per_image=1e-7",
         "precision=fp16",
         "data.remote=/nowhere",
-        "loggers.wandb.name=x",
+        "loggers.wandb.group=x",
         "num_frames=16",
         "--use_ema",
         "ema.every=0",
@@ -288,7 +288,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
-        "loggers.wandb.project: not given. Name a project, or leave out loggers.wandb.",
+        "loggers.wandb.project: not given. Name a project or a run, or leave out loggers.wandb.",
         "model.weights: not given. Real data need encoders. Give a diffusers folder or an LDM checkpoint "
         "(512-base-ema.ckpt), or model.weights=random for random ones.",
     ]

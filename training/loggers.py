@@ -25,10 +25,10 @@ WandbMode = Literal["online", "offline"]
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases; used if a project is given."""
+    """Weights & Biases; used if a project or a name is given."""
 
     project: str | None = None
-    """Project. null: no W&B."""
+    """Project. null: W&B's own, called uncategorized."""
     name: str | None = None
     """Name of the run at W&B. null: run_name."""
     entity: str | None = None
@@ -63,8 +63,8 @@ class LoggersConfig:
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every invalid section."""
         found = []
-        if self.wandb is not None and self.wandb.project is None:
-            found.append(("loggers.wandb.project", "not given. Name a project, or leave out loggers.wandb."))
+        if self.wandb is not None and self.wandb.project is self.wandb.name is None:
+            found.append(("loggers.wandb.project", "not given. Name a project or a run, or leave out loggers.wandb."))
         for section, wanted in (("wandb", self.wandb), ("tensorboard", self.tensorboard)):
             if wanted is not None and importlib.util.find_spec(section) is None:
                 found.append((f"loggers.{section}", f"the package {section} is not installed. Leave the section out."))

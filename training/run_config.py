@@ -76,6 +76,24 @@ class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
         return as_size(self.image_size)
 
 
+MODEL_NAMES = [
+    *(f"CompVis/stable-diffusion-v1-{number}" for number in (1, 2, 3, 4)),
+    *(f"{owner}/stable-diffusion-v1-5" for owner in ("runwayml", "sd-legacy", "stable-diffusion-v1-5")),
+    *(
+        f"{owner}/stable-diffusion-{release}"
+        for owner in ("stabilityai", "sd2-community")
+        for release in ("2-base", "2", "2-1-base", "2-1")
+    ),
+]
+"""What diffusers' users know Stable Diffusion 1 and 2 by. The network of 2-1 is that of 2."""
+
+
+def _keys_of(model_name: str) -> list[str]:
+    if "-v1-" in model_name:
+        return ["model.family=sd2", "model.variant=sd15", "objective.prediction=epsilon"]
+    return ["model.family=sd2", f"objective.prediction={'epsilon' if model_name.endswith('-base') else 'v'}"]
+
+
 ALIASES = {
     "batch_size": Alias("global_batch_size"),
     "image_size": Alias("image_size"),
@@ -84,11 +102,7 @@ ALIASES = {
     "use_synth_data": Alias("data.synthetic", bare="true"),
     "model_name": Alias(
         "model.family",
-        choices={
-            "sd2": ["model.family=sd2"],
-            "stabilityai/stable-diffusion-2-base": ["model.family=sd2", "objective.prediction=epsilon"],
-            "stabilityai/stable-diffusion-2": ["model.family=sd2", "objective.prediction=v"],
-        },
+        choices={"sd2": ["model.family=sd2"], **{name: _keys_of(name) for name in MODEL_NAMES}},
     ),
     "use_ema": Alias("ema.enabled", bare="true"),
     "wandb_name": Alias("loggers.wandb.name"),
