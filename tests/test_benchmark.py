@@ -16,6 +16,8 @@ from cli.command_line import parse_command_line
 from config import load
 from record.summary import RESULT_KEYS
 from training import cost
+from training.run_config import MODEL_NAMES
+from zoo import load_family
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
@@ -340,8 +342,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         ),
         (
             ["--model_name", "sdxl"],
-            "command line: '--model_name sdxl' is not known. Known: sd2, stabilityai/stable-diffusion-2, "
-            "stabilityai/stable-diffusion-2-base.",
+            f"command line: '--model_name sdxl' is not known. Known: {', '.join(sorted([*MODEL_NAMES, 'sd2']))}.",
         ),
         (["precision=fp8"], "precision: fp8 needs a GPU. Possible on a CPU: fp32, bf16."),
         (
@@ -432,15 +433,20 @@ def test_a_stage_with_fewer_samples_than_a_batch_is_refused(capsys, tmp_path, st
     ]
 
 
-def test_model_names_of_the_predecessor_choose_the_prediction():
-    words = ["--model_name", "stabilityai/stable-diffusion-2"]
-    [family, prediction] = parse_command_line(words, benchmark.ALIASES).assignments
-    assert (family.key, family.value, prediction.key, prediction.value) == (
-        "model.family",
-        "sd2",
-        "objective.prediction",
-        "v",
-    )
+@pytest.mark.parametrize("owner", ["stabilityai", "sd2-community"])
+@pytest.mark.parametrize(("release", "prediction"), [("2", "v"), ("2-base", "epsilon"), ("2-1", "v"), ("2-1-base", "epsilon")])
+def test_model_names_of_the_predecessor_choose_the_prediction(owner, release, prediction):
+    words = ["--model_name", f"{owner}/stable-diffusion-{release}"]
+    found = [(one.key, one.value) for one in parse_command_line(words, benchmark.ALIASES).assignments]
+    assert found == [("model.family", "sd2"), ("objective.prediction", prediction)]
+
+
+def test_every_model_name_is_a_network_that_can_be_built():
+    for name in MODEL_NAMES:
+        config = load(benchmark.RunConfig, parse_command_line(["--model_name", name], benchmark.ALIASES), check=lambda _: [])
+        family = load_family(config.model.family, "full", config.model.variant)
+        assert config.objective.prediction in family.predictions
+        assert (config.model.variant == "sd15") == ("-v1-" in name)
 
 
 BEFORE = [
