@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 from conftest import TINY_RUN, but_for_shared_memory, tree
 from filelock import FileLock
 
 import benchmark
-import wandb
 from cli import errors
 from cli.errors import ConfigError
 from record.checkpoint_files import FULL, listed
