@@ -60,7 +60,8 @@ def check_private_api() -> None:
     _begun.set()
     if _missing:
         given = "; ".join(f"{library} has no {', no '.join(texts)}" for library, texts in _missing.items())
-        todo = "Possible: the versions of a lock. Install them: pip install --no-deps -r requirements.lock (or -newest.lock)"
+        possible = "Possible: the versions of requirements.lock or requirements-newest.lock"
+        todo = f"{possible}. Install one: pip install --no-deps -r LOCK"
         raise PrivateAPIMissing(f"libraries: {given}. {todo}")
 
 

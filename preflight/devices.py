@@ -73,7 +73,10 @@ def _no_code_for(index: int) -> str | None:
 
 def _runs(codes: Sequence[str], card: tuple[int, int]) -> bool:
     """True where a GPU runs one of these codes, as `sm_90`, `sm_100a` or `compute_90` (CUDA C++ Programming Guide, 5.1)."""
-    for kind, major, minor, suffix in (re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code).groups() for code in codes):
+    for code in codes:
+        if not (parts := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code)):
+            return True  # a form that is not known here: torch itself will say
+        kind, major, minor, suffix = parts.groups()
         own = (int(major), int(minor))
         if suffix == "a":  # for one GPU alone
             fits = own == card

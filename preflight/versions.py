@@ -67,17 +67,18 @@ def versions(*, wandb: bool) -> list[Finding]:
 
 def _set_here() -> tuple[str, Bounds, Bounds]:
     """Return the lock of the newest torch that is not newer than the installed one; its bounds; its versions."""
-    torch, chosen = Version(_installed("torch") or "0"), None
-    for lock, names in SETS.items():
-        locked = _pins(ROOT / lock)
-        pins = [Version(s.version) for wanted, _ in locked.get("torch", []) for s in wanted.specifier]
-        if chosen is None or any(pin <= torch for pin in pins):
-            bounds: Bounds = {}
-            for name in names:
-                bounds |= _pins(ROOT / name)
-            chosen = (lock, bounds, locked)
-    assert chosen is not None
-    return chosen
+    torch = Version(_installed("torch") or "0")
+    fitting = [
+        lock
+        for lock in SETS
+        for pin, _ in _pins(ROOT / lock).get("torch", [])
+        if any(Version(one.version) <= torch for one in pin.specifier)
+    ]
+    lock = fitting[-1] if fitting else next(iter(SETS))
+    bounds: Bounds = {}
+    for name in SETS[lock]:
+        bounds |= _pins(ROOT / name)
+    return lock, bounds, _pins(ROOT / lock)
 
 
 def _problem(

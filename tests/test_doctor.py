@@ -181,6 +181,7 @@ def test_wandb_counts_where_it_is_asked_for(examine, only_error, monkeypatch):
         ((7, 0), ["sm_75", "sm_80"], False),
         ((13, 0), ["sm_90"], False),
         ((9, 0), ["gfx942"], True),  # ROCm: nothing is said
+        ((9, 0), ["sm_80", "lto_90"], True),  # nor of a form that is not known
         ((9, 0), [], True),
     ],
 )

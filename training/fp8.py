@@ -20,11 +20,8 @@ from cli.errors import ConfigError
 
 MIN_FEATURES = 1280  # in SD2: the linear layers at 16 x 16 and 8 x 8 places, a third of all linear FLOPs
 MULTIPLE = 16  # the GPU's instructions need both sizes of a float8 matrix to be multiples of this
-RELEASES = {
-    "2.10": "0.16.0",
-    "2.11": "0.17.0",
-    "2.15": "0.18.0",
-}  # torch -> torchao with which tests/test_fp8.py has passed
+RELEASES = {"2.10": "0.16.0", "2.11": "0.17.0", "2.15": "0.18.0"}
+"""torch -> the torchao with which tests/test_fp8.py has passed."""
 CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8
 
 

@@ -93,7 +93,7 @@ def _wandb_server() -> str:
 
 
 def _wandb_login() -> str | None:
-    """Return this user's login at W&B's server, or None if there is no login.
+    """Return this user's key at W&B's server, or the file of an identity token, or None if there is no login.
 
     Raises AuthenticationError: there is one that the client would not take.
     """
@@ -107,13 +107,13 @@ def _wandb_login() -> str | None:
         raise AuthenticationError("WANDB_API_KEY and WANDB_IDENTITY_TOKEN_FILE are both set.")
     if token and not Path(token).is_file():
         raise AuthenticationError(f"WANDB_IDENTITY_TOKEN_FILE: {token} is not a file.")
-    login = key or token or wbauth.read_netrc_auth(host=_wandb_server()) or _wandb_settings().get("api_key")
-    if (
-        login
-        and not token
-        and (text := wbauth.check_api_key(login) or (None if login.isascii() else "API key is not ASCII."))
-    ):
+    if token:
+        return token
+    login = key or wbauth.read_netrc_auth(host=_wandb_server()) or _wandb_settings().get("api_key")
+    if login and (text := wbauth.check_api_key(login)):
         raise AuthenticationError(text)
+    if login and not login.isascii():
+        raise AuthenticationError("API key is not ASCII.")
     return login
 
 
