@@ -5,8 +5,8 @@
     composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
 
 docs/configuration.md has every key. Values come from its defaults, then the YAML, then `key=value`. `--print_config` shows
-the resolved run and its plan, wherever it would have to run, and stops. The flags of this benchmark's predecessor are aliases of
-keys. With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
+the resolved run and its plan, wherever it would have to run, and stops. The flags of diffusion-benchmark are aliases of keys.
+With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
 A run with a name resumes from its newest checkpoint when the same command is given again; a finished one says so. Where it
 writes checkpoints, SIGTERM and SIGUSR1 end it after the current batch, with one more checkpoint if there is time.

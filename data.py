@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 from composer.core import DataSpec
@@ -67,11 +68,11 @@ require_private_api(
 
 def own_folder(remote: str) -> str:
     """Return the folder that keeps an address's shards where none is given: one for each address, whatever its password."""
-    _, at, place = remote.rpartition("@")
-    place = f"{remote.partition('://')[0]}://{place}" if at else remote
-    digest = hashlib.blake2b(place.rstrip("/").encode(), digest_size=4).hexdigest()
+    parts = urlsplit(remote.rstrip("/"))
+    place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    digest = hashlib.blake2b(place.encode(), digest_size=4).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return str(cache / "easel" / "stages" / f"{place.rstrip('/').rpartition('/')[2]}-{digest}")
+    return str(cache / "easel" / "stages" / f"{place.rpartition('/')[2]}-{digest}")
 
 
 @dataclass(frozen=True)

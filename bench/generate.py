@@ -125,7 +125,8 @@ def contestants(config: GenerateConfig) -> dict[str, Callable[[], Tensor]]:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.place(device, "fp32")
-    pipeline = pipeline_of(model, build_scheduler(config.sampler, model.objective.prediction, zero_terminal_snr=model.objective.zero_terminal_snr))
+    made_for = dict(zero_terminal_snr=model.objective.zero_terminal_snr)
+    pipeline = pipeline_of(model, build_scheduler(config.sampler, model.objective.prediction, **made_for))
     captions = [f"a photograph of {number} oranges on a blue table" for number in range(config.num_prompts)]
 
     def ours() -> Tensor:

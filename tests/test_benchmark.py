@@ -434,7 +434,9 @@ def test_a_stage_with_fewer_samples_than_a_batch_is_refused(capsys, tmp_path, st
 
 
 @pytest.mark.parametrize("owner", ["stabilityai", "sd2-community"])
-@pytest.mark.parametrize(("release", "prediction"), [("2", "v"), ("2-base", "epsilon"), ("2-1", "v"), ("2-1-base", "epsilon")])
+@pytest.mark.parametrize(
+    ("release", "prediction"), [("2", "v"), ("2-base", "epsilon"), ("2-1", "v"), ("2-1-base", "epsilon")]
+)
 def test_model_names_of_the_predecessor_choose_the_prediction(owner, release, prediction):
     words = ["--model_name", f"{owner}/stable-diffusion-{release}"]
     found = [(one.key, one.value) for one in parse_command_line(words, benchmark.ALIASES).assignments]
@@ -443,7 +445,9 @@ def test_model_names_of_the_predecessor_choose_the_prediction(owner, release, pr
 
 def test_every_model_name_is_a_network_that_can_be_built():
     for name in MODEL_NAMES:
-        config = load(benchmark.RunConfig, parse_command_line(["--model_name", name], benchmark.ALIASES), check=lambda _: [])
+        config = load(
+            benchmark.RunConfig, parse_command_line(["--model_name", name], benchmark.ALIASES), check=lambda _: []
+        )
         family = load_family(config.model.family, "full", config.model.variant)
         assert config.objective.prediction in family.predictions
         assert (config.model.variant == "sd15") == ("-v1-" in name)

@@ -255,7 +255,9 @@ def test_an_address_without_a_folder_has_one_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = DataConfig(remote="s3://bucket/laion/mds").local
     assert Path(folder).parent == tmp_path / "easel" / "stages" and Path(folder).name.startswith("mds-")
-    assert DataConfig(remote="s3://bucket/laion/mds/").local == folder != DataConfig(remote="s3://other/laion/mds").local
+    assert (
+        DataConfig(remote="s3://bucket/laion/mds/").local == folder != DataConfig(remote="s3://other/laion/mds").local
+    )
     assert DataConfig(remote="s3://bucket/laion/mds", local="/mine").local == "/mine"
     assert DataConfig(remote="/a/folder").local is DataConfig(remote="s3://b/c", synthetic=True).local is None
     passwords = {DataConfig(remote=f"sftp://user:{password}@host/x").local for password in ("one", "two")}

@@ -27,12 +27,16 @@ def network() -> torch.nn.Module:
 def test_warmup_equals_the_mlperf_formula():
     for n in (0, 1, 17, 500, 999):
         expected = (1.0 - 1e-6) * n / 1000 + 1e-6
-        assert lr_multiplier(n, schedule=ScheduleConfig(name="constant"), warmup_batches=1000, total_batches=5000) == expected
+        assert (
+            lr_multiplier(n, schedule=ScheduleConfig(name="constant"), warmup_batches=1000, total_batches=5000)
+            == expected
+        )
     assert lr_multiplier(1000, schedule=ScheduleConfig(name="constant"), warmup_batches=1000, total_batches=5000) == 1.0
 
 
 def test_cosine_goes_from_one_after_warmup_to_zero_at_the_end():
-    values = [lr_multiplier(n, schedule=ScheduleConfig(name="cosine"), warmup_batches=10, total_batches=110) for n in range(111)]
+    cosine = ScheduleConfig(name="cosine")
+    values = [lr_multiplier(n, schedule=cosine, warmup_batches=10, total_batches=110) for n in range(111)]
     assert values[10] == 1.0 and values[60] == pytest.approx(0.5) and values[110] == pytest.approx(0.0)
     assert values[10:] == sorted(values[10:], reverse=True)
     assert values[35] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
@@ -49,13 +53,17 @@ def test_cosine_goes_from_one_after_warmup_to_zero_at_the_end():
 def test_linear_and_polynomial_are_those_of_transformers(keys, theirs):
     """From the end of the warm-up on; ours begins at 1e-6 of the rate, theirs at 0."""
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
-    schedule = get_polynomial_decay_schedule_with_warmup(optimizer, 10, 110, **{**theirs, "lr_end": theirs["lr_end"] or 1e-30})
+    theirs = {**theirs, "lr_end": theirs["lr_end"] or 1e-30}
+    schedule = get_polynomial_decay_schedule_with_warmup(optimizer, 10, 110, **theirs)
     expected = []
     for _ in range(115):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    ours = [0.1 * lr_multiplier(n, schedule=ScheduleConfig(**keys), warmup_batches=10, total_batches=110) for n in range(115)]
+    ours = [
+        0.1 * lr_multiplier(n, schedule=ScheduleConfig(**keys), warmup_batches=10, total_batches=110)
+        for n in range(115)
+    ]
     assert ours[10:] == pytest.approx(expected[10:], abs=1e-15)
 
 

@@ -78,7 +78,8 @@ class ScheduleConfig:
         for key, default in unused.items():
             if (value := getattr(self, key)) != default:
                 users = "polynomial" if key == "power" else "linear, cosine or polynomial"
-                found.append((f"schedule.{key}", f"{value:g}, but {self.name} has none. Say schedule.name={users}, or leave it out."))
+                text = f"{value:g}, but {self.name} has none. Say schedule.name={users}, or leave it out."
+                found.append((f"schedule.{key}", text))
         return found
 
     def resolved(self, warmup_batches: int | None) -> ScheduleConfig:

@@ -41,7 +41,7 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 """sampler -> diffusers' class, and its constructor's arguments besides the schedule."""
 
 OF_ZERO_TERMINAL_SNR = dict(rescale_betas_zero_snr=True, timestep_spacing="trailing")
-"""In the place of a sampler's own spacing: the last step, which is pure noise, is the first (arXiv:2305.08891, section 3.3)."""
+"""In place of a sampler's own spacing: sampling begins at the last step, pure noise (arXiv:2305.08891, section 3.3)."""
 
 SamplerName = Literal["ddim", "plms", "dpm++", "euler"]
 SAMPLERS = tuple(SCHEDULERS)
