@@ -37,7 +37,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from callbacks.gradient_norm import GradientNorm
-from callbacks.losses import AsyncLosses, Losses
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
@@ -48,7 +47,7 @@ from cli.describe import overview
 from cli.errors import ConfigError
 from cli.log import log
 from config import as_written, flat, load
-from data import Loader, build_data
+from data import build_data
 from ema import EMA
 from evaluation.scoring import Scorer
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
@@ -63,7 +62,8 @@ from preflight.run import (
 )
 from record.config_file import found_batch_size, say_what_is_later
 from record.summary import result_line
-from stages.dataset import Stage, read_stage
+from stages.dataset import Stage
+from stages.loader import Loader
 from training import microbatch, speed, warm_start
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
@@ -72,7 +72,7 @@ from training.eval_callbacks import build_evaluation, build_mlperf_log, build_sc
 from training.loggers import WandbMode, build_loggers, wandb_mode
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
-from training.run_callbacks import build_profile, build_record, build_throughput, facts_of, in_order
+from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from training.trainer import NonBlockingTrainer
 from weights.tensors import fingerprint
@@ -104,7 +104,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         average = EMA(config.ema) if config.ema.enabled else None
 
         # Data: from where the run stands on. No rank begins a batch before all have theirs, or have heard a signal.
-        losses = Losses(folder / "checkpoints", AsyncLosses() if config.async_loss else None)
+        losses = build_losses(config, folder, model)
         checkpointer = Checkpointer(
             folder / "checkpoints",
             config.save,
@@ -137,7 +137,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             config, networks.scorer, model, throughput, record, networks.graphs, checkpointer, average
         )
         target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
-        mlperf_log = build_mlperf_log(config, networks.stage, record)
+        mlperf_log = build_mlperf_log(config, networks.stages, record)
         callbacks = in_order(
             profile=build_profile(config, record, throughput),
             graphs=networks.graphs,
@@ -183,8 +183,8 @@ class Networks:
     scorer: Scorer | None
     cost: Cost
     graphs: speed.GraphCounter
-    stage: Stage | None
-    """None: synthetic data."""
+    stages: list[Stage]
+    """None for synthetic data."""
     identity: dict[str, Any]
     """What has to be the same in a checkpoint of this run."""
 
@@ -198,9 +198,9 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     assert config.precision is not None
     cost = cost_of(config)
     model = build(config)
-    stage = None if config.data.synthetic else read_stage(config.data.location)
-    check_encoders(stage, model.encoders.fingerprints)
-    identity = run.verify(config, stage, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
+    stages = config.data.read()
+    check_encoders(stages, model.encoders.fingerprints)
+    identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     model.place(device._device, config.precision)
     speed.apply(model, config, config.precision)
     batch_size = config.eval.batch_size or found_batch_size(run.folder)
@@ -212,7 +212,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     scorer = build_scorer(config, run.folder)
     if scorer is not None:
         run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
-    return Networks(config, model, scorer, cost, speed.GraphCounter(config.compile != "off"), stage, identity)
+    return Networks(config, model, scorer, cost, speed.GraphCounter(config.compile != "off"), stages, identity)
 
 
 def build_batches(
@@ -222,7 +222,7 @@ def build_batches(
     at: Progress,
     all_ready: Callable[[bool], bool],
 ) -> DataSpec:
-    """Build the run's data, from where it stands on. `all_ready`: see data.Loader."""
+    """Build the run's data, from where it stands on. `all_ready`: see stages.loader."""
     data = build_data(
         config.data,
         networks.model.family,
@@ -230,7 +230,7 @@ def build_batches(
         device_batch_size=config.global_batch_size // dist.get_world_size(),
         device=device._device,
         seed=config.seed,
-        index_sha256=None if networks.stage is None else networks.stage.index_sha256,
+        index_sha256=[stage.index_sha256 for stage in networks.stages],
         all_ready=all_ready,
     )
     if config.copy_stream:

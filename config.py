@@ -176,6 +176,8 @@ def _nest(key: str, value: Any) -> dict[str, Any]:
 
 def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
     """Return the value as its key means it, or the problem that YAML's own typing would let through."""
+    if (section := _listed(hint)) is not None and at.value is not None:
+        return _read_list(at, hint, section)
     kinds = (hint, *typing.get_args(hint))
     value = at.value
     if str in kinds and at.raw is not None and not isinstance(value, str | types.NoneType):
@@ -204,6 +206,37 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
         given = f"{at.where}: {_named(at)}: a secret stands in {masked}. It is neither shown nor kept"
         log.warning(f"{given}. {masking.where_it_belongs(str(masked))}.")
     return masked, None
+
+
+def _listed(hint: Any) -> type | None:
+    """Return the section that a key holds a list of, or None."""
+    lists = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is list]
+    return next((kind for part in lists for kind in typing.get_args(part) if dataclasses.is_dataclass(kind)), None)
+
+
+def _read_list(at: Assignment, hint: Any, section: type) -> tuple[list[dict[str, Any]], str | None]:
+    """Return a list of sections as plain values, and the problems in it, a line each."""
+    names = [field.name for field in dataclasses.fields(section)]
+    possible = f"[{{{names[0]}: ...}}, {{{names[0]}: ...}}], sections with some of {', '.join(names)}"
+    if not isinstance(at.value, list) or not at.value or not all(isinstance(part, dict) for part in at.value):
+        return [], _misfit(at, hint, possible)
+    hints, limits = type_hints(section), schema_limits(section)
+    read, problems = [], []
+    for number, part in enumerate(at.value):
+        values = {}
+        for name, value in part.items():
+            key = f"{at.key}[{number}].{name}"
+            one = dataclasses.replace(at, key=key, typed=key, value=value, raw=None)
+            if name not in hints:
+                problems.append(f"{at.where}: unknown key '{shown(key)}'. Known: {', '.join(names)}.")
+                continue
+            values[name], problem = _read(one, hints[name], limits.get(name, Limits()))
+            own = [(dataclasses.replace(one, key=name), values[name])]
+            if problem is None and _lay(OmegaConf.structured(section), own)[1]:
+                problem = _misfit(one, hints[name])
+            problems += [problem] if problem else []
+        read.append(values)
+    return read, "\n".join(problems) or None
 
 
 def _misfit(at: Assignment, hint: Any, possible: str | None = None, usual: str | None = None) -> str:

@@ -16,35 +16,29 @@ reported, counted, and replaced by the next good one of its shard. So every batc
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
-from streaming import StreamingDataLoader
 from streaming.base.util import bytes_to_int
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from cli.masking import printable
-from cli.private_api import require_private_api
-from stages.batch_wait import END, files_and_bytes, next_batch
 from stages.dataset import Stage, column_problem, holds_another_stage, is_remote, read_stage
-from stages.fetch import PATIENCE_SEC, StreamFailure
+from stages.fetch import PATIENCE_SEC, RetryingStream
 from stages.images import check_caption, decode_image, resize_and_crop
+from stages.loader import Loader
+from stages.mixture import StreamConfig, epoch_samples, own_folder, weight_problems
 from stages.moments import MomentsStream
 from stages.shared_memory import one_at_a_time, remove_dead_segments
 from stages.stream import BatchStream
-from stages.workers import live_as_worker
 from zoo.spec import Column, Family
 
 # Every setting that affects the order of samples is explicit, so it depends only on the seed and the global batch size.
@@ -57,22 +51,6 @@ ORDER = {
 SYNTHETIC_EPOCH_BATCHES = 1000
 MOST_BYTES = 10**18  # an exabyte
 LOADER_MARGIN_SEC = 120.0  # a loader worker counts as hung if it is silent for this long beyond patience_sec
-
-require_private_api(DataLoader, "_iterator", why="worker processes are ended with the run")
-require_private_api(
-    "torch.utils.data.dataloader",
-    "_MultiProcessingDataLoaderIter._shutdown_workers",
-    why="worker processes are ended with the run",
-)
-
-
-def own_folder(remote: str) -> str:
-    """Return the folder that keeps an address's shards where none is given: one for each address, whatever its password."""
-    parts = urlsplit(remote.rstrip("/"))
-    place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    digest = hashlib.blake2b(place.encode(), digest_size=4).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return str(cache / "easel" / "stages" / f"{place.rpartition('/')[2]}-{digest}")
 
 
 @dataclass(frozen=True)
@@ -87,10 +65,12 @@ class DataConfig:
     """The stage: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
     """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
+    streams: list[StreamConfig] | None = None
+    """Several stages that are mixed, in place of remote and local."""
     workers: int = limited(4, 0, 512)
     """Loader processes for each device. 0: read in the training process."""
     cache_limit: str | None = size_in_bytes(None, 1, MOST_BYTES, "500mb, 100gb, 1tb")
-    """Size limit of `local`. Shards being fetched, one per process, are extra. null: no limit."""
+    """Size limit of `local`, of all streams together. Shards being fetched, one per process, are extra. null: no limit."""
     patience_sec: float = limited(PATIENCE_SEC, 0.0, 1e6)
     """How long the run waits for an unreachable store before it stops."""
     num_canonical_nodes: int = limited(1, 1, 2**16)
@@ -110,13 +90,17 @@ class DataConfig:
             object.__setattr__(self, "local", own_folder(self.remote))
 
     @property
-    def location(self) -> str | None:
-        return self.remote or self.local
+    def sources(self) -> list[StreamConfig]:
+        """The stages to read; none for synthetic data, or where none is given."""
+        if self.synthetic:
+            return []
+        if self.streams is not None:
+            return self.streams
+        return [StreamConfig(self.remote, self.local)] if self.remote or self.local else []
 
-    @property
-    def folders(self) -> tuple[str | None, str | None]:
-        """(source of the shards, folder that they are read from); a local stage without `local` is read in place."""
-        return (None, self.remote) if self.remote and self.local is None else (self.remote, self.local)
+    def read(self) -> list[Stage]:
+        """Read the facts of each stage. Raises ValueError: see `stages.dataset.read_stage`."""
+        return [read_stage(source.location or "") for source in self.sources]
 
     def problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
@@ -133,63 +117,116 @@ class DataConfig:
     def _stage_problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str]
     ) -> list[tuple[str, str]]:
-        if self.location is None:
-            return [("data.remote", "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
-        where = "data.remote" if self.remote else "data.local"
-        if is_remote(self.location) and (self.local is None or is_remote(self.local)):
-            given = f"{self.local} is not a folder on this machine"
-            return [("data.local", f"{given}. It keeps the shards of {self.location}. Give a folder, or leave it out.")]
+        if self.streams is not None and (self.remote or self.local):
+            return [("data.streams", f"given beside data.remote={self.remote}. Give one of them.")]
+        sources = self.sources
+        if not sources or not all(source.location for source in sources):
+            where = "data.remote" if self.streams is None else "data.streams"
+            return [(where, "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
+        found, stages = [], []
+        for key, source in self.named_sources():
+            stage, problems = self._source_problems(key, source, made_for, encodings)
+            found += problems
+            stages += [] if stage is None else [stage]
+        found += weight_problems(sources)
+        if len(stages) < len(sources):
+            return found
+        found += _twice(sources, stages)
+        samples = [stage.num_samples for stage in stages]
+        for (key, source), num in zip(self.named_sources(), samples, strict=True):
+            if not source.chosen(num, sum(samples)):
+                found.append((key, f"none of its {num} samples would be in an epoch. Give it more."))
+        if (num := epoch_samples(sources, samples)) < global_batch_size:
+            where = f"the stage at {stages[0].location}" if len(stages) == 1 else "an epoch of all streams"
+            given = f"{global_batch_size} is more than the {num} samples of {where}"
+            found.append(("global_batch_size", f"{given}. Take a smaller one, or more data."))
+        return found + self._limit_problems(sources, stages)
+
+    def named_sources(self) -> list[tuple[str, StreamConfig]]:
+        """Return each stage with the beginning of its keys."""
+        return [("data" if self.streams is None else f"data.streams[{n}]", s) for n, s in enumerate(self.sources)]
+
+    def _source_problems(
+        self, key: str, source: StreamConfig, made_for: Mapping[str, Any], encodings: Mapping[str, str]
+    ) -> tuple[Stage | None, list[tuple[str, str]]]:
+        """Return a stage's facts, and its problems by itself."""
+        where, location = f"{key}.remote" if source.remote else f"{key}.local", source.location or ""
+        if is_remote(location) and (source.local is None or is_remote(source.local)):
+            given = f"{source.local} is not a folder on this machine"
+            text = f"{given}. It keeps the shards of {location}. Give a folder, or leave it out."
+            return None, [(f"{key}.local", text)]
         try:
-            stage = read_stage(self.location)
+            stage = read_stage(location)
         except ValueError as error:
-            return [(where, str(error))]
+            return None, [(where, str(error))]
         found = []
         if stage.kind != self.stage:
             given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
-        for key, value in made_for.items():
-            made = stage.facts.get(key.rpartition(".")[2])  # an `images` stage does not depend on these
+        for name, value in made_for.items():
+            made = stage.facts.get(name.rpartition(".")[2])  # an `images` stage does not depend on these
             if made is None or made == value:  # moments made by others may not say
                 continue
-            if key == "resize":
+            if name == "resize":
                 given = f"its images are resized by '{value}', but the moments at {stage.location} were made of images"
                 todo = f"Make the moments again with this variant, or use theirs: model.variant={stage.facts.get('variant')}"
                 found.append(("model.variant", f"{given} resized by '{made}'. {todo}."))
             else:
                 text = f"{value}, but the moments at {stage.location} were made for {made}. Use that value."
-                found.append((key, text))
+                found.append((name, text))
         if not found and (text := column_problem(stage, encodings)):
             found.append((where, text))
-        if stage.num_samples < global_batch_size:
-            given = f"{global_batch_size} is more than the {stage.num_samples} samples of the stage at {stage.location}"
-            found.append(("global_batch_size", f"{given}. Take a smaller one, or more data."))
-        return found + self._cache_problems(stage)
+        return stage, found + _folder_problems(f"{key}.local", source, stage)
 
-    def _cache_problems(self, stage: Stage) -> list[tuple[str, str]]:
-        """Check the folder that keeps the shards, if there is one."""
-        limit = None if self.cache_limit is None else bytes_to_int(self.cache_limit)
-        if self.remote is None or self.local is None:
+    def _limit_problems(self, sources: Sequence[StreamConfig], stages: Sequence[Stage]) -> list[tuple[str, str]]:
+        """Compare the cache's limit with the shards that it is for."""
+        if self.cache_limit is None:
+            return []
+        largest = max((s.largest_shard_bytes for c, s in zip(sources, stages, strict=True) if c.folders[0]), default=0)
+        if not largest:
             in_place = (
                 f"{self.cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
             )
-            return [("data.cache_limit", in_place)] if limit is not None else []
-        if not is_remote(self.remote):
-            local, remote = Path(os.path.realpath(self.local)), Path(os.path.realpath(self.remote))
-            if local == remote:
-                return [("data.local", f"{self.local} is data.remote too. Leave it out: a folder is read in place.")]
-            apart = "Give a folder beside it: a stage's own files and the shards of a run are not to mix."
-            if remote in local.parents:
-                return [("data.local", f"{self.local} lies inside of the stage at {self.remote}. {apart}")]
-            if local in remote.parents:
-                return [("data.local", f"{self.local} has the stage at {self.remote} inside of it. {apart}")]
-        if holds_another_stage(self.local, stage):
-            given = f"{self.local} holds shards of another stage than {stage.location}"
-            return [("data.local", f"{given}. Give another folder, or remove this one.")]
-        if limit is not None and limit < 4 * stage.largest_shard_bytes:
-            given = f"{self.cache_limit} holds fewer than 4 of the largest shard ({stage.largest_shard_bytes:,} bytes)"
-            least = 4 * stage.largest_shard_bytes // 2**20 + 1
-            return [("data.cache_limit", f"{given}. Give at least {least}mb, or null.")]
+            return [("data.cache_limit", in_place)]
+        if bytes_to_int(self.cache_limit) < 4 * largest:
+            given = f"{self.cache_limit} holds fewer than 4 of the largest shard ({largest:,} bytes)"
+            return [("data.cache_limit", f"{given}. Give at least {4 * largest // 2**20 + 1}mb, or null.")]
         return []
+
+
+def _folder_problems(key: str, source: StreamConfig, stage: Stage) -> list[tuple[str, str]]:
+    """Check the folder that keeps a stage's shards, if there is one."""
+    if source.remote is None or source.local is None:
+        return []
+    if not is_remote(source.remote):
+        local, remote = Path(os.path.realpath(source.local)), Path(os.path.realpath(source.remote))
+        if local == remote:
+            given = f"{source.local} is {key.removesuffix('local')}remote too"
+            return [(key, f"{given}. Leave it out: a folder is read in place.")]
+        apart = "Give a folder beside it: a stage's own files and the shards of a run are not to mix."
+        if remote in local.parents:
+            return [(key, f"{source.local} lies inside of the stage at {source.remote}. {apart}")]
+        if local in remote.parents:
+            return [(key, f"{source.local} has the stage at {source.remote} inside of it. {apart}")]
+    if holds_another_stage(source.local, stage):
+        given = f"{source.local} holds shards of another stage than {stage.location}"
+        return [(key, f"{given}. Give another folder, or remove this one.")]
+    return []
+
+
+def _twice(sources: Sequence[StreamConfig], stages: Sequence[Stage]) -> list[tuple[str, str]]:
+    """Say where one stage, or one folder of shards, is given to two streams."""
+    found = []
+    digests = [stage.index_sha256 for stage in stages]
+    folders = [os.path.realpath(source.folders[1] or "") for source in sources]
+    for number, (source, digest, folder) in enumerate(zip(sources, digests, folders, strict=True)):
+        if (first := digests.index(digest)) < number:
+            text = f"{source.location} is the stage of data.streams[{first}]. Give it once, with repeat=2 for twice."
+            found.append((f"data.streams[{number}].remote", text))
+        elif (first := folders.index(folder)) < number:
+            text = f"{source.local} is that of data.streams[{first}]. Give each stream a folder of its own."
+            found.append((f"data.streams[{number}].local", text))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,79 +269,6 @@ class StreamingLAIONDataset(BatchStream):
         return {"images": images, "caption": caption}
 
 
-class Loader(StreamingDataLoader):
-    """A StreamingDataLoader with epochs of a fixed length; it removes the report of unusable samples from each batch.
-
-    An epoch is the stage's number of whole batches. Streaming itself pads the samples to a multiple of the number of ranks.
-    Then an epoch's length, and from the second epoch on the batches, would depend on that number. With a fixed length, a run
-    can resume on another number of ranks at the same place (mosaicml/streaming issue 869).
-
-    `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
-    `all_ready`: called about once a second with false while this rank waits for its next batch, then with true. It returns
-    whether all ranks have theirs; no rank starts its batch earlier. An error that it raises ends the wait.
-    """
-
-    def __init__(
-        self,
-        dataset: BatchStream,
-        *,
-        epoch_batches: int,
-        max_bad_samples: int,
-        all_ready: Callable[[bool], bool] = lambda is_here: is_here,
-        **arguments: Any,
-    ):
-        super().__init__(dataset, batch_size=None, worker_init_fn=live_as_worker, **arguments)
-        self.all_ready = all_ready
-        self.epoch_batches = epoch_batches
-        self.max_bad_samples = max_bad_samples
-        self.bad_samples: dict[int, tuple[str, str]] = {}
-        self._batches_before = 0
-
-    def __len__(self) -> int:
-        return self.epoch_batches
-
-    def resume(self, epoch: int, batch_in_epoch: int, global_batch_size: int) -> None:
-        """Let the next iteration begin within an epoch, after that many of its batches."""
-        self.dataset.resume(epoch, batch_in_epoch * global_batch_size)
-        self._batches_before = batch_in_epoch
-
-    def close(self) -> None:
-        """End the worker processes; the garbage collector would wait five seconds for each, for nothing."""
-        if self._iterator is not None and self.num_workers:
-            self._iterator._shutdown_workers()
-        self.dataset.let_go()
-
-    def check(self, bad_samples: Mapping[int, tuple[str, str]]) -> None:
-        """Raise ValueError, with the first few names, if these are more than the limit."""
-        if len(bad_samples) <= self.max_bad_samples:
-            return
-        named = "; ".join(f"{printable(key)}: {reason}" for key, reason in list(bad_samples.values())[:5])
-        raise ValueError(
-            f"data.max_bad_samples: {len(bad_samples)} samples cannot be used, {self.max_bad_samples} are allowed. First: "
-            f"{named}. Raise data.max_bad_samples, or make the stage again without them."
-        )
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        num_batches, self._batches_before = self._batches_before, 0
-        batches = DataLoader.__iter__(self)  # not StreamingDataLoader's generator: an error in a wait would end that
-        arrived = functools.partial(files_and_bytes, self.dataset.stream.local)
-        while num_batches < self.epoch_batches:
-            batch = next_batch(batches, arrived, self.timeout, lambda: self.all_ready(False))
-            if batch is END:
-                break
-            if "failure" in batch:
-                raise StreamFailure(batch["failure"][0])
-            self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
-            self.check(self.bad_samples)
-            while not self.all_ready(True):
-                pass  # each pass: the others have waited for another second
-            num_batches += 1
-            yield batch
-        if num_batches < self.epoch_batches:
-            given = f"the epoch ended after {num_batches} of {self.epoch_batches} batches, without an error"
-            raise StreamFailure(f"data: {given}. Nothing was trained on less than it should; start the run again.")
-
-
 class SyntheticBatches:
     """One batch of random columns, drawn once on the device and returned every time.
 
@@ -336,6 +300,19 @@ class SyntheticBatches:
             yield dict(self.batch)
 
 
+def _streams(config: DataConfig, index_sha256: Sequence[str]) -> list[RetryingStream]:
+    """Return the stages as streams, and say where their shards are kept if that was not given."""
+    streams = []
+    for source, digest in zip(config.sources, index_sha256, strict=True):
+        remote, local = source.folders
+        if remote is not None and is_remote(remote) and local == own_folder(remote):
+            log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
+        assert local is not None
+        more = {"patience_sec": config.patience_sec, "index_sha256": digest}
+        streams.append(RetryingStream(remote=remote, local=local, **more, **source.weight))
+    return streams
+
+
 def _open_stream(
     config: DataConfig, family: Family, size: ImageSize, arguments: Mapping[str, Any]
 ) -> MomentsStream | StreamingLAIONDataset:
@@ -359,7 +336,7 @@ def build_data(
     device_batch_size: int,
     device: torch.device,
     seed: int,
-    index_sha256: str | None = None,
+    index_sha256: Sequence[str] = (),
     all_ready: Callable[[bool], bool] = lambda is_here: is_here,
 ) -> DataSpec:
     """Return the run's batches for this rank, as a Composer DataSpec.
@@ -370,7 +347,7 @@ def build_data(
         device_batch_size: samples per rank and batch.
         device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
-        index_sha256: digest of the stage's index.json, from dataset.json; None: dataset.json is read here.
+        index_sha256: digest of each stage's index.json, from dataset.json; empty: dataset.json is read here.
         all_ready: see Loader.
 
     Raises:
@@ -379,14 +356,8 @@ def build_data(
     """
     if config.synthetic:
         return DataSpec(SyntheticBatches(family.columns(config.stage, size), device_batch_size, device, seed))
-    remote, local = config.folders
-    if remote is not None and is_remote(remote) and local == own_folder(remote):
-        log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
     arguments = {
-        "remote": remote,
-        "local": local,
-        "patience_sec": config.patience_sec,
-        "index_sha256": index_sha256 or read_stage(config.location).index_sha256,
+        "streams": _streams(config, index_sha256 or [stage.index_sha256 for stage in config.read()]),
         "predownload": 8 * device_batch_size,
         "cache_limit": config.cache_limit,
         "batch_size": device_batch_size,
@@ -399,7 +370,7 @@ def build_data(
     loader = Loader(
         dataset,
         all_ready=all_ready,
-        epoch_batches=dataset.size // (device_batch_size * dist.get_world_size()),
+        epoch_batches=dataset.epoch_size // (device_batch_size * dist.get_world_size()),
         max_bad_samples=config.max_bad_samples,
         num_workers=config.workers,
         pin_memory=device.type == "cuda",

@@ -145,6 +145,7 @@ class LatentDiffusion(ComposerModel):
         # Memory format of images and latents at a network's input: see training/speed.py.
         self.memory_format = torch.contiguous_format
         self.replays_graphs = False  # the denoiser runs as CUDA graphs: see training/speed.py
+        self.on_losses: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None  # told the losses of samples, (B,)
         self._autocast_dtype: torch.dtype | None = None
         self._empty_condition: dict[str, Tensor] | None = None
 
@@ -241,7 +242,10 @@ class LatentDiffusion(ComposerModel):
     def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted mean squared error, a float32 scalar."""
         error = F.mse_loss(outputs["prediction"].float(), outputs["target"].float(), reduction="none")
-        return (outputs["weight"] * error.flatten(1).mean(dim=1)).mean()
+        losses = outputs["weight"] * error.flatten(1).mean(dim=1)  # (B,)
+        if self.on_losses is not None:
+            self.on_losses(losses.detach(), batch)
+        return losses.mean()
 
     def get_metrics(self, is_train: bool) -> dict[str, Any]:
         return {}  # else Composer would compute and reduce training metrics in every batch

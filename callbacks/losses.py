@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from composer import Logger, State
@@ -16,6 +18,9 @@ from composer.utils import dist
 from torch import Tensor
 
 from record.checkpoint_files import FULL, listed
+
+if TYPE_CHECKING:
+    from callbacks.stream_losses import StreamLosses
 
 TOTAL = "loss/train/total"
 
@@ -67,10 +72,13 @@ class Losses:
     Args:
         checkpoints: folder of the run's checkpoints; the message for a non-finite loss names the newest one.
         on_their_way: losses that arrive one batch late; None: Composer reads each at its batch's end.
+        of_streams: those of each of several streams; None: there is one.
     """
 
-    def __init__(self, checkpoints: Path, on_their_way: AsyncLosses | None = None):
-        self.checkpoints, self.on_their_way = checkpoints, on_their_way
+    def __init__(
+        self, checkpoints: Path, on_their_way: AsyncLosses | None = None, of_streams: StreamLosses | None = None
+    ):
+        self.checkpoints, self.on_their_way, self.of_streams = checkpoints, on_their_way, of_streams
         self.of_window: list[float] = []
         self._state: State | None = None
 
@@ -99,6 +107,14 @@ class Losses:
             if not math.isfinite(loss.mean):
                 self._stop(loss.batch, loss.mean, math.isfinite(loss.own))
             self.of_window.append(loss.mean)
+        if self.of_streams is not None and not leave:
+            self.of_streams.settle()
+
+    def restart(self, of_window: Sequence[float] = ()) -> None:
+        """Begin a new window; after a resume, with what it had."""
+        self.of_window = list(of_window)
+        if self.of_streams is not None:
+            self.of_streams.restart()
 
     def mean(self) -> float:
         """Return the mean since the last window's end."""

@@ -5,7 +5,8 @@ RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration as the run was
                    environment.json    versions, commit, device, machine
                    starts.jsonl        one line per start: time, first batch, hardware; the run's id (first start); how
                                        long it took, if its process was not killed
-                   metrics.jsonl       one line per window: batch, images, loss (mean since the last edge), clocks, speed;
+                   metrics.jsonl       one line per window: batch, images, loss (mean since the last edge), clocks, speed,
+                                       samples and loss of each of several streams;
                                        one per evaluation (evaluation: true): metrics, and what they depend on
                    metrics.cut.jsonl   lines that a resume removed: later batches, and unfinished windows
                    bad_samples.jsonl   number, key and reason of each unusable sample, if there are any
@@ -21,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
@@ -186,8 +188,10 @@ class RunRecord(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses since the last edge, up to this batch, and the numbers of lines and starts."""
+        streams = self.losses.of_streams
         return {
             "losses": list(self.losses.of_window),
+            **({} if streams is None else {"streams": streams.sums.tolist()}),
             "batch": self._batch,
             "lines": self._num_lines,
             "starts": self.num_starts,
@@ -196,7 +200,9 @@ class RunRecord(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the losses, so that the next line's mean includes every batch since the last edge."""
         num = max(0, state["batch"] - self._last_edge)  # a line may have been written after the checkpoint
-        self.losses.of_window = state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :]
+        self.losses.restart(state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :])
+        if self.losses.of_streams is not None and self.losses.of_window:
+            self.losses.of_streams.sums = torch.tensor(state["streams"], dtype=torch.float64)
         if not self.losses.of_window:
             self.gradient_norm.restart()
 
@@ -221,9 +227,10 @@ class RunRecord(Callback):
     def _write_window(self, state: State, logger: Logger, window: Mapping[str, Any]) -> None:
         self.losses.settle()
         self._gather_bad_samples()
-        self.loss = self.losses.mean()
+        self.loss, streams = self.losses.mean(), self.losses.of_streams
+        of_streams = {} if streams is None else {"streams": streams.line()}
         if not window["unfinished"]:
-            self.losses.of_window = []
+            self.losses.restart()
             self._num_lines += 1
         line = {
             "schema": SCHEMA,
@@ -231,6 +238,7 @@ class RunRecord(Callback):
             "start_sec": self.throughput.start_sec,
             **window,
             "loss": self.loss,
+            **of_streams,
             "lr": self._lr,
             "gradient_norm": self.gradient_norm.mean(),
             "bad_samples": len(self.all_bad_samples),
@@ -240,6 +248,8 @@ class RunRecord(Callback):
         if self._is_writer:
             append_lines(self.folder / METRICS, [{key: finite(value) for key, value in line.items()}])
         logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
+        found = {f"streams/{name}/{key}": v for name, of in line.get("streams", {}).items() for key, v in of.items()}
+        logger.log_metrics({key: value for key, value in found.items() if value is not None})
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Record an evaluation; all ranks call it with the same line."""

@@ -63,6 +63,8 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key | tuple[str, type]]:
         if section is not None:
             sections.append((f"{prefix}{field.name}", section))
             continue
+        kinds = [kind for part in (hint, *typing.get_args(hint)) for kind in typing.get_args(part)]
+        sections += [(f"{prefix}{field.name}[]", kind) for kind in kinds if dataclasses.is_dataclass(kind)]
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         possible = _possible(hint, field.metadata.get("limits"))
         yield Key(f"{prefix}{field.name}", owners[field.name], _written(default), possible, texts[field.name])
@@ -94,7 +96,7 @@ def _possible(hint: Any, limits: Any) -> str:
         kinds = typing.get_args(hint)
         return "a list of numbers" if Ellipsis in kinds else f"a list of {len(kinds)} numbers"
     if typing.get_origin(hint) is list:
-        return "a list"
+        return "a list of sections" if dataclasses.is_dataclass(typing.get_args(hint)[0]) else "a list"
     if hint is bool:
         return "`true`, `false`"
     if hint in (int, float) and limits is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult
 
@@ -69,6 +69,8 @@ def without_secrets(address: Any) -> Any:
     """Return a value, where it is an address, as `masked` does; the password of an sftp:// address is kept for its client."""
     if isinstance(address, list):
         return [without_secrets(each) for each in address]
+    if isinstance(address, dict):
+        return {name: without_secrets(each) for name, each in address.items()}
     if not isinstance(address, str):
         return address
     if not (found := _VALUE.fullmatch(address)):
@@ -125,8 +127,10 @@ def where_it_belongs(address: str) -> str:
 
 
 def is_interpolated(value: Any) -> bool:
-    """True for a text, or a list of some, with `${...}` in it."""
-    return any(map(is_interpolated, value)) if isinstance(value, list) else isinstance(value, str) and "${" in value
+    """True for a text, or a list or section of some, with `${...}` in it."""
+    if isinstance(value, list | dict):
+        return any(map(is_interpolated, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "${" in value
 
 
 def look_up(tree: DictConfig, key: str) -> tuple[Any, str | None]:
@@ -163,12 +167,25 @@ def keep(texts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for key in texts.keys() & values.keys():
         value, text = values[key], texts[key]
         _values[key] = (value, text)
-        both = zip(value, text, strict=False) if isinstance(value, list) and isinstance(text, list) else [(value, text)]
-        for given, shown in both if key != "run_name" else ():  # that is the folder's name, for all to see
+        for given, shown in (
+            _pairs(value, text) if key != "run_name" else ()
+        ):  # that is the folder's name, for all to see
             if isinstance(given, str) and "${oc." in str(shown):  # of another key: that one's own text says it
                 remember(given, shown)
     if _texts:  # whatever the command is: what it prints is then looked at
         watch()
+
+
+def _pairs(value: Any, text: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each value with what was given for it, in lists and sections too."""
+    if isinstance(value, list) and isinstance(text, list):
+        for one, given in zip(value, text, strict=False):
+            yield from _pairs(one, given)
+    elif isinstance(value, dict) and isinstance(text, dict):
+        for name in value.keys() & text.keys():
+            yield from _pairs(value[name], text[name])
+    else:
+        yield value, text
 
 
 def written(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,6 +197,8 @@ def written(values: Mapping[str, Any]) -> dict[str, Any]:
 def _masked_each(value: Any) -> Any:
     if isinstance(value, list):
         return [_masked_each(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _masked_each(each) for name, each in value.items()}
     return masked(value) if isinstance(value, str) else value
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import io
 import os
+import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from preflight.run import batch_gib, cost_of, planned_microbatch, quick_problems
 from preflight.stage import Need, Shard
 from record.checkpoint_files import FULL, WEIGHTS, is_whole, listed
 from stages.dataset import Stage
+from stages.mixture import StreamConfig, epoch_samples
 from stages.shared_memory import is_held
 from training import cost
 from training import microbatch as microbatch_search
@@ -51,6 +53,7 @@ CHECK_OF_KEY = {
 }
 # The same for problems with the stage.
 CHECK_OF_STAGE_KEY = {
+    "data.": "store",  # data.streams: how they are mixed
     "data.remote": "store",
     "data.local": "cache",
     "data.cache_limit": "disk",
@@ -62,6 +65,7 @@ CHECK_OF_STAGE_KEY = {
     "model.variant": "stage",
     "mlperf.division": "stage",
 }
+OF_STREAM = re.compile(r"streams(\[\d+\]\.?|$)")
 # If one of these is invalid, there is no network to trace.
 TRACED = (
     "image_size",
@@ -79,8 +83,8 @@ class Case:
     """The run being checked, and results that several checks use."""
 
     config: RunConfig
-    stage: Stage | None = None
-    shards: list[Shard] = field(default_factory=list)
+    opened: list[tuple[StreamConfig, Stage, list[Shard]]] = field(default_factory=list)
+    """Each stage that could be read."""
     of_stage: list[tuple[str, str]] = field(default_factory=list)
     """(key, message): the section `data` against the stage."""
 
@@ -116,7 +120,9 @@ class Case:
             return None
         epoch_batches = SYNTHETIC_EPOCH_BATCHES
         if not run.data.synthetic:
-            epoch_batches = self.stage.num_samples // run.global_batch_size if self.stage else 0
+            samples = [stage.num_samples for _, stage, _ in self.opened]
+            epoch = epoch_samples([source for source, _, _ in self.opened], samples) if samples else 0
+            epoch_batches = epoch // run.global_batch_size
         num = total_batches(run.max_duration, global_batch_size=run.global_batch_size, epoch_batches=epoch_batches)
         return num or None
 
@@ -128,7 +134,9 @@ class Case:
     def errors(self, check: str) -> list[Finding]:
         """Return the problems of the configuration and the stage that belong to this check."""
         texts = [p.text for p in self.problems if CHECK_OF_KEY.get(p.text.partition(":")[0], "config") == check]
-        texts += [f"{key}: {text}" for key, text in self.of_stage if CHECK_OF_STAGE_KEY.get(key) == check]
+        texts += [
+            f"{key}: {text}" for key, text in self.of_stage if CHECK_OF_STAGE_KEY.get(OF_STREAM.sub("", key)) == check
+        ]
         return [Finding(ERROR, check, text) for text in texts]
 
 
@@ -251,18 +259,17 @@ def schedule(case: Case) -> list[Finding]:
         if 0 < value <= run.global_batch_size < images:
             text = f"save.{key}: {value:,} is no more than a batch: one is written after every batch. Raise it."
             found.append(Finding(WARNING, "schedule", text))
-    epochs = (
-        f", {images / case.stage.num_samples:.3g} times the stage's {case.stage.num_samples:,} samples"
-        if case.stage
-        else ""
-    )
+    epochs = ""
+    if case.opened:
+        samples = sum(stage.num_samples for _, stage, _ in case.opened)
+        epochs = f", {images / samples:.3g} times the stage's {samples:,} samples"
     return found or [Finding(OK, "schedule", f"{length}{epochs}; warm-up {warmup:,} batches")]
 
 
 def folders(case: Case) -> list[Finding]:
     """Check that this user may write to the run's folders and to those in environment variables."""
     data, found = case.config.data, case.errors("folders")
-    cached = [data.local] if data.remote and data.local and not data.synthetic else []
+    cached = [source.local for source in data.sources if source.remote and source.local]
     for variable in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         if not (folder := os.environ.get(variable)):
             continue
@@ -277,7 +284,8 @@ def folders(case: Case) -> list[Finding]:
 def disk(case: Case) -> list[Finding]:
     """Compare checkpoints, snapshots and the cache with the space on their disks; unwritable folders are skipped."""
     found, run = case.errors("disk"), case.resolved
-    needs = stage_checks.need_of_cache(case.config.data, case.shards) if not found else []
+    shards = [(source, shards) for source, _, shards in case.opened]
+    needs = stage_checks.need_of_cache(case.config.data, shards) if not found else []
     if run is not None and not limits.unwritable(run.run_folder):
         folder = Path(run.run_folder, run.run_name or "")
         if run.save.every_images:

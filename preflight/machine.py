@@ -104,11 +104,11 @@ def shared_memory_room(batch_gib: float, num_batches: int) -> list[Finding]:
     return [Finding(OK, name, given)]
 
 
-def stale_segments(local: str | None) -> list[Finding]:
+def stale_segments(locals_: Sequence[str]) -> list[Finding]:
     """Look for shared memory left by streaming runs that have ended; removes nothing.
 
     Args:
-        local: the folder of this run's shards, or None; two runs may not share one.
+        locals_: the folders of this run's shards; two runs may not share one.
     """
     segments = shared_memory.by_number(shared_memory.SEGMENTS)
     locks = shared_memory.by_number(Path(tempfile.gettempdir()), suffix="_filelock")
@@ -122,9 +122,13 @@ def stale_segments(local: str | None) -> list[Finding]:
     ]
     six = "[0-9]" * 6
     remove = f"if no other run is alive here: rm -f {shared_memory.SEGMENTS}/{six}_* {tempfile.gettempdir()}/{six}_*_filelock"
-    folder = None if local is None else os.path.normpath(Path(local).absolute())  # as streaming does: links are kept
-    claimed = [number for number in segments if folder is not None and folder in _folders_of(segments[number])]
-    for number in claimed:
+    folders = {
+        os.path.normpath(Path(local).absolute()): local for local in locals_
+    }  # as streaming does: links are kept
+    claimed = [
+        (number, local) for number in segments for f, local in folders.items() if f in _folders_of(segments[number])
+    ]
+    for number, local in claimed:
         if number not in dead:
             text = f"data.local: {local} is in use by another run here (shared memory {number})"
             return [Finding(ERROR, "segments", f"{text}. Wait for it, or give another data.local.")]
@@ -239,11 +243,11 @@ CREDENTIALS = (
 )
 
 
-def variables(remote: str | None) -> list[Finding]:
+def variables(remotes: Sequence[str]) -> list[Finding]:
     """Report environment variables that affect a run; values of credentials are not shown.
 
     Args:
-        remote: address of the stage, or None.
+        remotes: places of the stages.
     """
     found = []
     for name, what in CHANGES.items():
@@ -252,8 +256,9 @@ def variables(remote: str | None) -> list[Finding]:
             found.append(Finding(WARNING, "variables", text))
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         found += _interface_problem(name)
-    if remote is not None and urlsplit(remote).scheme == "s3" and not _has_credentials():
-        text = f"no AWS credentials here for {remote}: only a role of the machine would do"
+    in_s3 = [remote for remote in remotes if urlsplit(remote).scheme == "s3"]
+    if in_s3 and not _has_credentials():
+        text = f"no AWS credentials here for {', '.join(in_s3)}: only a role of the machine would do"
         text += ". Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
         found.append(Finding(WARNING, "variables", text))
     shown = {n: v for n, v in sorted(os.environ.items()) if n in SHOWN or n.startswith(SHOWN_BEGINNINGS)}

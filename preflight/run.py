@@ -21,8 +21,9 @@ from model import LatentDiffusion, model_problems
 from preflight import limits, machine
 from record import mlperf_events
 from record.checkpoint_files import FULL, listed
-from stages.dataset import array_encoding, read_stage
+from stages.dataset import array_encoding
 from stages.images import resize_name
+from stages.mixture import epoch_samples
 from training import microbatch as microbatch_search
 from training import warm_start
 from training.cost import Cost, has_average_on_device, measure_cost, memory_problem
@@ -107,8 +108,9 @@ def _run_problems(config: RunConfig) -> list[Problem]:
     is_gpu = torch.cuda.is_available()
     if text := limits.run_folder_problem(config.run_folder, config.run_name):
         found.append(Problem(text, ("run_name", "run_folder")))
-    if config.data.remote and config.data.local and (text := limits.unwritable(config.data.local)):
-        found.append(Problem(f"data.local: {text}", ("data.local",)))
+    for key, source in config.data.named_sources():
+        if source.remote and source.local and (text := limits.unwritable(source.local)):
+            found.append(Problem(f"{key}.local: {text}", (f"{key}.local",)))
     if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
@@ -163,7 +165,8 @@ def _planned_batches(config: RunConfig) -> int | None:
     if (num := _num_batches(config)) is not None:
         return num
     with contextlib.suppress(ValueError):  # named by the section `data`
-        epoch = read_stage(config.data.location or "").num_samples // config.global_batch_size
+        samples = [stage.num_samples for stage in config.data.read()]
+        epoch = epoch_samples(config.data.sources, samples) // config.global_batch_size
         return total_batches(config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=epoch)
     return None
 
@@ -293,8 +296,10 @@ def closed_data_problems(config: RunConfig) -> list[Problem]:
     if not (config.mlperf.enabled and config.mlperf.division == "closed") or config.data.synthetic:
         return []
     with contextlib.suppress(ValueError):  # named by the section
-        if config.data.location and (num := read_stage(config.data.location).num_samples) != mlperf.TRAIN_SAMPLES:
-            given = f"train_samples: {num:,} at {config.data.location}; the benchmark: {mlperf.TRAIN_SAMPLES:,}"
+        stages = config.data.read()
+        if stages and (num := sum(stage.num_samples for stage in stages)) != mlperf.TRAIN_SAMPLES:
+            where = ", ".join(stage.location for stage in stages)
+            given = f"train_samples: {num:,} at {where}; the benchmark: {mlperf.TRAIN_SAMPLES:,}"
             fix = "Give the stage of all of them; a subset, if it is meant, is mlperf.division=open"
             return [Problem(f"mlperf.division: closed, but {given}. {fix}.", ("mlperf.division", "data.remote"))]
     return []

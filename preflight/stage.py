@@ -20,6 +20,7 @@ from data import DataConfig
 from preflight.machine import ERROR, OK, WARNING, Finding, free_gib
 from stages.dataset import Stage, is_remote, read_stage
 from stages.fetch import HASH, file_digest
+from stages.mixture import StreamConfig
 from stages.store_errors import explain_store_error
 from stages.stores import download_once
 
@@ -111,7 +112,7 @@ def _damage(file: Path, shard: Shard) -> str | None:
     return None if digest == shard.digest else f"{HASH} {digest}, index.json says {shard.digest}"
 
 
-def cache(config: DataConfig, shards: Sequence[Shard]) -> list[Finding]:
+def cache(config: StreamConfig, shards: Sequence[Shard]) -> list[Finding]:
     """Check the shards that are already in `data.local`: all sizes, and some digests.
 
     A run checks each shard again when it opens it, and fetches damaged ones again. So damage is only a warning here: of a
@@ -165,16 +166,19 @@ class Need:
     files: int = 0
 
 
-def need_of_cache(config: DataConfig, shards: Sequence[Shard]) -> list[Need]:
-    """Return the expected growth of `data.local`: the whole stage or its limit, minus what is already there."""
-    if config.synthetic or config.remote is None or config.local is None:
-        return []
-    local, size = Path(config.local), sum(shard.num_bytes for shard in shards)
-    held = [(local / shard.name).stat().st_size for shard in shards if (local / shard.name).is_file()]
-    limit = bytes_to_int(config.cache_limit) if config.cache_limit is not None else size
-    to_come = max(0, min(size, limit) - sum(held)) / 2**30
-    way_out = "Give data.cache_limit, or another data.local"
-    return [Need("shards in data.local", way_out, local, to_come, max(0, len(shards) - len(held)))]
+def need_of_cache(config: DataConfig, opened: Sequence[tuple[StreamConfig, Sequence[Shard]]]) -> list[Need]:
+    """Return the expected growth of each `data.local`: the whole stage, minus what is already there; in all, the limit."""
+    needs, room = [], float("inf") if config.cache_limit is None else bytes_to_int(config.cache_limit)
+    for source, shards in opened:
+        if source.remote is None or source.local is None:
+            continue
+        local, size = Path(source.local), sum(shard.num_bytes for shard in shards)
+        held = [(local / shard.name).stat().st_size for shard in shards if (local / shard.name).is_file()]
+        to_come = max(0, min(size, room) - sum(held)) / 2**30
+        room = max(0, room - size)
+        way_out = "Give data.cache_limit, or another data.local"
+        needs.append(Need("shards in data.local", way_out, local, to_come, max(0, len(shards) - len(held))))
+    return needs
 
 
 def disk(needs: Sequence[Need]) -> list[Finding]:

@@ -47,11 +47,11 @@ def store(case: Case) -> list[Finding]:
     if data.synthetic:
         return [Finding(OK, "store", "none: data.synthetic=true")]
     wanted = checks.wanted_of_stage(config)
-    if data.location is not None:
+    for key, source in data.named_sources():
         try:
-            case.stage, case.shards = stage_checks.open_stage(data.location)
+            case.opened.append((source, *stage_checks.open_stage(source.location or "")))
         except ValueError as error:
-            return [Finding(ERROR, "store", f"data.{'remote' if data.remote else 'local'}: {error}")]
+            return [Finding(ERROR, "store", f"{key}.{'remote' if source.remote else 'local'}: {error}")]
     without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, *wanted)
     found = data.problems(config.global_batch_size, *wanted)
     case.of_stage = [pair for pair in found if pair not in without]
@@ -59,32 +59,34 @@ def store(case: Case) -> list[Finding]:
         case.of_stage.append((problem.keys[0], problem.text.partition(": ")[2]))
     if errors := case.errors("store"):
         return errors
-    return [Finding(OK, "store", stage_checks.described(case.stage, case.shards) if case.stage else "no stage")]
+    described = [Finding(OK, "store", stage_checks.described(stage, shards)) for _, stage, shards in case.opened]
+    return described or [Finding(OK, "store", "no stage")]
 
 
 def stage(case: Case) -> list[Finding]:
     """Say whether the stage was made for this run."""
-    if case.stage is None:
+    if not case.opened:
         return [Finding(OK, "stage", "none")] if case.config.data.synthetic else not_looked_at("stage")
-    made = {key: case.stage.facts[key] for key in ("family", "image_size", "normalize") if key in case.stage.facts}
+    facts = case.opened[0][1].facts
+    made = {key: facts[key] for key in ("family", "image_size", "normalize") if key in facts}
     text = ", ".join(f"{key} {value}" for key, value in made.items()) or "for any size and family"
     return case.errors("stage") or [Finding(OK, "stage", f"made for this run: {text}")]
 
 
 def digests(case: Case) -> list[Finding]:
     """Read some shards of the stage."""
-    if case.stage is None:
+    if not case.opened:
         return [Finding(OK, "digests", "none")] if case.config.data.synthetic else not_looked_at("digests")
-    return stage_checks.digests(case.stage.location, case.shards)
+    return [found for _, stage, shards in case.opened for found in stage_checks.digests(stage.location, shards)]
 
 
 def cache(case: Case) -> list[Finding]:
     """Check the shards that are already in `data.local`."""
     if errors := case.errors("cache"):
         return errors
-    if case.stage is None:
+    if not case.opened:
         return [Finding(OK, "cache", "none")] if case.config.data.synthetic else not_looked_at("cache")
-    return stage_checks.cache(case.config.data, case.shards)
+    return [found for source, _, shards in case.opened for found in stage_checks.cache(source, shards)]
 
 
 # --- the command ---
@@ -102,8 +104,8 @@ class Check:
 def checks_of(case: Case) -> dict[str, list[Check]]:
     """Group -> its checks, in the order in which they run: later ones use results of earlier ones."""
     data, loggers = case.config.data, case.config.loggers
-    cached = data.local if data.remote and not data.synthetic else None
-    remote = None if data.synthetic else data.remote
+    cached = [source.local for source in data.sources if source.remote and source.local]
+    remote = [source.remote for source in data.sources if source.remote]
     workers = 0 if data.synthetic else data.workers
     return {
         "machine": [
@@ -153,7 +155,8 @@ def look(check: Check, case: Case) -> list[Finding]:
     thread.start()
     thread.join(limit_sec)
     if thread.is_alive():
-        where = f"{case.config.data.location} did not answer" if check.name == "store" else "no answer"
+        places = ", ".join(source.location or "" for source in case.config.data.sources)
+        where = f"{places} did not answer" if check.name == "store" else "no answer"
         text = f"{where} within {limit_sec:g} s. Look whether the store, the name server or the file system hangs."
         return [Finding(ERROR, check.name, text)]
     return outcome

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,10 @@ def _of_a_thread(iterator: Iterator[Any]) -> Callable[[], Any]:
     return poll
 
 
-def files_and_bytes(folder: str | Path) -> tuple[int, int]:
-    """Return how many files lie under a folder, unfinished ones included, and their bytes."""
+def files_and_bytes(folders: Sequence[str]) -> tuple[int, int]:
+    """Return how many files lie under some folders, unfinished ones included, and their bytes."""
     files = num_bytes = 0
-    for place, _, names in os.walk(folder):
+    for place, _, names in (entry for folder in folders for entry in os.walk(folder)):
         for name in names:
             try:
                 num_bytes += Path(place, name).stat().st_size

@@ -184,9 +184,18 @@ class RetryingStream(Stream):
     Args:
         patience_sec: how long a store that is away is waited for.
         index_sha256: of index.json, as dataset.json has it; None: not compared.
+        weight: proportion, repeat or choose, as streaming has them, where several streams are mixed.
     """
 
-    def __init__(self, *, remote: str | None, local: str, patience_sec: float, index_sha256: str | None):
+    def __init__(
+        self,
+        *,
+        remote: str | None = None,
+        local: str,
+        patience_sec: float = PATIENCE_SEC,
+        index_sha256: str | None = None,
+        **weight: float,
+    ):
         super().__init__(
             remote=None if remote is None else remote.rstrip("/"),
             local=local,
@@ -194,6 +203,7 @@ class RetryingStream(Stream):
             download_timeout=READ_TIMEOUT_SEC,
             validate_hash=HASH,
             keep_zip=False,
+            **weight,
         )
         self.patience_sec = patience_sec
         self.index_sha256 = index_sha256

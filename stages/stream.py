@@ -1,4 +1,4 @@
-"""Batches of a stage, from a StreamingDataset that is safe to fork and whose failures are heard.
+"""Batches of one stage or several, from a StreamingDataset that is safe to fork and whose failures are heard.
 
 Each process that reads a stage (a loader worker; the trainer itself where data.workers=0) has four threads in an epoch:
 
@@ -56,6 +56,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from composer.utils import dist
 from filelock import FileLock, Timeout
 from streaming import StreamingDataset
@@ -64,7 +65,7 @@ from streaming.base import dataset as streaming_dataset
 from cli.errors import ConfigError
 from cli.masking import printable
 from cli.private_api import require_private_api
-from stages.fetch import PATIENCE_SEC, FetchCancelled, RetryingStream, StreamFailure
+from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
 from stages.images import SampleError
 
 FAILED = 255  # a state of a shard beside streaming's own
@@ -128,68 +129,61 @@ class BatchStream(StreamingDataset):
     Speed: plain streaming takes a file lock for every sample to ask whether its shard is there, and opens, seeks and reads
     each by itself; that, not the bytes, is what its time goes to.
 
+    Several streams are mixed in one order of samples, by their proportion, repeat or choose, as streaming does it.
+
     Args:
-        remote, local: of the stage; remote None: it is read in place.
-        patience_sec: how long a store that is away is waited for.
-        index_sha256: of index.json as dataset.json has it; None: not compared.
+        streams: the stages, each in a folder of its own.
         arguments: further keyword arguments of StreamingDataset.
 
     Raises:
-        StreamFailure: on all ranks, when one of them cannot have the stage's index.
-        ConfigError: on all ranks, when `local` cannot be written, or is in use by another run.
+        StreamFailure: on all ranks, when one of them cannot have a stage's index.
+        ConfigError: on all ranks, when a folder cannot be written, or is in use by another run.
     """
 
-    def __init__(
-        self,
-        *,
-        remote: str | None = None,
-        local: str,
-        patience_sec: float = PATIENCE_SEC,
-        index_sha256: str | None = None,
-        **arguments: Any,
-    ):
+    def __init__(self, *, streams: Sequence[RetryingStream], **arguments: Any):
         self._failure: str | None = None
-        stream = RetryingStream(remote=remote, local=local, patience_sec=patience_sec, index_sha256=index_sha256)
-        self._lock = FileLock(Path(local).resolve() / LOCK_FILE, is_singleton=True) if remote is not None else None
-        _on_one_rank_of_each_machine(self._lock_folder)
-        _on_one_rank_of_each_machine(stream.fetch_index)
+        folders = [Path(stream.local) for stream in streams if stream.remote is not None]
+        self._locks = [FileLock(folder.resolve() / LOCK_FILE, is_singleton=True) for folder in folders]
+        _on_one_rank_of_each_machine(self._lock_folders)
+        for stream in streams:
+            _on_one_rank_of_each_machine(stream.fetch_index)
         try:
-            super().__init__(streams=[stream], **arguments)
+            super().__init__(streams=list(streams), **arguments)
         except ValueError as error:
             if "Reused local directory" not in str(error):
                 raise
+            local = ", ".join(map(str, folders))
             given = f"{local} is in use by another run on this machine, or by shared memory that a run has left"
             raise ConfigError([f"data.local: {given} (then a line above says so). {OWN_FOLDER}"]) from error
         # Beside streaming's own locks of this number; one that is left goes when the number is used again.
         name = f"{self._shm_prefix_int:06d}_reason_{os.getuid()}"
         self._reason_file = Path(self._cache_filelock_path).with_name(name)
         _on_one_rank_of_each_machine(lambda: self._reason_file.unlink(missing_ok=True))
-        _on_one_rank_of_each_machine(stream.remove_left_overs)
-        stream._downloader.clean_up()
-        self.stream = stream
+        for stream in streams:
+            _on_one_rank_of_each_machine(stream.remove_left_overs)
+            stream._downloader.clean_up()
 
     # --- 1. the machine ---
 
-    def _lock_folder(self) -> None:
-        """Keep other runs out of the cache folder, until the process ends or lets it go.
+    def _lock_folders(self) -> None:
+        """Keep other runs out of the cache folders, until the process ends or lets them go.
 
         streaming compares folders too, but no longer once the other run has read its first batch (seen with 0.13.0), and
         not through a link.
         """
-        if self._lock is not None:
-            Path(self._lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        for lock in self._locks:
+            folder = Path(lock.lock_file).parent
+            folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._lock.acquire(timeout=0)
+                lock.acquire(timeout=0)
             except Timeout as error:
-                folder = Path(self._lock.lock_file).parent
                 given = f"{folder} is in use by another run on this machine"
                 raise ConfigError([f"data.local: {given}. {OWN_FOLDER}"]) from error
 
     def let_go(self) -> None:
-        """Let another run have the cache folder, once all of this process's streams have let it go."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        """Let another run have the cache folders, once all of this process's streams have let them go."""
+        while self._locks:
+            self._locks.pop().release()
 
     def _tell_others(self, text: str) -> None:
         """Leave the reason where every process of this machine finds it: any of them may be the first to report."""
@@ -314,7 +308,8 @@ class BatchStream(StreamingDataset):
 
     def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
         owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()
-        self.stream.is_wanted = lambda: not (ended.is_set() or it.should_exit() or self._event.is_set())
+        for stream in self.streams:
+            stream.is_wanted = lambda: not (ended.is_set() or it.should_exit() or self._event.is_set())
         threading.Thread(target=self._watch, args=(it, ended), daemon=True).start()
         sample_ids, given = super()._each_sample_id(it), 0
         try:
@@ -334,9 +329,12 @@ class BatchStream(StreamingDataset):
         if not isinstance(at, list):
             return super().__getitem__(at)
         try:
-            return self.read_batch(at)
+            batch = self.read_batch(at)
         except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
             return {"failure": [self._fail(str(error))]}
+        if self.num_streams > 1:  # a bad sample's replacement is of the same shard
+            batch["stream"] = torch.tensor([int(self.stream_per_shard[self.spanner[sample_id][0]]) for sample_id in at])
+        return batch
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
         """Return the batch of these samples."""

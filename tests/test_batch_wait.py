@@ -105,4 +105,4 @@ def test_unfinished_files_count(tmp_path):
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "shard.00000.mds.1a2b3c4d").write_bytes(b"123")
     (tmp_path / "index.json").write_bytes(b"4567")
-    assert files_and_bytes(tmp_path) == (2, 7)
+    assert files_and_bytes([str(tmp_path)]) == (2, 7)

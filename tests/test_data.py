@@ -21,7 +21,7 @@ from data import (
 from prepare.moments import mds_columns
 from prepare.shards import COLUMNS
 from stages.dataset import write_facts
-from stages.fetch import HASH
+from stages.fetch import HASH, RetryingStream
 from zoo import load_family
 from zoo.spec import Column
 
@@ -232,7 +232,9 @@ def test_a_shard_of_moments_without_a_good_sample_stops_the_run(tmp_path):
 
 def test_a_shard_without_a_good_sample_stops_the_run(tmp_path):
     out = stage_with(tmp_path, {f"{number:03d}": {"jpg": b""} for number in range(16)})
-    dataset = StreamingLAIONDataset(family=FAMILY, image_size=(64, 64), local=str(out), batch_size=1)
+    dataset = StreamingLAIONDataset(
+        family=FAMILY, image_size=(64, 64), streams=[RetryingStream(local=str(out))], batch_size=1
+    )
     with pytest.raises(ValueError) as error:
         dataset[[0]]
     assert str(error.value) == (

@@ -335,7 +335,7 @@ def test_the_tables_of_keys_are_what_make_docs_would_write(page):
 def test_every_key_says_in_a_few_words_what_it_is(module, name):
     schema = getattr(importlib.import_module(module), name)
     texts = {key.name: key.text for key in keys_of(schema) if isinstance(key, Key)}
-    assert set(texts) == {
+    assert {name for name in texts if "[]" not in name} == {
         key for key in schema_keys(schema) if not any(other.startswith(f"{key}.") for other in schema_keys(schema))
     }
     assert [name for name, text in texts.items() if not text.endswith(".")] == []

@@ -22,7 +22,7 @@ from streaming.base.hashing import get_hash
 from cli.errors import ConfigError
 from stages import fetch, stores
 from stages.dataset import holds_another_stage, read_stage, write_facts
-from stages.fetch import StreamFailure
+from stages.fetch import RetryingStream, StreamFailure
 from stages.moments import MomentsStream
 from stages.shard_file import DAMAGED, ShardError
 from stages.stream import FAILED, BatchStream
@@ -34,7 +34,7 @@ def test_store_connections_are_closed_before_workers_can_inherit_them(stage, mon
     from streaming.base.storage.download import LocalDownloader
 
     monkeypatch.setattr(LocalDownloader, "clean_up", lambda self: closed.append(self))
-    dataset = BatchStream(local=str(stage), batch_size=4)
+    dataset = BatchStream(streams=[RetryingStream(local=str(stage))], batch_size=4)
     assert [stream._downloader for stream in dataset.streams] == closed[-1:]
 
 
@@ -70,8 +70,9 @@ def hash_of(path: Path) -> str:
     return get_hash("xxh64", path.read_bytes())
 
 
-def stream_of(location, **arguments) -> MomentsStream:
-    return MomentsStream(columns=COLUMNS, local=str(location), batch_size=5, **arguments)
+def stream_of(location, *, remote=None, index_sha256=None, **arguments) -> MomentsStream:
+    stream = RetryingStream(remote=remote, local=str(location), index_sha256=index_sha256)
+    return MomentsStream(columns=COLUMNS, streams=[stream], batch_size=5, **arguments)
 
 
 def test_a_batch_of_moments_holds_the_rows_that_plain_streaming_reads(moments):
@@ -134,7 +135,7 @@ def test_another_process_has_the_cache_folder_also_after_its_first_batch(moments
 
 
 def test_an_address_may_end_in_a_slash(moments, tmp_path):
-    assert stream_of(tmp_path / "cache", remote=f"{moments}/").stream.remote == str(moments)
+    assert stream_of(tmp_path / "cache", remote=f"{moments}/").streams[0].remote == str(moments)
 
 
 @pytest.mark.parametrize("what", ["shard.00003.mds", "index.json"])

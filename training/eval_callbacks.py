@@ -107,7 +107,7 @@ def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapp
     return len(missing)
 
 
-def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) -> MLPerfLog | None:
+def build_mlperf_log(config: RunConfig, stages: Sequence[Stage], record: RunRecord) -> MLPerfLog | None:
     """Build the callback that writes the MLPerf log, with its header; None if no log is wanted."""
     if not config.mlperf.enabled:
         return None
@@ -115,7 +115,7 @@ def build_mlperf_log(config: RunConfig, stage: Stage | None, record: RunRecord) 
     assert config.eval.prompts is not None and config.eval.every_images is not None
     header = {
         "seed": config.seed,
-        "train_samples": 0 if stage is None else stage.num_samples,  # synthetic: drawn, not sampled
+        "train_samples": sum(stage.num_samples for stage in stages),  # synthetic ones are drawn, not sampled
         "eval_samples": len(read_prompts(config.eval.prompts, config.eval.num_prompts).prompts),
         "gradient_accumulation_steps": math.ceil(batch / ranks / (config.device_train_microbatch_size or batch)),
         "global_batch_size": batch,

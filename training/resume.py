@@ -60,16 +60,24 @@ MAY_CHANGE = (
 )
 
 
+def _comparable(key: str, value: Any) -> Any:
+    """Return a key's value without what may differ between the starts of one run: the places of streams."""
+    if key != "data.streams" or not isinstance(value, list):
+        return value
+    return [{name: part for name, part in stream.items() if name not in ("remote", "local")} for stream in value]
+
+
 def _lasting(config: RunConfig) -> dict[str, Any]:
     """Key -> value of everything that may not change after the run began."""
-    kept = {key: value for key, value in flat(config).items() if not key.startswith(MAY_CHANGE)}
+    kept = {key: _comparable(key, value) for key, value in flat(config).items() if not key.startswith(MAY_CHANGE)}
     return kept if config.schedule.name == "constant" else {**kept, "max_duration": config.max_duration}
 
 
-def identity_of(config: RunConfig, stage: Stage | None, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+def identity_of(config: RunConfig, stages: Sequence[Stage], fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """Key -> plain value of everything that identifies a run; checkpoints store it."""
     encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
-    return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
+    digests = [stage.index_sha256 for stage in stages]
+    return {**_lasting(config), **encoders, "stage": digests if len(digests) > 1 else next(iter(digests), None)}
 
 
 def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,6 +229,7 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     if not (folder / "config.yaml").is_file():
         return None
     begun = read_config(folder)
+    begun = {key: _comparable(key, value) for key, value in begun.items()}
     differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
     if differing:
         raise ConfigError(
@@ -238,20 +247,18 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     return finished(folder, config.max_duration, config)
 
 
-def check_encoders(stage: Stage | None, fingerprints: Mapping[str, str]) -> None:
+def check_encoders(stages: Sequence[Stage], fingerprints: Mapping[str, str]) -> None:
     """Compare the run's encoders with those that made the moments. Raises ConfigError: they differ."""
-    if stage is None:
-        return
-    made = stage.facts.get("encoders") or {}
-    differing = [name for name, digest in fingerprints.items() if made.get(name) not in (None, digest)]
+    differing = [
+        f"model.weights: its {name} has the fingerprint {digest}, the moments at {stage.location} were made with "
+        f"{made[name]}. Use those weights, or make the moments again: python -m prepare.latents --help"
+        for stage in stages
+        for made in [stage.facts.get("encoders") or {}]
+        for name, digest in fingerprints.items()
+        if made.get(name) not in (None, digest)
+    ]
     if differing:
-        raise ConfigError(
-            [
-                f"model.weights: its {name} has the fingerprint {fingerprints[name]}, the moments at {stage.location} were "
-                f"made with {made[name]}. Use those weights, or make the moments again: python -m prepare.latents --help"
-                for name in differing
-            ]
-        )
+        raise ConfigError(differing)
 
 
 @dataclass
@@ -282,12 +289,12 @@ class RunState:
             log.info(f"run_name: {self.folder / name} {text}: {told}.")
 
     def verify(
-        self, config: RunConfig, stage: Stage | None, encoders: Mapping[str, str], *, denoiser_start: str | None
+        self, config: RunConfig, stages: Sequence[Stage], encoders: Mapping[str, str], *, denoiser_start: str | None
     ) -> dict[str, Any]:
         """Compare this start with the checkpoint that it resumes from.
 
         Args:
-            stage: None: synthetic data.
+            stages: none for synthetic data.
             encoders: name -> fingerprint.
             denoiser_start: fingerprint of the initial weights, None for random ones.
 
@@ -297,7 +304,7 @@ class RunState:
         Raises:
             ConfigError: lists what differs.
         """
-        identity = {**identity_of(config, stage, encoders), "denoiser_start": denoiser_start}
+        identity = {**identity_of(config, stages, encoders), "denoiser_start": denoiser_start}
         if self.checkpoint is not None:
             path, content = self.checkpoint
             if problems := disagreements(content, identity, path, _defaults(config, content["identity"])):
@@ -378,7 +385,8 @@ def open_run(config: RunConfig) -> RunState:
                 raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
             raise
 
-    of_cache = _missing(Path(data.local)) if data.remote and data.local and not data.synthetic else []
+    cached = [Path(source.local) for source in data.sources if source.remote and source.local]
+    of_cache = [path for folder in cached for path in _missing(folder)]
     newest, made = ranks.on_rank_zero(find)
     made = [*made, *(path for path in of_cache if path not in made)]
     state = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)

@@ -10,17 +10,19 @@ from composer import Callback
 
 from callbacks.evaluation import Evaluation
 from callbacks.gradient_norm import GradientNorm
-from callbacks.losses import Losses
+from callbacks.losses import AsyncLosses, Losses
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.profile import Profile
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
+from callbacks.stream_losses import StreamLosses
 from callbacks.throughput import Throughput, peak_tflops
 from config import flat
-from data import Loader
-from model import BatchRandomness
+from model import BatchRandomness, LatentDiffusion
 from record.config_file import ConfigFiles
 from record.environment import device_name
+from stages.loader import Loader
+from stages.mixture import names_of
 from training import speed
 from training.checkpoints import Checkpointer
 from training.cost import Cost, has_average_on_device
@@ -31,6 +33,15 @@ def build_throughput(config: RunConfig, cost: Cost) -> Throughput:
     """Build the clocks."""
     peak = peak_tflops(device_name(), config.precision or "fp32")
     return Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
+
+
+def build_losses(config: RunConfig, folder: Path, model: LatentDiffusion) -> Losses:
+    """Build what reads the losses; the model tells those of samples where they come from several streams."""
+    sources, streams = config.data.sources, None
+    if len(sources) > 1:
+        streams = StreamLosses(names_of([source.location or "" for source in sources]))
+        model.on_losses = streams.add
+    return Losses(folder / "checkpoints", AsyncLosses() if config.async_loss else None, streams)
 
 
 def build_record(

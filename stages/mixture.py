@@ -1,0 +1,111 @@
+"""Several stages in one order of samples, each with its part of an epoch.
+
+    proportion   its part of an epoch's samples; an epoch has as many samples as all stages together
+    repeat       how often an epoch has each of its samples; 0.5: another half of them in each epoch
+    choose       how many of its samples an epoch has
+
+None of the three: each of its samples once. Which samples of a stage an epoch has depends on the seed and the epoch alone
+(streaming's own semantics: docs.mosaicml.com/projects/streaming, "Mixing data sources").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cli.limits import limited
+from stages.dataset import is_remote
+
+WEIGHTS = ("proportion", "repeat", "choose")
+
+
+def own_folder(remote: str) -> str:
+    """Return the folder that keeps an address's shards where none is given: one for each address, whatever its password."""
+    parts = urlsplit(remote.rstrip("/"))
+    place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    digest = hashlib.blake2b(place.encode(), digest_size=4).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return str(cache / "easel" / "stages" / f"{place.rpartition('/')[2]}-{digest}")
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """One of the stages that a run mixes."""
+
+    remote: str | None = None
+    """The stage: a folder, or an address such as s3://bucket/prefix."""
+    local: str | None = None
+    """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
+    proportion: float | None = limited(None, 0.0, 1.0, above=True)
+    """Its part of an epoch's samples. Those of all streams sum to 1."""
+    repeat: float | None = limited(None, 0.0, 1e6, above=True)
+    """How often an epoch has each of its samples. 0.5: half of them."""
+    choose: int | None = limited(None, 1, 10**12)
+    """How many of its samples an epoch has."""
+
+    def __post_init__(self) -> None:
+        """Name the folder of an address's shards, so that the record of the run has it."""
+        if self.local is None and self.remote is not None and is_remote(self.remote):
+            object.__setattr__(self, "local", own_folder(self.remote))
+
+    @property
+    def location(self) -> str | None:
+        return self.remote or self.local
+
+    @property
+    def folders(self) -> tuple[str | None, str | None]:
+        """(source of the shards, folder that they are read from); a local stage without `local` is read in place."""
+        return (None, self.remote) if self.remote and self.local is None else (self.remote, self.local)
+
+    @property
+    def weight(self) -> dict[str, float]:
+        """proportion, repeat or choose, whichever is given."""
+        return {name: value for name in WEIGHTS if (value := getattr(self, name)) is not None}
+
+    def chosen(self, num_samples: int, total: int) -> int:
+        """Return how many samples of its stage an epoch has, to a sample. `total`: of all stages."""
+        if self.proportion is not None:
+            return round(self.proportion * total)
+        return int(self.repeat * num_samples) if self.repeat is not None else self.choose or num_samples
+
+
+def epoch_samples(streams: Sequence[StreamConfig], samples: Sequence[int]) -> int:
+    """Return the number of samples of an epoch. `samples`: of each stage."""
+    total = sum(samples)
+    if streams[0].proportion is not None:
+        return total
+    return sum(stream.chosen(num, total) for stream, num in zip(streams, samples, strict=True))
+
+
+def weight_problems(streams: Sequence[StreamConfig]) -> list[tuple[str, str]]:
+    """(key, message) for weights that do not go together."""
+    found = []
+    for number, stream in enumerate(streams):
+        if len(stream.weight) > 1:
+            given = ", ".join(f"{name}: {value:g}" for name, value in stream.weight.items())
+            found.append((f"data.streams[{number}]", f"{given} exclude each other. Give one of them."))
+    if found:
+        return found
+    parts = [stream.proportion for stream in streams if stream.proportion is not None]
+    if parts and len(parts) < len(streams):
+        other = next(number for number, stream in enumerate(streams) if stream.proportion is None)
+        text = "no proportion, but other streams have one. Give it to all of them, or to none."
+        return [(f"data.streams[{other}]", text)]
+    if parts and not math.isclose(total := sum(parts), 1.0, abs_tol=1e-6):
+        ways = ", ".join(f"{part / total:.6g}" for part in parts)
+        text = (
+            f"the proportions sum to {total:.6g}. Possible: parts of an epoch, which sum to 1. In this ratio: {ways}."
+        )
+        return [("data.streams", text)]
+    return []
+
+
+def names_of(locations: Sequence[str]) -> list[str]:
+    """Return a short name for each stage: the last part of its place, numbered where two have the same."""
+    last = [location.rstrip("/").rpartition("/")[2] or location for location in locations]
+    return [name if last.count(name) == 1 else f"{number}-{name}" for number, name in enumerate(last)]

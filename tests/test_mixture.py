@@ -1,0 +1,165 @@
+"""Several stages in one order of samples: streaming's own semantics, refused weights, counts and losses in the record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from streaming import Stream as PlainStream
+from streaming import StreamingDataset
+
+import benchmark
+from data import DataConfig, build_data
+from prepare import shards
+from record.checkpoint_files import FULL, listed
+from record.files import read_lines
+from stages.mixture import StreamConfig, epoch_samples, names_of, weight_problems
+from zoo import load_family
+
+FAMILY = load_family("shapes", "tiny", "stock")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def two(miniature, tmp_path_factory) -> tuple[Path, Path]:
+    """Two stages of moments without a common sample: 192 and 64 pictures."""
+    from prepare import latents
+    from prepare.shapes import command
+
+    folder = tmp_path_factory.mktemp("second")
+    tars, images, moments = str(folder / "tars"), str(folder / "images"), folder / "moments"
+    assert command.main([tars, "num_images=64", "seed=4"]) == 0
+    assert shards.main([tars, images, "shard_size=32kb"]) == 0
+    assert latents.main([images, str(moments), "model.family=shapes", "image_size=32", "shard_size=32kb"]) == 0
+    return miniature.moments, moments
+
+
+def loader_of(streams, workers=0, batch=8, seed=3):
+    config = DataConfig(stage="moments", streams=streams, workers=workers)
+    return build_data(config, FAMILY, size=(32, 32), device_batch_size=batch, device=CPU, seed=seed).dataloader
+
+
+WEIGHTS = {
+    "as they are": [{}, {}],
+    "proportion": [{"proportion": 0.25}, {"proportion": 0.75}],
+    "repeat": [{"repeat": 0.5}, {"repeat": 3.0}],
+    "choose": [{"choose": 100}, {"choose": 60}],
+    "repeat of one": [{}, {"repeat": 2.0}],
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_the_mixed_order_is_that_of_plain_streaming(two, weights):
+    streams = [StreamConfig(str(at), **weight) for at, weight in zip(two, weights, strict=True)]
+    plain = StreamingDataset(
+        streams=[PlainStream(local=str(at), **weight) for at, weight in zip(two, weights, strict=True)],
+        batch_size=8,
+        shuffle=True,
+        shuffle_seed=3,
+        num_canonical_nodes=1,
+        shuffle_block_size=1 << 18,
+    )
+    expected = [torch.from_numpy(np.stack([row["moments"] for row in plain])) for _ in range(2)]
+    own, num = loader_of(streams), plain.epoch_size // 8
+    assert epoch_samples(streams, [192, 64]) == plain.epoch_size == own.dataset.epoch_size
+    del plain
+    for of_epoch in expected:
+        batches = list(own)
+        assert len(batches) == num and torch.equal(torch.cat([b["moments"] for b in batches]), of_epoch[: num * 8])
+        assert set(torch.cat([batch["stream"] for batch in batches]).tolist()) == {0, 1}
+    own.close()
+
+
+def test_a_mixed_loader_goes_on_within_an_epoch_with_any_number_of_workers(two):
+    streams = [StreamConfig(str(two[0]), proportion=0.5), StreamConfig(str(two[1]), proportion=0.5)]
+    whole, resumed = loader_of(streams), loader_of(streams, workers=2)
+    first, second = list(whole), list(whole)
+    resumed.resume(epoch=0, batch_in_epoch=13, global_batch_size=8)
+    for expected in (first[13:], second):
+        found = list(resumed)
+        assert len(found) == len(expected) > 0
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(found, expected, strict=True) for name in b)
+    whole.close(), resumed.close()
+
+
+def test_weights_that_do_not_go_together_are_refused():
+    def texts(*weights):
+        return [": ".join(problem) for problem in weight_problems([StreamConfig("x", **weight) for weight in weights])]
+
+    assert texts({"repeat": 2.0}, {"choose": 5}, {}) == texts({"proportion": 0.25}, {"proportion": 0.75}) == []
+    assert texts({"proportion": 0.5, "repeat": 2.0}, {}) == [
+        "data.streams[0]: proportion: 0.5, repeat: 2 exclude each other. Give one of them."
+    ]
+    assert texts({"proportion": 0.5}, {"repeat": 2.0}) == [
+        "data.streams[1]: no proportion, but other streams have one. Give it to all of them, or to none."
+    ]
+    assert texts({"proportion": 0.5}, {"proportion": 0.3}) == [
+        "data.streams: the proportions sum to 0.8. Possible: parts of an epoch, which sum to 1. In this ratio: 0.625, 0.375."
+    ]
+
+
+def test_streams_that_cannot_be_mixed_are_refused(two, tmp_path):
+    def texts(*streams, batch=8, **more):
+        config = DataConfig(stage="moments", streams=list(streams), **more)
+        return [": ".join(problem) for problem in config.problems(batch, {})]
+
+    first, second = map(str, two)
+    assert texts(StreamConfig(first), StreamConfig(second)) == []
+    assert texts(StreamConfig(first), remote=second) == [
+        f"data.streams: given beside data.remote={second}. Give one of them."
+    ]
+    assert texts(StreamConfig(first), StreamConfig(first, str(tmp_path / "x"))) == [
+        f"data.streams[1].remote: {first} is the stage of data.streams[0]. Give it once, with repeat=2 for twice."
+    ]
+    cache = str(tmp_path / "cache")
+    assert texts(StreamConfig(first, cache), StreamConfig(second, cache)) == [
+        f"data.streams[1].local: {cache} is that of data.streams[0]. Give each stream a folder of its own."
+    ]
+    assert texts(StreamConfig(first), StreamConfig(second, repeat=0.001)) == [
+        "data.streams[1]: none of its 64 samples would be in an epoch. Give it more."
+    ]
+    assert texts(StreamConfig(first, choose=20), StreamConfig(second, choose=20), batch=64) == [
+        "global_batch_size: 64 is more than the 40 samples of an epoch of all streams. Take a smaller one, or more data."
+    ]
+    assert texts(StreamConfig(first), StreamConfig(f"{second}x"))[0].startswith(
+        f"data.streams[1].remote: no folder {second}x."
+    )
+    assert texts(StreamConfig(first), StreamConfig()) == [
+        "data.streams: not given. Give a stage's folder or s3:// address, or data.synthetic=true."
+    ]
+
+
+def test_a_name_is_short_and_of_one_stream():
+    assert names_of(["s3://b/laion/moments/", "/data/emoji"]) == ["moments", "emoji"]
+    assert names_of(["a/moments", "b/moments"]) == ["0-moments", "1-moments"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_a_run_of_two_streams_counts_both_and_goes_on_bit_for_bit(miniature, two, tmp_path):
+    first, second = two
+    mix = f"data.streams=[{{remote: {first}, proportion: 0.5}}, {{remote: {second}, proportion: 0.5}}]"
+    own = ["data.remote=null", mix, "max_duration=11ba", "measure.window_batches=4", "save.every_images=24"]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert benchmark.main(miniature.small(tmp_path, "whole", *own)) == 0
+    assert benchmark.main(miniature.small(tmp_path, "part", *own, "max_duration=6ba")) == 0  # within a window
+    for path in listed(part / "checkpoints", FULL)[:1]:
+        path.unlink()  # as if it had been killed after batch 6: it goes on from batch 3
+    assert benchmark.main(miniature.small(tmp_path, "part", *own)) == 0
+    lines, again = (read_lines(folder / "metrics.jsonl") for folder in (whole, part))
+    assert [line["streams"] for line in lines] == [line["streams"] for line in again]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in again]
+    for begin, line in zip([0, *(line["images"] for line in lines)], lines, strict=False):
+        of, num = line["streams"], line["images"] - begin
+        assert set(of) == {"0-moments", "1-moments"} and sum(each["samples"] for each in of.values()) == num > 0
+        total = sum(each["samples"] * each["loss"] for each in of.values() if each["samples"])
+        assert total / num == pytest.approx(line["loss"], rel=1e-5)
+    newest = [torch.load(listed(folder / "checkpoints", FULL)[0], weights_only=False) for folder in (whole, part)]
+    assert newest[0]["identity"]["stage"] == [
+        json.loads((at / "dataset.json").read_text())["index_sha256"] for at in two
+    ]
+    for name, value in newest[0]["model"].items():
+        assert torch.equal(value, newest[1]["model"][name]), name
