@@ -63,7 +63,7 @@ from preflight.run import (
 )
 from record.config_file import found_batch_size, say_what_is_later
 from record.summary import result_line
-from stages.dataset import Stage, read_stage
+from stages.dataset import Stage
 from training import microbatch, speed, warm_start
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
@@ -198,7 +198,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     assert config.precision is not None
     cost = cost_of(config)
     model = build(config)
-    stage = None if config.data.synthetic else read_stage(config.data.location)
+    stage = None if config.data.synthetic else config.data.read()
     check_encoders(stage, model.encoders.fingerprints)
     identity = run.verify(config, stage, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     model.place(device._device, config.precision)
@@ -230,7 +230,7 @@ def build_batches(
         device_batch_size=config.global_batch_size // dist.get_world_size(),
         device=device._device,
         seed=config.seed,
-        index_sha256=None if networks.stage is None else networks.stage.index_sha256,
+        stage=networks.stage,
         all_ready=all_ready,
     )
     if config.copy_stream:

@@ -37,10 +37,12 @@ from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from cli.masking import printable
 from cli.private_api import require_private_api
+from stages.adopted import AdoptedSet, kept_digests
 from stages.batch_wait import END, files_and_bytes, next_batch
 from stages.dataset import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stages.fetch import PATIENCE_SEC, StreamFailure
-from stages.images import check_caption, decode_image, resize_and_crop
+from stages.images import captions_of, decode_image, resize_and_crop
+from stages.latents import LatentsStream
 from stages.moments import MomentsStream
 from stages.shared_memory import one_at_a_time, remove_dead_segments
 from stages.stream import BatchStream
@@ -87,6 +89,8 @@ class DataConfig:
     """The stage: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
     """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
+    facts: str | None = None
+    """dataset.json of a data set that others have written (prepare.adopt), if it does not lie there: a file or address."""
     workers: int = limited(4, 0, 512)
     """Loader processes for each device. 0: read in the training process."""
     cache_limit: str | None = size_in_bytes(None, 1, MOST_BYTES, "500mb, 100gb, 1tb")
@@ -118,6 +122,10 @@ class DataConfig:
         """(source of the shards, folder that they are read from); a local stage without `local` is read in place."""
         return (None, self.remote) if self.remote and self.local is None else (self.remote, self.local)
 
+    def read(self) -> Stage:
+        """Return what the stage says of itself. Raises ValueError: see `read_stage`."""
+        return read_stage(self.location or "", self.facts)
+
     def problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
     ) -> list[tuple[str, str]]:
@@ -140,13 +148,17 @@ class DataConfig:
             given = f"{self.local} is not a folder on this machine"
             return [("data.local", f"{given}. It keeps the shards of {self.location}. Give a folder, or leave it out.")]
         try:
-            stage = read_stage(self.location)
+            stage = self.read()
         except ValueError as error:
             return [(where, str(error))]
         found = []
         if stage.kind != self.stage:
             given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
+        if stage.is_compressed and self.folders[0] is None:
+            given = f"not given. {stage.location} is compressed, and nothing is written there"
+            todo = "Give its place as data.remote, and as data.local a folder for the decompressed shards"
+            found.append(("data.local", f"{given}. {todo}."))
         for key, value in made_for.items():
             made = stage.facts.get(key.rpartition(".")[2])  # an `images` stage does not depend on these
             if made is None or made == value:  # moments made by others may not say
@@ -227,7 +239,7 @@ class StreamingLAIONDataset(BatchStream):
 
     def _use(self, sample_id: int) -> dict[str, Any]:
         sample = self[sample_id]
-        caption = check_caption(sample["caption"])
+        caption = captions_of(sample)[0]
         images = resize_and_crop(decode_image(sample["jpg"]), self.image_size, self.image_dtype)
         return {"images": images, "caption": caption}
 
@@ -336,9 +348,17 @@ class SyntheticBatches:
             yield dict(self.batch)
 
 
+def _adopted(stage: Stage, cache: str | None) -> AdoptedSet | None:
+    """Return what a reader of a data set of others needs: missing digests are kept in the cache, else beside dataset.json."""
+    if stage.adopted is None:
+        return None
+    beside = own_folder(stage.facts_at) if is_remote(stage.facts_at) else str(Path(stage.facts_at).parent)
+    return AdoptedSet(stage.adopted, kept_digests(stage.index_sha256, cache or beside))
+
+
 def _open_stream(
-    config: DataConfig, family: Family, size: ImageSize, arguments: Mapping[str, Any]
-) -> MomentsStream | StreamingLAIONDataset:
+    config: DataConfig, family: Family, size: ImageSize, stage: Stage, arguments: Mapping[str, Any]
+) -> BatchStream:
     """Remove what ended runs have left in shared memory, then open the stage's stream."""
     columns = family.columns("moments", size).items()
     kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
@@ -346,6 +366,9 @@ def _open_stream(
         if dist.get_local_rank() == 0:
             remove_dead_segments()
         dist.barrier()
+        if config.stage == "moments" and stage.adopted is not None:
+            shape, scale = family.latent_shape(size), stage.facts["latent_scale"]
+            return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
         if config.stage == "moments":
             return MomentsStream(columns=kinds, **arguments)
         return StreamingLAIONDataset(family=family, image_size=size, **arguments)
@@ -359,7 +382,7 @@ def build_data(
     device_batch_size: int,
     device: torch.device,
     seed: int,
-    index_sha256: str | None = None,
+    stage: Stage | None = None,
     all_ready: Callable[[bool], bool] = lambda is_here: is_here,
 ) -> DataSpec:
     """Return the run's batches for this rank, as a Composer DataSpec.
@@ -370,7 +393,7 @@ def build_data(
         device_batch_size: samples per rank and batch.
         device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
-        index_sha256: digest of the stage's index.json, from dataset.json; None: dataset.json is read here.
+        stage: what the stage says of itself; None: it is read here.
         all_ready: see Loader.
 
     Raises:
@@ -382,11 +405,13 @@ def build_data(
     remote, local = config.folders
     if remote is not None and is_remote(remote) and local == own_folder(remote):
         log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
+    stage = stage or config.read()
     arguments = {
         "remote": remote,
         "local": local,
         "patience_sec": config.patience_sec,
-        "index_sha256": index_sha256 or read_stage(config.location).index_sha256,
+        "index_sha256": stage.index_sha256,
+        "adopted": _adopted(stage, None if remote is None else local),
         "predownload": 8 * device_batch_size,
         "cache_limit": config.cache_limit,
         "batch_size": device_batch_size,
@@ -395,7 +420,7 @@ def build_data(
         "shuffle_seed": seed,
         **ORDER,
     }
-    dataset = _open_stream(config, family, size, arguments)
+    dataset = _open_stream(config, family, size, stage, arguments)
     loader = Loader(
         dataset,
         all_ready=all_ready,

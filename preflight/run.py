@@ -21,7 +21,7 @@ from model import LatentDiffusion, model_problems
 from preflight import limits, machine
 from record import mlperf_events
 from record.checkpoint_files import FULL, listed
-from stages.dataset import array_encoding, read_stage
+from stages.dataset import array_encoding
 from stages.images import resize_name
 from training import microbatch as microbatch_search
 from training import warm_start
@@ -163,7 +163,7 @@ def _planned_batches(config: RunConfig) -> int | None:
     if (num := _num_batches(config)) is not None:
         return num
     with contextlib.suppress(ValueError):  # named by the section `data`
-        epoch = read_stage(config.data.location or "").num_samples // config.global_batch_size
+        epoch = config.data.read().num_samples // config.global_batch_size
         return total_batches(config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=epoch)
     return None
 
@@ -293,7 +293,7 @@ def closed_data_problems(config: RunConfig) -> list[Problem]:
     if not (config.mlperf.enabled and config.mlperf.division == "closed") or config.data.synthetic:
         return []
     with contextlib.suppress(ValueError):  # named by the section
-        if config.data.location and (num := read_stage(config.data.location).num_samples) != mlperf.TRAIN_SAMPLES:
+        if config.data.location and (num := config.data.read().num_samples) != mlperf.TRAIN_SAMPLES:
             given = f"train_samples: {num:,} at {config.data.location}; the benchmark: {mlperf.TRAIN_SAMPLES:,}"
             fix = "Give the stage of all of them; a subset, if it is meant, is mlperf.division=open"
             return [Problem(f"mlperf.division: closed, but {given}. {fix}.", ("mlperf.division", "data.remote"))]

@@ -49,7 +49,7 @@ def store(case: Case) -> list[Finding]:
     wanted = checks.wanted_of_stage(config)
     if data.location is not None:
         try:
-            case.stage, case.shards = stage_checks.open_stage(data.location)
+            case.stage, case.shards = stage_checks.open_stage(data.location, data.facts)
         except ValueError as error:
             return [Finding(ERROR, "store", f"data.{'remote' if data.remote else 'local'}: {error}")]
     without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, *wanted)

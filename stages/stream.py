@@ -64,7 +64,7 @@ from streaming.base import dataset as streaming_dataset
 from cli.errors import ConfigError
 from cli.masking import printable
 from cli.private_api import require_private_api
-from stages.fetch import PATIENCE_SEC, FetchCancelled, RetryingStream, StreamFailure
+from stages.fetch import PATIENCE_SEC, Adopted, FetchCancelled, RetryingStream, StreamFailure
 from stages.images import SampleError
 
 FAILED = 255  # a state of a shard beside streaming's own
@@ -132,6 +132,7 @@ class BatchStream(StreamingDataset):
         remote, local: of the stage; remote None: it is read in place.
         patience_sec: how long a store that is away is waited for.
         index_sha256: of index.json as dataset.json has it; None: not compared.
+        adopted: of a data set that others have made; None: a stage of our own.
         arguments: further keyword arguments of StreamingDataset.
 
     Raises:
@@ -146,10 +147,13 @@ class BatchStream(StreamingDataset):
         local: str,
         patience_sec: float = PATIENCE_SEC,
         index_sha256: str | None = None,
+        adopted: Adopted | None = None,
         **arguments: Any,
     ):
         self._failure: str | None = None
-        stream = RetryingStream(remote=remote, local=local, patience_sec=patience_sec, index_sha256=index_sha256)
+        stream = RetryingStream(
+            remote=remote, local=local, patience_sec=patience_sec, index_sha256=index_sha256, adopted=adopted
+        )
         self._lock = FileLock(Path(local).resolve() / LOCK_FILE, is_singleton=True) if remote is not None else None
         _on_one_rank_of_each_machine(self._lock_folder)
         _on_one_rank_of_each_machine(stream.fetch_index)

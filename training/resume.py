@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "model.weights",  # the encoders' fingerprints have to agree
     "data.remote",  # the stage's digest has to agree
     "data.local",
+    "data.facts",
     "data.workers",
     "data.cache_limit",
     "data.max_bad_samples",
@@ -69,7 +70,10 @@ def _lasting(config: RunConfig) -> dict[str, Any]:
 def identity_of(config: RunConfig, stage: Stage | None, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """Key -> plain value of everything that identifies a run; checkpoints store it."""
     encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
-    return {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
+    identity = {**_lasting(config), **encoders, "stage": None if stage is None else stage.index_sha256}
+    if stage is not None and stage.adopted is not None:
+        identity["stage.columns"] = stage.adopted.as_facts()
+    return identity
 
 
 def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
