@@ -230,7 +230,7 @@ def build_batches(
         device_batch_size=config.global_batch_size // dist.get_world_size(),
         device=device._device,
         seed=config.seed,
-        index_sha256=[stage.index_sha256 for stage in networks.stages],
+        stages=networks.stages,
         all_ready=all_ready,
     )
     if config.copy_stream:

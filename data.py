@@ -31,9 +31,11 @@ from torch import Tensor
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from cli.masking import printable
+from stages.adopted import AdoptedSet, kept_digests
 from stages.dataset import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stages.fetch import PATIENCE_SEC, RetryingStream
-from stages.images import check_caption, decode_image, resize_and_crop
+from stages.images import captions_of, decode_image, resize_and_crop
+from stages.latents import LatentsStream
 from stages.loader import Loader
 from stages.mixture import StreamConfig, epoch_samples, own_folder, weight_problems
 from stages.moments import MomentsStream
@@ -65,8 +67,10 @@ class DataConfig:
     """The stage: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
     """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
+    facts: str | None = None
+    """dataset.json of a data set that others have written (prepare.adopt), if it does not lie there: a file or address."""
     streams: list[StreamConfig] | None = None
-    """Several stages that are mixed, in place of remote and local."""
+    """Several stages that are mixed, in place of remote, local and facts."""
     workers: int = limited(4, 0, 512)
     """Loader processes for each device. 0: read in the training process."""
     cache_limit: str | None = size_in_bytes(None, 1, MOST_BYTES, "500mb, 100gb, 1tb")
@@ -96,11 +100,11 @@ class DataConfig:
             return []
         if self.streams is not None:
             return self.streams
-        return [StreamConfig(self.remote, self.local)] if self.remote or self.local else []
+        return [StreamConfig(self.remote, self.local, self.facts)] if self.remote or self.local else []
 
     def read(self) -> list[Stage]:
         """Read the facts of each stage. Raises ValueError: see `stages.dataset.read_stage`."""
-        return [read_stage(source.location or "") for source in self.sources]
+        return [read_stage(source.location or "", source.facts) for source in self.sources]
 
     def problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
@@ -117,8 +121,9 @@ class DataConfig:
     def _stage_problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str]
     ) -> list[tuple[str, str]]:
-        if self.streams is not None and (self.remote or self.local):
-            return [("data.streams", f"given beside data.remote={self.remote}. Give one of them.")]
+        beside = [f"data.{name}={value}" for name in ("remote", "local", "facts") if (value := getattr(self, name))]
+        if self.streams is not None and beside:
+            return [("data.streams", f"given beside {beside[0]}. Give one of them.")]
         sources = self.sources
         if not sources or not all(source.location for source in sources):
             where = "data.remote" if self.streams is None else "data.streams"
@@ -132,6 +137,9 @@ class DataConfig:
         if len(stages) < len(sources):
             return found
         found += _twice(sources, stages)
+        if self.stage == "moments" and len({stage.facts.get("latent_scale") for stage in stages}) > 1:
+            text = "moments, and latents that others have stored, or latents of another scale. Mix stages of one kind."
+            found.append(("data.streams", text))
         samples = [stage.num_samples for stage in stages]
         for (key, source), num in zip(self.named_sources(), samples, strict=True):
             if not source.chosen(num, sum(samples)):
@@ -156,13 +164,17 @@ class DataConfig:
             text = f"{given}. It keeps the shards of {location}. Give a folder, or leave it out."
             return None, [(f"{key}.local", text)]
         try:
-            stage = read_stage(location)
+            stage = read_stage(location, source.facts)
         except ValueError as error:
             return None, [(where, str(error))]
         found = []
         if stage.kind != self.stage:
             given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
+        if stage.is_compressed and source.folders[0] is None:
+            given = f"not given. {stage.location} is compressed, and nothing is written there"
+            todo = f"Give its place as {key}.remote, and as {key}.local a folder for the decompressed shards"
+            found.append((f"{key}.local", f"{given}. {todo}."))
         for name, value in made_for.items():
             made = stage.facts.get(name.rpartition(".")[2])  # an `images` stage does not depend on these
             if made is None or made == value:  # moments made by others may not say
@@ -264,7 +276,7 @@ class StreamingLAIONDataset(BatchStream):
 
     def _use(self, sample_id: int) -> dict[str, Any]:
         sample = self[sample_id]
-        caption = check_caption(sample["caption"])
+        caption = captions_of(sample)[0]
         images = resize_and_crop(decode_image(sample["jpg"]), self.image_size, self.image_dtype)
         return {"images": images, "caption": caption}
 
@@ -300,22 +312,37 @@ class SyntheticBatches:
             yield dict(self.batch)
 
 
-def _streams(config: DataConfig, index_sha256: Sequence[str]) -> list[RetryingStream]:
+def _streams(config: DataConfig, stages: Sequence[Stage]) -> list[RetryingStream]:
     """Return the stages as streams, and say where their shards are kept if that was not given."""
     streams = []
-    for source, digest in zip(config.sources, index_sha256, strict=True):
+    for source, stage in zip(config.sources, stages, strict=True):
         remote, local = source.folders
         if remote is not None and is_remote(remote) and local == own_folder(remote):
             log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
         assert local is not None
-        more = {"patience_sec": config.patience_sec, "index_sha256": digest}
-        streams.append(RetryingStream(remote=remote, local=local, **more, **source.weight))
+        stream = RetryingStream(
+            remote=remote,
+            local=local,
+            patience_sec=config.patience_sec,
+            index_sha256=stage.index_sha256,
+            adopted=_adopted(stage, None if remote is None else local),
+            **source.weight,
+        )
+        streams.append(stream)
     return streams
 
 
+def _adopted(stage: Stage, cache: str | None) -> AdoptedSet | None:
+    """Return what a reader of a data set of others needs: missing digests are kept in the cache, else beside dataset.json."""
+    if stage.adopted is None:
+        return None
+    beside = own_folder(stage.facts_at) if is_remote(stage.facts_at) else str(Path(stage.facts_at).parent)
+    return AdoptedSet(stage.adopted, kept_digests(stage.index_sha256, cache or beside))
+
+
 def _open_stream(
-    config: DataConfig, family: Family, size: ImageSize, arguments: Mapping[str, Any]
-) -> MomentsStream | StreamingLAIONDataset:
+    config: DataConfig, family: Family, size: ImageSize, stages: Sequence[Stage], arguments: Mapping[str, Any]
+) -> BatchStream:
     """Remove what ended runs have left in shared memory, then open the stage's stream."""
     columns = family.columns("moments", size).items()
     kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
@@ -323,6 +350,9 @@ def _open_stream(
         if dist.get_local_rank() == 0:
             remove_dead_segments()
         dist.barrier()
+        if config.stage == "moments" and stages[0].adopted is not None:
+            shape, scale = family.latent_shape(size), stages[0].facts["latent_scale"]
+            return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
         if config.stage == "moments":
             return MomentsStream(columns=kinds, **arguments)
         return StreamingLAIONDataset(family=family, image_size=size, **arguments)
@@ -336,7 +366,7 @@ def build_data(
     device_batch_size: int,
     device: torch.device,
     seed: int,
-    index_sha256: Sequence[str] = (),
+    stages: Sequence[Stage] = (),
     all_ready: Callable[[bool], bool] = lambda is_here: is_here,
 ) -> DataSpec:
     """Return the run's batches for this rank, as a Composer DataSpec.
@@ -347,7 +377,7 @@ def build_data(
         device_batch_size: samples per rank and batch.
         device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
-        index_sha256: digest of each stage's index.json, from dataset.json; empty: dataset.json is read here.
+        stages: what each stage says of itself; empty: it is read here.
         all_ready: see Loader.
 
     Raises:
@@ -356,8 +386,9 @@ def build_data(
     """
     if config.synthetic:
         return DataSpec(SyntheticBatches(family.columns(config.stage, size), device_batch_size, device, seed))
+    stages = stages or config.read()
     arguments = {
-        "streams": _streams(config, index_sha256 or [stage.index_sha256 for stage in config.read()]),
+        "streams": _streams(config, stages),
         "predownload": 8 * device_batch_size,
         "cache_limit": config.cache_limit,
         "batch_size": device_batch_size,
@@ -366,7 +397,7 @@ def build_data(
         "shuffle_seed": seed,
         **ORDER,
     }
-    dataset = _open_stream(config, family, size, arguments)
+    dataset = _open_stream(config, family, size, stages, arguments)
     loader = Loader(
         dataset,
         all_ready=all_ready,

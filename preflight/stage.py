@@ -10,16 +10,17 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from streaming.base.util import bytes_to_int
 
 from data import DataConfig
 from preflight.machine import ERROR, OK, WARNING, Finding, free_gib
 from stages.dataset import Stage, is_remote, read_stage
-from stages.fetch import HASH, file_digest
+from stages.fetch import file_digest, known_digest
 from stages.mixture import StreamConfig
 from stages.store_errors import explain_store_error
 from stages.stores import download_once
@@ -33,24 +34,31 @@ SPARE_FILES = 1000  # files of a run besides its shards
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard as its index lists it."""
+    """A file as an index lists it; of a shard, the one that a run reads."""
 
     name: str
     num_bytes: int
-    digest: str
+    digest: tuple[str, str] | None
+    """(kind, digest); None: the index has none."""
+    stored: Shard | None = None
+    """The file that a store has instead, compressed; None: the same."""
+
+    @classmethod
+    def of(cls, file: Mapping[str, Any], stored: Shard | None = None) -> Shard:
+        return cls(file["basename"], file["bytes"], known_digest(file["hashes"]), stored)
 
 
-def open_stage(location: str) -> tuple[Stage, list[Shard]]:
+def open_stage(location: str, facts: str | None = None) -> tuple[Stage, list[Shard]]:
     """Return a stage's facts and its shards, from a folder or a store.
 
     Raises:
         ValueError: it does not exist, is not a stage, or the store did not return it; says why and what to do.
     """
-    stage = read_stage(location)
+    stage = read_stage(location, facts)
     with tempfile.TemporaryDirectory() as folder:
         index = json.loads(_file(location, "index.json", Path(folder)).read_bytes())
-    files = [shard["raw_data"] for shard in index["shards"]]
-    return stage, [Shard(file["basename"], file["bytes"], file["hashes"][HASH]) for file in files]
+    packed = [None if shard["zip_data"] is None else Shard.of(shard["zip_data"]) for shard in index["shards"]]
+    return stage, [Shard.of(shard["raw_data"], of) for shard, of in zip(index["shards"], packed, strict=True)]
 
 
 def _file(location: str, name: str, folder: Path) -> Path:
@@ -86,7 +94,7 @@ def chosen(shards: Sequence[Shard]) -> list[Shard]:
 def digests(location: str, shards: Sequence[Shard]) -> list[Finding]:
     """Read some shards of the stage itself, and compare their digests with the index."""
     begun, checked, found = time.monotonic(), 0, []
-    for shard in chosen(shards):
+    for shard in (shard.stored or shard for shard in chosen(shards)):
         if time.monotonic() - begun > NO_MORE_AFTER_SEC:
             break
         with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +108,12 @@ def digests(location: str, shards: Sequence[Shard]) -> list[Finding]:
         checked += 1
     if found:
         return found
-    return [Finding(OK, "digests", f"{checked} of {len(shards):,} shards of the stage have their {HASH}")]
+    given = f"{checked} of {len(shards):,} shards of the stage have their {_what(shards[0].stored or shards[0])}"
+    return [Finding(OK, "digests", given)]
+
+
+def _what(shard: Shard) -> str:
+    return shard.digest[0] if shard.digest else "size, and no digest in index.json"
 
 
 def _damage(file: Path, shard: Shard) -> str | None:
@@ -108,8 +121,9 @@ def _damage(file: Path, shard: Shard) -> str | None:
     size = file.stat().st_size
     if size != shard.num_bytes:
         return f"{size:,} bytes, index.json says {shard.num_bytes:,}"
-    digest = file_digest(file)
-    return None if digest == shard.digest else f"{HASH} {digest}, index.json says {shard.digest}"
+    if shard.digest is None or (found := file_digest(file, shard.digest[0])) == shard.digest[1]:
+        return None
+    return f"{shard.digest[0]} {found}, index.json says {shard.digest[1]}"
 
 
 def cache(config: StreamConfig, shards: Sequence[Shard]) -> list[Finding]:
@@ -135,7 +149,8 @@ def cache(config: StreamConfig, shards: Sequence[Shard]) -> list[Finding]:
     if not there:
         return [Finding(OK, "cache", f"{local} holds no shard yet")]
     given = (
-        f"{local} holds {len(there):,} of {len(shards):,} shards, all of their size; {len(checked)} have their {HASH}"
+        f"{local} holds {len(there):,} of {len(shards):,} shards, all of their size; {len(checked)} have their "
+        f"{_what(shards[0])}"
     )
     return [Finding(OK, "cache", given)]
 

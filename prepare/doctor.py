@@ -49,7 +49,7 @@ def store(case: Case) -> list[Finding]:
     wanted = checks.wanted_of_stage(config)
     for key, source in data.named_sources():
         try:
-            case.opened.append((source, *stage_checks.open_stage(source.location or "")))
+            case.opened.append((source, *stage_checks.open_stage(source.location or "", source.facts)))
         except ValueError as error:
             return [Finding(ERROR, "store", f"{key}.{'remote' if source.remote else 'local'}: {error}")]
     without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, *wanted)

@@ -26,8 +26,10 @@ from model import AUTOCAST_DTYPES, ModelConfig, normalize_images
 from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Place
-from stages.fetch import HASH, file_digest
-from stages.images import SampleError, check_caption, decode_image, resize_and_crop
+from stages.adopted import Columns, mapped
+from stages.dataset import stored_file
+from stages.fetch import Damaged, check_file, known_digest, unpack
+from stages.images import SampleError, captions_of, decode_image, resize_and_crop
 from zoo import load_family
 from zoo.encoders import build_encoders
 
@@ -53,7 +55,7 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int)
     except OSError as error:
         raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
     try:
-        caption = check_caption(sample["caption"])
+        caption = captions_of(sample)[0]
         image = resize_and_crop(decode_image(sample["jpg"]), size, dtype)
     except SampleError as error:
         return Decoded(str(sample["key"]), problem=str(error))
@@ -164,29 +166,47 @@ def build_device(precision: str) -> torch.device:
     return torch.device("cuda", dist.get_local_rank())
 
 
-def open_shard(place: Place, shard: Mapping[str, Any], folder: Path) -> MDSReader:
-    """Return a reader of one shard of IN, with its digest checked; fetched to `folder` if IN is a store.
+def open_shard(place: Place, shard: Mapping[str, Any], folder: Path, adopted: Columns | None = None) -> MDSReader:
+    """Return a reader of one shard of IN, with its digest checked; fetched to `folder` if IN is a store, or compressed.
+
+    Args:
+        adopted: the columns that are read of a data set of others; its samples are then those of a stage of our own.
+            shard["first"] is the number of its first sample.
 
     Raises:
         Failed: the shard is missing, damaged (names both digests), or not safe to read.
     """
-    raw = shard["raw_data"]
+    stored = stored_file(shard)
+    named = f"IN: {place.address}/{stored['basename']}"
     for is_last in (False, True):  # once more: a transfer can fail although the store's file is intact
         try:
-            file = place.fetch(raw["basename"], folder)
-            digest = file_digest(file)
-        except OSError as error:
-            raise Failed(f"IN: {place.address}/{raw['basename']} cannot be read: {error}. {AGAIN}.") from error
-        if digest == raw["hashes"][HASH]:
+            file = place.fetch(stored["basename"], folder)
+            check_file(file, stored["bytes"] if adopted else None, known_digest(stored["hashes"]))
+            if stored is not shard["raw_data"]:
+                file = _unpacked(file, shard, folder)
             break
-        if is_last:
-            listed = f"{HASH} {digest}, index.json says {raw['hashes'][HASH]}"
-            raise Failed(f"IN: {place.address}/{raw['basename']} is damaged: {listed}. {AGAIN}.")
-    entry = {**shard, "raw_data": {**raw, "basename": file.name}}
+        except OSError as error:
+            raise Failed(f"{named} cannot be read: {error}. {AGAIN}.") from error
+        except Damaged as error:
+            if is_last:
+                raise Failed(f"{named} is damaged: {error}. {AGAIN}.") from error
+    entry = {**shard, "raw_data": {**shard["raw_data"], "basename": file.name}}
+    first = entry.pop("first", 0)
     reader = MDSReader.from_json(str(file.parent), None, entry)
     try:
         reader.validate(allow_unsafe_types=False)
     except ValueError as error:
-        unsafe = f"IN: {place.address}/{raw['basename']} has a pickled column, which could run code"
+        unsafe = f"IN: {place.address}/{shard['raw_data']['basename']} has a pickled column, which could run code"
         raise Failed(f"{unsafe}. Make that stage again without it.") from error
-    return reader
+    return reader if adopted is None else mapped(reader, adopted, first)
+
+
+def _unpacked(file: Path, shard: Mapping[str, Any], folder: Path) -> Path:
+    """Decompress a shard into `folder`, and remove the compressed file from there. Raises Damaged, OSError."""
+    raw = shard["raw_data"]
+    to = folder / Path(raw["basename"]).name
+    unpack(file, to, shard["compression"])
+    check_file(to, raw["bytes"], known_digest(raw["hashes"]))
+    if file.parent == folder:
+        file.unlink()
+    return to

@@ -18,13 +18,15 @@ for days.
 model.weights: a diffusers folder, an LDM checkpoint, or random for meaningless encoders.
 
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
-(16), precision (fp32, tf32, bf16), store_text (false), shard_size (64mb), workers (decoding threads per rank, 4).
+(16), precision (fp32, tf32, bf16), store_text (false), shard_size (64mb), workers (decoding threads per rank, 4), facts
+(dataset.json of a data set of others, if it does not lie in IN).
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 import time
@@ -66,6 +68,7 @@ from prepare.parts import (
     where_to_look,
 )
 from prepare.places import Place, address_problem, open_place, out_problem
+from stages.adopted import Columns
 from stages.dataset import Stage, read_stage
 from stages.fetch import HASH
 from stages.images import resize_name
@@ -95,6 +98,8 @@ class LatentsConfig:
     """Size of a shard."""
     workers: int = limited(4, 1, 512)
     """Decoding threads for each rank."""
+    facts: str | None = None
+    """dataset.json of a data set of others (prepare.adopt), if it does not lie in IN."""
 
     @property
     def size(self) -> ImageSize:
@@ -115,7 +120,7 @@ def check(config: LatentsConfig) -> list[Problem]:
     return found + model_problems(config.model, config.size, encoders_wanted=True)
 
 
-def open_input(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
+def open_input(location: str, facts: str | None = None) -> tuple[Place, Stage, list[dict[str, Any]]]:
     """Return the place of the stage `images`, its facts, and its shards as its index lists them.
 
     Raises:
@@ -124,12 +129,19 @@ def open_input(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
     if text := address_problem(location):
         raise ValueError(f"IN: {text}")
     try:
-        stage = read_stage(location)
+        stage = read_stage(location, facts)
         shards = json.loads(open_place(location).read("index.json"))["shards"]
     except (ValueError, OSError) as error:
         raise ValueError(f"IN: {error}") from error
     if stage.kind != "images":
         raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of images (prepare.shards).")
+    if stage.adopted is not None:
+        firsts = itertools.accumulate((shard["samples"] for shard in shards), initial=0)
+        return (
+            open_place(location),
+            stage,
+            [{**shard, "first": first} for shard, first in zip(shards, firsts, strict=False)],
+        )
     missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
     if missing:
         raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
@@ -152,12 +164,15 @@ def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list
         "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples},
     }
     text = encoder.text_states(encoder.empty_text)
-    columns = mds_columns(encoder.family, config.size, text=text, metadata="metadata" in stage.columns)
+    has_metadata = stage.adopted is None and "metadata" in stage.columns
+    columns = mds_columns(encoder.family, config.size, text=text, metadata=has_metadata)
     inputs = [
-        {"name": raw["basename"], "bytes": raw["bytes"], HASH: raw["hashes"][HASH], "samples": shard["samples"]}
+        {"name": raw["basename"], "bytes": raw["bytes"], HASH: raw["hashes"].get(HASH), "samples": shard["samples"]}
         for shard in shards
         for raw in (shard["raw_data"],)
     ]
+    if stage.adopted is not None:
+        facts["source"]["columns"] = stage.adopted.as_facts()
     return Plan("prepare.latents", "moments", columns, bytes_to_int(config.shard_size), facts, inputs)
 
 
@@ -167,7 +182,14 @@ def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list
 
 
 def make_parts(
-    place: Place, plan: Plan, todo: Sequence[int], encoder: Encoder, source: Place, shards: list[dict], workers: int
+    place: Place,
+    plan: Plan,
+    todo: Sequence[int],
+    encoder: Encoder,
+    source: Place,
+    shards: list[dict],
+    workers: int,
+    adopted: Columns | None,
 ) -> float:
     """Make parts one after the other; return the time of the slowest in seconds."""
     longest_sec, num_images = 0.0, sum(shards[number]["samples"] for number in todo)
@@ -183,7 +205,7 @@ def make_parts(
         warnings.simplefilter("error", Image.DecompressionBombWarning)
 
         def fill(number: int, part: Part) -> None:
-            reader = open_shard(source, shards[number], folder)
+            reader = open_shard(source, shards[number], folder, adopted)
             one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype)
             samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
             encoder.fill(part, samples, plan.columns, progress.update)
@@ -224,14 +246,14 @@ def write_stage(
         wait_for_plan(place, plan)
         todo = parts_to_make(place, plan)
         mine = [number for number in todo if number % ranks == dist.get_global_rank()]
-        make_parts(place, plan, mine, encoder, source, shards, config.workers)
+        make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted)
         return None
     started = time.monotonic()
     with place.only_writer():
         begin(place, plan)
         todo = parts_to_make(place, plan)
         mine = [number for number in todo if number % ranks == 0]
-        longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers)
+        longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted)
         wait_for_parts(place, len(shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
         counts = finish(place, plan)
     seconds, images = time.monotonic() - started, sum(shards[number]["samples"] for number in todo)
@@ -258,7 +280,7 @@ def main(argv: Sequence[str]) -> int:
         problems.append("command line: IN and OUT have to be given. python -m prepare.latents --help says more.")
     else:
         try:
-            found = open_input(paths[0])
+            found = open_input(paths[0], config.facts)
         except ValueError as error:
             problems.append(str(error))
         problem = out_problem(paths[1], paths[:1])

@@ -111,6 +111,10 @@ def open_stage(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
         shards = json.loads(place.read("index.json"))["shards"]
     except (ValueError, OSError) as error:
         raise ValueError(f"REMOTE: {error}") from error
+    if stage.adopted is not None:
+        raise ValueError(
+            f"REMOTE: {location} was written by others. What it holds, python -m prepare.adopt {location} says."
+        )
     column, wanted = NEEDED[stage.kind]
     if not dict(zip(stage.columns, stage.encodings, strict=True)).get(column, "").startswith(wanted):
         raise ValueError(f"REMOTE: {location} has no column {column} of {wanted}. {AGAIN}.")

@@ -2,6 +2,9 @@
 
 A stage is an MDS dataset (`index.json` and shards, with hashes) with a `dataset.json` beside the index that says what
 made it. A folder without both is not a stage: `index.json` is written last, so a half-written one has none.
+
+A data set that others have written has an index of its own and a `dataset.json` of prepare.adopt's, which may lie elsewhere.
+Its shards may be compressed, and have hashes of another kind or none, and columns of other names (stages/adopted.py).
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streaming.base.compression import get_compressions
 from streaming.base.format.mds.encodings import get_mds_encoded_size, is_mds_encoding_safe
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 
 from cli.files import write_json
-from stages.fetch import HASH
+from stages.adopted import Columns, columns_of, problem_of_columns
+from stages.fetch import HASH, known_digest
 from stages.store_errors import address_problem, explain_store_error, scheme_of
 from stages.stores import download_once
 
@@ -32,6 +37,8 @@ KINDS = {
 }
 """Kind of stage -> the columns that every run reads, and how their encodings begin."""
 AGAIN = "Make the stage again: python -m prepare.shards --help"
+ADOPT = "python -m prepare.adopt"
+OF_OTHERS = "Others have written it: copy it anew, or write it again with streaming's MDSWriter."
 STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then waits for its shards, this does not
 
 MDS_VERSION = 2
@@ -46,6 +53,7 @@ SHARD_KEYS = {
     *("column_encodings", "column_names", "column_sizes"),
 }
 FILE_KEYS = {"basename", "bytes", "hashes"}
+OF_COLUMNS = ("column_names", "column_encodings", "column_sizes")
 MISSING = object()
 
 
@@ -71,6 +79,14 @@ class Stage:
     """(name, bytes, hash) of every shard."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The rest of dataset.json: family, image_size, normalize, encoders, as far as the stage has them."""
+    facts_at: str = ""
+    """The place of dataset.json."""
+    is_compressed: bool = False
+
+    @property
+    def adopted(self) -> Columns | None:
+        """The columns that are read of a data set of others; None: a stage of our own."""
+        return columns_of(self.facts)
 
 
 def array_encoding(stored: str, shape: Sequence[int]) -> str:
@@ -84,6 +100,8 @@ def column_problem(stage: Stage, encodings: Mapping[str, str]) -> str | None:
     Args:
         encodings: column -> its encoding, of a stage of moments; those that the run knows.
     """
+    if stage.adopted is not None:
+        return None  # read_stage has looked at them
     wanted = {**KINDS[stage.kind], **(encodings if stage.kind == "moments" else {})}
     if missing := [name for name in wanted if name not in stage.columns]:
         return f"{stage.location} has no column {', '.join(missing)}. Make the stage again."
@@ -96,15 +114,51 @@ def column_problem(stage: Stage, encodings: Mapping[str, str]) -> str | None:
     return None
 
 
-def read_stage(location: str) -> Stage:
+def read_stage(location: str, facts_at: str | None = None) -> Stage:
     """Read the facts of the stage at a folder or store address.
 
     All that a reader of the stage leans on is looked at here, so that nothing of it fails later: what both files hold, that
     they belong together, and in a folder that every shard is there in its size.
 
+    Args:
+        facts_at: place of dataset.json, if it lies elsewhere: a file, or an address.
+
     Raises:
         ValueError: nothing is there, it is no stage, or a file cannot be read; says which and what to do.
     """
+    index_bytes, index = read_index(location)
+    facts_at = facts_at or f"{location.rstrip('/')}/{FACTS_FILE}"
+    _, facts = _read_json(*facts_at.rpartition("/")[::2], or_adopt=f" If others have written it: {ADOPT} {location}")
+    digest = hashlib.sha256(index_bytes).hexdigest()
+    _check_facts(facts_at, location, facts, digest)
+    shards = checked_shards(location, index, facts.get("columns") is not None)
+    total = sum(shard["samples"] for shard in shards)
+    if not _is(facts.get("samples"), total):
+        raise _other(facts_at, "samples", facts.get("samples", MISSING), f"{total}, the sum of index.json")
+    if (columns := columns_of(facts)) is not None:
+        check_named_columns(location, columns, shards)
+    sizes = {file["basename"]: file["bytes"] for file in map(stored_file, shards)}
+    if not is_remote(location):
+        _check_shards(location, sizes)
+    return Stage(
+        location=location,
+        kind=facts["stage"],
+        index_sha256=digest,
+        num_samples=facts["samples"],
+        columns=tuple(shards[0]["column_names"]),
+        encodings=tuple(shards[0]["column_encodings"]),
+        largest_shard_bytes=max(
+            shard["raw_data"]["bytes"] + (shard["zip_data"] or {"bytes": 0})["bytes"] for shard in shards
+        ),
+        files=_files(index),
+        facts=facts,
+        facts_at=facts_at,
+        is_compressed=any(shard["zip_data"] is not None for shard in shards),
+    )
+
+
+def read_index(location: str) -> tuple[bytes, dict[str, Any]]:
+    """Return index.json of a folder or store address, as it is and read. Raises ValueError: nothing is there."""
     if text := address_problem(location):
         raise ValueError(text)
     scheme = scheme_of(location)
@@ -120,38 +174,28 @@ def read_stage(location: str) -> Stage:
         raise ValueError(
             f"{location} cannot be read: {error.strerror}. Check the path, and who may read it."
         ) from error
-    index_bytes, index = _read_json(location, "index.json")
-    _, facts = _read_json(location, FACTS_FILE)
-    digest = hashlib.sha256(index_bytes).hexdigest()
-    _check_facts(location, facts, digest)
-    shards = _checked_shards(location, index, facts)
-    sizes = {shard["raw_data"]["basename"]: shard["raw_data"]["bytes"] for shard in shards}
-    if not scheme:
-        _check_shards(location, sizes)
-    return Stage(
-        location=location,
-        kind=facts["stage"],
-        index_sha256=digest,
-        num_samples=facts["samples"],
-        columns=tuple(shards[0]["column_names"]),
-        encodings=tuple(shards[0]["column_encodings"]),
-        largest_shard_bytes=max(sizes.values()),
-        files=_files(index),
-        facts=facts,
-    )
+    return _read_json(location, "index.json")
 
 
-def _check_facts(location: str, facts: Mapping[str, Any], digest: str) -> None:
+def stored_file(shard: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name, size and hashes of the file that a store has of a shard: the compressed one, where there is one."""
+    return shard["zip_data"] or shard["raw_data"]
+
+
+def _check_facts(where: str, location: str, facts: Mapping[str, Any], digest: str) -> None:
     """Look at what dataset.json says of every stage, but for the number of samples."""
-    where, schema = f"{location}/{FACTS_FILE}", facts.get("schema", MISSING)
+    schema, again = facts.get("schema", MISSING), AGAIN
+    if facts.get("columns") is not None:
+        again = f"Adopt the data set again: {ADOPT} {location}"
     if type(schema) is not int:
         raise _other(where, "schema", schema, f"{FACTS_SCHEMA}, a number")
     if schema != FACTS_SCHEMA:
         raise ValueError(f"{where} has schema {schema}; this version reads {FACTS_SCHEMA}. {AGAIN}")
     if facts.get("index_sha256") != digest:
+        name = FACTS_FILE if where == f"{location.rstrip('/')}/{FACTS_FILE}" else where
         raise ValueError(
-            f"{location}/index.json (sha256 {digest[:12]}) is not the one that {FACTS_FILE} was written for "
-            f"({str(facts.get('index_sha256'))[:12]}). {AGAIN}"
+            f"{location}/index.json (sha256 {digest[:12]}) is not the one that {name} was written for "
+            f"({str(facts.get('index_sha256'))[:12]}). {again}"
         )
     encoders = facts.get("encoders")
     known = [digest for digest in encoders.values() if digest is not None] if isinstance(encoders, dict) else None
@@ -159,59 +203,79 @@ def _check_facts(location: str, facts: Mapping[str, Any], digest: str) -> None:
         raise _other(where, "encoders", encoders, "an object of names and fingerprints")
     if facts.get("stage") not in list(KINDS):  # of a list: what is given may have no hash
         raise _other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))
+    if facts.get("columns") is None:
+        return
+    columns, scale = columns_of(facts), facts.get("latent_scale")
+    if columns is None or (columns.latents is None) != (facts["stage"] == "images"):
+        possible = "an object of captions, of image or latents as the stage is, and key"
+        raise _other(where, "columns", facts["columns"], possible, again)
+    if columns.latents is not None and (type(scale) not in (int, float) or not 0.0 < scale < 1e4):
+        raise _other(where, "latent_scale", facts.get("latent_scale", MISSING), "a number above 0", again)
 
 
-def _checked_shards(location: str, index: Mapping[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def check_named_columns(location: str, columns: Columns, shards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError where a shard has not the columns that are read, each of the same encoding."""
+    if wrong := problem_of_columns(columns, shards):
+        raise ValueError(f"{location}/index.json: {wrong[0]}. Possible: {wrong[1]}. {OF_OTHERS}")
+
+
+def checked_shards(location: str, index: Mapping[str, Any], of_others: bool) -> list[dict[str, Any]]:
     """Return the shards of index.json. Raises ValueError: one could not be read, or they do not belong together."""
     where, shards, names = f"{location}/index.json", index.get("shards", MISSING), set()
+    again = OF_OTHERS if of_others else AGAIN
     if not _is(index.get("version"), MDS_VERSION):
-        raise _other(where, "version", index.get("version", MISSING), f"{MDS_VERSION}, a number")
+        raise _other(where, "version", index.get("version", MISSING), f"{MDS_VERSION}, a number", again)
     if not isinstance(shards, list):
-        raise _other(where, "shards", shards, "a list")
+        raise _other(where, "shards", shards, "a list", again)
     if not shards:
-        raise ValueError(f"{where} lists no shard. {AGAIN}")
+        raise ValueError(f"{where} lists no shard. {again}")
     for number, shard in enumerate(shards):
-        if wrong := _wrong_in_shard(shard):
-            raise _other(where, f"shards[{number}]{wrong[0]}", *wrong[1:])
-        name = shard["raw_data"]["basename"]
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{where} names a shard outside of its stage: {name}. {AGAIN}")
-        if Path(name) in names:
-            raise ValueError(f"{where} lists {name} twice. {AGAIN}")
-        names.add(Path(name))
-        if not number:
-            _check_columns(location, shard)
-        for key in ("column_names", "column_encodings", "column_sizes"):
+        if wrong := _wrong_in_shard(shard, of_others):
+            raise _other(where, f"shards[{number}]{wrong[0]}", *wrong[1:], again)
+        for file in filter(None, (shard["raw_data"], shard["zip_data"])):
+            name = file["basename"]
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"{where} names a shard outside of its stage: {name}. {again}")
+            if Path(name) in names:
+                raise ValueError(f"{where} lists {name} twice. {again}")
+            names.add(Path(name))
+        is_as_first = all(_are_same(shard[key], shards[0][key]) for key in OF_COLUMNS)
+        if not number or (of_others and not is_as_first):
+            _check_columns(location, shard, number, again)
+        for key in OF_COLUMNS if not of_others else ():
             if not _are_same(shard[key], shards[0][key]):
                 first = f"{_shown(shards[0][key])} as in shards[0]: all shards have the same columns"
                 raise _other(where, f"shards[{number}].{key}", shard[key], first)
-    total = sum(shard["samples"] for shard in shards)
-    if not _is(facts.get("samples"), total):
-        total_given = f"{total}, the sum of index.json"
-        raise _other(f"{location}/{FACTS_FILE}", "samples", facts.get("samples", MISSING), total_given)
     return shards
 
 
-def _wrong_in_shard(shard: Any) -> tuple[str, Any, str] | None:
+def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
     """Return (key, value, what is possible) of the first entry with which no reader could do anything, or None."""
-    raw = shard.get("raw_data") if isinstance(shard, dict) else None
-    for key, given, wanted in (("", shard, SHARD_KEYS), (".raw_data", raw, FILE_KEYS)):
+    raw, packed = (shard.get(key) if isinstance(shard, dict) else None for key in ("raw_data", "zip_data"))
+    looked_into = (("", shard, SHARD_KEYS), (".raw_data", raw, FILE_KEYS), (".zip_data", packed, FILE_KEYS))
+    for key, given, wanted in looked_into if of_others and packed is not None else looked_into[:2]:
         if not isinstance(given, dict) or set(given) != wanted:
             return key, given, f"an object of {', '.join(sorted(wanted))}"
-    hashes = raw["hashes"]
-    if not isinstance(hashes, dict) or not isinstance(hashes.get(HASH), str) or not DIGEST.fullmatch(hashes[HASH]):
-        return ".raw_data.hashes", hashes, f"the shard's {HASH}, 16 hexadecimal digits"
-    name, limit = raw["basename"], shard["size_limit"]
+    if (wrong := _wrong_hashes(shard) if of_others else _wrong_own_hash(raw["hashes"])) is not None:
+        return wrong
+    compressions, limit, is_packed = sorted(get_compressions()), shard["size_limit"], of_others and packed is not None
+    of_compression = (
+        (".compression", shard["compression"], shard["compression"] is None, "null: uncompressed"),
+        (".zip_data", packed, packed is None, "null: uncompressed"),
+    )
+    if of_others:
+        is_known = shard["compression"] in compressions if is_packed else shard["compression"] is None
+        possible = f"with zip_data one of {', '.join(name for name in compressions if ':' not in name)}; else null"
+        of_compression = ((".compression", shard["compression"], is_known, possible),)
     looked_at = (
         (".version", shard["version"], _is(shard["version"], MDS_VERSION), f"{MDS_VERSION}, a number"),
         (".format", shard["format"], shard["format"] == "mds", '"mds"'),
-        (".compression", shard["compression"], shard["compression"] is None, "null: uncompressed"),
-        (".zip_data", shard["zip_data"], shard["zip_data"] is None, "null: uncompressed"),
+        *of_compression,
         (".hashes", shard["hashes"], _are_texts(shard["hashes"]), "a list of names"),
         (".size_limit", limit, limit is None or _is_count(limit, 2**63), "null, or a number of bytes"),
         (".samples", shard["samples"], _is_count(shard["samples"]), COUNT),
-        (".raw_data.basename", name, _is_name(name), "the name of a file"),
-        (".raw_data.bytes", raw["bytes"], _is_count(raw["bytes"]), COUNT),
+        *_looked_at_in_file(".raw_data", raw),
+        *(_looked_at_in_file(".zip_data", packed) if is_packed else ()),
         (".column_names", shard["column_names"], _are_texts(shard["column_names"]), "a list of names"),
         (".column_encodings", shard["column_encodings"], _are_texts(shard["column_encodings"]), "a list of names"),
     )
@@ -222,13 +286,35 @@ def _wrong_in_shard(shard: Any) -> tuple[str, Any, str] | None:
     return None
 
 
-def _check_columns(location: str, shard: Mapping[str, Any]) -> None:
+def _looked_at_in_file(key: str, file: Mapping[str, Any]) -> tuple[tuple[str, Any, bool, str], ...]:
+    name, size = file["basename"], file["bytes"]
+    of_name = (f"{key}.basename", name, _is_name(name), "the name of a file")
+    return of_name, (f"{key}.bytes", size, _is_count(size), COUNT)
+
+
+def _wrong_own_hash(hashes: Any) -> tuple[str, Any, str] | None:
+    if isinstance(hashes, dict) and isinstance(hashes.get(HASH), str) and DIGEST.fullmatch(hashes[HASH]):
+        return None
+    return ".raw_data.hashes", hashes, f"the shard's {HASH}, 16 hexadecimal digits"
+
+
+def _wrong_hashes(shard: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+    for key in ("raw_data", "zip_data"):
+        hashes = {} if shard[key] is None else shard[key]["hashes"]
+        if not isinstance(hashes, dict) or not _are_texts([*hashes, *hashes.values()]):
+            return f".{key}.hashes", hashes, "an object of names and digests, which may be empty"
+    return None
+
+
+def _check_columns(location: str, shard: Mapping[str, Any], number: int, again: str) -> None:
     """Look at the columns of a shard: known encodings, none of which runs code, in their sizes."""
     where, names, encodings = f"{location}/index.json", shard["column_names"], shard["column_encodings"]
     if not names or len(set(names)) != len(names) or not all(map(_is_name, names)):
-        raise _other(where, "shards[0].column_names", names, "different names, at least one")
+        raise _other(where, f"shards[{number}].column_names", names, "different names, at least one", again)
     if len(encodings) != len(names):
-        raise _other(where, "shards[0].column_encodings", encodings, f"one for each of {len(names)} columns")
+        raise _other(
+            where, f"shards[{number}].column_encodings", encodings, f"one for each of {len(names)} columns", again
+        )
     sizes = []
     for name, encoding in zip(names, encodings, strict=True):
         if not is_mds_encoding_safe(encoding.partition(":")[0]):
@@ -238,13 +324,14 @@ def _check_columns(location: str, shard: Mapping[str, Any]) -> None:
             sizes.append(get_mds_encoded_size(encoding))
         except Exception as error:  # each encoding fails in its own way
             possible = "an encoding of MDS, e.g. str, bytes, ndarray:float16:8,64,64"
-            raise _other(where, f"encoding of column {name}", encoding, possible) from error
+            raise _other(where, f"encoding of column {name}", encoding, possible, again) from error
     if not _are_same(shard["column_sizes"], sizes):
-        raise _other(where, "shards[0].column_sizes", shard["column_sizes"], f"{_shown(sizes)}, as these are encoded")
+        possible = f"{_shown(sizes)}, as these are encoded"
+        raise _other(where, f"shards[{number}].column_sizes", shard["column_sizes"], possible, again)
 
 
-def _other(where: str, key: str, given: Any, possible: str) -> ValueError:
-    return ValueError(f"{where}: {key} is {_shown(given)}. Possible: {possible}. {AGAIN}")
+def _other(where: str, key: str, given: Any, possible: str, again: str = AGAIN) -> ValueError:
+    return ValueError(f"{where}: {key} is {_shown(given)}. Possible: {possible}. {again}")
 
 
 def _shown(given: Any) -> str:
@@ -294,7 +381,10 @@ def _check_shards(folder: str, sizes: dict[str, int]) -> None:
 
 def _files(index: Mapping[str, Any]) -> frozenset[tuple[str, int, str]]:
     raw = [shard["raw_data"] for shard in index["shards"]]
-    return frozenset((shard["basename"], shard["bytes"], shard["hashes"].get(HASH, "")) for shard in raw)
+    digests = [known_digest(shard["hashes"]) or ("", "") for shard in raw]
+    return frozenset(
+        (shard["basename"], shard["bytes"], digest) for shard, (_, digest) in zip(raw, digests, strict=True)
+    )
 
 
 def holds_another_stage(local: str, stage: Stage) -> bool:
@@ -306,20 +396,22 @@ def holds_another_stage(local: str, stage: Stage) -> bool:
     return 2 * len(cached & stage.files) < len(cached)
 
 
-def _read_json(location: str, name: str) -> tuple[bytes, dict[str, Any]]:
-    """Return a file of a stage, as it is and read."""
+def _read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:
+    """Return a file of a stage, as it is and read. `or_adopt`: added to a message that it is not there."""
+    location = location or "."
     if is_remote(location):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 download_once(f"{location.rstrip('/')}/{name}", f"{folder}/{name}", STORE_SILENCE_SEC)
             except Exception as error:  # each store's client has exceptions of its own
-                raise ValueError(explain_store_error(error, location)) from error
+                raise ValueError(f"{explain_store_error(error, location)}{or_adopt}") from error
             text = Path(folder, name).read_bytes()
     else:
         path = Path(location, name)
         try:
             if not path.is_file():
-                raise ValueError(f"no {name} under {location}. Make the stage: python -m prepare.shards --help")
+                make = f"Make the stage: python -m prepare.shards --help{'.' * bool(or_adopt)}{or_adopt}"
+                raise ValueError(f"no {name} under {location}. {make}")
             text = path.read_bytes()
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}.") from error

@@ -9,6 +9,9 @@ A `RetryingStream` is streaming's Stream with three differences, each for what s
                               fetched again (streaming looks at the presence of a cached file alone: issue 759)
     index.json                the same, before any process reads it
 
+A data set of others (stages/adopted.py) may be compressed, and have hashes of another kind or none. What a store has is then
+compared and decompressed in the same way, and a digest that is missing is kept when a file is first read.
+
 Raises StreamFailure with a text for the user; nothing else ends a wait.
 
 Ours, not a library of retries: a wait is reported while it lasts, ends with its epoch, and its one error says why.
@@ -19,16 +22,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
-from streaming.base.format.base.reader import FileInfo
+from streaming.base.compression import decompress
+from streaming.base.format.base.reader import FileInfo, Reader
+from streaming.base.hashing import is_hash
 from streaming.base.stream import Stream
 
 from cli.log import EVERY_RANK, log
@@ -36,8 +42,8 @@ from cli.private_api import require_private_api
 from stages.store_errors import explain_store_error
 from stages.stores import READ_TIMEOUT_SEC, client_of
 
-HASH = "xxh64"  # of every shard
-DIGESTS: dict[str, Callable[[], Any]] = {HASH: xxhash.xxh64, "sha256": hashlib.sha256}
+HASH = "xxh64"  # of every shard of our own
+FASTEST_FIRST = (HASH, "xxh3_64", "xxh3_128", "xxh128", "xxh32", "md5", "sha1", "sha256")  # then by name
 INDEX = "index.json"
 PATIENCE_SEC = 600.0
 SAY_SEC = 30.0
@@ -58,7 +64,8 @@ HOPELESS = {
     "NoCredentialsError",
 }
 HOPELESS |= {"PartialCredentialsError", "PermissionError", "ProfileNotFound", "SSLError"}
-LEFT_OVER = re.compile(r"(.+\.mds|index\.json)(\.(tmp|[0-9A-Fa-f]{8}))+")  # of a killed fetch: streaming's, boto3's
+# Of a killed fetch: streaming's, boto3's.
+LEFT_OVER = re.compile(r"(.+\.mds(\.(br|bz2|gz|snappy|zstd))?|index\.json)(\.(tmp|[0-9A-Fa-f]{8}))+")
 
 
 class StreamFailure(RuntimeError):
@@ -69,16 +76,69 @@ class FetchCancelled(StreamFailure):
     """A wait that was given up because nobody waits for its end any more: no failure of the store's."""
 
 
+class Damaged(Exception):
+    """A file that is not the data set's; the text says in what."""
+
+
+def known_digest(hashes: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return (kind, digest) of the hash that is computed fastest, of those that streaming knows; None: there is none."""
+    kinds = [kind for kind in (*FASTEST_FIRST, *sorted(hashes)) if kind in hashes and is_hash(kind)]
+    return (kinds[0], hashes[kinds[0]]) if kinds else None
+
+
 def file_digest(path: Path, kind: str = HASH) -> str:
-    """Return the digest of a file's bytes, `kind` one of DIGESTS, in hexadecimal digits. Raises OSError.
+    """Return the digest of a file's bytes, `kind` one that streaming knows, in hexadecimal digits. Raises OSError.
 
     Through a small buffer: new memory for a whole shard, 64 MiB, takes six times as long as hashing it (bench.store).
     """
-    digest, buffer = DIGESTS[kind](), memoryview(bytearray(1 << 20))
+    digest: Any = getattr(xxhash, kind)() if kind in xxhash.algorithms_available else hashlib.new(kind)
+    buffer = memoryview(bytearray(1 << 20))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def check_file(path: Path, num_bytes: int | None, wanted: tuple[str, str] | None) -> None:
+    """Compare a file with what an index says of it. Raises Damaged, OSError.
+
+    Args:
+        num_bytes: its size; None: not compared.
+        wanted: (kind, digest); None: not compared.
+    """
+    if num_bytes is not None and (size := path.stat().st_size) != num_bytes:
+        raise Damaged(f"it has {size:,} bytes, index.json says {num_bytes:,}")
+    if wanted is not None and (found := file_digest(path, wanted[0])) != wanted[1]:
+        raise Damaged(f"its {wanted[0]} is {found}, that of the stage is {wanted[1]}")
+
+
+def unpack(packed: Path, to: Path, compression: str | None) -> None:
+    """Decompress a shard, whole or not at all, as streaming's writer has compressed it. Raises Damaged, OSError."""
+    try:
+        content = decompress(compression, packed.read_bytes())
+    except MemoryError:
+        raise
+    except Exception as error:  # each library has exceptions of its own, some without a text
+        raise Damaged(f"{compression} cannot decompress it: {str(error) or type(error).__name__}") from error
+    partial = to.with_name(f"{to.name}.tmp")
+    partial.write_bytes(content)
+    partial.replace(to)
+
+
+class Adopted(Protocol):
+    """What a reader has to know of a data set that others have made; see stages/adopted.py."""
+
+    def kept_digest(self, name: str) -> tuple[str, str] | None:
+        """Return (kind, digest) of a shard that has none in its index, once it was read before."""
+        ...
+
+    def keep_digest(self, name: str, digest: str) -> None:
+        """Keep the digest of a shard, of the kind HASH."""
+        ...
+
+    def reader(self, shard: Reader, first: int) -> Reader:
+        """Return a shard's reader that gives samples as those of a stage of our own are; `first`: number of its first."""
+        ...
 
 
 OF_STREAM = ("_downloader", "_download_file", "_prepare_shard_part", "set_up_local", "get_shards")
@@ -184,6 +244,7 @@ class RetryingStream(Stream):
     Args:
         patience_sec: how long a store that is away is waited for.
         index_sha256: of index.json, as dataset.json has it; None: not compared.
+        adopted: of a data set that others have made; None: a stage of our own.
         weight: proportion, repeat or choose, as streaming has them, where several streams are mixed.
     """
 
@@ -194,6 +255,7 @@ class RetryingStream(Stream):
         local: str,
         patience_sec: float = PATIENCE_SEC,
         index_sha256: str | None = None,
+        adopted: Adopted | None = None,
         **weight: float,
     ):
         super().__init__(
@@ -207,6 +269,7 @@ class RetryingStream(Stream):
         )
         self.patience_sec = patience_sec
         self.index_sha256 = index_sha256
+        self.adopted = adopted
         self.is_wanted: Callable[[], bool] = lambda: True
         if remote is not None:
             self._downloader = client_of(remote)
@@ -218,7 +281,8 @@ class RetryingStream(Stream):
         if self.remote is not None:
             Path(self.local).mkdir(parents=True, exist_ok=True)
             Path(self.local, f"{INDEX}.tmp").unlink(missing_ok=True)
-            self._fetch_compared(INDEX, "sha256", self.index_sha256)
+            wanted = None if self.index_sha256 is None else ("sha256", self.index_sha256)
+            self._have(INDEX, lambda path: check_file(path, None, wanted), lambda: self._download_file(INDEX))
 
     def remove_left_overs(self) -> None:
         """Remove what killed fetches left; for one process of a machine, once the folder is known to be its own."""
@@ -229,6 +293,14 @@ class RetryingStream(Stream):
 
     # --- shards ---
 
+    def get_shards(self, world: Any, allow_unsafe_types: bool) -> list[Reader]:
+        """Return the shards' readers."""
+        shards = super().get_shards(world, allow_unsafe_types)
+        if self.adopted is None:
+            return shards
+        firsts = itertools.accumulate((shard.samples for shard in shards), initial=0)
+        return [self.adopted.reader(shard, first) for shard, first in zip(shards, firsts, strict=False)]
+
     def set_up_local(self, shards: Any, cache_usage_per_shard: Any) -> None:
         """Report no shard as present: each goes through `prepare_shard`, and so through its digest, once in this run."""
         cache_usage_per_shard[:] = 0
@@ -236,42 +308,76 @@ class RetryingStream(Stream):
     def _prepare_shard_part(
         self, raw_info: FileInfo, zip_info: FileInfo | None = None, compression: str | None = None
     ) -> int:
-        assert zip_info is None, "read_stage refuses compressed shards"
-        assert raw_info.hashes.get(HASH), "read_stage refuses shards without a digest"
-        self._fetch_compared(raw_info.basename, HASH, raw_info.hashes[HASH])
+        if self.adopted is None:
+            assert zip_info is None, "read_stage refuses compressed shards"
+            assert raw_info.hashes.get(HASH), "read_stage refuses shards without a digest"
+        path = Path(self.local, raw_info.basename)
+        wanted = known_digest(raw_info.hashes) or (self.adopted and self.adopted.kept_digest(raw_info.basename))
+        if wanted is None and self.remote is not None and path.is_file():
+            path.unlink()  # whose it is, and whether it is whole, nobody can say
+        self._have(
+            raw_info.basename,
+            lambda path: check_file(path, raw_info.bytes if self.adopted else None, wanted),
+            lambda: self._download_shard(path, raw_info, zip_info, compression),
+        )
+        if wanted is None and self.adopted is not None:
+            self.adopted.keep_digest(raw_info.basename, file_digest(path))
         return raw_info.bytes
+
+    def _download_shard(self, path: Path, raw: FileInfo, packed: FileInfo | None, compression: str | None) -> None:
+        """Fetch a shard, and decompress it. Raises Damaged, StreamFailure."""
+        if packed is None:
+            self._download_file(raw.basename)
+            return
+        came = Path(self.local, packed.basename)
+        came.unlink(missing_ok=True)  # of a killed run: a client takes what is there for what it was sent for
+        self._download_file(packed.basename)
+        try:
+            check_file(came, packed.bytes, known_digest(packed.hashes))
+            unpack(came, path, compression)
+        except Damaged as error:
+            raise Damaged(f"of {packed.basename}, {error}") from error
+        except OSError as error:
+            _refuse_own_disk(error, path)
+            raise
+        finally:
+            came.unlink(missing_ok=True)
 
     # --- both ---
 
-    def _fetch_compared(self, name: str, kind: str, wanted: str | None) -> None:
-        """See that the folder has a file with this digest; fetch it where it is missing or another.
+    def _have(self, name: str, look: Callable[[Path], None], get: Callable[[], Any]) -> None:
+        """See that the folder has a file as it should be; fetch it where it is missing or another.
+
+        Args:
+            look: raises Damaged where the file is another.
+            get: fetches it; raises Damaged where what came is another.
 
         Raises:
-            StreamFailure: the store has it with another digest, does not have it, or is away for too long.
+            StreamFailure: the store has it damaged, does not have it, or is away for too long.
         """
         path = Path(self.local, name)
         if path.exists() and not path.is_file():
             raise StreamFailure(f"data: {path} is not a file, but the stage has one of that name. Remove it.")
         for tries in range(len(SOON_SEC) + 1):
-            if not path.is_file():
-                self._download_file(name)
-            found = file_digest(path, kind)
-            if wanted in (None, found):
-                return
-            damaged = f"{path} is damaged: its {kind} is {found}, that of the stage is {wanted}"
+            try:
+                if not path.is_file():
+                    get()
+                return look(path)
+            except Damaged as error:
+                damaged = error
+            said = f"{path} is damaged: {damaged}"
             if self.remote is None:
-                raise StreamFailure(f"data: {damaged}. Make the stage again, or copy it anew.")
-            path.unlink()
+                raise StreamFailure(f"data: {said}. Make the stage again, or copy it anew.")
+            path.unlink(missing_ok=True)
             if tries < len(SOON_SEC):
-                log.warning(f"data: {damaged}; it is fetched again from {self.remote}.", extra=EVERY_RANK)
+                log.warning(f"data: {said}; it is fetched again from {self.remote}.", extra=EVERY_RANK)
                 if tries:  # the first was perhaps the cache's
                     time.sleep(SOON_SEC[tries - 1])
             if not self.is_wanted():
-                raise FetchCancelled(f"data: {damaged}")
+                raise FetchCancelled(f"data: {said}")
         source = f"{self.remote}/{name}"
         raise StreamFailure(
-            f"data: {source} is damaged: its {kind} is {found}, that of the stage is {wanted}, in {tries + 1} tries. Make "
-            f"the stage again, or copy it anew."
+            f"data: {source} is damaged: {damaged}, in {tries + 1} tries. Make the stage again, or copy it anew."
         )
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,16 @@ STRIP_ROWS = 512  # of a source that are float32 at once
 CUBIC = -0.5  # Keys' a; torch and PIL take it where they antialias
 
 
+class Pixels(bytes):
+    """A picture as streaming's encoding `pil` has it: uint32 width, height, length of the mode; the mode; its pixels."""
+
+
 class SampleError(ValueError):
     """A sample that cannot be used; the message is the reason, in a few words."""
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Decode a JPEG, PNG or WebP file to RGB, upright, transparency over white.
+    """Decode a JPEG, PNG or WebP file, or `Pixels`, to RGB, upright, transparency over white.
 
     Raises:
         SampleError: empty, not an image, truncated, or with more pixels than PIL holds to be safe.
@@ -43,7 +48,10 @@ def decode_image(data: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+            if isinstance(data, Pixels):
+                image = _from_pixels(data)
+            else:
+                image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
             image.load()
             image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I"):  # 16 bits a pixel: PIL itself would cut everything above 255 to white
@@ -60,6 +68,14 @@ def decode_image(data: bytes) -> Image.Image:
         raise SampleError("truncated or damaged image") from error
 
 
+def _from_pixels(data: bytes) -> Image.Image:
+    """Raises what PIL raises, ValueError: there are fewer pixels than it says, which PIL would make room for."""
+    width, height, mode_bytes = np.frombuffer(data[:12], "<u4").tolist()
+    if width * height > 8 * len(data):  # a pixel has a bit and more
+        raise ValueError("fewer pixels than width x height")
+    return Image.frombytes(data[12 : 12 + mode_bytes].decode(), (width, height), data[12 + mode_bytes :])
+
+
 def check_caption(caption: Any) -> str:
     """Return the caption, stripped. Raises SampleError: missing, empty, or longer than MAX_CAPTION."""
     if not isinstance(caption, str):
@@ -69,6 +85,24 @@ def check_caption(caption: Any) -> str:
     if len(caption) > MAX_CAPTION:
         raise SampleError(f"caption of more than {MAX_CAPTION:,} characters")
     return caption.strip()
+
+
+def captions_of(sample: Mapping[str, Any]) -> list[str]:
+    """Return a sample's usable captions, at least one: of a data set of others it may have several.
+
+    Raises:
+        SampleError: there is none; says why of the first one.
+    """
+    given = sample["caption"] if isinstance(sample["caption"], list) else [sample["caption"]]
+    usable, problems = [], []
+    for caption in given or [None]:
+        try:
+            usable.append(check_caption(caption))
+        except SampleError as error:
+            problems.append(error)
+    if not usable:
+        raise problems[0]
+    return usable
 
 
 def covering_size(source: ImageSize, size: ImageSize) -> ImageSize:

@@ -41,6 +41,8 @@ class StreamConfig:
     """The stage: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
     """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
+    facts: str | None = None
+    """dataset.json of a data set that others have written, if it does not lie there: a file or address."""
     proportion: float | None = limited(None, 0.0, 1.0, above=True)
     """Its part of an epoch's samples. Those of all streams sum to 1."""
     repeat: float | None = limited(None, 0.0, 1e6, above=True)

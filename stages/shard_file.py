@@ -19,6 +19,25 @@ class ShardError(StreamFailure):
     """A shard whose bytes are not those of its rows, which may lie in a cache or in the stage itself."""
 
 
+def split_row(
+    data: memoryview, names: Sequence[str], sizes: Sequence[int | None], header: struct.Struct | None = None
+) -> dict[str, memoryview] | None:
+    """Return column -> bytes of a row; None: it is not as long as its columns.
+
+    Args:
+        header: of `sizes`, where it is known: uint32, one for each column of varying size.
+    """
+    header = header or struct.Struct(f"<{sum(size is None for size in sizes)}I")
+    if len(data) < header.size:
+        return None
+    varying, at, columns = iter(header.unpack_from(data)), header.size, {}
+    for name, size in zip(names, sizes, strict=True):
+        width = next(varying) if size is None else size
+        columns[name] = data[at : at + width]
+        at += width
+    return columns if at == len(data) else None
+
+
 class ShardFile:
     """Reads the rows of one MDS shard.
 
@@ -45,12 +64,8 @@ class ShardFile:
                 data = memoryview(os.pread(file.fileno(), max(0, end - begin), begin))
                 if len(data) != end - begin or len(data) < self.header.size:
                     raise ShardError(f"{self.path} is damaged: it ends within row {row}. {DAMAGED}")
-                varying, at, columns = iter(self.header.unpack_from(data)), self.header.size, {}
-                for name, size in zip(self.names, self.sizes, strict=True):
-                    width = next(varying) if size is None else size
-                    columns[name] = data[at : at + width]
-                    at += width
-                if at != len(data):
+                columns = split_row(data, self.names, self.sizes, self.header)
+                if columns is None:
                     raise ShardError(f"{self.path} is damaged: row {row} is not as long as its columns. {DAMAGED}")
                 found.append(columns)
         return found

@@ -164,8 +164,8 @@ TABLE = """
 + if used <= self.cache_limit:
 
 33 | stages/fetch.py | stream | digests are not compared
-- if wanted in (None, found):
-+ if wanted is None or found:
+- (found := file_digest(path, wanted[0])) != wanted[1]
++ (found := file_digest(path, wanted[0])) == ""
 
 34 | data.py | data stream | a resume begins at as many samples as there were batches
 - self.dataset.resume(epoch, batch_in_epoch * global_batch_size)

@@ -56,7 +56,8 @@ def test_a_path_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("name", ["index.json", "dataset.json"])
 def test_a_folder_without_index_or_facts_is_no_stage(copy, name):
     (copy / name).unlink()
-    assert message(copy) == f"no {name} under {copy}. Make the stage: python -m prepare.shards --help"
+    or_adopt = f". If others have written it: python -m prepare.adopt {copy}" if name == "dataset.json" else ""
+    assert message(copy) == f"no {name} under {copy}. Make the stage: python -m prepare.shards --help{or_adopt}"
 
 
 @pytest.mark.parametrize("name", ["index.json", "dataset.json"])

@@ -327,8 +327,8 @@ def test_a_damaged_shard_stops_the_command_with_both_digests(stage, unbroken, tm
     from streaming.base.hashing import get_hash
 
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"IN: {source}/{name} is damaged: xxh64 {get_hash(HASH, (source / name).read_bytes())}, index.json says "
-        f"{listed['hashes'][HASH]}. Make that stage again, or copy it anew."
+        f"IN: {source}/{name} is damaged: its xxh64 is {get_hash(HASH, (source / name).read_bytes())}, that of the stage "
+        f"is {listed['hashes'][HASH]}. Make that stage again, or copy it anew."
     )
     assert not (tmp_path / "out" / "dataset.json").exists()
     (source / name).write_bytes(whole)  # mended, it goes on

@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "model.weights",  # the encoders' fingerprints have to agree
     "data.remote",  # the stage's digest has to agree
     "data.local",
+    "data.facts",
     "data.workers",
     "data.cache_limit",
     "data.max_bad_samples",
@@ -64,7 +65,9 @@ def _comparable(key: str, value: Any) -> Any:
     """Return a key's value without what may differ between the starts of one run: the places of streams."""
     if key != "data.streams" or not isinstance(value, list):
         return value
-    return [{name: part for name, part in stream.items() if name not in ("remote", "local")} for stream in value]
+    return [
+        {name: part for name, part in stream.items() if name not in ("remote", "local", "facts")} for stream in value
+    ]
 
 
 def _lasting(config: RunConfig) -> dict[str, Any]:
@@ -77,7 +80,13 @@ def identity_of(config: RunConfig, stages: Sequence[Stage], fingerprints: Mappin
     """Key -> plain value of everything that identifies a run; checkpoints store it."""
     encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
     digests = [stage.index_sha256 for stage in stages]
-    return {**_lasting(config), **encoders, "stage": digests if len(digests) > 1 else next(iter(digests), None)}
+    identity = {
+        **_lasting(config),
+        **encoders,
+        "stage": digests if len(digests) > 1 else next(iter(digests), None),
+    }
+    columns = [stage.adopted and stage.adopted.as_facts() for stage in stages]
+    return {**identity, "stage.columns": columns if len(columns) > 1 else columns[0]} if any(columns) else identity
 
 
 def kept(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,228 @@
+"""A data set that others have written with streaming's MDSWriter, read as if it were a stage of our own.
+
+`dataset.json`, which prepare.adopt writes for it, says which of its columns are read:
+
+    "columns": {"image": "picture", "captions": ["text", "alt"], "key": "id"}           stage `images`
+    "columns": {"latents": "latents_512", "captions": ["caption"]}                      stage `moments`, see data.py
+
+    what       encodings                              read as
+    image      bytes, jpeg, png: a picture's file     jpg, the file's bytes
+               pil: width, height, mode, pixels       jpg, stages.images.Pixels
+    captions   str; json: a text, or a list of them   caption: all of them that are texts, in order
+    key        str, str_int, any whole number         key; none: the sample's number
+    latents    bytes, ndarray:float16:C,h,w           latents, bytes
+
+Other columns are not decoded. A shard that has no digest in its index has it kept when it is first read, in a file as xxhsum
+writes it: `xxhsum -c` compares it too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streaming.base.format.base.reader import Reader
+from streaming.base.format.mds.encodings import get_mds_encodings, mds_decode
+from streaming.base.format.mds.reader import MDSReader
+
+from cli.log import EVERY_RANK, log
+from stages.fetch import HASH
+from stages.images import Pixels
+from stages.shard_file import ShardError, split_row
+
+WHOLE_NUMBERS = {name for name in get_mds_encodings() if re.fullmatch(r"u?int\d*", name)}
+ENCODINGS = {
+    "image": {"bytes", "jpeg", "png", "pil"},
+    "captions": {"str", "json"},
+    "key": {"str", "str_int", *WHOLE_NUMBERS},
+    "latents": {"bytes", "ndarray"},
+}
+"""What is read -> encodings, up to a colon, that it can be read from."""
+LINE = re.compile(r"([0-9a-f]{16})  (.+)")
+OF_READER = (
+    "dirname",
+    "split",
+    "column_encodings",
+    "column_names",
+    "column_sizes",
+    "compression",
+    "hashes",
+    "raw_data",
+)
+OF_READER += ("samples", "size_limit", "zip_data")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns are read. Of image and latents one is None."""
+
+    captions: tuple[str, ...]
+    image: str | None = None
+    latents: str | None = None
+    key: str | None = None
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Column -> what it is read as, of ENCODINGS."""
+        one = {name: getattr(self, name) for name in ("image", "latents", "key")}
+        return {**{column: name for name, column in one.items() if column}, **dict.fromkeys(self.captions, "captions")}
+
+    def as_facts(self) -> dict[str, Any]:
+        """Return them as dataset.json has them."""
+        given = {"image": self.image, "latents": self.latents, "captions": list(self.captions), "key": self.key}
+        return {name: value for name, value in given.items() if value}
+
+    @classmethod
+    def of_facts(cls, given: Any) -> Columns | None:
+        """Read what dataset.json has; None: it cannot be read."""
+        if not isinstance(given, dict) or not set(given) <= {"image", "latents", "captions", "key"}:
+            return None
+        captions = given.get("captions")
+        ones = [given[name] for name in ("image", "latents", "key") if name in given]
+        is_text = isinstance(captions, list) and all(isinstance(name, str) for name in [*captions, *ones])
+        if not is_text or not captions or ("image" in given) == ("latents" in given):
+            return None
+        return cls(**{**given, "captions": tuple(captions)})
+
+
+def wrong_encoding(what: str, encoding: str) -> str | None:
+    """Say what is possible where a column cannot be read as `what`, or None."""
+    possible = ENCODINGS[what]
+    is_right = encoding.partition(":")[0] in possible and (
+        what != "latents" or encoding.startswith(("bytes", "ndarray:f"))
+    )
+    return None if is_right else ", ".join(sorted(possible - WHOLE_NUMBERS) + ["int"] * bool(possible & WHOLE_NUMBERS))
+
+
+class MappedReader(MDSReader):
+    """A shard whose samples are those of a stage of our own: jpg or latents, caption (a list), key.
+
+    columns: the named ones. first: number of its first sample in the data set.
+    """
+
+    columns: Columns
+    first: int
+
+    def get_item(self, idx: int) -> dict[str, Any]:
+        return {"key": str(self.first + idx), **super().get_item(idx)}
+
+    def decode_sample(self, data: bytes) -> dict[str, Any]:
+        """Decode a row's named columns. Raises ShardError: its parts do not fit its length."""
+        row = split_row(memoryview(data), self.column_names, self.column_sizes)
+        if row is None:
+            raise ShardError(
+                f"a row of {self.raw_data.basename} is not as long as its columns. Write that data set again."
+            )
+        encodings = dict(zip(self.column_names, self.column_encodings, strict=True))
+        sample: dict[str, Any] = {}
+        if self.columns.latents is not None:
+            sample["latents"] = row[self.columns.latents]
+        if (image := self.columns.image) is not None:
+            content = bytes(row[image])
+            sample["jpg"] = Pixels(content) if encodings[image] == "pil" else content
+        sample["caption"] = [
+            text for name in self.columns.captions for text in texts_of(encodings[name], bytes(row[name]))
+        ]
+        if (key := self.columns.key) is not None:
+            sample["key"] = _key_of(encodings[key], bytes(row[key]))
+        return sample
+
+
+def mapped(shard: Reader, columns: Columns, first: int) -> MappedReader:
+    """Return a shard's reader of the named columns alone. `first`: number of its first sample in the data set."""
+    reader = MappedReader(**{name: getattr(shard, name) for name in OF_READER})
+    reader.columns, reader.first = columns, first
+    return reader
+
+
+def texts_of(encoding: str, content: bytes) -> list[str]:
+    """Return the texts of a column of captions; what is none is left out."""
+    try:
+        value = json.loads(content) if encoding == "json" else content.decode()
+    except (ValueError, RecursionError):
+        return []
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+
+
+def _key_of(encoding: str, content: bytes) -> str:
+    try:
+        return str(mds_decode(encoding, content))
+    except ValueError:
+        return ascii(content)
+
+
+class AdoptedSet:
+    """What a RetryingStream has to know of the data set (stages.fetch.Adopted).
+
+    Args:
+        columns: as dataset.json has them.
+        digests: file of the digests that its index has not.
+    """
+
+    def __init__(self, columns: Columns, digests: Path):
+        self.columns = columns
+        self.path = digests
+        self._known: dict[str, str] = {}
+        self._read_to = 0
+
+    def reader(self, shard: Reader, first: int) -> Reader:
+        return mapped(shard, self.columns, first)
+
+    def kept_digest(self, name: str) -> tuple[str, str] | None:
+        """Look into what the file has got since the last time: other processes of the machine write it too."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._read_to)
+                lines, _, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return None
+        self._read_to += len(lines) + 1 if lines else 0
+        found = (LINE.fullmatch(line) for line in lines.decode(errors="replace").split("\n"))
+        self._known |= {match[2]: match[1] for match in found if match}
+        return (HASH, self._known[name]) if name in self._known else None
+
+    def keep_digest(self, name: str, digest: str) -> None:
+        self._known[name] = digest
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(descriptor, f"{digest}  {name}\n".encode())  # in one call: lines of others stay whole
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            said = f"data: the digest of {name} cannot be kept in {self.path}: {error.strerror}"
+            log.warning(
+                f"{said}. A later run will not notice if it changes. Give data.local, or data.facts.", extra=EVERY_RANK
+            )
+
+
+def columns_of(facts: Mapping[str, Any]) -> Columns | None:
+    """Return the columns that dataset.json names; None: a stage of our own."""
+    return Columns.of_facts(facts["columns"]) if "columns" in facts else None
+
+
+def problem_of_columns(columns: Columns, shards: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """Return (what is wrong, what is possible) of the first shard that has a named column not as it should be, or None."""
+    encodings = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
+    for number, shard in enumerate(shards):
+        has = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+        for name, what in columns.named.items():
+            at = f"shards[{number}], {shard['raw_data']['basename']}"
+            if name not in has:
+                return f"{at}, has no column {name}", f"a column for {what}; it has {', '.join(has)}"
+            if text := wrong_encoding(what, has[name]):
+                return f"{at}: column {name} is {has[name]}", f"for {what}: {text}"
+            if has[name] != encodings[name]:
+                return f"{at}: column {name} is {has[name]}", f"{encodings[name]}, as in shards[0]"
+    return None
+
+
+def kept_digests(index_sha256: str, folder: str) -> Path:
+    """Return the file of a data set's digests in a folder; another index has another file."""
+    return Path(folder, f"adopted-{index_sha256[:12]}.{HASH}")
