@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Place
 from stages.fetch import HASH, file_digest
-from stages.images import SampleError, check_caption, decode_image, resize_and_crop
+from stages.images import SampleError, decode_image, resize_and_crop, usable_captions
+from stages.moments import FLIPPED
 from zoo import load_family
 from zoo.encoders import build_encoders
 
@@ -39,7 +40,7 @@ class Decoded:
     """One sample of IN; `problem` says why it is unusable."""
 
     key: str
-    caption: str = ""
+    captions: Sequence[str] = ()
     image: Tensor | None = None
     """(3, H, W), of the family's type."""
     metadata: Any = None
@@ -53,11 +54,11 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int)
     except OSError as error:
         raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
     try:
-        caption = check_caption(sample["caption"])
+        captions = usable_captions(sample.get("captions") or [sample["caption"]])
         image = resize_and_crop(decode_image(sample["jpg"]), size, dtype)
     except SampleError as error:
         return Decoded(str(sample["key"]), problem=str(error))
-    return Decoded(str(sample["key"]), caption, image, sample.get("metadata"))
+    return Decoded(str(sample["key"]), captions, image, sample.get("metadata"))
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], ahead: int) -> Iterator[Any]:
@@ -112,7 +113,9 @@ class Encoder:
         normalized = normalize_images(images.to(self.device), self.normalize).to(encoders.dtype)
         return to_float16(self.family.encode_images(encoders.modules, normalized))
 
-    def fill(self, part: Part, samples: Iterator[Decoded], columns: Iterable[str], done: Callable[[int], Any]) -> None:
+    def fill(
+        self, part: Part, samples: Iterator[Decoded], columns: Collection[str], done: Callable[[int], Any]
+    ) -> None:
         """Write one shard's samples to a part, `batch_size` of the usable ones at a time.
 
         Args:
@@ -121,8 +124,11 @@ class Encoder:
         """
         usable = self._usable(part, samples, done)
         while batch := list(itertools.islice(usable, self.batch_size)):
-            values = {"moments": self.moments(torch.stack([sample.image for sample in batch]))}
-            values |= (tokens := tokens_of(self.family, [sample.caption for sample in batch]))
+            images = torch.stack([sample.image for sample in batch])
+            values = {"moments": self.moments(images)}
+            values |= {FLIPPED: self.moments(images.flip(-1))} if FLIPPED in columns else {}
+            of_vae = list(values)
+            values |= (tokens := tokens_of(self.family, [sample.captions[0] for sample in batch]))
             states = self.text_states(
                 {name: torch.from_numpy(column.astype(np.int64)) for name, column in tokens.items()}
             )
@@ -130,13 +136,15 @@ class Encoder:
             for number, sample in enumerate(batch):
                 row = {name: column[number] for name, column in values.items()}
                 try:
-                    check_finite("moments", row["moments"])
+                    for name in of_vae:
+                        check_finite("moments", row[name])
                     for name in states:
                         check_finite(f"{name} states", row[name])
                 except SampleError as error:
                     part.skip(sample.key, str(error))
                     continue
-                row |= {"caption": sample.caption, "key": sample.key, "metadata": sample.metadata}
+                row |= {"caption": sample.captions[0], "captions": sample.captions}
+                row |= {"key": sample.key, "metadata": sample.metadata}
                 part.write({name: row[name] for name in columns})
 
     @staticmethod

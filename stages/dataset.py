@@ -85,6 +85,7 @@ def column_problem(stage: Stage, encodings: Mapping[str, str]) -> str | None:
         encodings: column -> its encoding, of a stage of moments; those that the run knows.
     """
     wanted = {**KINDS[stage.kind], **(encodings if stage.kind == "moments" else {})}
+    wanted |= {"captions": "json"} if "captions" in stage.columns else {}
     if missing := [name for name in wanted if name not in stage.columns]:
         return f"{stage.location} has no column {', '.join(missing)}. Make the stage again."
     has = dict(zip(stage.columns, stage.encodings, strict=True))
