@@ -13,11 +13,14 @@ import torch
 from conftest import picture
 from PIL import ImageOps
 from streaming import MDSWriter, StreamingDataset
+from test_checkpoints import newest, same_training
 from test_data import CPU, FAMILY
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
+import benchmark
 from data import DataConfig, build_data
+from prepare import latents
 from prepare.moments import mds_columns, tokens_of
 from prepare.shards import COLUMNS
 from stages.dataset import array_encoding, read_stage, write_facts
@@ -250,3 +253,34 @@ def test_captions_of_another_type_are_refused(tmp_path):
             f"{tmp_path / 'a'} has a column captions of str, this run reads json. Make the stage again.",
         )
     ]
+
+
+# --- whole runs ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200, func_only=True)
+def test_runs_from_mirrored_moments_and_stored_text_learn_as_from_encoded_and_go_on_bit_for_bit(
+    miniature, tmp_path, capsys
+):
+    made, keys = tmp_path / "moments", ["model.family=shapes", "image_size=32", "store_text=true", "flip=true"]
+    assert latents.main([str(miniature.images), str(made), *keys, "shard_size=32kb"]) == 0
+    given = [f"data.remote={made}", "global_batch_size=32", "measure.window_batches=1", "save.every_images=32"]
+
+    def losses(name: str, *more: str, duration: str = "9ba") -> list[float]:  # an epoch is 6 batches
+        words = miniature.small(tmp_path, name, *given, "data.flip=true", *more, f"max_duration={duration}")
+        assert benchmark.main(words) == 0, capsys.readouterr().err
+        return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    encoded, stored = losses("encoded"), losses("stored", "data.text=stored")
+    assert stored == pytest.approx(encoded, rel=2e-3) and stored != encoded
+    losses("part", "data.text=stored", "data.workers=1", duration="7ba")
+    assert losses("part", "data.text=stored") == stored
+    assert same_training(newest(tmp_path, "part"), newest(tmp_path, "stored"))
+    capsys.readouterr()
+    assert benchmark.main(miniature.small(tmp_path, "part", *given, "max_duration=10ba")) == 2
+    again = "A run resumes as it began: use that value, or another run_name."
+    assert capsys.readouterr().err == "".join(
+        f"{key}, but {tmp_path / 'part'} was begun with {begun}. {again}\n"
+        for key, begun in (("data.flip: false", "true"), ("data.text: encoded", "stored"))
+    )
