@@ -3,10 +3,11 @@
 From a stage `images` to a batch (B samples a device, H W the run's image size):
 
     shard (MDS)   jpg bytes, caption str, key str                        streamed from `data.remote`, kept in `data.local`
-    resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut at its centre (stages/images.py)
+    resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut to size (stages/images.py)
     batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenised in one call
 
-From a stage `moments` (prepare/latents.py), a batch is read as stored: moments float16 (B, 2C, h, w), tokens.
+From a stage `moments` (prepare/latents.py), a batch is read as stored: moments float16 (B, 2C, h, w), tokens; or with
+`data.text=stored` float16 text states (B, L, D) instead of tokens.
 Images are normalised on the device (model.py), because uint8 has a quarter of the bytes to copy. An unusable sample is
 reported, counted, and replaced by the next good one of its shard. So every batch is full, and all ranks have the same number.
 
@@ -34,11 +35,11 @@ from cli.masking import printable
 from stages.adopted import AdoptedSet, kept_digests
 from stages.dataset import Stage, column_problem, holds_another_stage, is_remote, read_stage
 from stages.fetch import PATIENCE_SEC, RetryingStream
-from stages.images import captions_of, decode_image, resize_and_crop
+from stages.images import captions_of, crop_room, decode_image, resize_and_crop
 from stages.latents import LatentsStream
 from stages.loader import Loader
 from stages.mixture import StreamConfig, epoch_samples, own_folder, weight_problems
-from stages.moments import MomentsStream
+from stages.moments import MomentsStream, reading_problems
 from stages.shared_memory import one_at_a_time, remove_dead_segments
 from stages.stream import BatchStream
 from zoo.spec import Column, Family
@@ -85,6 +86,12 @@ class DataConfig:
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
     posterior: Literal["sample", "mean"] = "sample"
     """The latent of an image: a new draw from the VAE's posterior at each reading, or the posterior's mean."""
+    flip: bool = False
+    """Mirror each picture in half of the epochs, at random. From moments: only where prepare.latents had flip=true."""
+    crop: Literal["center", "random"] = "center"
+    """The part of the scaled picture that is kept: its centre, or another place in each epoch (stage `images` only)."""
+    text: Literal["encoded", "stored"] = "encoded"
+    """stored: read the text states that prepare.latents wrote with store_text=true. encoded: encode captions in each step."""
     max_bad_samples: int = limited(100, 0)
     """The run stops if there are more unusable samples than this."""
 
@@ -105,6 +112,10 @@ class DataConfig:
     def read(self) -> list[Stage]:
         """Read the facts of each stage. Raises ValueError: see `stages.dataset.read_stage`."""
         return [read_stage(source.location or "", source.facts) for source in self.sources]
+
+    def columns(self, family: Family, size: ImageSize) -> dict[str, Column]:
+        """Return the columns of a batch."""
+        return family.columns(self.stage, size, stored_text=self.text == "stored")
 
     def problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
@@ -171,6 +182,8 @@ class DataConfig:
         if stage.kind != self.stage:
             given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
+        else:
+            found += reading_problems(stage, flip=self.flip, crop=self.crop, text=self.text)
         if stage.is_compressed and source.folders[0] is None:
             given = f"not given. {stage.location} is compressed, and nothing is written there"
             todo = f"Give its place as {key}.remote, and as {key}.local a folder for the decompressed shards"
@@ -252,11 +265,15 @@ class StreamingLAIONDataset(BatchStream):
     Args:
         family: gives the images' type and the tokenizer.
         image_size: (width, height), px.
+        flip, crop: see DataConfig.
         arguments: keyword arguments of StreamingDataset.
     """
 
-    def __init__(self, *, family: Family, image_size: ImageSize, **arguments: Any):
+    def __init__(
+        self, *, family: Family, image_size: ImageSize, flip: bool = False, crop: str = "center", **arguments: Any
+    ):
         super().__init__(**arguments)
+        self.flip, self.crop = flip, crop
         self.image_size, self.image_dtype = image_size, family.columns("images", image_size)["images"].dtype
         self.tokenize = family.tokenize
 
@@ -275,10 +292,12 @@ class StreamingLAIONDataset(BatchStream):
         return {**used, "bad": bad}
 
     def _use(self, sample_id: int) -> dict[str, Any]:
-        sample = self[sample_id]
-        caption = captions_of(sample)[0]
-        images = resize_and_crop(decode_image(sample["jpg"]), self.image_size, self.image_dtype)
-        return {"images": images, "caption": caption}
+        sample, draw = self[sample_id], self.draw(sample_id)
+        caption = draw.one_of(captions_of(sample))
+        image = decode_image(sample["jpg"])
+        at = draw.offset(crop_room(image.size, self.image_size)) if self.crop == "random" else None
+        images = resize_and_crop(image, self.image_size, self.image_dtype, at)
+        return {"images": images.flip(-1) if self.flip and draw.is_flipped else images, "caption": caption}
 
 
 class SyntheticBatches:
@@ -344,8 +363,9 @@ def _open_stream(
     config: DataConfig, family: Family, size: ImageSize, stages: Sequence[Stage], arguments: Mapping[str, Any]
 ) -> BatchStream:
     """Remove what ended runs have left in shared memory, then open the stage's stream."""
-    columns = family.columns("moments", size).items()
+    columns = config.columns(family, size).items()
     kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
+    tokenize = family.tokenize if config.text == "encoded" else None
     with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
         if dist.get_local_rank() == 0:
             remove_dead_segments()
@@ -354,8 +374,8 @@ def _open_stream(
             shape, scale = family.latent_shape(size), stages[0].facts["latent_scale"]
             return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
         if config.stage == "moments":
-            return MomentsStream(columns=kinds, **arguments)
-        return StreamingLAIONDataset(family=family, image_size=size, **arguments)
+            return MomentsStream(columns=kinds, flip=config.flip, tokenize=tokenize, **arguments)
+        return StreamingLAIONDataset(family=family, image_size=size, flip=config.flip, crop=config.crop, **arguments)
 
 
 def build_data(
@@ -385,7 +405,7 @@ def build_data(
         ValueError: the stage does not exist.
     """
     if config.synthetic:
-        return DataSpec(SyntheticBatches(family.columns(config.stage, size), device_batch_size, device, seed))
+        return DataSpec(SyntheticBatches(config.columns(family, size), device_batch_size, device, seed))
     stages = stages or config.read()
     arguments = {
         "streams": _streams(config, stages),

@@ -4,7 +4,7 @@ A training step, for a batch whose random numbers `BatchRandomness` has drawn:
 
     images (B, 3, H, W) --normalise, VAE--------> moments (B, 2C, h, w)      stage `images` only
     moments + posterior noise ------------------> latents x_0 (B, C, h, w)   scaled once
-    tokens (B, L), some replaced by the empty caption's --text encoder--> condition
+    tokens (B, L), some replaced by the empty caption's --text encoder--> condition; or stored, float16 (B, L, D)
     x_0, noise, times --------------------------> x_t --denoiser--> prediction, against the objective's target
 
 Generating images:
@@ -201,6 +201,13 @@ class LatentDiffusion(ComposerModel):
         return {**batch, **draws}
 
     @torch.no_grad()
+    def empty_condition(self) -> dict[str, Tensor]:
+        """Return the condition of the empty caption, (1, L, D); it is encoded once."""
+        if self._empty_condition is None:
+            self._empty_condition = self.family.encode_text(self.encoders.modules, self.empty_text)
+        return self._empty_condition
+
+    @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run each frozen encoder once; return the latents, (B, C, h, w) float32, and the condition."""
         if "moments" in batch:
@@ -214,9 +221,15 @@ class LatentDiffusion(ComposerModel):
             noise = torch.zeros_like(noise)
         latents = self.family.sample_latents(moments.float(), noise)
 
-        dropped = batch["caption_dropped"][:, None]
-        text = {name: torch.where(dropped, empty, batch[name]) for name, empty in self.empty_text.items()}
-        return latents, self.family.encode_text(self.encoders.modules, {**batch, **text})
+        dropped = batch["caption_dropped"]
+        if self.empty_text.keys() <= batch.keys():
+            text = {name: torch.where(dropped[:, None], empty, batch[name]) for name, empty in self.empty_text.items()}
+            return latents, self.family.encode_text(self.encoders.modules, {**batch, **text})
+        condition = {}
+        for name, empty in self.empty_condition().items():  # rounded to float16 as the stored states are
+            where = dropped.reshape(-1, *[1] * (empty.ndim - 1))
+            condition[name] = torch.where(where, empty.to(batch[name].dtype), batch[name]).to(empty.dtype)
+        return latents, condition
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return prediction and target, (B, C, h, w), and each sample's weight, (B,)."""
@@ -294,9 +307,7 @@ class LatentDiffusion(ComposerModel):
         with evaluating(self.denoiser), self._autocast("cuda"):
             condition = self.family.encode_text(self.encoders.modules, columns)
             if guidance != 1.0:
-                if self._empty_condition is None:
-                    self._empty_condition = self.family.encode_text(self.encoders.modules, self.empty_text)
-                empty = {name: self._empty_condition[name].expand_as(states) for name, states in condition.items()}
+                empty = {name: self.empty_condition()[name].expand_as(states) for name, states in condition.items()}
                 condition = {name: torch.cat([empty[name], states]) for name, states in condition.items()}
             with self._autocast("cpu"):
                 latents = sample(

@@ -71,7 +71,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     model.encoders.to(device._device, torch.float32)
     device_batch = config.global_batch_size // dist.get_world_size()
     # Composer gives durations in epochs too; 1,000 batches are an epoch here, as in benchmark.py.
-    items = DrawnItems(model.family.columns(config.data.stage, config.size), 1000 * device_batch)
+    items = DrawnItems(config.data.columns(model.family, config.size), 1000 * device_batch)
     loader = DataLoader(items, device_batch, num_workers=config.data.workers, pin_memory=device.name == "gpu")
     peak = peak_tflops(device_name(), config.precision)
     throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)

@@ -24,6 +24,7 @@ from record.checkpoint_files import FULL, listed
 from stages.dataset import array_encoding
 from stages.images import resize_name
 from stages.mixture import epoch_samples
+from stages.moments import FLIPPED
 from training import microbatch as microbatch_search
 from training import warm_start
 from training.cost import Cost, has_average_on_device, measure_cost, memory_problem
@@ -66,8 +67,9 @@ def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
         made_for["image_size"] = list(config.size)
         family = load_family(config.model.family, config.model.preset, config.model.variant)
         made_for["resize"] = resize_name(family.columns("images", config.size)["images"].dtype)
-        columns = family.columns("moments", config.size)
-        return made_for, {name: array_encoding(column.stored, column.shape) for name, column in columns.items()}
+        columns = family.columns("moments", config.size, stored_text=config.data.text == "stored")
+        encodings = {name: array_encoding(column.stored, column.shape) for name, column in columns.items()}
+        return made_for, encodings | ({FLIPPED: encodings["moments"]} if config.data.flip else {})
     return made_for, {}
 
 
@@ -146,7 +148,7 @@ def _shared_memory_problems(config: RunConfig) -> list[Problem]:
 def batch_gib(config: RunConfig) -> float:
     """Return the size of one rank's batch from the loader, GiB. Raises ValueError: there is no such network."""
     family = load_family(config.model.family, config.model.preset, config.model.variant)
-    columns = family.columns(config.data.stage, config.size).values()
+    columns = config.data.columns(family, config.size).values()
     sample_bytes = sum(math.prod(column.shape) * column.dtype.itemsize for column in columns)
     return config.global_batch_size // dist.get_world_size() * sample_bytes / 2**30
 
@@ -370,6 +372,7 @@ def cost_of(config: RunConfig) -> Cost:
         config.model,
         config.objective,
         stage=config.data.stage,
+        stored_text=config.data.text == "stored",
         size=config.size,
         precision=config.precision,
         is_compiled=config.compile != "off",
@@ -381,7 +384,7 @@ def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: Cost) -> int:
     """Return the images per pass; with `auto`, find them. Raises ConfigError: not even one fits."""
     if config.device_train_microbatch_size != microbatch_search.AUTO:
         return planned_microbatch(config, cost)
-    columns = model.family.columns(config.data.stage, config.size)
+    columns = config.data.columns(model.family, config.size)
     device_batch = config.global_batch_size // dist.get_world_size()
     try:
         ema = has_average_on_device(config)

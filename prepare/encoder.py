@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from stages.adopted import Columns, mapped
 from stages.dataset import stored_file
 from stages.fetch import Damaged, check_file, known_digest, unpack
 from stages.images import SampleError, captions_of, decode_image, resize_and_crop
+from stages.moments import FLIPPED
 from zoo import load_family
 from zoo.encoders import build_encoders
 
@@ -41,7 +42,7 @@ class Decoded:
     """One sample of IN; `problem` says why it is unusable."""
 
     key: str
-    caption: str = ""
+    captions: Sequence[str] = ()
     image: Tensor | None = None
     """(3, H, W), of the family's type."""
     metadata: Any = None
@@ -55,11 +56,11 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int)
     except OSError as error:
         raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
     try:
-        caption = captions_of(sample)[0]
+        captions = captions_of(sample)
         image = resize_and_crop(decode_image(sample["jpg"]), size, dtype)
     except SampleError as error:
         return Decoded(str(sample["key"]), problem=str(error))
-    return Decoded(str(sample["key"]), caption, image, sample.get("metadata"))
+    return Decoded(str(sample["key"]), captions, image, sample.get("metadata"))
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], ahead: int) -> Iterator[Any]:
@@ -114,7 +115,9 @@ class Encoder:
         normalized = normalize_images(images.to(self.device), self.normalize).to(encoders.dtype)
         return to_float16(self.family.encode_images(encoders.modules, normalized))
 
-    def fill(self, part: Part, samples: Iterator[Decoded], columns: Iterable[str], done: Callable[[int], Any]) -> None:
+    def fill(
+        self, part: Part, samples: Iterator[Decoded], columns: Collection[str], done: Callable[[int], Any]
+    ) -> None:
         """Write one shard's samples to a part, `batch_size` of the usable ones at a time.
 
         Args:
@@ -123,8 +126,11 @@ class Encoder:
         """
         usable = self._usable(part, samples, done)
         while batch := list(itertools.islice(usable, self.batch_size)):
-            values = {"moments": self.moments(torch.stack([sample.image for sample in batch]))}
-            values |= (tokens := tokens_of(self.family, [sample.caption for sample in batch]))
+            images = torch.stack([sample.image for sample in batch])
+            values = {"moments": self.moments(images)}
+            values |= {FLIPPED: self.moments(images.flip(-1))} if FLIPPED in columns else {}
+            of_vae = list(values)
+            values |= (tokens := tokens_of(self.family, [sample.captions[0] for sample in batch]))
             states = self.text_states(
                 {name: torch.from_numpy(column.astype(np.int64)) for name, column in tokens.items()}
             )
@@ -132,13 +138,15 @@ class Encoder:
             for number, sample in enumerate(batch):
                 row = {name: column[number] for name, column in values.items()}
                 try:
-                    check_finite("moments", row["moments"])
+                    for name in of_vae:
+                        check_finite("moments", row[name])
                     for name in states:
                         check_finite(f"{name} states", row[name])
                 except SampleError as error:
                     part.skip(sample.key, str(error))
                     continue
-                row |= {"caption": sample.caption, "key": sample.key, "metadata": sample.metadata}
+                row |= {"caption": sample.captions[0], "captions": sample.captions}
+                row |= {"key": sample.key, "metadata": sample.metadata}
                 part.write({name: row[name] for name in columns})
 
     @staticmethod

@@ -18,8 +18,8 @@ for days.
 model.weights: a diffusers folder, an LDM checkpoint, or random for meaningless encoders.
 
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
-(16), precision (fp32, tf32, bf16), store_text (false), shard_size (64mb), workers (decoding threads per rank, 4), facts
-(dataset.json of a data set of others, if it does not lie in IN).
+(16), precision (fp32, tf32, bf16), store_text (false), flip (false: no moments of the mirrored picture), shard_size
+(64mb), workers (decoding threads per rank, 4), facts (dataset.json of a data set of others, if it does not lie in IN).
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 
@@ -94,6 +94,8 @@ class LatentsConfig:
     """Precision of the encoders. Moments are made once and used for days."""
     store_text: bool = False
     """Also store the text encoder's states: 158 kB per caption for SD2."""
+    flip: bool = False
+    """Also store the moments of the mirrored picture, for data.flip=true: 66 kB for SD2 at 512 pixels."""
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     workers: int = limited(4, 1, 512)
@@ -161,11 +163,17 @@ def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list
         "precision": config.precision,
         "batch_size": config.batch_size,
         "store_text": config.store_text,
+        **({"flip": True} if config.flip else {}),
         "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples},
     }
-    text = encoder.text_states(encoder.empty_text)
-    has_metadata = stage.adopted is None and "metadata" in stage.columns
-    columns = mds_columns(encoder.family, config.size, text=text, metadata=has_metadata)
+    columns = mds_columns(
+        encoder.family,
+        config.size,
+        text=encoder.text_states(encoder.empty_text),
+        metadata=stage.adopted is None and "metadata" in stage.columns,
+        captions=stage.has_captions and not config.store_text,
+        flip=config.flip,
+    )
     inputs = [
         {"name": raw["basename"], "bytes": raw["bytes"], HASH: raw["hashes"].get(HASH), "samples": shard["samples"]}
         for shard in shards
@@ -242,6 +250,8 @@ def write_stage(
     plan, ranks = plan_for(config, encoder, stage, shards), dist.get_world_size()
     for note in encoder.encoders.notes:
         log.info(f"model.weights: {note}")
+    if config.store_text and "captions" in stage.columns:
+        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
     if dist.get_global_rank() != 0:
         wait_for_plan(place, plan)
         todo = parts_to_make(place, plan)

@@ -3,9 +3,11 @@
 Shapes: C latent channels, h w height and width of the latent, L text tokens, D text width. SD2 at 512 px: (8, 64, 64), (77,).
 
     moments   float16 (2C, h, w)   mean | logvar of the VAE's posterior, unscaled: a latent is drawn when it is read
+    moments_flipped                the same of the mirrored picture; only with flip=true
     tokens    uint16 (L,)          and every further text column of the family
     text      float16 (L, D)       text states; only with store_text=true
     caption, key, metadata         as in the stage `images`; metadata only if that has it
+    captions                       all of a picture, as in that stage if it has them; tokens and text are of the first
 """
 
 from __future__ import annotations
@@ -20,20 +22,32 @@ from torch import Tensor
 from cli.limits import ImageSize
 from stages.dataset import array_encoding
 from stages.images import SampleError
+from stages.moments import FLIPPED
 from zoo.spec import Family
 
 
-def mds_columns(family: Family, size: ImageSize, *, text: Mapping[str, Tensor], metadata: bool) -> dict[str, str]:
+def mds_columns(
+    family: Family,
+    size: ImageSize,
+    *,
+    text: Mapping[str, Tensor],
+    metadata: bool,
+    captions: bool = False,
+    flip: bool = False,
+) -> dict[str, str]:
     """Return name -> MDS encoding.
 
     Args:
         size: (width, height) of the images, px.
         text: states of one caption, (1, L, D) each; empty if they are not stored.
-        metadata: whether there is a column of that name.
+        metadata, captions: whether there is a column of that name.
+        flip: whether there are moments of the mirrored picture.
     """
     columns = {"caption": "str", "key": "str", **({"metadata": "json"} if metadata else {})}
+    columns |= {"captions": "json"} if captions else {}
     for name, column in family.columns("moments", size).items():
         columns[name] = array_encoding(column.stored, column.shape)
+    columns |= {FLIPPED: columns["moments"]} if flip else {}
     return columns | {name: array_encoding("float16", tuple(states.shape[1:])) for name, states in text.items()}
 
 

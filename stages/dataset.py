@@ -84,6 +84,14 @@ class Stage:
     is_compressed: bool = False
 
     @property
+    def has_captions(self) -> bool:
+        """A picture may have several captions."""
+        if self.adopted is None:
+            return "captions" in self.columns
+        encodings = dict(zip(self.columns, self.encodings, strict=True))
+        return len(self.adopted.captions) > 1 or encodings[self.adopted.captions[0]] == "json"
+
+    @property
     def adopted(self) -> Columns | None:
         """The columns that are read of a data set of others; None: a stage of our own."""
         return columns_of(self.facts)
@@ -103,6 +111,7 @@ def column_problem(stage: Stage, encodings: Mapping[str, str]) -> str | None:
     if stage.adopted is not None:
         return None  # read_stage has looked at them
     wanted = {**KINDS[stage.kind], **(encodings if stage.kind == "moments" else {})}
+    wanted |= {"captions": "json"} if "captions" in stage.columns else {}
     if missing := [name for name in wanted if name not in stage.columns]:
         return f"{stage.location} has no column {', '.join(missing)}. Make the stage again."
     has = dict(zip(stage.columns, stage.encodings, strict=True))

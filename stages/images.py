@@ -1,7 +1,7 @@
 """One image-caption pair: the file decoded, scaled and cut as the MLPerf reference does it, and what cannot be used.
 
     decoded   RGB, any size          PIL; transparency over white, EXIF rotation applied
-    resized   (3, H, W)              scaled so that it just covers W x H, bicubic with antialias; the centre cut out
+    resized   (3, H, W)              scaled so that it just covers W x H, bicubic with antialias; a part cut out
 
 In uint8 (0 to 255) by default. In float32 (the variant mlperf) a value is its level / 255 and nothing is rounded: where
 bicubic overshoots it lies below 0 or above 1, as in the reference, which resizes the float image and stores moments of it.
@@ -88,21 +88,32 @@ def check_caption(caption: Any) -> str:
 
 
 def captions_of(sample: Mapping[str, Any]) -> list[str]:
-    """Return a sample's usable captions, at least one: of a data set of others it may have several.
+    """Return a sample's usable captions, at least one: `captions` are all that it has, where it has several.
 
     Raises:
         SampleError: there is none; says why of the first one.
     """
-    given = sample["caption"] if isinstance(sample["caption"], list) else [sample["caption"]]
-    usable, problems = [], []
-    for caption in given or [None]:
+    given = sample.get("captions") or sample["caption"]  # the latter: of a data set of others, a list too
+    return usable_captions(given if isinstance(given, list) else [given])
+
+
+def usable_captions(captions: Any) -> list[str]:
+    """Return those of a picture's captions that can be used, stripped.
+
+    Raises:
+        SampleError: none can, for the reason of the first; or it is no list.
+    """
+    if not isinstance(captions, list):
+        raise SampleError("captions are no list")
+    found, problems = [], []
+    for caption in captions:
         try:
-            usable.append(check_caption(caption))
+            found.append(check_caption(caption))
         except SampleError as error:
             problems.append(error)
-    if not usable:
-        raise problems[0]
-    return usable
+    if not found:
+        raise problems[0] if problems else SampleError("missing caption")
+    return found
 
 
 def covering_size(source: ImageSize, size: ImageSize) -> ImageSize:
@@ -116,13 +127,21 @@ def covering_size(source: ImageSize, size: ImageSize) -> ImageSize:
     return int(height * own_width / own_height), height
 
 
+def crop_room(source: ImageSize, size: ImageSize) -> ImageSize:
+    """Return the largest (left, top) of a crop of `size` from the scaled picture, px."""
+    width, height = covering_size(source, size)
+    return width - size[0], height - size[1]
+
+
 def resize_name(dtype: torch.dtype) -> str:
     """Return what `resize_and_crop` does to an image, as a stage of moments says it: 'bicubic, uint8'."""
     return f"bicubic, {str(dtype).removeprefix('torch.')}"
 
 
-def resize_and_crop(image: Image.Image, size: ImageSize, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """# RGB of any size -> (3, H, W): scaled so that it just covers `size`, then cut to it around its centre.
+def resize_and_crop(
+    image: Image.Image, size: ImageSize, dtype: torch.dtype = torch.uint8, at: tuple[int, int] | None = None
+) -> Tensor:
+    """# RGB of any size -> (3, H, W): scaled so that it just covers `size`, then cut to it, by default around its centre.
 
     In float32 this is ToTensor, Resize(512, bicubic) and CenterCrop(512) of torchvision, as mlcommons/training has them
     (retired_benchmarks/stable_diffusion, webdataset_images2latents.py). Antialias is pinned: torchvision's own default has
@@ -131,30 +150,32 @@ def resize_and_crop(image: Image.Image, size: ImageSize, dtype: torch.dtype = to
     Args:
         size: (width, height), px.
         dtype: uint8, or float32 for values / 255 that are not rounded.
+        at: (left, top) of the crop in the scaled picture, px, at most `crop_room`; None: its centre.
     """
     covering = covering_size(image.size, size)
+    # As torchvision: 0.5 to the even one.
+    left, top = at or (round((whole - want) / 2) for whole, want in zip(covering, size, strict=True))
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (h, w, 3) -> (3, h, w)
     is_long = any(whole > MAX_COVER * want for whole, want in zip(covering, size, strict=True))
     if dtype == torch.uint8 and not is_long:
         pixels = vision.resize(pixels, list(covering[::-1]), interpolation=InterpolationMode.BICUBIC, antialias=True)
-        return vision.center_crop(pixels, list(size[::-1]))
+        return pixels[:, top : top + size[1], left : left + size[0]]
     if covering[0] > MAX_COVER * size[0]:  # wide: as if it lay on its side
-        resized = _resize_float(pixels.transpose(1, 2), covering[::-1], size[::-1]).transpose(1, 2).contiguous()
+        resized = _resize_float(pixels.transpose(1, 2), covering[::-1], size[::-1], (top, left))
+        resized = resized.transpose(1, 2).contiguous()
     else:
-        resized = _resize_float(pixels, covering, size)
+        resized = _resize_float(pixels, covering, size, (left, top))
     return resized.mul(255.0).round().clamp(0.0, 255.0).to(torch.uint8) if dtype == torch.uint8 else resized
 
 
-def _resize_float(pixels: Tensor, covering: ImageSize, size: ImageSize) -> Tensor:
-    """# uint8 (3, h, w) -> float32 (3, H, W): the centre of the picture scaled to `covering`, not wide, of any height.
+def _resize_float(pixels: Tensor, covering: ImageSize, size: ImageSize, at: tuple[int, int]) -> Tensor:
+    """# uint8 (3, h, w) -> float32 (3, H, W): a part of the picture scaled to `covering`, not wide, of any height.
 
     Bit for bit torch's own kernel, which goes through the sides in this order; but no more than a strip of the source is
     float32 at once, and of a picture that is long only the rows are read that the crop needs: 1 x 8000 px scaled to
     512 x 4,096,000 would be 23 GiB.
     """
-    (width, height), (whole_width, whole_height) = size, covering
-    # As torchvision: 0.5 to the even one.
-    left, top = round((whole_width - width) / 2), round((whole_height - height) / 2)
+    (width, height), (whole_width, whole_height), (left, top) = size, covering, at
     weights = None
     if whole_height > MAX_COVER * height:
         first, weights = _bicubic_weights(pixels.shape[1], whole_height, top, height)

@@ -55,7 +55,8 @@ class LatentsStream(BatchStream):
 
     def _use(self, sample_id: int) -> tuple[Tensor, str]:
         sample = self[sample_id]
-        return read_latent(sample["latents"], self.latent_shape, self.scale), captions_of(sample)[0]
+        caption = self.draw(sample_id).one_of(captions_of(sample))
+        return read_latent(sample["latents"], self.latent_shape, self.scale), caption
 
 
 def read_latent(content: bytes | memoryview, shape: Sequence[int], scale: float) -> Tensor:

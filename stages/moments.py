@@ -1,18 +1,27 @@
-"""The stage `moments` in batches: each column one array, filled row by row from the bytes of its shards."""
+"""The stage `moments` in batches: each column one array, filled row by row from the bytes of its shards.
+
+Where a picture has several captions, the tokens of the drawn one are made here, in one call for the batch.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from stages.images import SampleError
+from stages.dataset import Stage
+from stages.images import SampleError, usable_captions
 from stages.shard_file import ShardError, ShardFile
 from stages.stream import Bad, BatchStream
+
+FLIPPED = "moments_flipped"
+"""The column with the moments of the mirrored picture; a VAE gives others than its moments mirrored."""
 
 
 class MomentsStream(BatchStream):
@@ -22,18 +31,29 @@ class MomentsStream(BatchStream):
 
     Args:
         columns: name -> (shape of one sample, numpy type as stored, numpy type of the batch).
+        flip: each picture is mirrored with probability 1/2; the stage has the column FLIPPED.
+        tokenize: makes text columns of captions, where a picture has several; None: the first one's are read as stored.
         arguments: keyword arguments of StreamingDataset.
     """
 
-    def __init__(self, *, columns: Mapping[str, tuple[tuple[int, ...], str, str]], **arguments: Any):
+    def __init__(
+        self,
+        *,
+        columns: Mapping[str, tuple[tuple[int, ...], str, str]],
+        flip: bool = False,
+        tokenize: Callable[[Sequence[str]], dict[str, Tensor]] | None = None,
+        **arguments: Any,
+    ):
         super().__init__(**arguments)
         self.columns = dict(columns)
+        self.flip, self.tokenize = flip, tokenize
         self._files: dict[int, ShardFile] = {}
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
         """Fill one array a column, shard by shard, each row at its place in the batch."""
         batch = {n: np.empty((len(sample_ids), *shape), stored) for n, (shape, stored, _) in self.columns.items()}
         places: dict[int, list[tuple[int, int]]] = {}
+        captions: dict[int, str | None] = {}
         bad: list[Bad] = []
         for place, sample_id in enumerate(sample_ids):
             shard_id, row = self.spanner[sample_id]
@@ -42,15 +62,42 @@ class MomentsStream(BatchStream):
             rows = self._rows(shard_id, [row for _, row in wanted])
             for (place, _), found in zip(wanted, rows, strict=True):
                 try:
-                    _put(found, batch, place)
+                    captions[place] = self._put(found, batch, place, sample_ids[place])
                 except SampleError:
-                    bad += self.first_good(sample_ids[place], functools.partial(self._put_sample, batch, place))[1]
+                    use = functools.partial(self._put_sample, batch, place)
+                    captions[place], passed_over = self.first_good(sample_ids[place], use)
+                    bad += passed_over
+        self._put_tokens({place: caption for place, caption in captions.items() if caption is not None}, batch)
         tensors = {n: torch.from_numpy(batch[n].astype(last, copy=False)) for n, (*_, last) in self.columns.items()}
         return {**tensors, "bad": bad}
 
-    def _put_sample(self, batch: Mapping[str, np.ndarray], place: int, sample_id: int) -> None:
+    def _put_sample(self, batch: Mapping[str, np.ndarray], place: int, sample_id: int) -> str | None:
         shard_id, row = self.spanner[sample_id]
-        _put(self._rows(shard_id, [row])[0], batch, place)
+        return self._put(self._rows(shard_id, [row])[0], batch, place, sample_id)
+
+    def _put(
+        self, found: Mapping[str, memoryview], batch: Mapping[str, np.ndarray], place: int, sample_id: int
+    ) -> str | None:
+        """Copy a row to its place; return the drawn caption, where there are several.
+
+        Raises:
+            SampleError: it has a value that is not finite, or no usable caption.
+        """
+        is_flipped = self.flip and self.draw(sample_id).is_flipped
+        for name, array in batch.items():
+            values = np.frombuffer(found[FLIPPED if is_flipped and name == "moments" else name], array.dtype)
+            if array.dtype.kind == "f" and not _is_finite(values):
+                raise SampleError(f"{name} are not finite")
+            array[place] = values.reshape(array.shape[1:])
+        captions = json.loads(bytes(found["captions"])) if self.tokenize and "captions" in found else None
+        return self.draw(sample_id).one_of(usable_captions(captions)) if captions else None
+
+    def _put_tokens(self, captions: Mapping[int, str], batch: Mapping[str, np.ndarray]) -> None:
+        """Replace the stored tokens by those of the drawn captions, by place."""
+        if captions:
+            assert self.tokenize is not None
+            for name, tokens in self.tokenize(list(captions.values())).items():
+                batch[name][list(captions)] = tokens.numpy()
 
     def _rows(self, shard_id: int, rows: Sequence[int], retry: int = 7) -> list[dict[str, memoryview]]:
         """Read rows of a shard, fetching it where it is missing or was put out of the cache."""
@@ -66,13 +113,23 @@ class MomentsStream(BatchStream):
         raise ShardError(f"data: {self.shards[shard_id].raw_data.basename} cannot be kept: a larger data.cache_limit?")
 
 
-def _put(found: Mapping[str, memoryview], batch: Mapping[str, np.ndarray], place: int) -> None:
-    """Copy a row to its place. Raises SampleError: it has a value that is not finite."""
-    for name, array in batch.items():
-        values = np.frombuffer(found[name], array.dtype)
-        if array.dtype.kind == "f" and not _is_finite(values):
-            raise SampleError(f"{name} are not finite")
-        array[place] = values.reshape(array.shape[1:])
+def reading_problems(stage: Stage, *, flip: bool, crop: str, text: str) -> list[tuple[str, str]]:
+    """Return (key, message) for what a run wants to read of a stage that has not been stored there; see data.DataConfig."""
+    found, where, make = [], f"the stage at {stage.location}", "python -m prepare.latents IN OUT"
+    if stage.kind == "images":
+        given = f"stored, but {where} has images, and no text states. Use a stage of moments, or data.text=encoded."
+        return [("data.text", given)] if text == "stored" else []
+    if flip and FLIPPED not in stage.columns:
+        given = f"true, but {where} has no moments of mirrored pictures"
+        found.append(("data.flip", f"{given}. Make it with {make} flip=true, read a stage of images, or leave it out."))
+    if crop == "random":
+        given = f"random, but the pictures of {where} were cut before they were encoded"
+        found.append(("data.crop", f"{given}. Read a stage of images, or leave it out."))
+    if text == "stored" and ("text" not in stage.columns or "captions" in stage.columns):
+        has = "text states of the first of several captions alone" if "text" in stage.columns else "no text states"
+        given = f"stored, but {where} has {has}"
+        found.append(("data.text", f"{given}. Make it with {make} store_text=true, or use data.text=encoded."))
+    return found
 
 
 def _is_finite(values: np.ndarray) -> bool:

@@ -65,6 +65,7 @@ from streaming.base import dataset as streaming_dataset
 from cli.errors import ConfigError
 from cli.masking import printable
 from cli.private_api import require_private_api
+from stages.draws import Draw, draw_of
 from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
 from stages.images import SampleError
 
@@ -80,6 +81,7 @@ Used = TypeVar("Used")
 WHY = "its failures reach the run"
 OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock", "_cache_filelock_path", "_shm_prefix_int")
 OF_DATASET += ("_event", "_each_sample_id", "_prepare_thread", "_ready_thread", "prepare_shard", "get_item")
+OF_DATASET += ("_resume_incr_epoch",)
 OF_EPOCH = ("sample_ids", "total", "prepare_index", "ready_index", "should_exit", "on_exit")
 require_private_api(StreamingDataset, *OF_DATASET, "cache_usage", "cache_limit", "spanner", "shards", why=WHY)
 require_private_api("streaming.base.dataset", *(f"_Iterator.{name}" for name in OF_EPOCH), why=WHY)
@@ -142,6 +144,7 @@ class BatchStream(StreamingDataset):
 
     def __init__(self, *, streams: Sequence[RetryingStream], **arguments: Any):
         self._failure: str | None = None
+        self.epoch = 0  # that is read
         folders = [Path(stream.local) for stream in streams if stream.remote is not None]
         self._locks = [FileLock(folder.resolve() / LOCK_FILE, is_singleton=True) for folder in folders]
         _on_one_rank_of_each_machine(self._lock_folders)
@@ -305,6 +308,14 @@ class BatchStream(StreamingDataset):
                 "initial_physical_nodes": None,
             }
         )
+
+    def _resume_incr_epoch(self) -> tuple[int, int]:
+        self.epoch, samples = super()._resume_incr_epoch()
+        return self.epoch, samples
+
+    def draw(self, sample_id: int) -> Draw:
+        """Return what is drawn for a sample in the epoch that is read."""
+        return draw_of(self.shuffle_seed, self.epoch, sample_id)
 
     def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
         owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()

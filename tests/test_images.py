@@ -14,7 +14,15 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from stages.images import SampleError, check_caption, covering_size, decode_image, resize_and_crop
+from stages.images import (
+    SampleError,
+    check_caption,
+    covering_size,
+    crop_room,
+    decode_image,
+    resize_and_crop,
+    usable_captions,
+)
 
 # --- decoded ---
 
@@ -195,6 +203,51 @@ def test_a_size_that_is_no_square_is_width_by_height():
         assert resize_and_crop(image, (96, 64), dtype).shape == (3, 64, 96)
     whole = transforms.functional.resize(transforms.functional.to_tensor(image), [96, 96], InterpolationMode.BICUBIC)
     assert (resize_and_crop(image, (96, 64), torch.float32) - whole[:, 16:80]).abs().max() * 255 < 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("source", [(90, 131), (131, 90), (64, 64), (300, 71), (71, 300), (900, 9), (9, 900), (2, 400)])
+def test_a_crop_elsewhere_is_cut_from_what_torchvision_scales_and_one_at_the_centre_is_the_plain_one(source, dtype):
+    size, (width, height) = (64, 48), source
+    image = Image.fromarray(np.random.default_rng(2).integers(0, 256, (height, width, 3), np.uint8))
+    covering, room = covering_size(source, size), crop_room(source, size)
+    pixels = transforms.functional.pil_to_tensor(image).float() / 255
+    whole = transforms.functional.resize(pixels, list(covering[::-1]), InterpolationMode.BICUBIC, antialias=True)
+    for left, top in ((0, 0), room, (room[0] // 3, room[1] // 5), (room[0] - room[0] // 7, 0)):
+        ours = resize_and_crop(image, size, dtype, (left, top))
+        assert ours.shape == (3, 48, 64) and ours.dtype == dtype
+        if (
+            dtype == torch.uint8 and covering[0] <= 4 * 64 and covering[1] <= 4 * 48
+        ):  # rounded after each side, as by PIL
+            expected = np.array(image.resize(covering, Image.Resampling.BICUBIC).crop((left, top, left + 64, top + 48)))
+            assert np.abs(ours.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 1
+            continue
+        expected = whole[:, top : top + 48, left : left + 64] * 255
+        if dtype == torch.uint8:
+            assert (ours - expected.clamp(0, 255)).abs().max() < 0.51
+        else:
+            assert (ours * 255 - expected).abs().max() < 0.001
+    centre = tuple(round(side / 2) for side in room)
+    assert torch.equal(resize_and_crop(image, size, dtype, centre), resize_and_crop(image, size, dtype))
+
+
+@pytest.mark.parametrize(
+    "captions, usable",
+    [
+        (["a "], ["a"]),
+        ([None, "b", " ", "c", "d" * 10_001], ["b", "c"]),
+        ([" ", None], "empty caption"),
+        ([], "missing caption"),
+        ("ab", "captions are no list"),
+        ({"a": 1}, "captions are no list"),
+    ],
+)
+def test_of_several_captions_those_are_left_that_can_be_used(captions, usable):
+    if isinstance(usable, list):
+        assert usable_captions(captions) == usable
+    else:
+        with pytest.raises(SampleError, match=f"^{usable}$"):
+            usable_captions(captions)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

@@ -534,3 +534,58 @@ def test_moments_of_other_encoders_size_or_range_are_refused(unbroken, tmp_path,
         f"data.normalize: unit, but the moments at {other} were made for symmetric. Use that value.\n"
         f"image_size: [128, 128], but the moments at {other} were made for [64, 64]. Use that value.\n"
     )
+
+
+# --- mirrored pictures, several captions ---
+
+
+def test_flipped_moments_are_those_of_a_stage_of_mirrored_pictures_and_the_others_are_as_without(tmp_path):
+    pixels = [np.random.default_rng(n).integers(0, 256, (64, 64, 3), np.uint8) for n in range(7)]
+
+    def png(levels: np.ndarray) -> dict[str, bytes]:
+        file = io.BytesIO()
+        Image.fromarray(levels).save(file, "PNG")
+        return {"jpg": file.getvalue()}
+
+    given = images_of([png(levels) for levels in pixels], tmp_path / "given")
+    mirrored = images_of([png(levels[:, ::-1]) for levels in pixels], tmp_path / "mirrored")
+    for source, name, more in ((given, "both", ["flip=true"]), (given, "plain", []), (mirrored, "of_mirrored", [])):
+        assert latents.main([str(source), str(tmp_path / name), *KEYS, *more]) == 0
+    both, plain, of_mirrored = (rows(tmp_path / name) for name in ("both", "plain", "of_mirrored"))
+    for row, without, expected in zip(both, plain, of_mirrored, strict=True):
+        assert np.array_equal(row["moments"], without["moments"])
+        assert np.array_equal(row["moments_flipped"], expected["moments"]) and row.keys() - without.keys() == {
+            "moments_flipped"
+        }
+    facts = {name: json.loads((tmp_path / name / "dataset.json").read_text()) for name in ("both", "plain")}
+    assert facts["both"]["flip"] is True and "flip" not in facts["plain"]  # as older versions wrote it
+    assert "flip" not in json.loads((tmp_path / "plain/plan.json").read_text())
+
+
+def test_flip_is_another_command_than_the_unfinished_one(stage, unbroken, capsys):
+    assert latents.main([str(stage), str(unbroken), *KEYS, "flip=true"]) == 2
+    assert capsys.readouterr().err == (
+        f"OUT: {unbroken} holds the finished work of another command: flip was null, is true. Give another OUT, or remove "
+        f"this one.\n"
+    )
+
+
+@pytest.mark.parametrize("store_text", [False, True])
+def test_usable_captions_are_passed_on_and_tokens_and_text_are_of_the_first(tmp_path, reference, capsys, store_text):
+    captions = [["a ", "b"], [], ["", "c"], [" ", None]]
+    samples = [
+        {"jpg": sample_files(n)["jpg"], "caption": f"only {n}", "captions": each} for n, each in enumerate(captions)
+    ]
+    given = images_of(samples, tmp_path / "given", {**COLUMNS, "captions": "json"})
+    assert latents.main([str(given), str(tmp_path / "out"), *KEYS, f"store_text={str(store_text).lower()}"]) == 0
+    made = rows(tmp_path / "out")
+    assert [row["caption"] for row in made] == ["a", "only 1", "c"]
+    tokens = reference.family.tokenize(["a", "only 1", "c"])["tokens"]
+    assert [row["tokens"].tolist() for row in made] == tokens.tolist()
+    assert [line[1:] for line in skipped(tmp_path / "out/skipped.jsonl")] == [("003", "empty caption")]
+    told = "store_text: true: of a picture's several captions the first is kept, whose text states are stored.\n"
+    assert (told in capsys.readouterr().err) == store_text
+    if store_text:  # a state is of one caption
+        assert "captions" not in made[0]
+    else:
+        assert [row["captions"] for row in made] == [["a", "b"], ["only 1"], ["c"]]

@@ -138,6 +138,8 @@ def test_the_reference_itself_does_not_deviate_however_its_numbers_are_written()
         ("schedule.name", "cosine", "schedule.name: cosine; the reference: constant"),
         ("ema.enabled", True, "ema.enabled: true; the reference: false"),
         ("data.normalize", "symmetric", "data.normalize: symmetric; the reference: unit"),
+        ("data.flip", True, "data.flip: true; the reference: false"),
+        ("data.crop", "random", "data.crop: random; the reference: center"),
         ("data.posterior", "mean", "data.posterior: mean; the reference: sample"),
         ("model.preset", "tiny", "model.preset: tiny; the reference: full"),
         ("image_size", 256, "image_size: 256; the reference: 512"),

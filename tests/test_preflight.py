@@ -8,6 +8,8 @@ import shutil
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
@@ -55,6 +57,19 @@ def test_encoding_online_costs_the_vae_on_top():
         return measure_cost(TINY, ObjectiveConfig(), stage=stage, size=(32, 32), precision="fp32")
 
     assert cost("images").flops_per_image > cost("moments").flops_per_image
+
+
+@pytest.mark.parametrize("stage", ["moments", "images"])
+def test_stored_text_saves_the_text_encoder_of_each_step(stage):
+    config = ModelConfig(preset="tiny", weights="random")
+    ways = dict(stage=stage, size=(64, 64), precision="fp32")
+    encoded, stored = (measure_cost(config, ObjectiveConfig(), stored_text=s, **ways) for s in (False, True))
+    model = build_model(config, ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=0)
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        model.family.encode_text(model.encoders.modules, model.empty_text)
+    assert encoded.flops_per_image - stored.flops_per_image == counter.get_total_flops() > 0
+    assert dataclasses.replace(stored, flops_per_image=encoded.flops_per_image) == encoded
 
 
 def test_bytes_kept_for_the_backward_pass_equal_those_of_a_real_step():

@@ -68,8 +68,8 @@ def kill_after(
 def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bit_for_bit(
     miniature, words_of, tmp_path
 ):
-    """From pictures, encoded in the step. 14 batches from 192 samples: two epochs of 6 and a piece of the third."""
-    more = ["data.stage=images", f"data.remote={miniature.images}", "max_duration=14ba"]
+    """From pictures, half mirrored, encoded in the step. 14 batches of 192 samples: two epochs of 6 and part of the third."""
+    more = ["data.stage=images", f"data.remote={miniature.images}", "data.flip=true", "max_duration=14ba"]
     composer(1, words_of(tmp_path, "whole", *more))
     unbroken = newest(tmp_path, "whole")
     with started("composer", "-n", "1", "benchmark.py", *words_of(tmp_path, "a", *more)) as process:

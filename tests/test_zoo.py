@@ -42,8 +42,13 @@ def test_every_family_goes_from_its_columns_to_a_prediction(name, variant, size)
         promised = family.columns("moments", size)[column]
         assert values.shape == (2, *promised.shape) and values.dtype == promised.dtype
         assert values.min() >= 0 and values.max() < promised.below
+    condition = family.encode_text(encoders, tokens)
+    stored = family.columns("moments", size, stored_text=True)
+    assert stored.keys() == {"moments", *condition} and stored["moments"] == moments
+    for column, states in condition.items():
+        assert states.shape == (2, *stored[column].shape) and stored[column].dtype == torch.float16
     times = family.build_objective(ObjectiveConfig()).draw_times(2, torch.Generator().manual_seed(0))
-    prediction = family.denoise(denoiser, latents, times, family.encode_text(encoders, tokens))
+    prediction = family.denoise(denoiser, latents, times, condition)
     assert prediction.shape == latents.shape
 
 

@@ -29,6 +29,7 @@ class LatentFamily:
         pixels_per_latent: p.
         latent_scale: 1 / standard deviation of the latents.
         num_tokens, vocabulary: of the tokenizer: L, and its largest token plus one.
+        text_width: of the text encoder's states: D.
     """
 
     name: str
@@ -39,6 +40,7 @@ class LatentFamily:
     latent_scale: float
     num_tokens: int
     vocabulary: int
+    text_width: int
 
     def size_problem(self, size: ImageSize) -> str | None:
         step, (width, height) = self.pixels_per_latent, size
@@ -46,7 +48,7 @@ class LatentFamily:
             return None
         return f"{width} x {height} px does not fit {self.name}. Both sides have to be multiples of {step}."
 
-    def columns(self, stage: str, size: ImageSize) -> dict[str, Column]:
+    def columns(self, stage: str, size: ImageSize, *, stored_text: bool = False) -> dict[str, Column]:
         channels, height, width = self.latent_shape(size)
         images = Column((3, size[1], size[0]), self.image_dtype, below=256 if self.image_dtype == torch.uint8 else None)
         pictures = {
@@ -55,6 +57,8 @@ class LatentFamily:
         }
         if stage not in pictures:
             raise ValueError(f"data.stage: {self.name} has no stage '{stage}'. Known: {', '.join(pictures)}.")
+        if stored_text:
+            return {**pictures[stage], "text": Column((self.num_tokens, self.text_width), torch.float16)}
         return {**pictures[stage], "tokens": Column((self.num_tokens,), torch.int64, below=self.vocabulary)}
 
     def latent_shape(self, size: ImageSize) -> tuple[int, ...]:

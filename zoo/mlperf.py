@@ -156,6 +156,8 @@ FIXED = {
     "objective.offset_noise": 0.0,
     "data.normalize": "unit",  # mlcommons/training issue 721: not normalised; not to be fixed
     "data.posterior": "sample",
+    "data.flip": False,
+    "data.crop": "center",  # text may be encoded beforehand: NVIDIA's submissions do
     "optimizer.name": "adamw",
     "optimizer.betas": [0.9, 0.999],
     "optimizer.eps": 1e-8,

@@ -9,6 +9,7 @@ A batch is a dict of tensors with B first. The family says which, for each stage
     images    images     uint8    (3, H, W), e.g. (3, 512, 512), not normalised; float32, / 255 (the variant mlperf)
     moments   moments    float16  (2C, h, w), e.g. (8, 64, 64): mean then logvar of the posterior, unscaled
     both      tokens     int64    (L,), e.g. (77,); a family with two tokenizers has a second such column
+    moments   text       float16  (L, D), e.g. (77, 1024): stored states of the text encoder, instead of tokens
     both      ...                 further columns by the family (SDXL: original size and crop; video: conditions)
 
 SDXL, FLUX and the video families fit the same contract. The family chooses the latent's shape (FLUX packs it, video adds f).
@@ -77,8 +78,15 @@ class Family(Protocol):
         """Say why images of this size cannot be trained on, or None."""
         ...
 
-    def columns(self, stage: str, size: ImageSize) -> dict[str, Column]:
-        """Return the columns of one sample; the keys are those of a batch. Raises ValueError: an unknown stage."""
+    def columns(self, stage: str, size: ImageSize, *, stored_text: bool = False) -> dict[str, Column]:
+        """Return the columns of one sample; the keys are those of a batch.
+
+        Args:
+            stored_text: with float16 columns of the condition, as `encode_text` names them, instead of the text columns.
+
+        Raises:
+            ValueError: an unknown stage.
+        """
         ...
 
     def latent_shape(self, size: ImageSize) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Shapes(LatentFamily):
     name = "shapes"
     pixels_per_latent = PIXELS_PER_LATENT
     latent_scale = LATENT_SCALE
-    num_tokens, vocabulary = NUM_TOKENS, VOCABULARY
+    num_tokens, vocabulary, text_width = NUM_TOKENS, VOCABULARY, TEXT_WIDTH
     variant = "stock"
     objective: Mapping[str, Any] = OBJECTIVE
     shipped = networks.WEIGHTS
