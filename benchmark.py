@@ -45,6 +45,7 @@ from cli.command import command, start
 from cli.command_line import parse_command_line
 from cli.describe import overview
 from cli.errors import ConfigError
+from cli.limits import ImageSize
 from cli.log import log
 from config import as_written, flat, load
 from data import build_data
@@ -64,6 +65,7 @@ from record.config_file import found_batch_size, say_what_is_later
 from record.summary import result_line
 from stages.dataset import Stage
 from stages.loader import Loader
+from stages.mixture import buckets_of, opened
 from training import microbatch, speed, warm_start
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
@@ -124,9 +126,10 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         dist.barrier()  # what one rank refuses is not on record
 
         # Callbacks: clocks, the record, checkpoints, evaluation, and Composer's Trainer, which calls them.
-        throughput = build_throughput(config, networks.cost)
+        throughput = build_throughput(config, networks.cost, networks.sizes)
         loader = data.dataloader if isinstance(data.dataloader, Loader) else None
-        facts = facts_of(config, networks.cost, model.encoders.fingerprints, networks.identity["denoiser_start"])
+        start, sizes = networks.identity["denoiser_start"], networks.sizes
+        facts = facts_of(config, networks.cost, model.encoders.fingerprints, start, sizes)
         gradient_norm = GradientNorm(config.optimizer.clip_norm)
         record = build_record(
             config, facts, given=given, throughput=throughput, gradient_norm=gradient_norm, losses=losses, loader=loader
@@ -185,6 +188,8 @@ class Networks:
     graphs: speed.GraphCounter
     stages: list[Stage]
     """None for synthetic data."""
+    sizes: list[ImageSize] | None
+    """(width, height) of the batches' images, where there are several (buckets)."""
     identity: dict[str, Any]
     """What has to be the same in a checkpoint of this run."""
 
@@ -199,10 +204,11 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     cost = cost_of(config)
     model = build(config)
     stages = config.data.read()
+    sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders(stages, model.encoders.fingerprints)
     identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     model.place(device._device, config.precision)
-    speed.apply(model, config, config.precision)
+    speed.apply(model, config, config.precision, num_sizes=len(sizes or [1]))
     batch_size = config.eval.batch_size or found_batch_size(run.folder)
     config = dataclasses.replace(
         config,
@@ -212,7 +218,8 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     scorer = build_scorer(config, run.folder)
     if scorer is not None:
         run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
-    return Networks(config, model, scorer, cost, speed.GraphCounter(config.compile != "off"), stages, identity)
+    graphs = speed.GraphCounter(config.compile != "off")
+    return Networks(config, model, scorer, cost, graphs, stages, sizes, identity)
 
 
 def build_batches(

@@ -17,7 +17,6 @@ reported, counted, and replaced by the next good one of its shard. So every batc
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,23 +25,31 @@ from typing import Any, Literal
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
-from streaming.base.util import bytes_to_int
 from torch import Tensor
 
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from cli.masking import printable
+from stages import stage_checks
 from stages.adopted import AdoptedSet, kept_digests
-from stages.dataset import Stage, column_problem, holds_another_stage, is_remote, read_stage
+from stages.dataset import Stage, column_problem, is_remote, read_stage
 from stages.fetch import PATIENCE_SEC, RetryingStream
 from stages.images import captions_of, crop_room, decode_image, resize_and_crop
 from stages.latents import LatentsStream
 from stages.loader import Loader
-from stages.mixture import StreamConfig, epoch_samples, own_folder, weight_problems
+from stages.mixture import (
+    Opened,
+    StreamConfig,
+    buckets_of,
+    opened,
+    own_folder,
+    unfilled,
+    weight_problems,
+)
 from stages.moments import MomentsStream, reading_problems
 from stages.shared_memory import one_at_a_time, remove_dead_segments
 from stages.stream import BatchStream
-from zoo.spec import Column, Family
+from zoo.spec import Column, Family, as_size
 
 # Every setting that affects the order of samples is explicit, so it depends only on the seed and the global batch size.
 ORDER = {
@@ -52,6 +59,7 @@ ORDER = {
     "shuffle_block_size": 1 << 18,  # samples
 }
 SYNTHETIC_EPOCH_BATCHES = 1000
+Encodings = Callable[[ImageSize], Mapping[str, str]]
 MOST_BYTES = 10**18  # an exabyte
 LOADER_MARGIN_SEC = 120.0  # a loader worker counts as hung if it is silent for this long beyond patience_sec
 
@@ -118,19 +126,19 @@ class DataConfig:
         return family.columns(self.stage, size, stored_text=self.text == "stored")
 
     def problems(
-        self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str] | None = None
+        self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Encodings = lambda size: {}
     ) -> list[tuple[str, str]]:
         """(key, message) for every invalid value, including values that do not fit the stage.
 
         Args:
             made_for: key of the configuration -> its value, for everything that a stage of moments depends on; and `resize`,
                 how the variant's images are resized.
-            encodings: of that stage's columns, if known; see `stages.dataset.column_problem`.
+            encodings: of that stage's columns, for images of a size; see `stages.dataset.column_problem`.
         """
-        return [] if self.synthetic else self._stage_problems(global_batch_size, made_for, encodings or {})
+        return [] if self.synthetic else self._stage_problems(global_batch_size, made_for, encodings)
 
     def _stage_problems(
-        self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Mapping[str, str]
+        self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Encodings
     ) -> list[tuple[str, str]]:
         beside = [f"data.{name}={value}" for name in ("remote", "local", "facts") if (value := getattr(self, name))]
         if self.streams is not None and beside:
@@ -139,55 +147,34 @@ class DataConfig:
         if not sources or not all(source.location for source in sources):
             where = "data.remote" if self.streams is None else "data.streams"
             return [(where, "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
-        found, stages = [], []
+        found, stages, size = [], [], as_size(made_for.get("image_size") or 1)
         for key, source in self.named_sources():
-            stage, problems = self._source_problems(key, source, made_for, encodings)
+            stage, problems = stage_checks.read_source(key, source)
             found += problems
-            stages += [] if stage is None else [stage]
+            if stage is not None:
+                found += self._source_problems(key, source, stage, made_for, encodings)
+                stages.append(stage)
         found += weight_problems(sources)
         if len(stages) < len(sources):
             return found
-        found += _twice(sources, stages)
-        if self.stage == "moments" and len({stage.facts.get("latent_scale") for stage in stages}) > 1:
-            text = "moments, and latents that others have stored, or latents of another scale. Mix stages of one kind."
-            found.append(("data.streams", text))
-        samples = [stage.num_samples for stage in stages]
-        for (key, source), num in zip(self.named_sources(), samples, strict=True):
-            if not source.chosen(num, sum(samples)):
-                found.append((key, f"none of its {num} samples would be in an epoch. Give it more."))
-        if (num := epoch_samples(sources, samples)) < global_batch_size:
-            where = f"the stage at {stages[0].location}" if len(stages) == 1 else "an epoch of all streams"
-            given = f"{global_batch_size} is more than the {num} samples of {where}"
-            found.append(("global_batch_size", f"{given}. Take a smaller one, or more data."))
-        return found + self._limit_problems(sources, stages)
+        found += stage_checks.together(self.named_sources(), stages, size, global_batch_size)
+        return found + stage_checks.limit_problems(self.cache_limit, sources, stages)
 
     def named_sources(self) -> list[tuple[str, StreamConfig]]:
         """Return each stage with the beginning of its keys."""
         return [("data" if self.streams is None else f"data.streams[{n}]", s) for n, s in enumerate(self.sources)]
 
     def _source_problems(
-        self, key: str, source: StreamConfig, made_for: Mapping[str, Any], encodings: Mapping[str, str]
-    ) -> tuple[Stage | None, list[tuple[str, str]]]:
-        """Return a stage's facts, and its problems by itself."""
-        where, location = f"{key}.remote" if source.remote else f"{key}.local", source.location or ""
-        if is_remote(location) and (source.local is None or is_remote(source.local)):
-            given = f"{source.local} is not a folder on this machine"
-            text = f"{given}. It keeps the shards of {location}. Give a folder, or leave it out."
-            return None, [(f"{key}.local", text)]
-        try:
-            stage = read_stage(location, source.facts)
-        except ValueError as error:
-            return None, [(where, str(error))]
+        self, key: str, source: StreamConfig, stage: Stage, made_for: Mapping[str, Any], encodings: Encodings
+    ) -> list[tuple[str, str]]:
+        """Compare a stage with what the run reads, and with what it was made for."""
+        where = f"{key}.remote" if source.remote else f"{key}.local"
         found = []
         if stage.kind != self.stage:
             given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
         else:
             found += reading_problems(stage, flip=self.flip, crop=self.crop, text=self.text)
-        if stage.is_compressed and source.folders[0] is None:
-            given = f"not given. {stage.location} is compressed, and nothing is written there"
-            todo = f"Give its place as {key}.remote, and as {key}.local a folder for the decompressed shards"
-            found.append((f"{key}.local", f"{given}. {todo}."))
         for name, value in made_for.items():
             made = stage.facts.get(name.rpartition(".")[2])  # an `images` stage does not depend on these
             if made is None or made == value:  # moments made by others may not say
@@ -199,59 +186,11 @@ class DataConfig:
             else:
                 text = f"{value}, but the moments at {stage.location} were made for {made}. Use that value."
                 found.append((name, text))
-        if not found and (text := column_problem(stage, encodings)):
-            found.append((where, text))
-        return stage, found + _folder_problems(f"{key}.local", source, stage)
-
-    def _limit_problems(self, sources: Sequence[StreamConfig], stages: Sequence[Stage]) -> list[tuple[str, str]]:
-        """Compare the cache's limit with the shards that it is for."""
-        if self.cache_limit is None:
-            return []
-        largest = max((s.largest_shard_bytes for c, s in zip(sources, stages, strict=True) if c.folders[0]), default=0)
-        if not largest:
-            in_place = (
-                f"{self.cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
-            )
-            return [("data.cache_limit", in_place)]
-        if bytes_to_int(self.cache_limit) < 4 * largest:
-            given = f"{self.cache_limit} holds fewer than 4 of the largest shard ({largest:,} bytes)"
-            return [("data.cache_limit", f"{given}. Give at least {4 * largest // 2**20 + 1}mb, or null.")]
-        return []
-
-
-def _folder_problems(key: str, source: StreamConfig, stage: Stage) -> list[tuple[str, str]]:
-    """Check the folder that keeps a stage's shards, if there is one."""
-    if source.remote is None or source.local is None:
-        return []
-    if not is_remote(source.remote):
-        local, remote = Path(os.path.realpath(source.local)), Path(os.path.realpath(source.remote))
-        if local == remote:
-            given = f"{source.local} is {key.removesuffix('local')}remote too"
-            return [(key, f"{given}. Leave it out: a folder is read in place.")]
-        apart = "Give a folder beside it: a stage's own files and the shards of a run are not to mix."
-        if remote in local.parents:
-            return [(key, f"{source.local} lies inside of the stage at {source.remote}. {apart}")]
-        if local in remote.parents:
-            return [(key, f"{source.local} has the stage at {source.remote} inside of it. {apart}")]
-    if holds_another_stage(source.local, stage):
-        given = f"{source.local} holds shards of another stage than {stage.location}"
-        return [(key, f"{given}. Give another folder, or remove this one.")]
-    return []
-
-
-def _twice(sources: Sequence[StreamConfig], stages: Sequence[Stage]) -> list[tuple[str, str]]:
-    """Say where one stage, or one folder of shards, is given to two streams."""
-    found = []
-    digests = [stage.index_sha256 for stage in stages]
-    folders = [os.path.realpath(source.folders[1] or "") for source in sources]
-    for number, (source, digest, folder) in enumerate(zip(sources, digests, folders, strict=True)):
-        if (first := digests.index(digest)) < number:
-            text = f"{source.location} is the stage of data.streams[{first}]. Give it once, with repeat=2 for twice."
-            found.append((f"data.streams[{number}].remote", text))
-        elif (first := folders.index(folder)) < number:
-            text = f"{source.local} is that of data.streams[{first}]. Give each stream a folder of its own."
-            found.append((f"data.streams[{number}].local", text))
-    return found
+        streams = opened([source], [stage], as_size(made_for.get("image_size") or 1))
+        texts = [] if found else [text for one in streams if (text := column_problem(one.stage, encodings(one.size)))]
+        found += [(where, text) for text in texts[:1]]
+        of_folders = [stage_checks.folder_problems(f"{key}.local", one.config, one.stage) for one in streams]
+        return found + [problem for problems in of_folders for problem in problems[:1]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,17 +203,23 @@ class StreamingLAIONDataset(BatchStream):
 
     Args:
         family: gives the images' type and the tokenizer.
-        image_size: (width, height), px.
+        image_sizes: (width, height) of each stream's pictures in a batch, px.
         flip, crop: see DataConfig.
         arguments: keyword arguments of StreamingDataset.
     """
 
     def __init__(
-        self, *, family: Family, image_size: ImageSize, flip: bool = False, crop: str = "center", **arguments: Any
+        self,
+        *,
+        family: Family,
+        image_sizes: Sequence[ImageSize],
+        flip: bool = False,
+        crop: str = "center",
+        **arguments: Any,
     ):
         super().__init__(**arguments)
-        self.flip, self.crop = flip, crop
-        self.image_size, self.image_dtype = image_size, family.columns("images", image_size)["images"].dtype
+        self.flip, self.crop, self.image_sizes = flip, crop, list(image_sizes)
+        self.image_dtype = family.columns("images", self.image_sizes[0])["images"].dtype
         self.tokenize = family.tokenize
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
@@ -294,9 +239,9 @@ class StreamingLAIONDataset(BatchStream):
     def _use(self, sample_id: int) -> dict[str, Any]:
         sample, draw = self[sample_id], self.draw(sample_id)
         caption = draw.one_of(captions_of(sample))
-        image = decode_image(sample["jpg"])
-        at = draw.offset(crop_room(image.size, self.image_size)) if self.crop == "random" else None
-        images = resize_and_crop(image, self.image_size, self.image_dtype, at)
+        image, size = decode_image(sample["jpg"]), self.image_sizes[self.stream_of(sample_id)]
+        at = draw.offset(crop_room(image.size, size)) if self.crop == "random" else None
+        images = resize_and_crop(image, size, self.image_dtype, at)
         return {"images": images.flip(-1) if self.flip and draw.is_flipped else images, "caption": caption}
 
 
@@ -331,24 +276,17 @@ class SyntheticBatches:
             yield dict(self.batch)
 
 
-def _streams(config: DataConfig, stages: Sequence[Stage]) -> list[RetryingStream]:
-    """Return the stages as streams, and say where their shards are kept if that was not given."""
-    streams = []
-    for source, stage in zip(config.sources, stages, strict=True):
-        remote, local = source.folders
-        if remote is not None and is_remote(remote) and local == own_folder(remote):
-            log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
-        assert local is not None
-        stream = RetryingStream(
-            remote=remote,
-            local=local,
-            patience_sec=config.patience_sec,
-            index_sha256=stage.index_sha256,
-            adopted=_adopted(stage, None if remote is None else local),
-            **source.weight,
-        )
-        streams.append(stream)
-    return streams
+def _stream(given: Opened, patience_sec: float) -> RetryingStream:
+    remote, local = given.config.folders
+    assert local is not None
+    return RetryingStream(
+        remote=remote,
+        local=local,
+        patience_sec=patience_sec,
+        index_sha256=given.stage.index_sha256,
+        adopted=_adopted(given.stage, None if remote is None else local),
+        **given.config.weight,
+    )
 
 
 def _adopted(stage: Stage, cache: str | None) -> AdoptedSet | None:
@@ -360,22 +298,36 @@ def _adopted(stage: Stage, cache: str | None) -> AdoptedSet | None:
 
 
 def _open_stream(
-    config: DataConfig, family: Family, size: ImageSize, stages: Sequence[Stage], arguments: Mapping[str, Any]
+    config: DataConfig, family: Family, given: Sequence[Opened], arguments: Mapping[str, Any]
 ) -> BatchStream:
-    """Remove what ended runs have left in shared memory, then open the stage's stream."""
-    columns = config.columns(family, size).items()
-    kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
+    """Remove what ended runs have left in shared memory, then open the stages' streams."""
+    kinds = [
+        {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns.items()}
+        for columns in (config.columns(family, one.size) for one in given)
+    ]
     tokenize = family.tokenize if config.text == "encoded" else None
     with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
         if dist.get_local_rank() == 0:
             remove_dead_segments()
         dist.barrier()
-        if config.stage == "moments" and stages[0].adopted is not None:
-            shape, scale = family.latent_shape(size), stages[0].facts["latent_scale"]
+        if config.stage == "moments" and given[0].stage.adopted is not None:
+            shape, scale = family.latent_shape(given[0].size), given[0].stage.facts["latent_scale"]
             return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
         if config.stage == "moments":
             return MomentsStream(columns=kinds, flip=config.flip, tokenize=tokenize, **arguments)
-        return StreamingLAIONDataset(family=family, image_size=size, flip=config.flip, crop=config.crop, **arguments)
+        sizes = [one.size for one in given]
+        return StreamingLAIONDataset(family=family, image_sizes=sizes, flip=config.flip, crop=config.crop, **arguments)
+
+
+def _say(config: DataConfig, given: Sequence[Opened], global_batch_size: int) -> None:
+    """Say where shards are kept if that was not given, and which buckets are left out."""
+    for source in config.sources:
+        remote, local = source.folders
+        if remote is not None and is_remote(remote) and local == own_folder(remote):
+            log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
+    if buckets_of(given) and (rare := unfilled(given, global_batch_size)):
+        named = ", ".join(f"{width}x{height} ({num})" for (width, height), num in rare.items())
+        log.info(f"data: these buckets fill no batch of {global_batch_size}, and are not trained on: {named}.")
 
 
 def build_data(
@@ -406,9 +358,13 @@ def build_data(
     """
     if config.synthetic:
         return DataSpec(SyntheticBatches(config.columns(family, size), device_batch_size, device, seed))
-    stages = stages or config.read()
+    given = opened(config.sources, stages or config.read(), size)
+    sizes = buckets_of(given)
+    _say(config, given, device_batch_size * dist.get_world_size())
     arguments = {
-        "streams": _streams(config, stages),
+        "streams": [_stream(one, config.patience_sec) for one in given],
+        "sources": [one.source for one in given] if len(config.sources) > 1 else None,
+        "buckets": None if sizes is None else [sizes.index(one.size) for one in given],
         "predownload": 8 * device_batch_size,
         "cache_limit": config.cache_limit,
         "batch_size": device_batch_size,
@@ -417,11 +373,11 @@ def build_data(
         "shuffle_seed": seed,
         **ORDER,
     }
-    dataset = _open_stream(config, family, size, stages, arguments)
+    dataset = _open_stream(config, family, given, arguments)
     loader = Loader(
         dataset,
         all_ready=all_ready,
-        epoch_batches=dataset.epoch_size // (device_batch_size * dist.get_world_size()),
+        epoch_batches=dataset.batches_of_epoch(device_batch_size * dist.get_world_size()),
         max_bad_samples=config.max_bad_samples,
         num_workers=config.workers,
         pin_memory=device.type == "cuda",

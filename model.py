@@ -174,6 +174,14 @@ class LatentDiffusion(ComposerModel):
 
     # --- one step ---
 
+    def latent_of(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """Return the shape of a batch's latents, (C, h, w): with buckets, each batch has its own."""
+        if "moments" in batch:
+            channels, *sides = batch["moments"].shape[1:]
+            return (channels // 2, *sides)
+        *_, height, width = batch["images"].shape
+        return self.family.latent_shape((width, height))
+
     def draw(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the batch with all random numbers of its step: posterior, noise, times and caption dropout.
 
@@ -183,10 +191,10 @@ class LatentDiffusion(ComposerModel):
             batch: columns of the stage, B first.
             generator: on the model's device; the only source of randomness of a step.
         """
-        num = len(next(iter(batch.values())))
+        num, latent = len(next(iter(batch.values()))), self.latent_of(batch)
 
         def normal() -> Tensor:
-            return torch.randn(num, *self.latent_shape, generator=generator, device=generator.device)
+            return torch.randn(num, *latent, generator=generator, device=generator.device)
 
         draws = {
             "posterior_noise": normal(),
@@ -195,7 +203,7 @@ class LatentDiffusion(ComposerModel):
             "caption_dropped": torch.rand(num, generator=generator, device=generator.device) < self.caption_dropout,
         }
         if self.objective.offset_noise:  # the last draw: without it the others are the same
-            shape = (num, self.latent_shape[0], *[1] * (len(self.latent_shape) - 1))
+            shape = (num, latent[0], *[1] * (len(latent) - 1))
             offset = torch.randn(shape, generator=generator, device=generator.device)
             draws["noise"] = draws["noise"] + self.objective.offset_noise * offset
         return {**batch, **draws}

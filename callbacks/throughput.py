@@ -79,11 +79,11 @@ class Throughput(Callback):
 
     Args:
         config: window, warm-up and peak.
-        flops_per_image: FLOP per image of a training step, see training/cost.py.
+        flops_per_image: FLOP per image of a training step, see training/cost.py; None: it is not the same for all.
         peak: TFLOP/s that MFU divides by, or None.
     """
 
-    def __init__(self, config: MeasureConfig, *, flops_per_image: float, peak: float | None):
+    def __init__(self, config: MeasureConfig, *, flops_per_image: float | None, peak: float | None):
         self.config = config
         self.flops_per_image = flops_per_image
         self.peak = config.peak_tflops or peak
@@ -230,6 +230,7 @@ class Throughput(Callback):
         per_sec = statistics.median(speeds) if speeds else None
         per_device = per_sec / dist.get_world_size() if per_sec else None
         train, wait = (sum(window[f"{clock}_sec"] for window in whole) for clock in ("train", "data_wait"))
+        tflop = None if self.flops_per_image is None else self.flops_per_image / 1e12
         wall_sec = None if self._earlier_sec is None else self._earlier_sec + self.start_sec
         return {
             "images_per_sec": per_sec,
@@ -237,9 +238,9 @@ class Throughput(Callback):
             "images_per_sec_max": max(speeds, default=None),
             "images_per_sec_per_device": per_device,
             "images_per_sec_wall": self.images / wall_sec if wall_sec and self.images else None,
-            "mfu": per_device * self.flops_per_image / (self.peak * 1e12) if per_device and self.peak else None,
+            "mfu": per_device * tflop / self.peak if per_device and self.peak and tflop else None,
             "peak_tflops": self.peak,
-            "tflop_per_image": self.flops_per_image / 1e12,
+            "tflop_per_image": tflop,
             "data_wait_frac": wait / (train + wait) if whole else None,
             "peak_mem_gib": max((window["peak_mem_gib"] for window in self.windows), default=None),
             "batches": max((window["batch"] for window in self.windows), default=0),

@@ -12,9 +12,9 @@ from composer.utils import dist
 
 from cli.command_line import Problem
 from cli.errors import ConfigError
-from cli.limits import kind_of_path, read_duration
+from cli.limits import ImageSize, kind_of_path, read_duration
 from config import flat
-from data import SYNTHETIC_EPOCH_BATCHES
+from data import SYNTHETIC_EPOCH_BATCHES, Encodings
 from evaluation.prompts import read_prompts
 from evaluation.scoring import EVERY_IMAGES, EvalConfig, rounded_up
 from model import LatentDiffusion, model_problems
@@ -60,17 +60,21 @@ def check(config: RunConfig) -> list[Problem]:
     return found
 
 
-def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values that a stage of moments has to be made for, and its columns' encodings, as far as they are known."""
+def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], Encodings]:
+    """Return the values that a stage of moments has to be made for, and its columns' encodings for images of a size."""
     made_for: dict[str, Any] = {"model.family": config.model.family, "data.normalize": config.data.normalize}
     with contextlib.suppress(ValueError):  # named by model_problems
         made_for["image_size"] = list(config.size)
         family = load_family(config.model.family, config.model.preset, config.model.variant)
         made_for["resize"] = resize_name(family.columns("images", config.size)["images"].dtype)
-        columns = family.columns("moments", config.size, stored_text=config.data.text == "stored")
-        encodings = {name: array_encoding(column.stored, column.shape) for name, column in columns.items()}
-        return made_for, encodings | ({FLIPPED: encodings["moments"]} if config.data.flip else {})
-    return made_for, {}
+
+        def encodings(size: ImageSize) -> dict[str, str]:
+            columns = family.columns("moments", size, stored_text=config.data.text == "stored")
+            found = {name: array_encoding(column.stored, column.shape) for name, column in columns.items()}
+            return found | ({FLIPPED: found["moments"]} if config.data.flip else {})
+
+        return made_for, encodings
+    return made_for, lambda size: {}
 
 
 def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Problem]:

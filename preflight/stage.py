@@ -19,7 +19,7 @@ from streaming.base.util import bytes_to_int
 
 from data import DataConfig
 from preflight.machine import ERROR, OK, WARNING, Finding, free_gib
-from stages.dataset import Stage, is_remote, read_stage
+from stages.dataset import Stage, is_remote
 from stages.fetch import file_digest, known_digest
 from stages.mixture import StreamConfig
 from stages.store_errors import explain_store_error
@@ -48,17 +48,12 @@ class Shard:
         return cls(file["basename"], file["bytes"], known_digest(file["hashes"]), stored)
 
 
-def open_stage(location: str, facts: str | None = None) -> tuple[Stage, list[Shard]]:
-    """Return a stage's facts and its shards, from a folder or a store.
-
-    Raises:
-        ValueError: it does not exist, is not a stage, or the store did not return it; says why and what to do.
-    """
-    stage = read_stage(location, facts)
+def shards_of(stage: Stage) -> list[Shard]:
+    """Return a stage's shards, from a folder or a store. Raises ValueError: the store did not return its index."""
     with tempfile.TemporaryDirectory() as folder:
-        index = json.loads(_file(location, "index.json", Path(folder)).read_bytes())
+        index = json.loads(_file(stage.location, "index.json", Path(folder)).read_bytes())
     packed = [None if shard["zip_data"] is None else Shard.of(shard["zip_data"]) for shard in index["shards"]]
-    return stage, [Shard.of(shard["raw_data"], of) for shard, of in zip(index["shards"], packed, strict=True)]
+    return [Shard.of(shard["raw_data"], of) for shard, of in zip(index["shards"], packed, strict=True)]
 
 
 def _file(location: str, name: str, folder: Path) -> Path:

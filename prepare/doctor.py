@@ -32,6 +32,8 @@ from preflight import run as checks
 from preflight import stage as stage_checks
 from preflight.checks import Case, not_looked_at
 from preflight.machine import ERROR, OK, WARNING, Finding
+from stages.dataset import read_stage
+from stages.mixture import opened
 from training.run_config import ALIASES, NOT_YET, RunConfig
 
 STORE_SEC = 20.0
@@ -49,7 +51,9 @@ def store(case: Case) -> list[Finding]:
     wanted = checks.wanted_of_stage(config)
     for key, source in data.named_sources():
         try:
-            case.opened.append((source, *stage_checks.open_stage(source.location or "", source.facts)))
+            stage = read_stage(source.location or "", source.facts)
+            for one in opened([source], [stage], config.size):
+                case.opened.append((one.config, one.stage, stage_checks.shards_of(one.stage)))
         except ValueError as error:
             return [Finding(ERROR, "store", f"{key}.{'remote' if source.remote else 'local'}: {error}")]
     without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, *wanted)

@@ -55,6 +55,8 @@ SHARD_KEYS = {
 FILE_KEYS = {"basename", "bytes", "hashes"}
 OF_COLUMNS = ("column_names", "column_encodings", "column_sizes")
 MISSING = object()
+BUCKET = re.compile(r"[1-9]\d*x[1-9]\d*")
+BUCKETS_AGAIN = "Make the buckets again: python -m prepare.buckets --help"
 
 
 def is_remote(location: str) -> bool:
@@ -82,6 +84,13 @@ class Stage:
     facts_at: str = ""
     """The place of dataset.json."""
     is_compressed: bool = False
+    buckets: tuple[Stage, ...] = ()
+    """The stages of a set of buckets, one for each size (stages/buckets.py)."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) in pixels of a bucket's pictures."""
+        return tuple(self.facts["image_size"])
 
     @property
     def has_captions(self) -> bool:
@@ -140,6 +149,8 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
     _, facts = _read_json(*facts_at.rpartition("/")[::2], or_adopt=f" If others have written it: {ADOPT} {location}")
     digest = hashlib.sha256(index_bytes).hexdigest()
     _check_facts(facts_at, location, facts, digest)
+    if "buckets" in facts:
+        return _read_buckets(location, facts_at, facts)
     shards = checked_shards(location, index, facts.get("columns") is not None)
     total = sum(shard["samples"] for shard in shards)
     if not _is(facts.get("samples"), total):
@@ -163,6 +174,35 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
         facts=facts,
         facts_at=facts_at,
         is_compressed=any(shard["zip_data"] is not None for shard in shards),
+    )
+
+
+def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any]) -> Stage:
+    """Read each stage of a set of buckets. Raises ValueError: one is not there, or is none of this set's."""
+    names = facts["buckets"]
+    if not _are_texts(names) or not names or not all(map(BUCKET.fullmatch, names)) or len(set(names)) < len(names):
+        raise _other(facts_at, "buckets", names, "a list of sizes, e.g. 576x448", BUCKETS_AGAIN)
+    stages = tuple(read_stage(f"{location.rstrip('/')}/{name}") for name in names)
+    for name, stage in zip(names, stages, strict=True):
+        if stage.kind != facts["stage"] or stage.facts.get("image_size") != [int(px) for px in name.split("x")]:
+            given = f"{stage.kind} of {stage.facts.get('image_size')} px"
+            raise ValueError(f"{stage.location} has {given}, and is no bucket of {facts_at}. {BUCKETS_AGAIN}")
+    if not _is(facts.get("samples"), total := sum(stage.num_samples for stage in stages)):
+        raise _other(
+            facts_at, "samples", facts.get("samples", MISSING), f"{total}, the sum of its buckets", BUCKETS_AGAIN
+        )
+    digests = "".join(f"{name} {stage.index_sha256}\n" for name, stage in zip(names, stages, strict=True))
+    return Stage(
+        location=location,
+        kind=facts["stage"],
+        index_sha256=hashlib.sha256(digests.encode()).hexdigest(),
+        num_samples=total,
+        columns=stages[0].columns,
+        encodings=stages[0].encodings,
+        largest_shard_bytes=max(stage.largest_shard_bytes for stage in stages),
+        facts=facts,
+        facts_at=facts_at,
+        buckets=stages,
     )
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cli.limits import limited
-from stages.dataset import is_remote
+from cli.limits import ImageSize, limited
+from stages.dataset import Stage, is_remote
 
 WEIGHTS = ("proportion", "repeat", "choose")
 
@@ -82,6 +82,63 @@ def epoch_samples(streams: Sequence[StreamConfig], samples: Sequence[int]) -> in
     if streams[0].proportion is not None:
         return total
     return sum(stream.chosen(num, total) for stream, num in zip(streams, samples, strict=True))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A stage that is read as one stream."""
+
+    source: int
+    """The number of its data set in the configuration."""
+    config: StreamConfig
+    stage: Stage
+    size: ImageSize
+    """(width, height) of its pictures in a batch, px."""
+
+
+def opened(sources: Sequence[StreamConfig], stages: Sequence[Stage], size: ImageSize) -> list[Opened]:
+    """Return each stage as a stream, and each bucket of a set as one with its part of the set's weight.
+
+    Args:
+        size: (width, height) of the pictures of a stage that has no buckets, px.
+    """
+    found = []
+    for number, (source, stage) in enumerate(zip(sources, stages, strict=True)):
+        if not stage.buckets:
+            found.append(Opened(number, source, stage, size))
+            continue
+        ends = [round(source.choose * end / stage.num_samples) for end in _ends(stage)] if source.choose else None
+        for at, bucket in enumerate(stage.buckets):
+            name = bucket.location.rpartition("/")[2]
+            own = StreamConfig(
+                remote=source.remote and f"{source.remote.rstrip('/')}/{name}",
+                local=source.local and f"{source.local.rstrip('/')}/{name}",
+                proportion=source.proportion and source.proportion * bucket.num_samples / stage.num_samples,
+                repeat=source.repeat,
+                choose=ends and ends[at + 1] - ends[at],
+            )
+            if own.choose != 0:
+                found.append(Opened(number, own, bucket, bucket.size))
+    return found
+
+
+def _ends(stage: Stage) -> list[int]:
+    return [sum(bucket.num_samples for bucket in stage.buckets[:at]) for at in range(len(stage.buckets) + 1)]
+
+
+def buckets_of(streams: Sequence[Opened]) -> list[ImageSize] | None:
+    """Return the sizes of a run's batches, (width, height) in pixels; None: there is one."""
+    sizes = list(dict.fromkeys(stream.size for stream in streams))
+    return sizes if len(sizes) > 1 else None
+
+
+def unfilled(streams: Sequence[Opened], global_batch_size: int) -> dict[ImageSize, int]:
+    """Return the buckets that fill no batch of an epoch, with their samples of an epoch."""
+    total, chosen = sum(stream.stage.num_samples for stream in streams), {}
+    for stream in streams:
+        num = stream.config.chosen(stream.stage.num_samples, total)
+        chosen[stream.size] = chosen.get(stream.size, 0) + num
+    return {size: num for size, num in chosen.items() if num < global_batch_size}
 
 
 def weight_problems(streams: Sequence[StreamConfig]) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ class MomentsStream(BatchStream):
     A sample with a value that is not finite is a broken one: in the loss it would look like too high a learning rate.
 
     Args:
-        columns: name -> (shape of one sample, numpy type as stored, numpy type of the batch).
+        columns: of each stream, name -> (shape of one sample, numpy type as stored, numpy type of the batch).
         flip: each picture is mirrored with probability 1/2; the stage has the column FLIPPED.
         tokenize: makes text columns of captions, where a picture has several; None: the first one's are read as stored.
         arguments: keyword arguments of StreamingDataset.
@@ -39,19 +39,20 @@ class MomentsStream(BatchStream):
     def __init__(
         self,
         *,
-        columns: Mapping[str, tuple[tuple[int, ...], str, str]],
+        columns: Sequence[Mapping[str, tuple[tuple[int, ...], str, str]]],
         flip: bool = False,
         tokenize: Callable[[Sequence[str]], dict[str, Tensor]] | None = None,
         **arguments: Any,
     ):
         super().__init__(**arguments)
-        self.columns = dict(columns)
+        self.columns = [dict(of_stream) for of_stream in columns]
         self.flip, self.tokenize = flip, tokenize
         self._files: dict[int, ShardFile] = {}
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
         """Fill one array a column, shard by shard, each row at its place in the batch."""
-        batch = {n: np.empty((len(sample_ids), *shape), stored) for n, (shape, stored, _) in self.columns.items()}
+        columns = self.columns[self.stream_of(sample_ids[0])]  # a batch has one shape
+        batch = {n: np.empty((len(sample_ids), *shape), stored) for n, (shape, stored, _) in columns.items()}
         places: dict[int, list[tuple[int, int]]] = {}
         captions: dict[int, str | None] = {}
         bad: list[Bad] = []
@@ -68,7 +69,7 @@ class MomentsStream(BatchStream):
                     captions[place], passed_over = self.first_good(sample_ids[place], use)
                     bad += passed_over
         self._put_tokens({place: caption for place, caption in captions.items() if caption is not None}, batch)
-        tensors = {n: torch.from_numpy(batch[n].astype(last, copy=False)) for n, (*_, last) in self.columns.items()}
+        tensors = {n: torch.from_numpy(batch[n].astype(last, copy=False)) for n, (*_, last) in columns.items()}
         return {**tensors, "bad": bad}
 
     def _put_sample(self, batch: Mapping[str, np.ndarray], place: int, sample_id: int) -> str | None:

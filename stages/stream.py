@@ -65,6 +65,7 @@ from streaming.base import dataset as streaming_dataset
 from cli.errors import ConfigError
 from cli.masking import printable
 from cli.private_api import require_private_api
+from stages.buckets import in_buckets
 from stages.draws import Draw, draw_of
 from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
 from stages.images import SampleError
@@ -80,7 +81,16 @@ Used = TypeVar("Used")
 
 WHY = "its failures reach the run"
 OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock", "_cache_filelock_path", "_shm_prefix_int")
-OF_DATASET += ("_event", "_each_sample_id", "_prepare_thread", "_ready_thread", "prepare_shard", "get_item")
+OF_DATASET += (
+    "_event",
+    "_get_work",
+    "_share_work",
+    "_each_sample_id",
+    "_prepare_thread",
+    "_ready_thread",
+    "prepare_shard",
+    "get_item",
+)
 OF_DATASET += ("_resume_incr_epoch",)
 OF_EPOCH = ("sample_ids", "total", "prepare_index", "ready_index", "should_exit", "on_exit")
 require_private_api(StreamingDataset, *OF_DATASET, "cache_usage", "cache_limit", "spanner", "shards", why=WHY)
@@ -131,10 +141,13 @@ class BatchStream(StreamingDataset):
     Speed: plain streaming takes a file lock for every sample to ask whether its shard is there, and opens, seeks and reads
     each by itself; that, not the bytes, is what its time goes to.
 
-    Several streams are mixed in one order of samples, by their proportion, repeat or choose, as streaming does it.
+    Several streams are mixed in one order of samples, by their proportion, repeat or choose, as streaming does it. With
+    buckets, this order is dealt into batches of one bucket each (stages/buckets.py).
 
     Args:
         streams: the stages, each in a folder of its own.
+        sources: the number of each stream's data set; None: there is one.
+        buckets: the number of each stream's bucket; None: there is one, and no order but streaming's.
         arguments: further keyword arguments of StreamingDataset.
 
     Raises:
@@ -142,8 +155,18 @@ class BatchStream(StreamingDataset):
         ConfigError: on all ranks, when a folder cannot be written, or is in use by another run.
     """
 
-    def __init__(self, *, streams: Sequence[RetryingStream], **arguments: Any):
+    def __init__(
+        self,
+        *,
+        streams: Sequence[RetryingStream],
+        sources: Sequence[int] | None = None,
+        buckets: Sequence[int] | None = None,
+        **arguments: Any,
+    ):
         self._failure: str | None = None
+        self.sources = None if sources is None else torch.tensor(sources)
+        self.buckets = None if buckets is None else np.asarray(buckets)
+        self._begin_at = 0  # sample of an epoch, where it is dealt into buckets
         self.epoch = 0  # that is read
         folders = [Path(stream.local) for stream in streams if stream.remote is not None]
         self._locks = [FileLock(folder.resolve() / LOCK_FILE, is_singleton=True) for folder in folders]
@@ -317,6 +340,50 @@ class BatchStream(StreamingDataset):
         """Return what is drawn for a sample in the epoch that is read."""
         return draw_of(self.shuffle_seed, self.epoch, sample_id)
 
+    def stream_of(self, sample_id: int) -> int:
+        """Return the number of a sample's stream."""
+        return int(self.stream_per_shard[self.spanner[sample_id][0]])
+
+    def batches_of_epoch(self, global_batch_size: int) -> int:
+        """Return the number of whole batches, over all ranks, of every epoch."""
+        return (
+            sum(self._batches_of_buckets(global_batch_size))
+            if self.buckets is not None
+            else self.epoch_size // global_batch_size
+        )
+
+    def _batches_of_buckets(self, global_batch_size: int) -> list[int]:
+        chosen = np.array([stream.choose for stream in self.streams])
+        return [
+            int(chosen[self.buckets == bucket].sum()) // global_batch_size for bucket in range(max(self.buckets) + 1)
+        ]
+
+    def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
+        if self.buckets is None:
+            return super()._get_work(epoch, sample_in_epoch)
+        self._begin_at = sample_in_epoch
+        return super()._get_work(epoch, 0)  # which batches come first, the whole order says
+
+    def _share_work(self, sample_ids: Any) -> Any:
+        return super()._share_work(sample_ids if self.buckets is None else self._in_buckets(sample_ids))
+
+    def _in_buckets(self, sample_ids: Any) -> Any:
+        """# (nodes, ranks, workers, batches of a worker, batch) -> the same: streaming's order of an epoch, in buckets."""
+        nodes, ranks, workers, _, batch_size = sample_ids.shape
+        # Streaming deals its order out sample by sample: to nodes, then to ranks; a rank's batches to its workers.
+        order = sample_ids.transpose(3, 2, 4, 1, 0).reshape(-1)
+        canonical = self.num_canonical_nodes * -(-self.epoch_size // self.num_canonical_nodes)
+        order = order[order >= 0][:canonical]  # behind it, some are repeated so that all ranks have as many
+        of_shard = self.buckets[self.stream_per_shard]
+        shard_ends = self.sample_offset_per_shard + self.samples_per_shard
+        buckets = of_shard[np.searchsorted(shard_ends, order, side="right")]
+        size = nodes * ranks * batch_size
+        batches = in_buckets(order, buckets, self._batches_of_buckets(size), size)[self._begin_at // size :]
+        more = -len(batches) % workers
+        batches = np.concatenate([batches, np.full((more, size), -1, batches.dtype)])
+        dealt = batches.reshape(-1, workers, batch_size, ranks, nodes)
+        return np.ascontiguousarray(dealt.transpose(4, 3, 1, 0, 2))
+
     def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
         owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()
         for stream in self.streams:
@@ -343,8 +410,8 @@ class BatchStream(StreamingDataset):
             batch = self.read_batch(at)
         except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
             return {"failure": [self._fail(str(error))]}
-        if self.num_streams > 1:  # a bad sample's replacement is of the same shard
-            batch["stream"] = torch.tensor([int(self.stream_per_shard[self.spanner[sample_id][0]]) for sample_id in at])
+        if self.sources is not None:  # a bad sample's replacement is of the same shard
+            batch["stream"] = self.sources[[self.stream_of(sample_id) for sample_id in at]]
         return batch
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:

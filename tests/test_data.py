@@ -233,7 +233,7 @@ def test_a_shard_of_moments_without_a_good_sample_stops_the_run(tmp_path):
 def test_a_shard_without_a_good_sample_stops_the_run(tmp_path):
     out = stage_with(tmp_path, {f"{number:03d}": {"jpg": b""} for number in range(16)})
     dataset = StreamingLAIONDataset(
-        family=FAMILY, image_size=(64, 64), streams=[RetryingStream(local=str(out))], batch_size=1
+        family=FAMILY, image_sizes=[(64, 64)], streams=[RetryingStream(local=str(out))], batch_size=1
     )
     with pytest.raises(ValueError) as error:
         dataset[[0]]

@@ -173,13 +173,13 @@ def test_stored_text_states_come_instead_of_tokens_in_float16(tmp_path):
     write_facts(tmp_path / "out", "moments", {})
     section = DataConfig(stage="moments", local=str(tmp_path / "out"), text="stored")
     wanted = {name: array_encoding(c.stored, c.shape) for name, c in section.columns(FAMILY, SIZE).items()}
-    assert section.problems(6, {}, wanted) == []
+    assert section.problems(6, {}, lambda size: wanted) == []
     [batch] = batches_of(tmp_path / "out", 0, stage="moments", text="stored", workers=1)
     assert set(batch) == {"moments", "text"} and batch["text"].dtype == torch.float16
     order = [6 if number == 5 else number for number in range(NUM)]
     assert torch.equal(batch["text"], states[order])
     wider = {**wanted, "text": array_encoding("float16", (77, 1024))}
-    assert section.problems(6, {}, wider) == [
+    assert section.problems(6, {}, lambda size: wider) == [
         (
             "data.local",
             f"{tmp_path / 'out'} has a column text of ndarray:float16:77,16, this run reads ndarray:float16:77,1024. Make "

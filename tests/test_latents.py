@@ -372,8 +372,8 @@ def test_a_run_looks_for_the_columns_that_are_written(unbroken):
     section = DataConfig(stage="moments", local=str(unbroken))
     assert section.problems(8, *wanted_of_stage(tiny)) == []
     _, encodings = wanted_of_stage(dataclasses.replace(tiny, image_size=128))
-    has, wanted = (encodings["moments"].replace("16,16", f"{side},{side}") for side in (8, 16))
-    assert section.problems(8, {}, encodings) == [
+    has, wanted = (encodings((128, 128))["moments"].replace("16,16", f"{side},{side}") for side in (8, 16))
+    assert section.problems(8, {}, lambda size: encodings((128, 128))) == [
         ("data.local", f"{unbroken} has a column moments of {has}, this run reads {wanted}. Make the stage again.")
     ]
 

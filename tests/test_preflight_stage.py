@@ -10,13 +10,14 @@ import pytest
 from data import DataConfig
 from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, Finding
+from stages.dataset import read_stage
 
 
 @pytest.fixture
 def filled(stage, tmp_path):
     """A cache folder with the whole stage in it, its configuration, and the stage's shards."""
     local = shutil.copytree(stage, tmp_path / "local")
-    return local, DataConfig(remote=str(stage), local=str(local)), stage_checks.open_stage(str(stage))[1]
+    return local, DataConfig(remote=str(stage), local=str(local)), stage_checks.shards_of(read_stage(str(stage)))
 
 
 def put_folder(path: Path) -> None:

@@ -72,7 +72,7 @@ def hash_of(path: Path) -> str:
 
 def stream_of(location, *, remote=None, index_sha256=None, **arguments) -> MomentsStream:
     stream = RetryingStream(remote=remote, local=str(location), index_sha256=index_sha256)
-    return MomentsStream(columns=COLUMNS, streams=[stream], batch_size=5, **arguments)
+    return MomentsStream(columns=[COLUMNS], streams=[stream], batch_size=5, **arguments)
 
 
 def test_a_batch_of_moments_holds_the_rows_that_plain_streaming_reads(moments):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
 from callbacks.stream_losses import StreamLosses
 from callbacks.throughput import Throughput, peak_tflops
+from cli.limits import ImageSize
 from config import flat
 from model import BatchRandomness, LatentDiffusion
 from record.config_file import ConfigFiles
@@ -29,10 +30,10 @@ from training.cost import Cost, has_average_on_device
 from training.run_config import RunConfig
 
 
-def build_throughput(config: RunConfig, cost: Cost) -> Throughput:
-    """Build the clocks."""
+def build_throughput(config: RunConfig, cost: Cost, sizes: Sequence[ImageSize] | None) -> Throughput:
+    """Build the clocks. `sizes`: of the batches' images; None: there is one."""
     peak = peak_tflops(device_name(), config.precision or "fp32")
-    return Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
+    return Throughput(config.measure, flops_per_image=None if sizes else cost.flops_per_image, peak=peak)
 
 
 def build_losses(config: RunConfig, folder: Path, model: LatentDiffusion) -> Losses:
@@ -81,7 +82,11 @@ def build_profile(config: RunConfig, record: RunRecord, throughput: Throughput) 
 
 
 def facts_of(
-    config: RunConfig, cost: Cost, fingerprints: Mapping[str, str], denoiser_start: str | None
+    config: RunConfig,
+    cost: Cost,
+    fingerprints: Mapping[str, str],
+    denoiser_start: str | None,
+    sizes: Sequence[ImageSize] | None,
 ) -> dict[str, Any]:
     """Facts about a run in summary.json, beside its measured values."""
     return {
@@ -92,6 +97,7 @@ def facts_of(
         "stage": config.data.stage,
         "synthetic": config.data.synthetic,
         "image_size": list(config.size),
+        **({"bucket_sizes": [list(size) for size in sizes]} if sizes else {}),
         "precision": config.precision,
         "global_batch_size": config.global_batch_size,
         "device_train_microbatch_size": config.device_train_microbatch_size,

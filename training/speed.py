@@ -184,8 +184,11 @@ class Network(Protocol):
     def frozen(self) -> Mapping[str, nn.Module]: ...
 
 
-def apply(model: Network, keys: SpeedKeys, precision: str | None) -> None:
+def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: int = 1) -> None:
     """Change a model's networks as the keys say. Call it once, on their device, before the optimizer is built.
+
+    Args:
+        num_sizes: of images in training; each has graphs of its own.
 
     Raises ConfigError: precision is fp8, but no layer of the denoiser is wide enough.
     """
@@ -199,7 +202,7 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None) -> None:
         model.denoiser.set_attn_processor(attention_processor(keys.attention))
     checkpoint_blocks(model.denoiser, keys.gradient_checkpointing)
     if keys.compile != "off":
-        compile_networks(model, keys)
+        compile_networks(model, keys, num_sizes)
 
 
 # --- memory format ---
@@ -325,7 +328,7 @@ def _checkpointed(block: type[nn.Module]) -> type[nn.Module]:
 # --- compilation ---
 
 
-def compile_networks(model: Network, keys: SpeedKeys) -> None:
+def compile_networks(model: Network, keys: SpeedKeys, num_sizes: int = 1) -> None:
     """Compile denoiser and encoders in place, for training, evaluation and sampling; names do not change.
 
     Shapes are static: at a second shape inductor would make the graph dynamic, which also turns off its NHWC pass. If a
@@ -334,7 +337,9 @@ def compile_networks(model: Network, keys: SpeedKeys) -> None:
     import torch._dynamo
 
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    torch._dynamo.config.recompile_limit = GRAPHS_OF_WHOLE if keys.compile == "whole" else GRAPHS_OF_BLOCKS
+    torch._dynamo.config.recompile_limit = num_sizes * (
+        GRAPHS_OF_WHOLE if keys.compile == "whole" else GRAPHS_OF_BLOCKS
+    )
     if keys.gradient_checkpointing > 0.0:
         # dynamo splits graphs at the ends of DDP's buckets, which fails inside dynamo with checkpointed blocks.
         torch._dynamo.config.optimize_ddp = False
@@ -390,7 +395,8 @@ def num_graphs() -> int:
 
 
 class GraphCounter(Callback):
-    """Counts compiled graphs. The first step of each kind compiles its graphs; any later graph is a recompilation.
+    """Counts compiled graphs. The first step of each kind, in training of each size of images, compiles its graphs; any
+    later graph is a recompilation.
 
     Args:
         in_force: something is compiled; if false, nothing is counted.
@@ -418,7 +424,8 @@ class GraphCounter(Callback):
         self._before = num_graphs() if self.in_force else 0
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self._count("train", self._before)
+        size = "x".join(map(str, state.batch["noise"].shape[2:])) if "noise" in state.batch else ""
+        self._count(f"train {size}", self._before)
 
     def facts(self) -> dict[str, int | None]:
         """Return the counts for the run's summary; None if nothing is compiled."""

@@ -1,0 +1,118 @@
+"""Checks of stages against the section that names them: can each be read, and can they be read together.
+
+Problems are (key, message).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from streaming.base.util import bytes_to_int
+
+from cli.limits import ImageSize
+from stages.dataset import Stage, holds_another_stage, is_remote, read_stage
+from stages.mixture import StreamConfig, buckets_of, epoch_samples, opened, unfilled
+
+MOST_UNFILLED = 0.01  # of a run's samples may lie in buckets that fill no batch
+
+Problems = list[tuple[str, str]]
+
+
+def read_source(key: str, source: StreamConfig) -> tuple[Stage | None, Problems]:
+    """Return a stage's facts, or why they cannot be read. `key`: beginning of its keys."""
+    where, location = f"{key}.remote" if source.remote else f"{key}.local", source.location or ""
+    if is_remote(location) and (source.local is None or is_remote(source.local)):
+        given = f"{source.local} is not a folder on this machine"
+        text = f"{given}. It keeps the shards of {location}. Give a folder, or leave it out."
+        return None, [(f"{key}.local", text)]
+    try:
+        stage = read_stage(location, source.facts)
+    except ValueError as error:
+        return None, [(where, str(error))]
+    if stage.is_compressed and source.folders[0] is None:
+        given = f"not given. {stage.location} is compressed, and nothing is written there"
+        todo = f"Give its place as {key}.remote, and as {key}.local a folder for the decompressed shards"
+        return stage, [(f"{key}.local", f"{given}. {todo}.")]
+    return stage, []
+
+
+def folder_problems(key: str, source: StreamConfig, stage: Stage) -> Problems:
+    """Check the folder that keeps a stage's shards, if there is one."""
+    if source.remote is None or source.local is None:
+        return []
+    if not is_remote(source.remote):
+        local, remote = Path(os.path.realpath(source.local)), Path(os.path.realpath(source.remote))
+        if local == remote:
+            given = f"{source.local} is {key.removesuffix('local')}remote too"
+            return [(key, f"{given}. Leave it out: a folder is read in place.")]
+        apart = "Give a folder beside it: a stage's own files and the shards of a run are not to mix."
+        if remote in local.parents:
+            return [(key, f"{source.local} lies inside of the stage at {source.remote}. {apart}")]
+        if local in remote.parents:
+            return [(key, f"{source.local} has the stage at {source.remote} inside of it. {apart}")]
+    if holds_another_stage(source.local, stage):
+        given = f"{source.local} holds shards of another stage than {stage.location}"
+        return [(key, f"{given}. Give another folder, or remove this one.")]
+    return []
+
+
+def together(
+    named: Sequence[tuple[str, StreamConfig]], stages: Sequence[Stage], size: ImageSize, global_batch_size: int
+) -> Problems:
+    """Check that the stages can be mixed, and fill batches.
+
+    Args:
+        named: each stage's beginning of its keys, and its section.
+        size: (width, height) of the run's images, px.
+    """
+    sources, samples = [source for _, source in named], [stage.num_samples for stage in stages]
+    found = _twice(sources, stages)
+    if len({stage.facts.get("latent_scale") for stage in stages}) > 1:
+        text = "moments, and latents that others have stored, or latents of another scale. Mix stages of one kind."
+        found.append(("data.streams", text))
+    for (key, source), num in zip(named, samples, strict=True):
+        if not source.chosen(num, sum(samples)):
+            found.append((key, f"none of its {num} samples would be in an epoch. Give it more."))
+    if (total := epoch_samples(sources, samples)) < global_batch_size:
+        where = f"the stage at {stages[0].location}" if len(stages) == 1 else "an epoch of all streams"
+        given = f"{global_batch_size} is more than the {total} samples of {where}"
+        return [*found, ("global_batch_size", f"{given}. Take a smaller one, or more data.")]
+    streams = opened(sources, stages, size)
+    rare = unfilled(streams, global_batch_size) if buckets_of(streams) else {}
+    if (lost := sum(rare.values())) > MOST_UNFILLED * total:
+        few = ", ".join(f"{width}x{height} ({num})" for (width, height), num in list(rare.items())[:5])
+        given = f"{len(rare)} buckets have fewer samples than that, {lost / total:.1%} of all: {few}"
+        ways = "Take a smaller one, or fewer buckets: python -m prepare.buckets ... max_aspect=2"
+        found.append(("global_batch_size", f"{global_batch_size}, but {given}. {ways}."))
+    return found
+
+
+def limit_problems(cache_limit: str | None, sources: Sequence[StreamConfig], stages: Sequence[Stage]) -> Problems:
+    """Compare the cache's limit with the shards that it is for."""
+    if cache_limit is None:
+        return []
+    largest = max((s.largest_shard_bytes for c, s in zip(sources, stages, strict=True) if c.folders[0]), default=0)
+    if not largest:
+        in_place = f"{cache_limit} has no effect on a folder that is read in place. Give data.remote and data.local."
+        return [("data.cache_limit", in_place)]
+    if bytes_to_int(cache_limit) < 4 * largest:
+        given = f"{cache_limit} holds fewer than 4 of the largest shard ({largest:,} bytes)"
+        return [("data.cache_limit", f"{given}. Give at least {4 * largest // 2**20 + 1}mb, or null.")]
+    return []
+
+
+def _twice(sources: Sequence[StreamConfig], stages: Sequence[Stage]) -> Problems:
+    """Say where one stage, or one folder of shards, is given to two streams."""
+    found = []
+    digests = [stage.index_sha256 for stage in stages]
+    folders = [os.path.realpath(source.folders[1] or "") for source in sources]
+    for number, (source, digest, folder) in enumerate(zip(sources, digests, folders, strict=True)):
+        if (first := digests.index(digest)) < number:
+            text = f"{source.location} is the stage of data.streams[{first}]. Give it once, with repeat=2 for twice."
+            found.append((f"data.streams[{number}].remote", text))
+        elif (first := folders.index(folder)) < number:
+            text = f"{source.local} is that of data.streams[{first}]. Give each stream a folder of its own."
+            found.append((f"data.streams[{number}].local", text))
+    return found
