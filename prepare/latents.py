@@ -4,9 +4,9 @@
     composer -n 8 -m prepare.latents /data/laion_images /data/laion_moments model.weights=/weights/sd2 image_size=512
     composer -n 8 -m prepare.latents s3://bucket/images s3://bucket/moments model.weights=random store_text=true
 
-IN: a stage `images`, a folder or an address in a store. OUT: a folder that is new, empty or from the same command, or an
-address in a store. Images are resized and cropped as in training. Unusable samples are skipped, counted, and listed with
-their reasons in OUT/skipped.jsonl. A missing or damaged shard of IN stops the command.
+IN: a stage `images` or a set of buckets, a folder or an address in a store. OUT: a folder that is new, empty or from the
+same command, or an address in a store. Images are resized and cropped as in training. Unusable samples are skipped,
+counted, and listed with their reasons in OUT/skipped.jsonl. A missing or damaged shard of IN stops the command.
 
 Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (shard number) modulo (number of ranks). If stopped
 at any point, the same command resumes with the missing parts, also on another number of ranks. OUT then has the same bytes
@@ -25,6 +25,7 @@ Exit code: 0 if at least one sample was written, 1 if none was or the work faile
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -50,6 +51,7 @@ from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
 from config import load, to_yaml
 from model import ModelConfig, model_problems
+from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
 from prepare.moments import mds_columns
 from prepare.parts import (
@@ -227,8 +229,54 @@ def make_parts(
     return longest_sec
 
 
+def build_encoder(config: LatentsConfig, stage: Stage) -> Encoder:
+    """Build the encoders, and say what is worth knowing about them."""
+    encoder = Encoder(
+        config.model,
+        size=config.size,
+        normalize=config.normalize,
+        precision=config.precision,
+        batch_size=config.batch_size,
+        store_text=config.store_text,
+    )
+    for note in encoder.encoders.notes:
+        log.info(f"model.weights: {note}")
+    if config.store_text and "captions" in stage.columns:
+        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
+    return encoder
+
+
+def write_set(config: LatentsConfig, source: Place, stage: Stage, place: Place) -> tuple[SampleCounts, str] | None:
+    """Make the moments of a set of buckets, one bucket after the other; otherwise as `write_stage`."""
+    encoder, counts, started, written = build_encoder(config, stage), SampleCounts(), time.monotonic(), {}
+    facts = {key: value for key, value in plan_for(config, encoder, stage, []).facts.items() if key != "batch_size"}
+    sizes = [bucket.size for bucket in stage.buckets]
+    whole, is_first = (
+        plan_of_set("prepare.latents", "moments", bytes_to_int(config.shard_size), sizes, facts),
+        dist.get_global_rank() == 0,
+    )
+    if is_first:
+        begin(place, whole)
+    for bucket in stage.buckets:
+        given, own = open_input(bucket.location), dataclasses.replace(config, image_size=bucket.size)
+        to = open_place(f"{place.address.rstrip('/')}/{bucket_name(bucket.size)}")
+        encoder.size = bucket.size
+        result = write_stage(own, encoder, *given, to)
+        if result is not None:
+            counts.add(result[0])
+            written[bucket.size] = result[0].written
+    if not is_first:
+        return None
+    finish_set(place, whole, written)
+    return counts, _speed(counts.read, time.monotonic() - started)
+
+
+def _speed(images: int, seconds: float) -> str:
+    return f"; {images / seconds:,.1f} images/s over {seconds:,.0f} s" if images else ""
+
+
 def write_stage(
-    config: LatentsConfig, source: Place, stage: Stage, shards: list[dict], place: Place
+    config: LatentsConfig, encoder: Encoder, source: Place, stage: Stage, shards: list[dict], place: Place
 ) -> tuple[SampleCounts, str] | None:
     """Make this rank's share of the stage's missing parts, and finish the stage.
 
@@ -239,19 +287,7 @@ def write_stage(
         Refused: OUT has other content.
         Failed, OSError: the work had to stop.
     """
-    encoder = Encoder(
-        config.model,
-        size=config.size,
-        normalize=config.normalize,
-        precision=config.precision,
-        batch_size=config.batch_size,
-        store_text=config.store_text,
-    )
     plan, ranks = plan_for(config, encoder, stage, shards), dist.get_world_size()
-    for note in encoder.encoders.notes:
-        log.info(f"model.weights: {note}")
-    if config.store_text and "captions" in stage.columns:
-        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
     if dist.get_global_rank() != 0:
         wait_for_plan(place, plan)
         todo = parts_to_make(place, plan)
@@ -266,9 +302,7 @@ def write_stage(
         longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted)
         wait_for_parts(place, len(shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
         counts = finish(place, plan)
-    seconds, images = time.monotonic() - started, sum(shards[number]["samples"] for number in todo)
-    speed = f"; {images / seconds:,.1f} images/s over {seconds:,.0f} s" if images else ""
-    return counts, speed
+    return counts, _speed(sum(shards[number]["samples"] for number in todo), time.monotonic() - started)
 
 
 @command(__doc__)
@@ -293,13 +327,20 @@ def main(argv: Sequence[str]) -> int:
             found = open_input(paths[0], config.facts)
         except ValueError as error:
             problems.append(str(error))
+        if found is not None and found[1].buckets and found[1].facts["image_size"] != list(config.size):
+            given = f"image_size: {config.image_size}, but the buckets of {paths[0]} are for"
+            problems.append(f"{given} {found[1].facts['image_size'][0]}. Use that value.")
         problem = out_problem(paths[1], paths[:1])
         problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
     assert found is not None
     try:
-        result = write_stage(config, *found, open_place(paths[1]))
+        place, (source, stage, shards) = open_place(paths[1]), found
+        if stage.buckets:
+            result = write_set(config, source, stage, place)
+        else:
+            result = write_stage(config, build_encoder(config, stage), source, stage, shards, place)
     except OSError as error:
         raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
     if result is None:

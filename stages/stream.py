@@ -365,11 +365,15 @@ class BatchStream(StreamingDataset):
         return super()._get_work(epoch, 0)  # which batches come first, the whole order says
 
     def _share_work(self, sample_ids: Any) -> Any:
-        return super()._share_work(sample_ids if self.buckets is None else self._in_buckets(sample_ids))
+        if self.buckets is not None:
+            sample_ids[:] = self._in_buckets(
+                sample_ids
+            )  # in place: the process that shares it reads its own from there
+        return super()._share_work(sample_ids)
 
     def _in_buckets(self, sample_ids: Any) -> Any:
         """# (nodes, ranks, workers, batches of a worker, batch) -> the same: streaming's order of an epoch, in buckets."""
-        nodes, ranks, workers, _, batch_size = sample_ids.shape
+        nodes, ranks, workers, of_worker, batch_size = sample_ids.shape
         # Streaming deals its order out sample by sample: to nodes, then to ranks; a rank's batches to its workers.
         order = sample_ids.transpose(3, 2, 4, 1, 0).reshape(-1)
         canonical = self.num_canonical_nodes * -(-self.epoch_size // self.num_canonical_nodes)
@@ -379,10 +383,8 @@ class BatchStream(StreamingDataset):
         buckets = of_shard[np.searchsorted(shard_ends, order, side="right")]
         size = nodes * ranks * batch_size
         batches = in_buckets(order, buckets, self._batches_of_buckets(size), size)[self._begin_at // size :]
-        more = -len(batches) % workers
-        batches = np.concatenate([batches, np.full((more, size), -1, batches.dtype)])
-        dealt = batches.reshape(-1, workers, batch_size, ranks, nodes)
-        return np.ascontiguousarray(dealt.transpose(4, 3, 1, 0, 2))
+        batches = np.concatenate([batches, np.full((of_worker * workers - len(batches), size), -1)])
+        return batches.reshape(of_worker, workers, batch_size, ranks, nodes).transpose(4, 3, 1, 0, 2)
 
     def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
         owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()

@@ -1,0 +1,251 @@
+"""Sort a stage `images` into aspect-ratio buckets, so that a batch has one size and little of a picture is cut off.
+
+    python -m prepare.buckets IN OUT image_size=512
+    python -m prepare.buckets s3://bucket/images s3://bucket/images_512 image_size=512 max_aspect=2
+
+IN: a stage `images`, a folder or an address in a store. OUT: a folder that is new, empty or from the same command, or an
+address in a store. The sizes are SDXL's (arXiv:2307.01952, appendix I), about image_size x image_size pixels each. A picture
+goes to the size whose aspect is nearest to its own. OUT has a stage for each size, e.g. OUT/576x448, with the pictures' own
+bytes. A run trains in buckets where data.remote is such a set; prepare.latents makes moments of it, bucket by bucket.
+
+    image_size   side of the square whose pixels each size has about, 512
+    step         sides are multiples of it, pixels, 8
+    max_aspect   sizes longer than this are left out, null: those of SDXL, up to 4
+    shard_size   largest size of a shard, 64mb; IN is read in groups of eight times that, which lie in memory
+    facts        dataset.json of a data set of others, if it does not lie in IN
+
+If stopped at any point, the same command resumes.
+Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streaming.base.util import bytes_to_int
+from tqdm import tqdm
+
+from cli.command import command
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError, Failed
+from cli.limits import ImageSize, limited, size_in_bytes
+from config import load, to_yaml
+from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
+from prepare.encoder import open_shard
+from prepare.latents import open_input
+from prepare.parts import GO_ON, Part, Plan, SampleCounts, begin, finish, make_part, parts_to_make, split_words
+from prepare.places import Place, open_place, out_problem
+from stages.buckets import bucket_of, bucket_sizes, cropped_frac
+from stages.dataset import Stage
+from stages.images import SampleError, captions_of, decode_image
+from zoo.spec import MAX_SIDE_PX
+
+GROUP = 8  # shards' sizes that are in memory at once
+
+
+@dataclass(frozen=True)
+class BucketsConfig:
+    """The keys of this command."""
+
+    image_size: int = limited(512, 8, MAX_SIDE_PX)
+    """Side of the square whose pixels each size has about, pixels."""
+    step: int = limited(8, 1, 1024)
+    """Sides are multiples of it, pixels."""
+    max_aspect: float | None = limited(None, 1.0, 4.0)
+    """Sizes whose longer side is more than this times the shorter one are left out. null: those of SDXL, up to 4."""
+    shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
+    """Size of a shard."""
+    facts: str | None = None
+    """dataset.json of a data set that others have written (prepare.adopt), if it does not lie there: a file or address."""
+
+    @property
+    def sizes(self) -> list[ImageSize]:
+        """(width, height) of the buckets, px."""
+        return bucket_sizes(self.image_size, step_px=self.step, max_aspect=self.max_aspect or math.inf)
+
+
+@dataclass
+class Area:
+    """How much of the pictures' area is cut off, in buckets and in squares."""
+
+    pictures: int = 0
+    in_buckets: float = 0.0
+    in_squares: float = 0.0
+
+    def add(self, size: ImageSize, bucket: ImageSize) -> None:
+        self.pictures += 1
+        self.in_buckets += cropped_frac(size, bucket)
+        self.in_squares += cropped_frac(size, (1, 1))
+
+    def __str__(self) -> str:
+        if not self.pictures:
+            return ""
+        parts = [f"{cut / self.pictures:.1%} {where}" for where, cut in self._named]
+        return f"; cut off of a picture's area: {', '.join(parts)}"
+
+    @property
+    def _named(self) -> list[tuple[str, float]]:
+        return [("in buckets", self.in_buckets), ("in squares", self.in_squares)]
+
+
+def groups_of(shards: Sequence[dict[str, Any]], group_bytes: int) -> list[list[dict[str, Any]]]:
+    """Cut a stage's shards into groups of at most so many bytes, at least one shard each."""
+    groups, size = [], 0
+    for shard in shards:
+        num_bytes = shard["raw_data"]["bytes"]
+        if not groups or size + num_bytes > group_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(shard)
+        size += num_bytes
+    return groups
+
+
+def plan_for(size: ImageSize, config: BucketsConfig, stage: Stage, groups: Sequence[Sequence[dict]]) -> Plan:
+    """Return a bucket's plan: a part of it is made from each group of shards."""
+    own = {"caption": "str", "captions": "json", "key": "str", "jpg": "bytes", "width": "int", "height": "int"}
+    columns = own if stage.adopted else dict(zip(stage.columns, stage.encodings, strict=True))
+    facts = {"image_size": list(size), "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples}}
+    inputs = [
+        {"name": group[0]["raw_data"]["basename"], "shards": len(group), "samples": sum(s["samples"] for s in group)}
+        for group in groups
+    ]
+    return Plan("prepare.buckets", "images", columns, bytes_to_int(config.shard_size), facts, inputs)
+
+
+def rows_of(
+    stage: Stage, source: Place, shards: Sequence[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], str | None]]:
+    """Yield the rows of some shards with their pictures' sizes, and why one cannot be used."""
+    for shard in shards:
+        with tempfile.TemporaryDirectory() as folder:
+            for sample in open_shard(source, shard, Path(folder), stage.adopted):
+                try:
+                    if stage.adopted:
+                        captions, image = captions_of(sample), decode_image(sample["jpg"])
+                        sample |= {
+                            "caption": captions[0],
+                            "captions": captions,
+                            "width": image.width,
+                            "height": image.height,
+                        }
+                except SampleError as error:
+                    yield sample, str(error)
+                else:
+                    yield sample, None
+
+
+def make_parts(
+    places: dict[ImageSize, Place],
+    plans: dict[ImageSize, Plan],
+    groups: Sequence[Sequence[dict]],
+    rows: Any,
+    area: Area,
+) -> None:
+    """Make every bucket's part of each group, where one is missing."""
+    todo = {size: set(parts_to_make(places[size], plan)) for size, plan in plans.items()}
+    sizes = list(plans)
+    for number in tqdm(sorted(set().union(*todo.values())), unit=" groups", desc="buckets"):
+        of_bucket: dict[ImageSize, list[tuple[dict[str, Any], str | None]]] = {size: [] for size in sizes}
+        for row, problem in rows(groups[number]):
+            size = sizes[0] if problem else sizes[bucket_of((row["width"], row["height"]), sizes)]
+            of_bucket[size].append((row, problem))
+            if problem is None:
+                area.add((row["width"], row["height"]), size)
+        for size, found in of_bucket.items():
+            if number in todo[size]:
+                make_part(places[size], plans[size], number, functools.partial(_fill, found))
+
+
+def _fill(rows: Sequence[tuple[dict[str, Any], str | None]], number: int, part: Part) -> None:
+    for row, problem in rows:
+        part.read()
+        if problem is None:
+            part.write(row)
+        else:
+            part.skip(str(row["key"]), problem)
+
+
+def write_set(
+    config: BucketsConfig, source: Place, stage: Stage, shards: list[dict], place: Place
+) -> tuple[SampleCounts, Area]:
+    """Make the set, or its missing parts. Raises Refused: OUT has other content; Failed, OSError: the work had to stop."""
+    shard_size, sizes, area, counts = bytes_to_int(config.shard_size), config.sizes, Area(), SampleCounts()
+    groups = groups_of(shards, GROUP * shard_size)
+    plans = {size: plan_for(size, config, stage, groups) for size in sizes}
+    facts = {**plans[sizes[0]].facts, "image_size": [config.image_size] * 2}
+    whole = plan_of_set("prepare.buckets", "images", shard_size, sizes, facts)
+    with place.only_writer():
+        begin(place, whole)
+        places = {size: open_place(f"{place.address.rstrip('/')}/{bucket_name(size)}") for size in sizes}
+        for size in sizes:
+            begin(places[size], plans[size])
+        make_parts(places, plans, groups, functools.partial(rows_of, stage, source), area)
+        written = {}
+        for size in sizes:
+            of_bucket = finish(places[size], plans[size])
+            counts.add(of_bucket)
+            written[size] = of_bucket.written
+        finish_set(place, whole, written)
+    return counts, area
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    paths, words = split_words(argv)
+    command_line = parse_command_line(words, {})
+    problems, config, found = [], BucketsConfig(), None
+    try:
+        config = load(BucketsConfig, command_line, not_yet={}, check=lambda config: [])
+    except ConfigError as error:
+        problems += error.problems
+    if command_line.print_config and not problems:
+        print(to_yaml(config), end="")
+        return 0
+    if len(paths) != 2:
+        problems.append("command line: IN and OUT have to be given. python -m prepare.buckets --help says more.")
+    else:
+        try:
+            found = open_input(paths[0], config.facts)
+        except ValueError as error:
+            problems.append(str(error))
+        problem = out_problem(paths[1], paths[:1])
+        problems += [problem] if problem else []
+    problems += [] if found is None else input_problems(paths[0], found[1])
+    if problems:
+        raise ConfigError(problems)
+    assert found is not None
+    try:
+        counts, area = write_set(config, *found, open_place(paths[1]))
+    except OSError as error:
+        raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
+    print(f"{counts}{area}; in {paths[1]}", flush=True)
+    return 0 if counts.written else 1
+
+
+def input_problems(location: str, stage: Stage) -> list[str]:
+    """Say why a stage cannot be sorted."""
+    if stage.buckets:
+        return [f"IN: {location} has buckets already. Give the stage that they were made of."]
+    if (
+        stage.adopted is not None
+        and dict(zip(stage.columns, stage.encodings, strict=True))[stage.adopted.image or ""] == "pil"
+    ):
+        return [f"IN: {location} has pictures as pixels, which no stage holds. Write them as jpeg, png or bytes."]
+    if stage.adopted is None and not {"width", "height"} <= set(stage.columns):
+        return [
+            f"IN: {location} has no columns width and height. Make the stage again: python -m prepare.shards --help"
+        ]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
