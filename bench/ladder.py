@@ -3,13 +3,13 @@
     make gpu-ladder                                                              # on a GPU machine
     python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=/tmp/ladder   # the same code on a CPU
 
-A rung is a YAML of yamls/ with some keys; the first one is the baseline. The table sets each against the last one before it
-that ran, or against the one that it names as `over`, and against the baseline, where device and commit are the same (and
-the call, where no commit names the code); RESULTS/LADDER/ladder.png shows it. A rung's record, RESULTS/LADDER/RUNG.json, is
-the run's summary.json with the rung's name, command, evaluations, profile and status: ok, or refused (by the configuration
-check), out_of_memory, timeout, failed, with the end of what the run printed. A rung that has an `ok` record of this commit
-is not run again, so that the command can be called until all are there; no call takes longer than `budget_sec` and
-`limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
+A rung is a YAML of yamls/ with the ladder's keys and some of its own; the first one is the baseline. The table sets each
+against the last one before it that ran, or against the one that it names as `over`, and against the baseline, where device
+and commit are the same (and the call, where no commit names the code); RESULTS/LADDER/ladder.png shows it. A rung's record,
+RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, profile and status: ok, or
+refused (by the configuration check), out_of_memory, timeout, failed, with the end of what the run printed. A rung that has
+an `ok` record of this commit is not run again, so that the command can be called until all are there; no call takes longer
+than `budget_sec` and `limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
 results= defaults to reports/results; runs=FOLDER keeps the rungs' runs there (checkpoints, samples), else they are removed.
 Exit code: 0 when each rung with a record ran, was refused or ran out of memory, 1 when one failed or none ran, 2 when the
 ladder cannot be read.
@@ -108,7 +108,9 @@ def read_ladder(path: str) -> Ladder:
         content = OmegaConf.to_container(OmegaConf.load(path))
         if not isinstance(content, dict) or "rungs" not in content:
             raise ValueError("it has no rungs")
-        rungs = tuple(Rung(**{**rung, "keys": tuple(rung["keys"])}) for rung in content["rungs"])
+        if not isinstance(common := content.pop("keys", []), list):
+            raise ValueError("its keys are no list")
+        rungs = tuple(Rung(**{**rung, "keys": (*common, *rung["keys"])}) for rung in content["rungs"])
         seconds = {key: int(content[key]) for key in ("limit_sec", "budget_sec")}
         ladder = Ladder(Path(path).stem, **{**content, **seconds, "rungs": rungs})
         _check_rungs(rungs, content["rungs"])
@@ -120,7 +122,8 @@ def read_ladder(path: str) -> Ladder:
             raise ValueError(f"limit_sec is {ladder.limit_sec}")
     except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
         wanted = (
-            "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program, over or limit_sec; needs_gpu"
+            "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program, over or limit_sec; needs_gpu; keys "
+            "that each rung begins with"
         )
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, KeyError):

@@ -41,7 +41,7 @@ def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path, content, missing
         ladder.read_ladder(str(path))
     assert str(error.value) == (
         f"{path}: is no ladder (it has no {missing}). Wanted: limit_sec, budget_sec and rungs, each with name, yaml and "
-        f"keys, and program, over or limit_sec; needs_gpu."
+        f"keys, and program, over or limit_sec; needs_gpu; keys that each rung begins with."
     )
 
 
@@ -75,6 +75,15 @@ def test_a_ladder_s_own_keys_are_known_ones(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("{rungs: [{name: a, yaml: y, keys: []}], limit_sec: 1, budget_sec: 1, limits: 2}")
     with pytest.raises(ConfigError, match="is no ladder .*unexpected keyword argument 'limits'"):
+        ladder.read_ladder(str(path))
+
+
+def test_the_keys_of_a_ladder_come_before_those_of_each_rung(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("{keys: [seed=1], rungs: [{name: a, yaml: y, keys: [seed=2]}], limit_sec: 1, budget_sec: 1}")
+    assert ladder.read_ladder(str(path)).rungs[0].keys == ("seed=1", "seed=2")
+    path.write_text("{keys: seed=1, rungs: [{name: a, yaml: y, keys: []}], limit_sec: 1, budget_sec: 1}")
+    with pytest.raises(ConfigError, match="is no ladder .its keys are no list"):
         ladder.read_ladder(str(path))
 
 

@@ -75,6 +75,7 @@ def commands() -> Iterator[tuple[str, str]]:
 COMMANDS = {
     "prepare.shards": ("ShardsConfig", range(2, 100)),
     "prepare.latents": ("LatentsConfig", range(2, 3)),
+    "prepare.buckets": ("BucketsConfig", range(2, 3)),
     "prepare.look": ("LookConfig", range(1, 3)),
     "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
     "bench.micro": ("MicroConfig", range(1)),

@@ -65,9 +65,8 @@ def _comparable(key: str, value: Any) -> Any:
     """Return a key's value without what may differ between the starts of one run: the places of streams."""
     if key != "data.streams" or not isinstance(value, list):
         return value
-    return [
-        {name: part for name, part in stream.items() if name not in ("remote", "local", "facts")} for stream in value
-    ]
+    places = ("remote", "local", "facts")
+    return [{n: part for n, part in stream.items() if n not in places and part is not None} for stream in value]
 
 
 def _lasting(config: RunConfig) -> dict[str, Any]:
