@@ -135,7 +135,11 @@ class DataConfig:
                 how the variant's images are resized.
             encodings: of that stage's columns, for images of a size; see `stages.dataset.column_problem`.
         """
-        return [] if self.synthetic else self._stage_problems(global_batch_size, made_for, encodings)
+        found = []
+        if self.text == "stored" and self.stage == "images":
+            text = "stored, but a stage of images has no text states. Use data.stage=moments, or data.text=encoded."
+            found.append(("data.text", text))
+        return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for, encodings)
 
     def _stage_problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Encodings
@@ -173,7 +177,7 @@ class DataConfig:
         if stage.kind != self.stage:
             given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
-        else:
+        elif stage.kind == "moments":
             found += reading_problems(stage, flip=self.flip, crop=self.crop, text=self.text)
         for name, value in made_for.items():
             made = stage.facts.get(name.rpartition(".")[2])  # an `images` stage does not depend on these

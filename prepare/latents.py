@@ -5,8 +5,8 @@
     composer -n 8 -m prepare.latents s3://bucket/images s3://bucket/moments model.weights=random store_text=true
 
 IN: a stage `images` or a set of buckets, a folder or an address in a store. OUT: a folder that is new, empty or from the
-same command, or an address in a store. Images are resized and cropped as in training. Unusable samples are skipped,
-counted, and listed with their reasons in OUT/skipped.jsonl. A missing or damaged shard of IN stops the command.
+same command, or an address in a store. Images are resized as in training, and cropped at their centre. Unusable samples are
+skipped, counted, and listed with their reasons in OUT/skipped.jsonl. A missing or damaged shard of IN stops the command.
 
 Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (shard number) modulo (number of ranks). If stopped
 at any point, the same command resumes with the missing parts, also on another number of ranks. OUT then has the same bytes

@@ -9,9 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-Caption = TypeVar("Caption")
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Draw:
     def is_flipped(self) -> bool:
         return self.flip < 0.5
 
-    def one_of(self, captions: Sequence[Caption]) -> Caption:
+    def one_of(self, captions: Sequence[str]) -> str:
         """Return a caption; each is equally likely."""
         return captions[int(self.caption * len(captions))]
 

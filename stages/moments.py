@@ -115,11 +115,8 @@ class MomentsStream(BatchStream):
 
 
 def reading_problems(stage: Stage, *, flip: bool, crop: str, text: str) -> list[tuple[str, str]]:
-    """Return (key, message) for what a run wants to read of a stage that has not been stored there; see data.DataConfig."""
+    """Return (key, message) for what a run wants to read of a stage of moments but was not stored; see data.DataConfig."""
     found, where, make = [], f"the stage at {stage.location}", "python -m prepare.latents IN OUT"
-    if stage.kind == "images":
-        given = f"stored, but {where} has images, and no text states. Use a stage of moments, or data.text=encoded."
-        return [("data.text", given)] if text == "stored" else []
     if flip and FLIPPED not in stage.columns:
         given = f"true, but {where} has no moments of mirrored pictures"
         found.append(("data.flip", f"{given}. Make it with {make} flip=true, read a stage of images, or leave it out."))

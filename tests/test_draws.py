@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections import Counter
@@ -192,7 +191,6 @@ def test_stored_text_states_come_instead_of_tokens_in_float16(tmp_path):
 
 
 def test_what_a_stage_does_not_have_is_refused_with_what_makes_it(pictures, moments, tmp_path):
-    wanted = functools.partial(reading_problems, flip=True, crop="random", text="stored")
     make = "python -m prepare.latents IN OUT"
     plain = tmp_path / "plain"
     with MDSWriter(out=str(plain), columns=mds_columns(FAMILY, SIZE, text={}, metadata=False), hashes=[HASH]) as writer:
@@ -216,14 +214,15 @@ def test_what_a_stage_does_not_have_is_refused_with_what_makes_it(pictures, mome
             f"data.text=encoded.",
         ),
     ]
-    assert wanted(read_stage(str(pictures))) == [
-        (
-            "data.text",
-            f"stored, but the stage at {pictures} has images, and no text states. Use a stage of moments, or "
-            f"data.text=encoded.",
-        )
-    ]
-    assert [key for key, _ in wanted(read_stage(str(moments)))] == ["data.crop", "data.text"]
+    for place in ({"local": str(pictures)}, {"synthetic": True}):
+        assert DataConfig(**place, text="stored", flip=True, crop="random").problems(1, {}) == [
+            (
+                "data.text",
+                "stored, but a stage of images has no text states. Use data.stage=moments, or data.text=encoded.",
+            )
+        ]
+    found = reading_problems(read_stage(str(moments)), flip=True, crop="random", text="stored")
+    assert [key for key, _ in found] == ["data.crop", "data.text"]
     assert reading_problems(read_stage(str(moments)), flip=True, crop="center", text="encoded") == []
 
 

@@ -131,7 +131,7 @@ class SD2(LatentFamily):
 
     def __init__(self, architecture: Architecture, variant: str, objective: Mapping[str, Any]):
         self.architecture = architecture
-        self.text_width = architecture.text["hidden_size"]
+        self.text_width = architecture.unet["cross_attention_dim"]
         self.variant = variant
         self.objective = objective
         if variant == "mlperf":
