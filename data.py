@@ -17,6 +17,7 @@ reported, counted, and replaced by the next good one of its shard. So every batc
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +180,8 @@ class DataConfig:
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
         elif stage.kind == "moments":
             found += reading_problems(stage, flip=self.flip, crop=self.crop, text=self.text)
+        if source.caption is not None:
+            found += stage_checks.caption_problems(f"{key}.caption", source.caption, stage, self.text)
         for name, value in made_for.items():
             made = stage.facts.get(name.rpartition(".")[2])  # an `images` stage does not depend on these
             if made is None or made == value:  # moments made by others may not say
@@ -208,6 +211,7 @@ class StreamingLAIONDataset(BatchStream):
     Args:
         family: gives the images' type and the tokenizer.
         image_sizes: (width, height) of each stream's pictures in a batch, px.
+        captions: of each stream, the column of its captions; None: the stage's own.
         flip, crop: see DataConfig.
         arguments: keyword arguments of StreamingDataset.
     """
@@ -217,12 +221,14 @@ class StreamingLAIONDataset(BatchStream):
         *,
         family: Family,
         image_sizes: Sequence[ImageSize],
+        captions: Sequence[str | None] | None = None,
         flip: bool = False,
         crop: str = "center",
         **arguments: Any,
     ):
         super().__init__(**arguments)
         self.flip, self.crop, self.image_sizes = flip, crop, list(image_sizes)
+        self.captions = captions or [None] * len(self.image_sizes)
         self.image_dtype = family.columns("images", self.image_sizes[0])["images"].dtype
         self.tokenize = family.tokenize
 
@@ -242,7 +248,8 @@ class StreamingLAIONDataset(BatchStream):
 
     def _use(self, sample_id: int) -> dict[str, Any]:
         sample, draw = self[sample_id], self.draw(sample_id)
-        caption = draw.one_of(captions_of(sample))
+        column = self.captions[self.stream_of(sample_id)]
+        caption = draw.one_of(captions_of(sample if column is None else {"caption": sample[column]}))
         image, size = decode_image(sample["jpg"]), self.image_sizes[self.stream_of(sample_id)]
         at = draw.offset(crop_room(image.size, size)) if self.crop == "random" else None
         images = resize_and_crop(image, size, self.image_dtype, at)
@@ -288,17 +295,18 @@ def _stream(given: Opened, patience_sec: float) -> RetryingStream:
         local=local,
         patience_sec=patience_sec,
         index_sha256=given.stage.index_sha256,
-        adopted=_adopted(given.stage, None if remote is None else local),
+        adopted=_adopted(given.stage, given.config.caption, None if remote is None else local),
         **given.config.weight,
     )
 
 
-def _adopted(stage: Stage, cache: str | None) -> AdoptedSet | None:
+def _adopted(stage: Stage, caption: str | None, cache: str | None) -> AdoptedSet | None:
     """Return what a reader of a data set of others needs: missing digests are kept in the cache, else beside dataset.json."""
     if stage.adopted is None:
         return None
     beside = own_folder(stage.facts_at) if is_remote(stage.facts_at) else str(Path(stage.facts_at).parent)
-    return AdoptedSet(stage.adopted, kept_digests(stage.index_sha256, cache or beside))
+    columns = stage.adopted if caption is None else dataclasses.replace(stage.adopted, captions=(caption,))
+    return AdoptedSet(columns, kept_digests(stage.index_sha256, cache or beside))
 
 
 def _open_stream(
@@ -310,6 +318,7 @@ def _open_stream(
         for columns in (config.columns(family, one.size) for one in given)
     ]
     tokenize = family.tokenize if config.text == "encoded" else None
+    captions = [None if one.stage.adopted else one.config.caption for one in given]  # of others: see _adopted
     with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
         if dist.get_local_rank() == 0:
             remove_dead_segments()
@@ -318,9 +327,10 @@ def _open_stream(
             shape, scale = family.latent_shape(given[0].size), given[0].stage.facts["latent_scale"]
             return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
         if config.stage == "moments":
-            return MomentsStream(columns=kinds, flip=config.flip, tokenize=tokenize, **arguments)
+            return MomentsStream(columns=kinds, captions=captions, flip=config.flip, tokenize=tokenize, **arguments)
         sizes = [one.size for one in given]
-        return StreamingLAIONDataset(family=family, image_sizes=sizes, flip=config.flip, crop=config.crop, **arguments)
+        ways = dict(captions=captions, flip=config.flip, crop=config.crop)
+        return StreamingLAIONDataset(family=family, image_sizes=sizes, **ways, **arguments)
 
 
 def _say(config: DataConfig, given: Sequence[Opened], global_batch_size: int) -> None:

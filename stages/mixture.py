@@ -43,6 +43,8 @@ class StreamConfig:
     """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
     facts: str | None = None
     """dataset.json of a data set that others have written, if it does not lie there: a file or address."""
+    caption: str | None = None
+    """The column of its captions. null: the stage's own ones."""
     proportion: float | None = limited(None, 0.0, 1.0, above=True)
     """Its part of an epoch's samples. Those of all streams sum to 1."""
     repeat: float | None = limited(None, 0.0, 1e6, above=True)
@@ -115,6 +117,7 @@ def opened(sources: Sequence[StreamConfig], stages: Sequence[Stage], size: Image
                 local=source.local and f"{source.local.rstrip('/')}/{name}",
                 proportion=source.proportion and source.proportion * bucket.num_samples / stage.num_samples,
                 repeat=source.repeat,
+                caption=source.caption,
                 choose=ends and ends[at + 1] - ends[at],
             )
             if own.choose != 0:

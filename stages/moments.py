@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stages.adopted import texts_of
 from stages.dataset import Stage
 from stages.images import SampleError, usable_captions
 from stages.shard_file import ShardError, ShardFile
@@ -32,6 +33,7 @@ class MomentsStream(BatchStream):
     Args:
         columns: of each stream, name -> (shape of one sample, numpy type as stored, numpy type of the batch).
         flip: each picture is mirrored with probability 1/2; the stage has the column FLIPPED.
+        captions: of each stream, the column of its captions; None: the stage's own.
         tokenize: makes text columns of captions, where a picture has several; None: the first one's are read as stored.
         arguments: keyword arguments of StreamingDataset.
     """
@@ -40,6 +42,7 @@ class MomentsStream(BatchStream):
         self,
         *,
         columns: Sequence[Mapping[str, tuple[tuple[int, ...], str, str]]],
+        captions: Sequence[str | None] | None = None,
         flip: bool = False,
         tokenize: Callable[[Sequence[str]], dict[str, Tensor]] | None = None,
         **arguments: Any,
@@ -47,6 +50,7 @@ class MomentsStream(BatchStream):
         super().__init__(**arguments)
         self.columns = [dict(of_stream) for of_stream in columns]
         self.flip, self.tokenize = flip, tokenize
+        self.captions = captions or [None] * len(self.columns)
         self._files: dict[int, ShardFile] = {}
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
@@ -90,6 +94,11 @@ class MomentsStream(BatchStream):
             if array.dtype.kind == "f" and not _is_finite(values):
                 raise SampleError(f"{name} are not finite")
             array[place] = values.reshape(array.shape[1:])
+        column = self.captions[self.stream_of(sample_id)]
+        if column is not None:
+            shard = self.shards[self.spanner[sample_id][0]]
+            encoding = shard.column_encodings[shard.column_names.index(column)]
+            return self.draw(sample_id).one_of(usable_captions(texts_of(encoding, bytes(found[column]))))
         captions = json.loads(bytes(found["captions"])) if self.tokenize and "captions" in found else None
         return self.draw(sample_id).one_of(usable_captions(captions)) if captions else None
 

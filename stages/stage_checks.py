@@ -38,6 +38,22 @@ def read_source(key: str, source: StreamConfig) -> tuple[Stage | None, Problems]
     return stage, []
 
 
+def caption_problems(key: str, column: str, stage: Stage, text: str) -> Problems:
+    """Check a column of captions that is named. `text`: stored or encoded, as the run reads it."""
+    has = dict(zip(stage.columns, stage.encodings, strict=True))
+    texts = ", ".join(name for name, encoding in has.items() if encoding in ("str", "json"))
+    if has.get(column) not in ("str", "json"):
+        given = (
+            f"{column}, but {stage.location} has no column of that name"
+            if column not in has
+            else f"{column} is {has[column]}"
+        )
+        return [(key, f"{given}. Possible: a column of str or json; it has {texts}.")]
+    if text == "stored":
+        return [(key, f"{column}, but data.text=stored: those are states of the stage's own captions. Leave it out.")]
+    return []
+
+
 def folder_problems(key: str, source: StreamConfig, stage: Stage) -> Problems:
     """Check the folder that keeps a stage's shards, if there is one."""
     if source.remote is None or source.local is None:

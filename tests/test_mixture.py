@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from streaming import MDSWriter, StreamingDataset
 from streaming import Stream as PlainStream
-from streaming import StreamingDataset
 
 import benchmark
 from data import DataConfig, build_data
 from prepare import shards
 from record.checkpoint_files import FULL, listed
 from record.files import read_lines
+from stages import stage_checks
+from stages.dataset import array_encoding, read_stage, write_facts
+from stages.fetch import HASH
 from stages.mixture import StreamConfig, epoch_samples, names_of, weight_problems
 from zoo import load_family
 
@@ -163,3 +166,35 @@ def test_a_run_of_two_streams_counts_both_and_goes_on_bit_for_bit(miniature, two
     ]
     for name, value in newest[0]["model"].items():
         assert torch.equal(value, newest[1]["model"][name]), name
+
+
+def test_a_stream_names_the_column_of_its_captions(tmp_path):
+    family = load_family("sd2", "tiny", "stock")
+    columns = {name: array_encoding(c.stored, c.shape) for name, c in family.columns("moments", (64, 64)).items()}
+    with MDSWriter(
+        out=str(tmp_path / "a"), columns={**columns, "caption": "str", "key": "str", "alt": "json"}, hashes=[HASH]
+    ) as writer:
+        for number in range(8):
+            moments = np.zeros((8, 8, 8), np.float16)
+            row = {"moments": moments, "tokens": np.zeros(77, np.uint16), "caption": "own", "key": str(number)}
+            writer.write({**row, "alt": [f"a dog {number}", 3]})
+    write_facts(tmp_path / "a", "moments", {})
+    config = DataConfig(stage="moments", streams=[StreamConfig(str(tmp_path / "a"), caption="alt")], workers=0)
+    loader = build_data(config, family, size=(64, 64), device_batch_size=8, device=CPU, seed=1).dataloader
+    [batch] = list(loader)
+    wanted = family.tokenize([f"a dog {number}" for number in range(8)])["tokens"].tolist()
+    assert sorted(batch["tokens"].tolist()) == sorted(wanted)
+    loader.close()
+    for column, text, said in (
+        (
+            "alts",
+            "encoded",
+            f"alts, but {tmp_path}/a has no column of that name. Possible: a column of str or json; it has ",
+        ),
+        ("tokens", "encoded", "tokens is ndarray:uint16:77. Possible: a column of str or json; it has "),
+        ("alt", "stored", "alt, but data.text=stored: those are states of the stage's own captions. Leave it out."),
+    ):
+        [(key, given)] = stage_checks.caption_problems(
+            "data.streams[0].caption", column, read_stage(str(tmp_path / "a")), text
+        )
+        assert key == "data.streams[0].caption" and given.startswith(said)
