@@ -128,7 +128,7 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
     """
     index_bytes, index = read_index(location)
     facts_at = facts_at or f"{location.rstrip('/')}/{FACTS_FILE}"
-    _, facts = _read_json(*facts_at.rpartition("/")[::2], or_adopt=f" If others have written it: {ADOPT} {location}")
+    _, facts = read_json(*facts_at.rpartition("/")[::2], or_adopt=f" If others have written it: {ADOPT} {location}")
     digest = hashlib.sha256(index_bytes).hexdigest()
     _check_facts(facts_at, location, facts, digest)
     shards = checked_shards(location, index, facts.get("columns") is not None)
@@ -139,7 +139,7 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
         check_named_columns(location, columns, shards)
     sizes = {file["basename"]: file["bytes"] for file in map(stored_file, shards)}
     if not is_remote(location):
-        _check_shards(location, sizes)
+        _check_shards(location, sizes, OF_OTHERS if columns else None)
     return Stage(
         location=location,
         kind=facts["stage"],
@@ -174,7 +174,7 @@ def read_index(location: str) -> tuple[bytes, dict[str, Any]]:
         raise ValueError(
             f"{location} cannot be read: {error.strerror}. Check the path, and who may read it."
         ) from error
-    return _read_json(location, "index.json")
+    return read_json(location, "index.json")
 
 
 def stored_file(shard: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,6 +258,9 @@ def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
             return key, given, f"an object of {', '.join(sorted(wanted))}"
     if (wrong := _wrong_hashes(shard) if of_others else _wrong_own_hash(raw["hashes"])) is not None:
         return wrong
+    samples = shard[
+        "samples"
+    ]  # streaming's writer leaves an empty shard where the first sample is larger than its limit
     compressions, limit, is_packed = sorted(get_compressions()), shard["size_limit"], of_others and packed is not None
     of_compression = (
         (".compression", shard["compression"], shard["compression"] is None, "null: uncompressed"),
@@ -273,7 +276,7 @@ def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
         *of_compression,
         (".hashes", shard["hashes"], _are_texts(shard["hashes"]), "a list of names"),
         (".size_limit", limit, limit is None or _is_count(limit, 2**63), "null, or a number of bytes"),
-        (".samples", shard["samples"], _is_count(shard["samples"]), COUNT),
+        (".samples", samples, _is_count(samples) or (of_others and _is(samples, 0)), COUNT),
         *_looked_at_in_file(".raw_data", raw),
         *(_looked_at_in_file(".zip_data", packed) if is_packed else ()),
         (".column_names", shard["column_names"], _are_texts(shard["column_names"]), "a list of names"),
@@ -281,8 +284,8 @@ def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
     )
     if wrong := next(((key, given, possible) for key, given, is_right, possible in looked_at if not is_right), None):
         return wrong
-    if (most := raw["bytes"] // BYTES_OF_AN_OFFSET - 2) < shard["samples"]:
-        return ".samples", shard["samples"], f"at most {most:,} in a shard of {raw['bytes']:,} bytes"
+    if (most := raw["bytes"] // BYTES_OF_AN_OFFSET - 2) < samples:
+        return ".samples", samples, f"at most {most:,} in a shard of {raw['bytes']:,} bytes"
     return None
 
 
@@ -361,13 +364,12 @@ def _are_texts(given: Any) -> bool:
     return isinstance(given, list) and all(isinstance(text, str) for text in given)
 
 
-def _check_shards(folder: str, sizes: dict[str, int]) -> None:
+def _check_shards(folder: str, sizes: dict[str, int], of_others: str | None) -> None:
     """Look for shards that are not there or were cut; without this a run finds them hours later."""
     for name, size in sizes.items():
         path = Path(folder, name)
-        again = (
-            AGAIN if path.parent == Path(folder) else f"Remove {path.parent}, and give the command that made it again."
-        )
+        of_part = f"Remove {path.parent}, and give the command that made it again."
+        again = of_others or (AGAIN if path.parent == Path(folder) else of_part)
         try:
             if not path.is_file():
                 what = "is no file" if os.path.lexists(path) else "is missing"
@@ -396,7 +398,7 @@ def holds_another_stage(local: str, stage: Stage) -> bool:
     return 2 * len(cached & stage.files) < len(cached)
 
 
-def _read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:
+def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:
     """Return a file of a stage, as it is and read. `or_adopt`: added to a message that it is not there."""
     location = location or "."
     if is_remote(location):
