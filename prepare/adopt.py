@@ -62,6 +62,7 @@ from stages.dataset import (
     is_remote,
     read_index,
     read_json,
+    split_place,
     stored_file,
 )
 from stages.fetch import known_digest
@@ -262,7 +263,7 @@ def write(content: Mapping[str, Any], remote: str, facts: str | None) -> str:
     text = json.dumps(content, indent=2) + "\n"
     try:
         if is_remote(at):
-            folder, _, name = at.rpartition("/")
+            folder, name = split_place(at)
             open_place(folder).put_bytes(name, text.encode())
         else:
             Path(at).parent.mkdir(parents=True, exist_ok=True)
@@ -275,15 +276,13 @@ def write(content: Mapping[str, Any], remote: str, facts: str | None) -> str:
 
 def check_is_of_others(remote: str, facts: str | None) -> None:
     """Raise Refused where dataset.json of a stage of our own would be replaced."""
-    folder, _, name = (facts or f"{remote.rstrip('/')}/{FACTS_FILE}").rpartition("/")
+    at = facts or f"{remote.rstrip('/')}/{FACTS_FILE}"
     try:
-        there = read_json(folder, name)[1]
+        there = read_json(*split_place(at))[1]
     except ValueError:
         return  # nothing there, or nothing that a run would take
     if there.get("columns") is None and there.get("schema") is not None:
-        raise Refused(
-            f"{folder}/{name} is that of a stage which needs no adoption. Give another REMOTE, or facts=PATH."
-        )
+        raise Refused(f"{at} is that of a stage which needs no adoption. Give another REMOTE, or facts=PATH.")
 
 
 def report(shards: Sequence[Mapping[str, Any]], columns: Columns, encodings: Mapping[str, str], seen: Seen) -> str:
@@ -314,15 +313,23 @@ def report(shards: Sequence[Mapping[str, Any]], columns: Columns, encodings: Map
     return "\n".join(text)
 
 
-@command(__doc__)
-def main(argv: Sequence[str]) -> int:
-    """Run the command; see the head of this file."""
-    started = time.monotonic()
-    paths, words = split_words(argv)
-    config = load(AdoptConfig, parse_command_line(words, {}), not_yet={}, check=_check)
-    if len(paths) != 1:
-        raise ConfigError(["command line: one REMOTE has to be given. python -m prepare.adopt --help says more."])
-    remote = paths[0]
+@dataclass(frozen=True)
+class Adoption:
+    """What was done: dataset.json and its place, what was found, and how many bytes were read for it."""
+
+    facts: dict[str, Any]
+    at: str
+    text: str
+    num_shards: int
+    num_bytes: int
+
+
+def adopt(remote: str, config: AdoptConfig) -> Adoption:
+    """Adopt the data set at a folder or address.
+
+    Raises:
+        ConfigError: it cannot be read as a stage. Refused: it is one. Failed: what was read is damaged; not written.
+    """
     try:
         index_bytes, index = read_index(remote)
         shards = checked_shards(remote, index, of_others=True)
@@ -338,8 +345,8 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise ConfigError([f"REMOTE: {error}"]) from error
     seen = read_rows(remote, shards, columns, config)
-    print(report(shards, columns, encodings, seen))
-    content = {
+    text = report(shards, columns, encodings, seen)
+    facts = {
         "schema": FACTS_SCHEMA,
         "stage": "images" if columns.latents is None else "moments",
         "samples": sum(shard["samples"] for shard in shards),
@@ -349,18 +356,30 @@ def main(argv: Sequence[str]) -> int:
         "sampled": {"shards": seen.shards, "rows": seen.rows, "unusable": seen.unusable.total()},
     }
     if columns.latents is not None:
-        made, text = compare(config.model, columns.latents, seen.samples)
-        content |= made
-        print(text)
-    at = write(content, remote, config.facts)
-    used = f"data.remote={remote}" + (f" data.facts={at}" if config.facts else "")
-    sizes = f"{seen.num_bytes + len(index_bytes):,} bytes of {seen.shards} shards and index.json"
-    print(f"{at} written; {sizes} read in {time.monotonic() - started:.1f} s")
-    print(f"composer benchmark.py data.stage={content['stage']} {used}", flush=True)
+        made, of_latents = compare(config.model, columns.latents, seen.samples)
+        facts, text = facts | made, f"{text}\n{of_latents}"
+    return Adoption(facts, write(facts, remote, config.facts), text, seen.shards, seen.num_bytes + len(index_bytes))
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    started = time.monotonic()
+    paths, words = split_words(argv)
+    config = load(AdoptConfig, parse_command_line(words, {}), not_yet={}, check=check)
+    if len(paths) != 1:
+        raise ConfigError(["command line: one REMOTE has to be given. python -m prepare.adopt --help says more."])
+    done = adopt(paths[0], config)
+    print(done.text)
+    sizes = f"{done.num_bytes:,} bytes of {done.num_shards} shards and index.json"
+    print(f"{done.at} written; {sizes} read in {time.monotonic() - started:.2f} s")
+    facts = f" data.facts={done.at}" if config.facts else ""
+    print(f"composer benchmark.py data.stage={done.facts['stage']} data.remote={paths[0]}{facts}", flush=True)
     return 0
 
 
-def _check(config: AdoptConfig) -> list[Problem]:
+def check(config: AdoptConfig) -> list[Problem]:
+    """Return the problems of the keys that can be found before anything is read."""
     return problems_of_latents(config.model, config.latents)
 
 

@@ -115,9 +115,8 @@ class MappedReader(MDSReader):
         """Decode a row's named columns. Raises ShardError: its parts do not fit its length."""
         row = split_row(memoryview(data), self.column_names, self.column_sizes)
         if row is None:
-            raise ShardError(
-                f"a row of {self.raw_data.basename} is not as long as its columns. Write that data set again."
-            )
+            given = f"data: a row of {self.raw_data.basename} is not as long as its columns"
+            raise ShardError(f"{given}. Write that data set again.")
         encodings = dict(zip(self.column_names, self.column_encodings, strict=True))
         sample: dict[str, Any] = {}
         if self.columns.latents is not None:

@@ -42,6 +42,7 @@ OF_OTHERS = "Others have written it: copy it anew, or write it again with stream
 STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then waits for its shards, this does not
 
 MDS_VERSION = 2
+COMPRESSIONS = sorted(get_compressions())  # zstd, zstd:1 and so on
 MOST = 2**32 - 1  # a shard's rows, and the bytes of it, are counted in uint32
 # A shard begins with the number of its samples, and where each of them and the last one's end is.
 BYTES_OF_AN_OFFSET = 4
@@ -128,7 +129,7 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
     """
     index_bytes, index = read_index(location)
     facts_at = facts_at or f"{location.rstrip('/')}/{FACTS_FILE}"
-    _, facts = read_json(*facts_at.rpartition("/")[::2], or_adopt=f" If others have written it: {ADOPT} {location}")
+    _, facts = read_json(*split_place(facts_at), or_adopt=f" If others have written it: {ADOPT} {location}")
     digest = hashlib.sha256(index_bytes).hexdigest()
     _check_facts(facts_at, location, facts, digest)
     shards = checked_shards(location, index, facts.get("columns") is not None)
@@ -175,6 +176,12 @@ def read_index(location: str) -> tuple[bytes, dict[str, Any]]:
             f"{location} cannot be read: {error.strerror}. Check the path, and who may read it."
         ) from error
     return read_json(location, "index.json")
+
+
+def split_place(place: str) -> tuple[str, str]:
+    """Return (folder or address, name) of a file's place."""
+    folder, slash, name = place.rpartition("/")
+    return folder or ("/" if slash else "."), name
 
 
 def stored_file(shard: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,6 +253,8 @@ def checked_shards(location: str, index: Mapping[str, Any], of_others: bool) -> 
             if not _are_same(shard[key], shards[0][key]):
                 first = f"{_shown(shards[0][key])} as in shards[0]: all shards have the same columns"
                 raise _other(where, f"shards[{number}].{key}", shard[key], first)
+    if not any(shard["samples"] for shard in shards):
+        raise ValueError(f"{where} lists no sample. {again}")
     return shards
 
 
@@ -261,14 +270,14 @@ def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
     samples = shard[
         "samples"
     ]  # streaming's writer leaves an empty shard where the first sample is larger than its limit
-    compressions, limit, is_packed = sorted(get_compressions()), shard["size_limit"], of_others and packed is not None
+    limit, is_packed = shard["size_limit"], of_others and packed is not None
     of_compression = (
         (".compression", shard["compression"], shard["compression"] is None, "null: uncompressed"),
         (".zip_data", packed, packed is None, "null: uncompressed"),
     )
     if of_others:
-        is_known = shard["compression"] in compressions if is_packed else shard["compression"] is None
-        possible = f"with zip_data one of {', '.join(name for name in compressions if ':' not in name)}; else null"
+        is_known = shard["compression"] in COMPRESSIONS if is_packed else shard["compression"] is None
+        possible = f"with zip_data one of {', '.join(name for name in COMPRESSIONS if ':' not in name)}; else null"
         of_compression = ((".compression", shard["compression"], is_known, possible),)
     looked_at = (
         (".version", shard["version"], _is(shard["version"], MDS_VERSION), f"{MDS_VERSION}, a number"),
@@ -400,7 +409,6 @@ def holds_another_stage(local: str, stage: Stage) -> bool:
 
 def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:
     """Return a file of a stage, as it is and read. `or_adopt`: added to a message that it is not there."""
-    location = location or "."
     if is_remote(location):
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -122,6 +122,7 @@ def unpack(packed: Path, to: Path, compression: str | None) -> None:
         raise
     except Exception as error:  # each library has exceptions of its own, some without a text
         raise Damaged(f"{compression} cannot decompress it: {str(error) or type(error).__name__}") from error
+    to.parent.mkdir(parents=True, exist_ok=True)
     partial = to.with_name(f"{to.name}.tmp")
     partial.write_bytes(content)
     partial.replace(to)

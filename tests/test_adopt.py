@@ -17,12 +17,15 @@ from streaming.base.hashing import get_hash
 
 import data
 from data import DataConfig, StreamingLAIONDataset, build_data
+from preflight import stage as stage_checks
 from prepare import adopt, latents
 from prepare.adopt_latents import center_square
 from stages import fetch
 from stages.adopted import AdoptedSet, Columns
 from stages.dataset import read_stage, write_facts
 from stages.fetch import HASH, StreamFailure
+from training.resume import identity_of
+from training.run_config import RunConfig
 from zoo import load_family
 
 FAMILY = load_family("sd2", "tiny", "stock")
@@ -458,6 +461,42 @@ def test_a_thousand_shards_in_a_store_are_adopted_from_four(tmp_path, store, mon
     assert sampled["shards"] == 4
     assert lines[-2].startswith("s3://easel/adopt/dataset.json written; ")
     assert lines[-1] == "composer benchmark.py data.stage=images data.remote=s3://easel/adopt"
+    client.delete_object(Bucket="easel", Key="adopt/dataset.json")
+    with pytest.raises(ValueError) as error:
+        read_stage("s3://easel/adopt")
+    print(error.value)
+    assert str(error.value).endswith(" If others have written it: python -m prepare.adopt s3://easel/adopt")
+
+
+# --- a run, before it starts ---
+
+
+def test_the_doctor_compares_what_the_store_has_and_what_the_cache_has(tmp_path):
+    theirs = write(tmp_path / "theirs", THEIRS, compression="zstd", hashes=["sha1"])
+    assert adopt.main([str(theirs)]) == 0
+    stage, shards = stage_checks.open_stage(str(theirs))
+    [found] = stage_checks.digests(stage.location, shards)
+    assert found.text == f"4 of {len(shards)} shards of the stage have their sha1"
+    list(stream(theirs, tmp_path / "cache"))
+    [found] = stage_checks.cache(DataConfig(remote=str(theirs), local=str(tmp_path / "cache")), shards)
+    assert found.text.endswith("shards, all of their size; 4 have their sha1")
+    packed = theirs / "shard.00000.mds.zstd"
+    packed.write_bytes(flipped(whole := packed.read_bytes()))
+    assert [finding.text for finding in stage_checks.digests(stage.location, shards)] == [
+        f"{packed} is damaged: sha1 {get_hash('sha1', packed.read_bytes())}, index.json says {get_hash('sha1', whole)}. Make "
+        f"that stage again, or copy it anew."
+    ]
+
+
+def test_a_run_goes_on_with_the_columns_that_it_began_with_alone(tmp_path):
+    theirs = write(tmp_path / "theirs", {**THEIRS, "alt": "str"})
+    identities = []
+    for columns in ((), ("caption=alt,caption",)):
+        assert adopt.main([str(theirs), *columns]) == 0
+        stage = read_stage(str(theirs))
+        identities.append(identity_of(RunConfig(), stage, {}))
+    differing = {key for key in identities[0] if identities[0][key] != identities[1][key]}
+    assert differing == {"stage.columns"} and "stage.columns" not in identity_of(RunConfig(), None, {})
 
 
 # --- latents ---

@@ -75,10 +75,12 @@ def commands() -> Iterator[tuple[str, str]]:
 COMMANDS = {
     "prepare.shards": ("ShardsConfig", range(2, 100)),
     "prepare.latents": ("LatentsConfig", range(2, 3)),
+    "prepare.adopt": ("AdoptConfig", range(1, 2)),
     "prepare.look": ("LookConfig", range(1, 3)),
     "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
     "bench.micro": ("MicroConfig", range(1)),
     "bench.store": ("StoreConfig", range(1)),
+    "bench.adopt": ("AdoptBenchConfig", range(2)),
     "bench.generate": ("GenerateConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
