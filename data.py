@@ -153,7 +153,7 @@ class DataConfig:
             return [(where, str(error))]
         found = []
         if stage.kind != self.stage:
-            given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
+            given = f"the config says '{self.stage}', {stage.facts_at} says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
         if stage.is_compressed and self.folders[0] is None:
             given = f"not given. {stage.location} is compressed, and nothing is written there"

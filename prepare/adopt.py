@@ -200,12 +200,11 @@ class Seen:
     def lines(self, columns: Columns) -> dict[str, str]:
         """Return what was seen: what a column is read as -> in words."""
         image = ", ".join(f"{name} {num}" for name, num in self.formats.most_common())
+        keys = f"{len(set(self.keys))} different of {self.rows}"
         return {
             "image": f"{image}; shorter side {_range(self.sides)} px",
             "captions": f"{_range(self.captions)} a sample, {_range(self.lengths)} characters",
-            "key": f"{len(set(self.keys))} different of {self.rows}, e.g. {printable(self.keys[0])[:40]}"
-            if self.keys
-            else "",
+            "key": f"{keys}, e.g. {printable(self.keys[0])[:40]}",
             "latents": f"{len(self.samples)} of {self.rows} rows have one",
         }
 
@@ -241,8 +240,7 @@ def read_rows(remote: str, shards: Sequence[Mapping[str, Any]], columns: Columns
                 for row in rows:
                     seen.add(reader[row], columns)
             except (Failed, RuntimeError, OSError, IndexError) as error:
-                text = str(error).removeprefix("IN: ")
-                raise Failed(f"REMOTE: {text}") from error
+                raise Failed(f"REMOTE: {str(error).removeprefix('IN: ').removeprefix('data: ')}") from error
             seen.shards += 1
             seen.num_bytes += stored_file(shards[number])["bytes"]
             if Path(reader.dirname) == Path(scratch):
@@ -306,10 +304,8 @@ def report(shards: Sequence[Mapping[str, Any]], columns: Columns, encodings: Map
     if others := other_captions(columns, encodings):
         all_of_them = f"caption={','.join([*columns.captions, *others])}"
         text.append(f"further captions, not read: {', '.join(others)}. To read all: {all_of_them}")
-    if no_hash := kinds.count("no hashes"):
-        text.append(
-            f"{'shards' if no_hash == len(kinds) else 'some shards'} without a digest: a run keeps it at first sight"
-        )
+    if "no hashes" in kinds:
+        text.append("a shard without a hash has its digest kept when a run first reads it")
     return "\n".join(text)
 
 

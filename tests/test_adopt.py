@@ -338,7 +338,7 @@ def test_what_cannot_be_adopted_is_said(tmp_path, capsys):
     )
     assert refused(capsys, str(theirs), "image=picture", "caption=width").splitlines() == [
         f"image: the data set has no column picture. It has: {has}.",
-        "caption: column width is int32. Possible: json, str.",
+        "caption: column width is int32. Possible: str, json.",
     ]
     assert refused(capsys, str(theirs), "caption=caption", "key=caption") == (
         "command line: a column is named twice. Each is read as one thing."
@@ -362,7 +362,7 @@ def test_what_cannot_be_adopted_is_said(tmp_path, capsys):
         f"REMOTE: {at}: shards[2], shard.00002.mds: column caption is json. Possible: str, as in shards[0]. {OF_OTHERS}"
     )
     assert told(lambda index: third(index).update(column_encodings=["bytes", "int", "bytes", "int32"])) == (
-        f"REMOTE: {at}: shards[2], shard.00002.mds: column caption is bytes. Possible: for captions: json, str. {OF_OTHERS}"
+        f"REMOTE: {at}: shards[2], shard.00002.mds: column caption is bytes. Possible: for captions: str, json. {OF_OTHERS}"
     )
     assert told(lambda index: third(index).update(column_encodings=["pkl", "int", "bytes", "int32"])) == (
         f"REMOTE: {theirs}/shard.00002.mds has a pickled column, caption, which could run code. Make that stage again "
@@ -581,11 +581,11 @@ def test_latents_that_are_not_of_the_given_vae_or_say_too_little_are_refused(tmp
 
 def test_moments_of_an_adopted_set_are_those_of_a_stage_of_our_own(tmp_path):
     """prepare.latents reads it as a run does."""
-    theirs = write(tmp_path / "theirs", {"jpg": "bytes", "several": "json"}, num=6, compression="zstd", hashes=["sha1"])
+    theirs = write(tmp_path / "theirs", {"jpg": "bytes", "several": "json"}, num=6, compression="zstd", size_limit=1000)
     assert adopt.main([str(theirs), "caption=several", f"facts={tmp_path}/facts.json"]) == 0
     ours = write(tmp_path / "ours", {"jpg": "bytes", "caption": "str", "key": "str"}, num=6, hashes=[HASH])
     write_facts(ours, "images", {})
-    keys = ["model.preset=tiny", "model.weights=random", "image_size=64", "workers=1"]
+    keys = ["model.preset=tiny", "model.weights=random", "image_size=64", "workers=1", "batch_size=1"]
     assert latents.main([str(theirs), str(tmp_path / "a"), *keys, f"facts={tmp_path}/facts.json"]) == 0
     assert latents.main([str(ours), str(tmp_path / "b"), *keys]) == 0
     one, other = (StreamingDataset(local=str(tmp_path / name), batch_size=1) for name in "ab")
