@@ -176,7 +176,7 @@ class DataConfig:
         where = f"{key}.remote" if source.remote else f"{key}.local"
         found = []
         if stage.kind != self.stage:
-            given = f"the config says '{self.stage}', {stage.location}/dataset.json says '{stage.kind}'"
+            given = f"the config says '{self.stage}', {stage.facts_at} says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
         elif stage.kind == "moments":
             found += reading_problems(stage, flip=self.flip, crop=self.crop, text=self.text)

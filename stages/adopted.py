@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from streaming.base.format.base.reader import Reader
-from streaming.base.format.mds.encodings import get_mds_encodings, mds_decode
+from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
 
 from cli.log import EVERY_RANK, log
@@ -35,26 +35,17 @@ from stages.fetch import HASH
 from stages.images import Pixels
 from stages.shard_file import ShardError, split_row
 
-WHOLE_NUMBERS = {name for name in get_mds_encodings() if re.fullmatch(r"u?int\d*", name)}
 ENCODINGS = {
-    "image": {"bytes", "jpeg", "png", "pil"},
-    "captions": {"str", "json"},
-    "key": {"str", "str_int", *WHOLE_NUMBERS},
-    "latents": {"bytes", "ndarray"},
+    "image": (r"bytes|jpeg|png|pil", "bytes, jpeg, png, pil"),
+    "captions": (r"str|json", "str, json"),
+    "key": (r"str|str_int|u?int\d*", "str, str_int, int"),
+    "latents": (r"bytes|ndarray:float16:[\d,]+", "bytes, ndarray:float16:C,h,w"),
 }
-"""What is read -> encodings, up to a colon, that it can be read from."""
+"""What is read -> the encodings that it can be read from: as a pattern, in words."""
 LINE = re.compile(r"([0-9a-f]{16})  (.+)")
 OF_READER = (
-    "dirname",
-    "split",
-    "column_encodings",
-    "column_names",
-    "column_sizes",
-    "compression",
-    "hashes",
-    "raw_data",
+    "dirname split column_encodings column_names column_sizes compression hashes raw_data samples size_limit zip_data"
 )
-OF_READER += ("samples", "size_limit", "zip_data")
 
 
 @dataclass(frozen=True)
@@ -92,11 +83,8 @@ class Columns:
 
 def wrong_encoding(what: str, encoding: str) -> str | None:
     """Say what is possible where a column cannot be read as `what`, or None."""
-    possible = ENCODINGS[what]
-    is_right = encoding.partition(":")[0] in possible and (
-        what != "latents" or encoding.startswith(("bytes", "ndarray:f"))
-    )
-    return None if is_right else ", ".join(sorted(possible - WHOLE_NUMBERS) + ["int"] * bool(possible & WHOLE_NUMBERS))
+    pattern, possible = ENCODINGS[what]
+    return None if re.fullmatch(pattern, encoding) else possible
 
 
 class MappedReader(MDSReader):
@@ -115,9 +103,8 @@ class MappedReader(MDSReader):
         """Decode a row's named columns. Raises ShardError: its parts do not fit its length."""
         row = split_row(memoryview(data), self.column_names, self.column_sizes)
         if row is None:
-            raise ShardError(
-                f"a row of {self.raw_data.basename} is not as long as its columns. Write that data set again."
-            )
+            given = f"data: a row of {self.raw_data.basename} is not as long as its columns"
+            raise ShardError(f"{given}. Write that data set again.")
         encodings = dict(zip(self.column_names, self.column_encodings, strict=True))
         sample: dict[str, Any] = {}
         if self.columns.latents is not None:
@@ -135,7 +122,7 @@ class MappedReader(MDSReader):
 
 def mapped(shard: Reader, columns: Columns, first: int) -> MappedReader:
     """Return a shard's reader of the named columns alone. `first`: number of its first sample in the data set."""
-    reader = MappedReader(**{name: getattr(shard, name) for name in OF_READER})
+    reader = MappedReader(**{name: getattr(shard, name) for name in OF_READER.split()})
     reader.columns, reader.first = columns, first
     return reader
 
@@ -175,13 +162,14 @@ class AdoptedSet:
 
     def kept_digest(self, name: str) -> tuple[str, str] | None:
         """Look into what the file has got since the last time: other processes of the machine write it too."""
+        begin = self._read_to  # other threads may read the same lines meanwhile
         try:
             with open(self.path, "rb") as file:
-                file.seek(self._read_to)
-                lines, _, _ = file.read().rpartition(b"\n")
+                file.seek(begin)
+                lines, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return None
-        self._read_to += len(lines) + 1 if lines else 0
+        self._read_to = begin + len(lines) + len(end)
         found = (LINE.fullmatch(line) for line in lines.decode(errors="replace").split("\n"))
         self._known |= {match[2]: match[1] for match in found if match}
         return (HASH, self._known[name]) if name in self._known else None
@@ -196,10 +184,8 @@ class AdoptedSet:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            said = f"data: the digest of {name} cannot be kept in {self.path}: {error.strerror}"
-            log.warning(
-                f"{said}. A later run will not notice if it changes. Give data.local, or data.facts.", extra=EVERY_RANK
-            )
+            said = f"data: the digest of {name} cannot be kept in {self.path}: {error.strerror}. A later run will not notice"
+            log.warning(f"{said} if it changes. Give data.local, or data.facts.", extra=EVERY_RANK)
 
 
 def columns_of(facts: Mapping[str, Any]) -> Columns | None:

@@ -42,6 +42,7 @@ OF_OTHERS = "Others have written it: copy it anew, or write it again with stream
 STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then waits for its shards, this does not
 
 MDS_VERSION = 2
+COMPRESSIONS = sorted(get_compressions())  # zstd, zstd:1 and so on
 MOST = 2**32 - 1  # a shard's rows, and the bytes of it, are counted in uint32
 # A shard begins with the number of its samples, and where each of them and the last one's end is.
 BYTES_OF_AN_OFFSET = 4
@@ -146,7 +147,7 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
     """
     index_bytes, index = read_index(location)
     facts_at = facts_at or f"{location.rstrip('/')}/{FACTS_FILE}"
-    _, facts = _read_json(*facts_at.rpartition("/")[::2], or_adopt=f" If others have written it: {ADOPT} {location}")
+    _, facts = read_json(*split_place(facts_at), or_adopt=f" If others have written it: {ADOPT} {location}")
     digest = hashlib.sha256(index_bytes).hexdigest()
     _check_facts(facts_at, location, facts, digest)
     if "buckets" in facts:
@@ -159,7 +160,7 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
         check_named_columns(location, columns, shards)
     sizes = {file["basename"]: file["bytes"] for file in map(stored_file, shards)}
     if not is_remote(location):
-        _check_shards(location, sizes)
+        _check_shards(location, sizes, OF_OTHERS if columns else None)
     return Stage(
         location=location,
         kind=facts["stage"],
@@ -223,7 +224,13 @@ def read_index(location: str) -> tuple[bytes, dict[str, Any]]:
         raise ValueError(
             f"{location} cannot be read: {error.strerror}. Check the path, and who may read it."
         ) from error
-    return _read_json(location, "index.json")
+    return read_json(location, "index.json")
+
+
+def split_place(place: str) -> tuple[str, str]:
+    """Return (folder or address, name) of a file's place."""
+    folder, slash, name = place.rpartition("/")
+    return folder or ("/" if slash else "."), name
 
 
 def stored_file(shard: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,6 +302,8 @@ def checked_shards(location: str, index: Mapping[str, Any], of_others: bool) -> 
             if not _are_same(shard[key], shards[0][key]):
                 first = f"{_shown(shards[0][key])} as in shards[0]: all shards have the same columns"
                 raise _other(where, f"shards[{number}].{key}", shard[key], first)
+    if not any(shard["samples"] for shard in shards):
+        raise ValueError(f"{where} lists no sample. {again}")
     return shards
 
 
@@ -307,14 +316,17 @@ def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
             return key, given, f"an object of {', '.join(sorted(wanted))}"
     if (wrong := _wrong_hashes(shard) if of_others else _wrong_own_hash(raw["hashes"])) is not None:
         return wrong
-    compressions, limit, is_packed = sorted(get_compressions()), shard["size_limit"], of_others and packed is not None
+    samples = shard[
+        "samples"
+    ]  # streaming's writer leaves an empty shard where the first sample is larger than its limit
+    limit, is_packed = shard["size_limit"], of_others and packed is not None
     of_compression = (
         (".compression", shard["compression"], shard["compression"] is None, "null: uncompressed"),
         (".zip_data", packed, packed is None, "null: uncompressed"),
     )
     if of_others:
-        is_known = shard["compression"] in compressions if is_packed else shard["compression"] is None
-        possible = f"with zip_data one of {', '.join(name for name in compressions if ':' not in name)}; else null"
+        is_known = shard["compression"] in COMPRESSIONS if is_packed else shard["compression"] is None
+        possible = f"with zip_data one of {', '.join(name for name in COMPRESSIONS if ':' not in name)}; else null"
         of_compression = ((".compression", shard["compression"], is_known, possible),)
     looked_at = (
         (".version", shard["version"], _is(shard["version"], MDS_VERSION), f"{MDS_VERSION}, a number"),
@@ -322,7 +334,7 @@ def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
         *of_compression,
         (".hashes", shard["hashes"], _are_texts(shard["hashes"]), "a list of names"),
         (".size_limit", limit, limit is None or _is_count(limit, 2**63), "null, or a number of bytes"),
-        (".samples", shard["samples"], _is_count(shard["samples"]), COUNT),
+        (".samples", samples, _is_count(samples) or (of_others and _is(samples, 0)), COUNT),
         *_looked_at_in_file(".raw_data", raw),
         *(_looked_at_in_file(".zip_data", packed) if is_packed else ()),
         (".column_names", shard["column_names"], _are_texts(shard["column_names"]), "a list of names"),
@@ -330,8 +342,8 @@ def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
     )
     if wrong := next(((key, given, possible) for key, given, is_right, possible in looked_at if not is_right), None):
         return wrong
-    if (most := raw["bytes"] // BYTES_OF_AN_OFFSET - 2) < shard["samples"]:
-        return ".samples", shard["samples"], f"at most {most:,} in a shard of {raw['bytes']:,} bytes"
+    if (most := raw["bytes"] // BYTES_OF_AN_OFFSET - 2) < samples:
+        return ".samples", samples, f"at most {most:,} in a shard of {raw['bytes']:,} bytes"
     return None
 
 
@@ -410,13 +422,12 @@ def _are_texts(given: Any) -> bool:
     return isinstance(given, list) and all(isinstance(text, str) for text in given)
 
 
-def _check_shards(folder: str, sizes: dict[str, int]) -> None:
+def _check_shards(folder: str, sizes: dict[str, int], of_others: str | None) -> None:
     """Look for shards that are not there or were cut; without this a run finds them hours later."""
     for name, size in sizes.items():
         path = Path(folder, name)
-        again = (
-            AGAIN if path.parent == Path(folder) else f"Remove {path.parent}, and give the command that made it again."
-        )
+        of_part = f"Remove {path.parent}, and give the command that made it again."
+        again = of_others or (AGAIN if path.parent == Path(folder) else of_part)
         try:
             if not path.is_file():
                 what = "is no file" if os.path.lexists(path) else "is missing"
@@ -445,9 +456,8 @@ def holds_another_stage(local: str, stage: Stage) -> bool:
     return 2 * len(cached & stage.files) < len(cached)
 
 
-def _read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:
+def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:
     """Return a file of a stage, as it is and read. `or_adopt`: added to a message that it is not there."""
-    location = location or "."
     if is_remote(location):
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -77,7 +77,9 @@ class FetchCancelled(StreamFailure):
 
 
 class Damaged(Exception):
-    """A file that is not the data set's; the text says in what."""
+    """A file that is not the data set's; the text says in what. `name`: of the file, where it is not the one looked for."""
+
+    name: str | None = None
 
 
 def known_digest(hashes: Mapping[str, str]) -> tuple[str, str] | None:
@@ -120,6 +122,7 @@ def unpack(packed: Path, to: Path, compression: str | None) -> None:
         raise
     except Exception as error:  # each library has exceptions of its own, some without a text
         raise Damaged(f"{compression} cannot decompress it: {str(error) or type(error).__name__}") from error
+    to.parent.mkdir(parents=True, exist_ok=True)
     partial = to.with_name(f"{to.name}.tmp")
     partial.write_bytes(content)
     partial.replace(to)
@@ -299,7 +302,9 @@ class RetryingStream(Stream):
         if self.adopted is None:
             return shards
         firsts = itertools.accumulate((shard.samples for shard in shards), initial=0)
-        return [self.adopted.reader(shard, first) for shard, first in zip(shards, firsts, strict=False)]
+        # streaming's writer leaves empty ones, by which its reader would divide.
+        filled = [pair for pair in zip(shards, firsts, strict=False) if pair[0].samples]
+        return [self.adopted.reader(shard, first) for shard, first in filled]
 
     def set_up_local(self, shards: Any, cache_usage_per_shard: Any) -> None:
         """Report no shard as present: each goes through `prepare_shard`, and so through its digest, once in this run."""
@@ -336,7 +341,8 @@ class RetryingStream(Stream):
             check_file(came, packed.bytes, known_digest(packed.hashes))
             unpack(came, path, compression)
         except Damaged as error:
-            raise Damaged(f"of {packed.basename}, {error}") from error
+            error.name = packed.basename
+            raise
         except OSError as error:
             _refuse_own_disk(error, path)
             raise
@@ -365,7 +371,7 @@ class RetryingStream(Stream):
                 return look(path)
             except Damaged as error:
                 damaged = error
-            said = f"{path} is damaged: {damaged}"
+            said = f"{path.parent / Path(damaged.name).name if damaged.name else path} is damaged: {damaged}"
             if self.remote is None:
                 raise StreamFailure(f"data: {said}. Make the stage again, or copy it anew.")
             path.unlink(missing_ok=True)
@@ -375,7 +381,7 @@ class RetryingStream(Stream):
                     time.sleep(SOON_SEC[tries - 1])
             if not self.is_wanted():
                 raise FetchCancelled(f"data: {said}")
-        source = f"{self.remote}/{name}"
+        source = f"{self.remote}/{damaged.name or name}"
         raise StreamFailure(
             f"data: {source} is damaged: {damaged}, in {tries + 1} tries. Make the stage again, or copy it anew."
         )

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import adopt as bench_adopt
 from bench import data as bench_data
 from bench import data_float16
 from bench import store as bench_store
@@ -214,3 +215,25 @@ def test_a_place_in_no_s3_store_or_with_a_password_in_it_is_refused_at_once(caps
     monkeypatch.setattr(bench_store, "measure", lambda *given: pytest.fail("it was begun"))
     assert bench_store.main([place]) == 2
     assert capsys.readouterr().err == said + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200, func_only=True)
+def test_adoption_and_compressed_shards_are_measured(tmp_path):
+    record = tmp_path / "record.json"
+    words = [str(tmp_path / "place"), "num_shards=12", "num_images=32", "rounds=1", f"results={record}"]
+    assert bench_adopt.main(words) == 0
+    found = json.loads(record.read_text())
+    assert found["many_shards"] == 12 and 0 < found["adopt_bytes_read"] < found["many_bytes"]
+    assert found["zstd_over_plain"] > 0 < found["unpack_zstd_mb_per_sec"] and found["zstd_bytes"] < found["plain_bytes"]
+
+
+def test_a_place_where_nothing_can_be_measured_is_refused_at_once(capsys, monkeypatch):
+    monkeypatch.setattr(bench_adopt, "measure", lambda *given: pytest.fail("it was begun"))
+    for place, said in (
+        ("gs://bucket/x", "PLACE: gs://bucket/x is in no S3 store. Write s3://BUCKET/PREFIX, or a folder."),
+        ("s3:///x", "PLACE: s3:///x names no bucket. Write s3://BUCKET/PREFIX."),
+        ("/proc/x", "PLACE: /proc/x cannot be written: /proc: "),
+    ):
+        assert bench_adopt.main([place]) == 2
+        assert capsys.readouterr().err.startswith(said)

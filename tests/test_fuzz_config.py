@@ -35,13 +35,14 @@ import bench.micro
 import bench.predecessor
 import config as configuration
 import eval as evaluation
+from bench.adopt import AdoptBenchConfig
 from bench.fid import FidConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load, schema_keys, to_yaml
 from preflight import run as checks
-from prepare import fid_statistics, latents, look, shards
+from prepare import adopt, fid_statistics, latents, look, shards
 from stages import dataset as stage
 from training.run_config import ALIASES, NOT_YET, RunConfig, resolve
 
@@ -388,11 +389,13 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
         fid_statistics.FidStatisticsConfig,
         command_of(fid_statistics.FidStatisticsConfig, fid_statistics.check),
     ),
+    "adopt": (adopt.AdoptConfig, command_of(adopt.AdoptConfig, adopt.check)),
     "look": (look.LookConfig, command_of(look.LookConfig, functools.partial(look.check, stage=None))),
     "micro": (bench.micro.MicroConfig, command_of(bench.micro.MicroConfig, bench.micro.check)),
     "bench.data": (bench.data.DataBenchConfig, command_of(bench.data.DataBenchConfig, bench.data.check)),
     "bench.fid": (FidConfig, command_of(FidConfig)),
     "bench.generate": (bench.generate.GenerateConfig, command_of(bench.generate.GenerateConfig, lambda config: [])),
+    "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.store": (StoreConfig, command_of(StoreConfig)),
     "bench.evaluation": (RunConfig, flagged(bench.evaluation.problems_of)),
     "bench.predecessor": (RunConfig, flagged(lambda config: quick(config) if config.data.synthetic else [])),

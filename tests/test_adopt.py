@@ -1,0 +1,595 @@
+"""Data sets of others: prepare.adopt, and what a run reads of them, against plain streaming's own writer."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import picture, tree
+from PIL import Image
+from streaming import MDSWriter, StreamingDataset
+from streaming.base.hashing import get_hash
+
+import data
+from data import DataConfig, StreamingLAIONDataset, build_data
+from preflight import stage as stage_checks
+from prepare import adopt, latents
+from prepare.adopt_latents import center_square
+from stages import fetch
+from stages.adopted import AdoptedSet, Columns
+from stages.dataset import read_stage, write_facts
+from stages.fetch import HASH, StreamFailure
+from training.resume import identity_of
+from training.run_config import RunConfig
+from zoo import load_family
+
+FAMILY = load_family("sd2", "tiny", "stock")
+CPU = torch.device("cpu")
+OF_OTHERS = "Others have written it: copy it anew, or write it again with streaming's MDSWriter."
+NUM = 24
+
+
+def row(number: int) -> dict:
+    jpg = picture(number)
+    return {
+        "jpg": jpg,
+        "image": Image.open(io.BytesIO(jpg)).convert("RGB"),
+        "caption": f"picture number {number}",
+        "several": [f"picture number {number}", f"number {number} again"],
+        "alt": "" if number % 2 else f"alternative {number}",
+        "id": 1000 + number,
+        "key": f"{number:03d}",
+        "width": 80,
+    }
+
+
+def write(out: Path, columns: dict[str, str], *, num: int = NUM, size_limit: int = 1 << 13, **arguments) -> Path:
+    """Write what row() has of these columns with streaming's own writer; a name may say of what: picture=jpg."""
+    names = {name.partition("=")[0]: name.rpartition("=")[2] for name in columns}
+    encodings = {name.partition("=")[0]: encoding for name, encoding in columns.items()}
+    with MDSWriter(out=str(out), columns=encodings, size_limit=size_limit, **arguments) as writer:
+        for number in range(num):
+            content = row(number)
+            writer.write({name: content[of] for name, of in names.items()})
+    return out
+
+
+THEIRS = {"jpg": "bytes", "caption": "str", "width": "int32"}
+
+
+def epoch(remote: Path, cache: Path | None = None, *, batch: int = 4, workers: int = 0, **keys) -> list[dict]:
+    """Read an epoch as a run does."""
+    section = DataConfig(remote=str(remote), local=None if cache is None else str(cache), workers=workers, **keys)
+    assert section.problems(batch, {}) == []
+    size = dict(size=(64, 64), device_batch_size=batch, device=CPU, seed=3)
+    loader = build_data(section, FAMILY, **size).dataloader
+    try:
+        return list(loader)
+    finally:
+        loader.close()
+
+
+def same(one: list[dict], other: list[dict]) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a) and bool(pairs)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    """The batches of a stage of our own, of the same pictures and captions in shards of as many."""
+    out = write(
+        tmp_path_factory.mktemp("ours") / "stage", {"jpg": "bytes", "caption": "str", "key": "str"}, hashes=[HASH]
+    )
+    write_facts(out, "images", {})
+    return epoch(out)
+
+
+# --- reading ---
+
+PACKED = [
+    ("zstd", ["sha1"]),
+    ("zstd:7", []),
+    ("gz", ["md5", "xxh64"]),
+    ("br:3", ["xxh3_64"]),
+    ("bz2", ["sha3_256"]),
+    ("snappy", []),
+    (None, ["blake2b"]),
+    (None, []),
+]
+
+
+@pytest.mark.parametrize(("compression", "hashes"), PACKED)
+def test_batches_are_those_of_a_stage_of_our_own_however_shards_are_packed(tmp_path, ours, compression, hashes, capsys):
+    theirs = write(tmp_path / "theirs", THEIRS, compression=compression, hashes=hashes)
+    before = tree(theirs)
+    assert adopt.main([str(theirs)]) == 0
+    assert {name: content for name, content in tree(theirs).items() if name != "dataset.json"} == before
+    cache = tmp_path / "cache"
+    assert same(epoch(theirs, cache), ours)
+    raw = {Path(shard["raw_data"]["basename"]) for shard in json.loads(before["index.json"])["shards"]}
+    kept = {path.relative_to(cache) for path in cache.iterdir() if path.name != ".in_use"}
+    digests = {Path(path) for path in kept if path.suffix == ".xxh64"}
+    assert kept == raw | digests | {Path("index.json")} and bool(digests) == (not hashes)
+    assert same(epoch(theirs, cache, workers=2), ours)  # from the cache, each compared with its digest
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"image": "pil", "text": "str"},
+        {"IMAGE": "png", "prompt": "str"},
+        {"image": "jpeg", "captions": "json", "__key__": "int"},
+    ],
+)
+def test_encodings_of_pictures_and_names_of_columns(tmp_path, columns):
+    of = {"text": "caption", "prompt": "caption", "captions": "several", "__key__": "id", "IMAGE": "image"}
+    theirs = write(
+        tmp_path / "theirs", {f"{name}={of.get(name, name)}": encoding for name, encoding in columns.items()}
+    )
+    assert adopt.main([str(theirs)]) == 0
+    plain = StreamingDataset(local=str(theirs), batch_size=1)
+    pixels = [np.asarray(plain[number][next(iter(columns))].convert("RGB")) for number in range(NUM)]
+    stage = read_stage(str(theirs))
+    adopted = AdoptedSet(stage.adopted, tmp_path / "digests")
+    dataset = StreamingLAIONDataset(
+        family=FAMILY,
+        image_size=(64, 64),
+        local=str(theirs),
+        batch_size=4,
+        adopted=adopted,
+        index_sha256=stage.index_sha256,
+    )
+    for number in (0, 7, NUM - 1):
+        sample = dataset[number]
+        assert np.array_equal(np.asarray(data.decode_image(sample["jpg"])), pixels[number])
+        assert sample["caption"] == (row(number)["several"] if "captions" in columns else [f"picture number {number}"])
+        assert sample["key"] == (str(1000 + number) if "__key__" in columns else str(number))
+        assert dataset.read_sample(number)["caption"] == f"picture number {number}"
+
+
+def test_captions_of_several_columns_are_read_in_order_and_empty_ones_passed_over(tmp_path):
+    theirs = write(tmp_path / "theirs", {"jpg": "bytes", "alt": "str", "several": "json"})
+    assert adopt.main([str(theirs), "caption=alt,several"]) == 0
+    columns = read_stage(str(theirs)).adopted
+    assert columns == Columns(captions=("alt", "several"), image="jpg")
+    dataset = StreamingLAIONDataset(
+        family=FAMILY, image_size=(64, 64), local=str(theirs), batch_size=4, adopted=AdoptedSet(columns, tmp_path / "d")
+    )
+    assert data.captions_of(dataset[2]) == ["alternative 2", "picture number 2", "number 2 again"]
+    assert data.captions_of(dataset[3]) == ["picture number 3", "number 3 again"]
+
+
+def test_an_empty_first_shard_which_streamings_writer_leaves_is_read(tmp_path, ours):
+    """Of samples that are larger than its limit it writes one a shard, after an empty one."""
+    theirs = write(tmp_path / "theirs", THEIRS, size_limit=1000)
+    assert json.loads((theirs / "index.json").read_text())["shards"][0]["samples"] == 0
+    assert adopt.main([str(theirs)]) == 0
+    texts = {tuple(tokens.tolist()) for batch in epoch(theirs, tmp_path / "cache") for tokens in batch["tokens"]}
+    assert texts == {tuple(tokens.tolist()) for batch in ours for tokens in batch["tokens"]}
+
+
+def test_facts_may_lie_elsewhere_and_a_cache_may_be_small(tmp_path, ours):
+    theirs = write(tmp_path / "theirs", THEIRS, compression="zstd")
+    before = tree(theirs)
+    assert adopt.main([str(theirs), f"facts={tmp_path}/facts/theirs.json"]) == 0 and tree(theirs) == before
+    limit = f"{4 * read_stage(str(theirs), f'{tmp_path}/facts/theirs.json').largest_shard_bytes // 1024 + 1}kb"
+    cache, facts = tmp_path / "cache", f"{tmp_path}/facts/theirs.json"
+    assert same(epoch(theirs, cache, facts=facts, cache_limit=limit), ours)
+
+
+def test_a_resume_in_mid_epoch_goes_on_with_the_same_batches(tmp_path, ours):
+    theirs = write(tmp_path / "theirs", THEIRS, compression="zstd")
+    assert adopt.main([str(theirs)]) == 0
+    section = DataConfig(remote=str(theirs), local=str(tmp_path / "cache"), workers=0)
+    loader = build_data(section, FAMILY, size=(64, 64), device_batch_size=4, device=CPU, seed=3).dataloader
+    loader.resume(epoch=0, batch_in_epoch=4, global_batch_size=4)
+    assert same(list(loader), ours[4:])
+    loader.close()
+
+
+# --- what is damaged ---
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(fetch, "SOON_SEC", (0.0, 0.0))
+
+
+def stream(theirs: Path, cache: Path | None) -> StreamingLAIONDataset:
+    stage = read_stage(str(theirs))
+    places = {"local": str(theirs)} if cache is None else {"remote": str(theirs), "local": str(cache)}
+    adopted = data._adopted(stage, None if cache is None else str(cache))
+    return StreamingLAIONDataset(
+        family=FAMILY, image_size=(64, 64), batch_size=4, adopted=adopted, index_sha256=stage.index_sha256, **places
+    )
+
+
+def flipped(content: bytes) -> bytes:
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :]
+
+
+NO_ZSTD = "Input data invalid or missing content size in frame header."
+DAMAGED = [
+    (["sha1"], lambda content: content[: len(content) // 2], "it has {half} bytes, index.json says {size}"),
+    ([], lambda content: content[: len(content) // 2], "it has {half} bytes, index.json says {size}"),
+    ([], lambda content: bytes(len(content)), f"zstd cannot decompress it: {NO_ZSTD}"),
+    (["sha1"], flipped, "its sha1 is {sha1}, that of the stage is {right}"),
+]
+
+
+@pytest.mark.parametrize(("hashes", "damage", "told"), DAMAGED)
+def test_zstd_that_stops_in_the_middle_or_is_another_is_fetched_again_and_then_stops_by_name(
+    tmp_path, quick, capsys, hashes, damage, told
+):
+    theirs = write(tmp_path / "theirs", THEIRS, compression="zstd", hashes=hashes)
+    assert adopt.main([str(theirs)]) == 0
+    packed = sorted(theirs.glob("*.zstd"))[1]
+    whole = packed.read_bytes()
+    dataset = stream(theirs, tmp_path / "cache")
+    packed.write_bytes(bad := damage(whole))
+    os.utime(packed)
+    first = int(dataset.sample_offset_per_shard[1])
+    with pytest.raises(StreamFailure) as error:
+        dataset.get_item(first)
+    told = told.format(
+        half=f"{len(bad):,}", size=f"{len(whole):,}", sha1=get_hash("sha1", bad), right=get_hash("sha1", whole)
+    )
+    assert str(error.value) == (
+        f"data: {theirs}/shard.00001.mds.zstd is damaged: {told}, in 3 tries. Make the stage again, or copy it anew."
+    )
+    assert capsys.readouterr().err.count("it is fetched again") == 2
+    assert not list((tmp_path / "cache").glob("shard.00001*"))  # neither the one nor the other, nor half of it
+    packed.write_bytes(whole)
+    dataset = stream(theirs, tmp_path / "cache2")
+    assert dataset[first]["caption"] == [f"picture number {first}"]
+
+
+@pytest.mark.parametrize("compression", ["zstd", None])
+def test_a_digest_that_is_missing_is_kept_at_first_sight_and_compared_from_then_on(
+    tmp_path, quick, compression, capsys
+):
+    theirs, cache = write(tmp_path / "theirs", THEIRS, compression=compression), tmp_path / "cache"
+    assert adopt.main([str(theirs)]) == 0
+    list(stream(theirs, cache))
+    [kept] = cache.glob("adopted-*.xxh64")
+    lines = dict(reversed(line.split("  ")) for line in kept.read_text().splitlines())
+    raw = sorted(cache.glob("shard.*.mds"))
+    assert lines == {path.name: get_hash(HASH, path.read_bytes()) for path in raw} and len(raw) > 2
+
+    whole = raw[1].read_bytes()
+    raw[1].write_bytes(flipped(whole))  # a bad disk
+    assert stream(theirs, cache)[30 % NUM] and len(list(stream(theirs, cache))) == NUM // 4
+    assert raw[1].read_bytes() == whole and "it is fetched again" in capsys.readouterr().err
+
+    dataset = stream(theirs, cache)
+    raw[1].unlink()
+    [stored] = theirs.glob("shard.00001.*")
+    stored.write_bytes(flipped(stored.read_bytes()))  # in the store; zstd does not notice
+    with pytest.raises(
+        StreamFailure, match=r"shard.00001.mds is damaged: its xxh64 is [0-9a-f]{16}, that of the stage is "
+    ):
+        dataset.open_shard(1)
+
+
+def test_a_shard_that_lies_in_the_cache_of_which_nothing_is_known_is_fetched(tmp_path, quick):
+    """Another data set's with shards of the same names, which has no hashes either; or a run was killed just then."""
+    theirs, cache = write(tmp_path / "theirs", THEIRS), tmp_path / "cache"
+    assert adopt.main([str(theirs)]) == 0
+    cache.mkdir()
+    whole = (theirs / "shard.00000.mds").read_bytes()
+    (cache / "shard.00000.mds").write_bytes(flipped(whole))
+    assert stream(theirs, cache)[0]["caption"] == ["picture number 0"]
+    assert (cache / "shard.00000.mds").read_bytes() == whole
+
+
+def test_read_in_place_digests_are_kept_beside_dataset_json(tmp_path, quick):
+    theirs = write(tmp_path / "theirs", THEIRS)
+    assert adopt.main([str(theirs), f"facts={tmp_path}/theirs.json"]) == 0
+    before = tree(theirs)
+    facts = str(tmp_path / "theirs.json")
+    assert len(epoch(theirs, facts=facts)) == 6 and tree(theirs) == before
+    assert [path.name[:8] for path in tmp_path.glob("*.xxh64")] == ["adopted-"]
+    shard = theirs / "shard.00001.mds"
+    shard.write_bytes(flipped(shard.read_bytes()))
+    with pytest.raises(
+        StreamFailure, match=r"shard.00001.mds is damaged: its xxh64 is [0-9a-f]{16}, that of the stage is "
+    ):
+        epoch(theirs, facts=facts)
+
+
+def test_what_a_killed_run_left_compressed_is_fetched_anew(tmp_path):
+    theirs, cache = write(tmp_path / "theirs", THEIRS, compression="gz"), tmp_path / "cache"
+    assert adopt.main([str(theirs)]) == 0
+    cache.mkdir()
+    for name in ("shard.00000.mds.gz", "shard.00001.mds.gz.tmp", "shard.00001.mds.gz.00ff00ff", "shard.00002.mds.tmp"):
+        (cache / name).write_bytes(b"half")
+    assert len(list(stream(theirs, cache))) == NUM // 4
+    assert not [path for path in cache.iterdir() if "gz" in path.name or "tmp" in path.name]
+
+
+# --- what cannot be adopted ---
+
+
+def refused(capsys, *words: str, code: int = 2) -> str:
+    capsys.readouterr()
+    assert adopt.main(list(words)) == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.removesuffix("\n")
+
+
+def rewrite(theirs: Path, change) -> None:
+    index = json.loads((theirs / "index.json").read_text())
+    change(index)
+    (theirs / "index.json").write_text(json.dumps(index))
+
+
+def test_what_cannot_be_adopted_is_said(tmp_path, capsys):
+    theirs = write(tmp_path / "theirs", {**THEIRS, "id": "int"})
+    at, has = f"{theirs}/index.json", "caption (str), id (int), jpg (bytes), width (int32)"
+    assert refused(capsys, str(tmp_path / "nowhere")) == (
+        f"REMOTE: no folder {tmp_path}/nowhere. Check the path, or make the stage: python -m prepare.shards --help"
+    )
+    assert refused(capsys, str(theirs), "image=picture", "caption=width").splitlines() == [
+        f"image: the data set has no column picture. It has: {has}.",
+        "caption: column width is int32. Possible: str, json.",
+    ]
+    assert refused(capsys, str(theirs), "caption=caption", "key=caption") == (
+        "command line: a column is named twice. Each is read as one thing."
+    )
+    index = (theirs / "index.json").read_text()
+
+    def told(change) -> str:
+        (theirs / "index.json").write_text(index)
+        rewrite(theirs, change)
+        return refused(capsys, str(theirs))
+
+    assert told(lambda index: index.update(version=1)) == (
+        f"REMOTE: {at}: version is 1. Possible: 2, a number. {OF_OTHERS}"
+    )
+    third = lambda index: index["shards"][2]  # noqa: E731
+    assert told(lambda index: third(index).update(column_names=["other", "id", "jpg", "width"])) == (
+        f"REMOTE: {at}: shards[2], shard.00002.mds, has no column caption. Possible: a column for captions; it has other, "
+        f"id, jpg, width. {OF_OTHERS}"
+    )
+    assert told(lambda index: third(index).update(column_encodings=["json", "int", "bytes", "int32"])) == (
+        f"REMOTE: {at}: shards[2], shard.00002.mds: column caption is json. Possible: str, as in shards[0]. {OF_OTHERS}"
+    )
+    assert told(lambda index: third(index).update(column_encodings=["bytes", "int", "bytes", "int32"])) == (
+        f"REMOTE: {at}: shards[2], shard.00002.mds: column caption is bytes. Possible: for captions: str, json. {OF_OTHERS}"
+    )
+    assert told(lambda index: third(index).update(column_encodings=["pkl", "int", "bytes", "int32"])) == (
+        f"REMOTE: {theirs}/shard.00002.mds has a pickled column, caption, which could run code. Make that stage again "
+        f"without it."
+    )
+    assert told(lambda index: third(index).update(compression="lzma", zip_data=third(index)["raw_data"])) == (
+        f'REMOTE: {at}: shards[2].compression is "lzma". Possible: with zip_data one of br, bz2, gz, snappy, zstd; else '
+        f"null. {OF_OTHERS}"
+    )
+    assert told(lambda index: third(index)["raw_data"].update(hashes=None)) == (
+        f"REMOTE: {at}: shards[2].raw_data.hashes is null. Possible: an object of names and digests, which may be empty. "
+        f"{OF_OTHERS}"
+    )
+    assert not (theirs / "dataset.json").exists()
+
+
+def test_columns_that_no_row_can_be_read_from_are_refused(tmp_path, capsys):
+    theirs = write(tmp_path / "theirs", {"jpg": "bytes", "caption=alt": "str"}, num=8)
+    assert adopt.main([str(theirs)]) == 0
+    assert "unusable: 4 of 8 rows (empty caption: 4); see data.max_bad_samples" in capsys.readouterr().out
+    nothing = write(tmp_path / "nothing", {"jpg=key": "bytes", "caption": "str"} | {"jpg=jpg": "bytes"}, num=8)
+    with MDSWriter(out=str(tmp_path / "none"), columns={"jpg": "bytes", "caption": "str"}) as writer:
+        for number in range(8):
+            writer.write({"jpg": b"<html>", "caption": f"{number}"})
+    assert nothing and refused(capsys, str(tmp_path / "none"), code=1) == (
+        f"REMOTE: {tmp_path}/none: none of 8 rows can be used (not an image: 8), read as jpg, caption. Name other columns: "
+        f"image=COLUMN caption=COLUMN."
+    )
+
+
+def test_a_stage_of_our_own_and_a_place_that_cannot_be_written_are_refused(tmp_path, stage, capsys):
+    assert refused(capsys, str(stage)) == (
+        f"{stage}/dataset.json is that of a stage which needs no adoption. Give another REMOTE, or facts=PATH."
+    )
+    theirs = write(tmp_path / "theirs", THEIRS)
+    (tmp_path / "file").touch()
+    said = refused(capsys, str(theirs), f"facts={tmp_path}/file/theirs.json", code=1)
+    assert said == (
+        f"{tmp_path}/file/theirs.json cannot be written: [Errno 17] File exists: '{tmp_path}/file'. Give another facts=PATH."
+    )
+
+
+def test_dataset_json_that_does_not_fit_its_index_is_refused(tmp_path):
+    theirs = write(tmp_path / "theirs", THEIRS)
+    assert adopt.main([str(theirs)]) == 0
+
+    def told(**facts) -> str:
+        own = json.loads((theirs / "dataset.json").read_text())
+        (tmp_path / "facts.json").write_text(json.dumps({**own, **facts}))
+        with pytest.raises(ValueError) as error:
+            read_stage(str(theirs), str(tmp_path / "facts.json"))
+        return str(error.value)
+
+    again = f"Adopt the data set again: python -m prepare.adopt {theirs}"
+    possible = "Possible: an object of captions, of image or latents as the stage is, and key"
+    for columns in ({"image": "jpg"}, {"captions": ["caption"]}, [], {"captions": "caption", "image": "jpg"}):
+        assert told(columns=columns) == f"{tmp_path}/facts.json: columns is {json.dumps(columns)}. {possible}. {again}"
+    assert told(columns={"image": "jpg", "captions": ["text"]}) == (
+        f"{theirs}/index.json: shards[0], shard.00000.mds, has no column text. Possible: a column for captions; it has "
+        f"caption, jpg, width. {OF_OTHERS}"
+    )
+    assert told(index_sha256="0" * 64).endswith(f" that {tmp_path}/facts.json was written for (000000000000). {again}")
+    with pytest.raises(ValueError) as error:
+        read_stage(str(theirs), str(tmp_path / "none.json"))
+    assert str(error.value) == (
+        f"no none.json under {tmp_path}. Make the stage: python -m prepare.shards --help. If others have written it: python "
+        f"-m prepare.adopt {theirs}"
+    )
+
+
+def test_a_compressed_data_set_is_not_read_in_place(tmp_path):
+    theirs = write(tmp_path / "theirs", THEIRS, compression="zstd")
+    assert adopt.main([str(theirs)]) == 0
+    told = "Give its place as data.remote, and as data.local a folder for the decompressed shards."
+    for place in ({"remote": str(theirs)}, {"local": str(theirs)}):
+        assert DataConfig(**place).problems(8, {}) == [
+            ("data.local", f"not given. {theirs} is compressed, and nothing is written there. {told}")
+        ]
+
+
+# --- from a store ---
+
+
+def test_a_thousand_shards_in_a_store_are_adopted_from_four(tmp_path, store, monkeypatch, capsys):
+    client, variables = store
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    write(tmp_path / "theirs", THEIRS, num=250, size_limit=2 * len(picture(0)), compression="zstd:1")
+    for name, content in tree(tmp_path / "theirs").items():
+        client.put_object(Bucket="easel", Key=f"adopt/{name}", Body=content)
+    assert adopt.main(["s3://easel/adopt"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    stage = read_stage("s3://easel/adopt")
+    assert stage.num_samples == 250 and lines[0].endswith("shards; zstd:1; no hashes")
+    sampled = json.loads(client.get_object(Bucket="easel", Key="adopt/dataset.json")["Body"].read())["sampled"]
+    assert sampled["shards"] == 4
+    assert lines[-2].startswith("s3://easel/adopt/dataset.json written; ")
+    assert lines[-1] == "composer benchmark.py data.stage=images data.remote=s3://easel/adopt"
+    client.delete_object(Bucket="easel", Key="adopt/dataset.json")
+    with pytest.raises(ValueError) as error:
+        read_stage("s3://easel/adopt")
+    print(error.value)
+    assert str(error.value).endswith(" If others have written it: python -m prepare.adopt s3://easel/adopt")
+
+
+# --- a run, before it starts ---
+
+
+def test_the_doctor_compares_what_the_store_has_and_what_the_cache_has(tmp_path):
+    theirs = write(tmp_path / "theirs", THEIRS, compression="zstd", hashes=["sha1"])
+    assert adopt.main([str(theirs)]) == 0
+    stage, shards = stage_checks.open_stage(str(theirs))
+    [found] = stage_checks.digests(stage.location, shards)
+    assert found.text == f"4 of {len(shards)} shards of the stage have their sha1"
+    list(stream(theirs, tmp_path / "cache"))
+    [found] = stage_checks.cache(DataConfig(remote=str(theirs), local=str(tmp_path / "cache")), shards)
+    assert found.text.endswith("shards, all of their size; 4 have their sha1")
+    packed = theirs / "shard.00000.mds.zstd"
+    packed.write_bytes(flipped(whole := packed.read_bytes()))
+    assert [finding.text for finding in stage_checks.digests(stage.location, shards)] == [
+        f"{packed} is damaged: sha1 {get_hash('sha1', packed.read_bytes())}, index.json says {get_hash('sha1', whole)}. Make "
+        f"that stage again, or copy it anew."
+    ]
+
+
+def test_a_run_goes_on_with_the_columns_that_it_began_with_alone(tmp_path):
+    theirs = write(tmp_path / "theirs", {**THEIRS, "alt": "str"})
+    identities = []
+    for columns in ((), ("caption=alt,caption",)):
+        assert adopt.main([str(theirs), *columns]) == 0
+        stage = read_stage(str(theirs))
+        identities.append(identity_of(RunConfig(), stage, {}))
+    differing = {key for key in identities[0] if identities[0][key] != identities[1][key]}
+    assert differing == {"stage.columns"} and "stage.columns" not in identity_of(RunConfig(), None, {})
+
+
+# --- latents ---
+
+
+def latents_set(out: Path, *, scale: float, weights: str = "random", num: int = 12) -> Path:
+    """Write latents as mosaicml/diffusion's script does, with the tiny VAE: drawn once, float16 bytes, small ones without."""
+    from model import normalize_images
+    from zoo.encoders import build_encoders
+
+    encoders = build_encoders(FAMILY, weights)
+    columns = {"jpg": "bytes", "caption": "str", "latents_64": "bytes", "caption_latents": "bytes"}
+    generator = torch.Generator().manual_seed(0)
+    with MDSWriter(out=str(out), columns=columns, size_limit=1 << 13) as writer:
+        for number in range(num):
+            pixels = center_square(data.decode_image(row(number)["jpg"]), 64)
+            with torch.no_grad():
+                moments = FAMILY.encode_images(encoders.modules, normalize_images(pixels[None], "symmetric"))
+            mean, logvar = moments.chunk(2, dim=1)
+            drawn = mean + torch.exp(0.5 * logvar) * torch.randn(mean.shape, generator=generator) * 0.05
+            content = (drawn * scale).half().numpy().tobytes() if number != 5 else b""
+            writer.write(
+                {**{n: row(number)[n] for n in ("jpg", "caption")}, "latents_64": content, "caption_latents": b""}
+            )
+    return out
+
+
+LATENTS = ["latents=latents_64", "model.preset=tiny", "model.weights=random"]
+
+
+@pytest.mark.parametrize("scale", [FAMILY.latent_scale, 1.0])
+def test_latents_are_given_to_a_run_as_they_were_drawn_scaled_once(tmp_path, scale, capsys):
+    theirs = latents_set(tmp_path / "theirs", scale=scale)
+    assert adopt.main([str(theirs), *LATENTS]) == 0
+    assert "no latent: 1" in capsys.readouterr().out
+    facts = read_stage(str(theirs)).facts
+    assert facts["latent_scale"] == pytest.approx(scale, rel=1e-5) and facts["image_size"] == [64, 64]
+    section = DataConfig(stage="moments", remote=str(theirs), workers=0, shuffle=False)
+    made_for = {"model.family": "sd2", "data.normalize": "symmetric", "image_size": [64, 64]}
+    assert section.problems(4, made_for) == []
+    [(key, text)] = section.problems(4, {**made_for, "image_size": [512, 512]})
+    assert key == "image_size" and "were made for [64, 64]" in text
+    loader = build_data(section, FAMILY, size=(64, 64), device_batch_size=4, device=CPU, seed=3).dataloader
+    batches = list(loader)
+    loader.close()
+    plain, columns = StreamingDataset(local=str(theirs), batch_size=1), FAMILY.columns("moments", (64, 64))
+    for batch in batches:
+        assert {name: (tuple(v.shape[1:]), v.dtype) for name, v in batch.items()} == {
+            name: (column.shape, column.dtype) for name, column in columns.items()
+        }
+    drawn = FAMILY.sample_latents(
+        torch.cat([b["moments"] for b in batches]).float(), torch.randn(12, *FAMILY.latent_shape((64, 64)))
+    )
+    for number in range(12):
+        stored = np.frombuffer(plain[{5: 6}.get(number, number)]["latents_64"], np.float16).astype(np.float32)
+        wanted = stored if scale != 1.0 else stored * FAMILY.latent_scale
+        assert np.allclose(drawn[number].numpy().ravel(), wanted, rtol=1e-3, atol=1e-4)
+    assert loader.bad_samples == {5: ("5", "no latent")}
+
+
+def test_latents_that_are_not_of_the_given_vae_or_say_too_little_are_refused(tmp_path, capsys):
+    theirs = latents_set(tmp_path / "theirs", scale=3.0)
+    said = refused(capsys, str(theirs), *LATENTS)
+    assert said.startswith("latents: latents_64 is not what this VAE makes of the pictures: ") and said.endswith(
+        "of the means' root mean square. Possible: up to 0.3. Give the VAE that made them as model.weights."
+    )
+    assert refused(capsys, str(theirs), "latents=latents_64") == (
+        "model.weights: not given. The data set does not say which VAE has made latents_64, nor of which scale they are. "
+        "Give the VAE that it was: they are compared with what it makes of some pictures."
+    )
+    without = tmp_path / "without"
+    with MDSWriter(out=str(without), columns={"caption": "str", "latents_64": "bytes"}) as writer:
+        writer.write({"caption": "a", "latents_64": b"ab"})
+    assert refused(capsys, str(without), *LATENTS) == (
+        "image: not given, and no column is known by its name, and latents are compared with their pictures. It has: caption "
+        "(str), latents_64 (bytes)."
+    )
+    assert refused(capsys, str(theirs), "model.weights=random") == (
+        "model.weights: has no use without latents=COLUMN. Leave it out."
+    )
+
+
+def test_moments_of_an_adopted_set_are_those_of_a_stage_of_our_own(tmp_path):
+    """prepare.latents reads it as a run does."""
+    theirs = write(tmp_path / "theirs", {"jpg": "bytes", "several": "json"}, num=6, compression="zstd", size_limit=1000)
+    assert adopt.main([str(theirs), "caption=several", f"facts={tmp_path}/facts.json"]) == 0
+    ours = write(tmp_path / "ours", {"jpg": "bytes", "caption": "str", "key": "str"}, num=6, hashes=[HASH])
+    write_facts(ours, "images", {})
+    keys = ["model.preset=tiny", "model.weights=random", "image_size=64", "workers=1", "batch_size=1"]
+    assert latents.main([str(theirs), str(tmp_path / "a"), *keys, f"facts={tmp_path}/facts.json"]) == 0
+    assert latents.main([str(ours), str(tmp_path / "b"), *keys]) == 0
+    one, other = (StreamingDataset(local=str(tmp_path / name), batch_size=1) for name in "ab")
+    for number in range(6):
+        for name in ("moments", "tokens", "caption"):
+            assert np.array_equal(one[number][name], other[number][name])
+        assert one[number]["key"] == str(number)
