@@ -49,9 +49,8 @@ class Taken:
     """Whether a sample may have several captions; the stage then has all of them in a column `captions`."""
 
     def __str__(self) -> str:
-        key = "key" if self.key is None else f"key from {self.key}"
-        made = " made from the names and rows of files" if self.key is None else ""
-        return f"image from {self.image}, caption from {', '.join(self.captions)}, {key}{made}"
+        key = self.key or "the names and rows of files"
+        return f"image from {self.image}, caption from {', '.join(self.captions)}, key from {key}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,7 +207,7 @@ def _as_text(value: Any) -> str:
     if not isinstance(value, bytes | str):
         raise SampleError("caption is not text")
     try:
-        return value.decode() if isinstance(value, bytes) else value.encode() and value
+        return value.decode() if isinstance(value, bytes) else value.encode().decode()
     except UnicodeError as error:
         raise SampleError("caption is not UTF-8") from error
 
@@ -260,7 +259,8 @@ def choose(samples: Sequence[Sample], asked: Asked, where: str) -> Taken:
         first = usual_name(names, USUAL_CAPTIONS) or _usual_field(samples) or usual("caption", USUAL_CAPTIONS, ())
         captions = (first,) if first else ("txt",)
     key = given("key", asked.key) if asked.key else usual_name(names, USUAL_KEYS) if is_table else None
-    if image and any(_is_url(sample.part(image)) for sample in samples if sample.has(image)):
+    values = [sample.part(image) for sample in samples if sample.has(image)] if image else []
+    if values and all(isinstance(value, str) and value.startswith(URL) for value in values):
         problems.append(_is_for_img2dataset(where, image))
     if problems:
         raise ValueError("\n".join(problems))
@@ -293,10 +293,6 @@ def _usual_field(samples: Sequence[Sample]) -> str | None:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "nothing"
-
-
-def _is_url(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(URL)
 
 
 def _is_for_img2dataset(where: str, column: str | None) -> str:

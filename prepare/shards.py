@@ -330,6 +330,10 @@ def write_stage(sources: Sequence[Source], place: Place, config: ShardsConfig, f
         work = plan_for(sources, config, folder)
     except OSError as error:
         raise Refused(f"SOURCE: cannot be read: {error}. Check its permissions.") from error
+    except (Failed, Refused):
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from error
     if work.taken != IMG2DATASET:
         print(f"taken: {work.taken}", flush=True)
     with place.only_writer():

@@ -123,7 +123,7 @@ def _own_key(row: Row, taken: Taken | None) -> str | None:
 def check_columns(names: Iterable[str], taken: Taken | None) -> None:
     """Raise SourceError if a file has not the columns that are read."""
     there = set(names)
-    for name in () if taken is None else taken.names:
+    for name in () if taken in (None, Taken()) else taken.names:  # the latter: no source had a sample to choose by
         if name not in there and name.partition(":")[0] not in there:
             raise SourceError(f"no column {name}")
 

@@ -21,7 +21,6 @@ from stages.dataset import read_stage
 from zoo import load_family
 from zoo.shapes import scenes
 
-
 POSSIBLE = "Possible: a tar, a Parquet or Arrow file, a CSV file, JSON lines, a folder of these or of KEY.jpg, KEY.txt"
 
 
@@ -408,7 +407,8 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "size=3"],
-            "command line: unknown key 'size'. Known: caption, config, image, key, max_aspect, min_side_px, min_similarity, revision, shard_size, similarity, split, workers. --print_config shows every key.",
+            "command line: unknown key 'size'. Known: caption, config, image, key, max_aspect, min_side_px, min_similarity, "
+            "revision, shard_size, similarity, split, workers. --print_config shows every key.",
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "shard_size=99tb"],
