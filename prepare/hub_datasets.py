@@ -11,6 +11,7 @@ its own is refused: the library runs none.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -71,8 +72,10 @@ class HubFiles(ImageFiles):
         try:
             with fsspec.open(path, "rb") as file:
                 return file.read()
-        except FileNotFoundError as error:
-            raise SampleError("no such image file") from error
+        except Exception as error:  # of the hub's client and of its HTTP library
+            if isinstance(error, FileNotFoundError) or type(error).__name__.endswith("EntryNotFoundError"):
+                raise SampleError("no such image file") from error
+            raise Failed(f"SOURCE: {path} cannot be read: {_first_line(error)}. {GO_ON}.") from error
 
 
 @dataclass(frozen=True)
@@ -152,13 +155,9 @@ def find_split(address: str, keys: HubKeys) -> list[Source]:
         of = Split(address, config, split, revision, _digest(folder) if is_folder else None)
         num_shards = stream(of).num_shards
     except Exception as error:  # of a dozen classes of two libraries
-        if isinstance(error, ValueError) and str(error).startswith(("config:", "split:")):
+        if type(error) is ValueError and str(error).startswith(("config:", "split:")):
             raise
-        where = "a folder that `datasets` reads" if is_folder else "OWNER/NAME on the hub"
-        again = "" if is_folder else ", HF_TOKEN where it is gated or private, and the network"
-        raise ValueError(
-            f"SOURCE: {address}: {_first_line(error)}. Possible: {where}. Check the name{again}."
-        ) from error
+        raise ValueError(f"SOURCE: {_why(error, address, keys.revision)}") from error
     return [HubShard(of, number, num_shards) for number in range(num_shards)]
 
 
@@ -169,6 +168,33 @@ def _commit(name: str, revision: str | None) -> str:
     sha = HfApi().dataset_info(name, revision=revision).sha
     assert sha is not None
     return sha
+
+
+def _why(error: Exception, address: str, revision: str | None) -> str:
+    """Return why a data set was not to be had, and what to do."""
+    where, kind = f"{address} on the hub", type(error).__name__
+    if Path(address).is_dir():
+        return f"{address} is not in a form that `datasets` reads ({_first_line(error)}). Give its files."
+    if kind == "GatedRepoError":
+        return f"{where} is gated. Ask for access on its page, and set HF_TOKEN to a token of that account."
+    if kind == "RevisionNotFoundError":
+        return f"{where} has no revision '{revision}'. Check its name; without revision= it is the main branch."
+    if kind in ("RepositoryNotFoundError", "DatasetNotFoundError"):
+        near = _near(address)
+        hint = f" Did you mean {' or '.join(near)}?" if near else " Check the name, and HF_TOKEN where it is private."
+        return f"{address}: no such folder here, and no such data set on the hub.{hint}"
+    todo = "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE; or bring its files here, and give those"
+    return f"{where} cannot be read: {_first_line(error)}. {todo}."
+
+
+def _near(name: str) -> list[str]:
+    """Return the owner's data sets whose names are alike."""
+    from huggingface_hub import HfApi
+
+    with contextlib.suppress(Exception):  # it only makes a message better
+        names = [found.id for found in HfApi().list_datasets(author=name.partition("/")[0], limit=1000)]
+        return difflib.get_close_matches(name, names, 3)
+    return []
 
 
 def _one(key: str, possible: list[str], given: str | None, address: str) -> str:

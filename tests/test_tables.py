@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import http.server
 import importlib.util
 import itertools
 import json
+import re
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from conftest import picture, sample_files, tree, write_tar
@@ -17,6 +24,7 @@ from test_prepare_parts import die, in_child
 from test_sources import bucket, facts, make, put, write_csv, write_pictures  # noqa: F401
 
 from prepare import hub_datasets, places, shards, tables
+from stages.images import SampleError
 
 HAS = {name: importlib.util.find_spec(name) is not None for name in ("pyarrow", "datasets")}
 with_pyarrow = pytest.mark.skipif(not HAS["pyarrow"], reason="pyarrow: make test-tables has it")
@@ -284,3 +292,162 @@ def test_a_data_set_that_was_saved_is_read_without_its_library(hub_folder, tmp_p
 def test_a_data_set_that_is_not_there_as_asked_says_what_there_is(hub_folder, tmp_path, capsys, words, message):
     assert make(*(word.format(hub=hub_folder) for word in words[:1]), tmp_path / "out", *words[1:]) == 2
     assert capsys.readouterr().err == message.format(hub=hub_folder) + "\n"
+
+
+# --- a hub on loopback ---
+
+COMMIT = "a" * 40
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What the hub's API says of one data set, me/pictures, from a folder. Real clients ask it."""
+
+    protocol_version = "HTTP/1.1"
+    root: Path
+    is_away: set[str]
+
+    def log_message(self, *said: Any) -> None:
+        pass
+
+    def answer(self, code: int, body: bytes, **headers: str) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def entry(self, path: Path) -> dict[str, Any]:
+        name = path.relative_to(self.root).as_posix()
+        if path.is_dir():
+            return {"type": "directory", "path": name, "oid": "1" * 40, "size": 0}
+        oid = hashlib.sha1(path.read_bytes()).hexdigest()
+        return {"type": "file", "path": name, "oid": oid, "size": path.stat().st_size}
+
+    def do_GET(self) -> None:
+        path, api = unquote(self.path).partition("?")[0], "/api/datasets/me/pictures"
+        tree_of = re.fullmatch(rf"{api}/tree/{COMMIT}/?(.*)", path)
+        file_of = re.fullmatch(rf"/datasets/me/pictures/resolve/{COMMIT}/(.*)", path)
+        if path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
+            names = [{"rfilename": p.relative_to(self.root).as_posix()} for p in self.root.rglob("*") if p.is_file()]
+            return self.answer(200, json.dumps({"id": "me/pictures", "sha": COMMIT, "siblings": names}).encode())
+        if path == "/api/datasets":
+            return self.answer(200, json.dumps([{"id": "me/pictures"}, {"id": "me/words"}]).encode())
+        if tree_of and (self.root / tree_of[1]).is_dir():
+            return self.answer(
+                200, json.dumps([self.entry(p) for p in sorted((self.root / tree_of[1]).iterdir())]).encode()
+            )
+        if file_of and (self.root / file_of[1]).is_file() and file_of[1] not in self.is_away:
+            content = (self.root / file_of[1]).read_bytes()
+            known = {"ETag": f'"{len(content)}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
+            if found := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+                first, last = int(found[1]), min(int(found[2] or len(content)), len(content) - 1)
+                of = f"bytes {first}-{last}/{len(content)}"
+                return self.answer(206, content[first : last + 1], Content_Range=of, **known)
+            return self.answer(200, content, **known)
+        code = (
+            "RevisionNotFound" if path.startswith(f"{api}/revision") else "EntryNotFound" if file_of else "RepoNotFound"
+        )
+        return self.answer(404, b"{}", X_Error_Code=code)
+
+    do_HEAD = do_GET
+
+
+@contextlib.contextmanager
+def hub_of(folder: Path) -> Iterator[tuple[str, set[str]]]:
+    """Serve a folder as the data set me/pictures: the hub's address, and names of files that it cannot give."""
+    handler = type("HubOfFolder", (Hub,), {"root": folder, "is_away": set()})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler.is_away
+        server.shutdown()
+
+
+@pytest.fixture
+def hub(hub_folder, tmp_path, monkeypatch) -> Iterator[set[str]]:
+    """The hub of this process, which has `hub_folder` as me/pictures: names of files that it cannot give."""
+    import datasets
+    from huggingface_hub import constants
+
+    with hub_of(hub_folder) as (address, is_away):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", template.replace("https://huggingface.co", address)
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home"))
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+        hub_datasets.stream.cache_clear()
+        yield is_away
+        hub_datasets.stream.cache_clear()
+
+
+@with_datasets
+def test_a_data_set_on_the_hub_is_streamed_from_a_commit_that_the_plan_keeps(hub, tmp_path, capsys):
+    hub.add("data/train-00001-of-00002.parquet")
+    assert make("hf://datasets/me/pictures", tmp_path / "out") == 1
+    assert "SOURCE: me/pictures default train, file 2 of 2 cannot be read: " in capsys.readouterr().err
+    assert not (tmp_path / "out" / "dataset.json").exists()
+    hub.clear()
+    hub_datasets.stream.cache_clear()
+    assert make("me/pictures", tmp_path / "out", f"revision={COMMIT}", "split=train") == 0
+    assert "1 of 2 parts are done already, the work continues" in capsys.readouterr().out
+    assert [row["jpg"] for row in rows(tmp_path / "out")] == images(7)
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())["parts"]
+    assert plan == [{"name": f"me/pictures default train, file {n} of 2", "revision": COMMIT} for n in (1, 2)]
+    assert shards.main(["me/pictures@main", str(tmp_path / "two"), "workers=2"]) == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "two")
+
+
+@with_datasets
+def test_a_data_set_of_image_files_on_the_hub_gives_their_own_bytes_and_no_other_file(hub, hub_folder, tmp_path):
+    for path in (hub_folder / "data").iterdir():
+        path.unlink()
+    for number in range(3):
+        (hub_folder / "data" / f"{number}.jpg").write_bytes(images(3)[number])
+    write_csv(hub_folder / "data" / "metadata.csv", ["file_name", "text"], [[f"{n}.jpg", "x"] for n in range(3)])
+    hub.add("data/1.jpg")
+    assert make("me/pictures", tmp_path / "out") == 0
+    assert [row["jpg"] for row in rows(tmp_path / "out")] == [images(3)[0], images(3)[2]]
+    assert [entry[1:] for entry in skipped(tmp_path / "out" / "skipped.jsonl")] == [
+        ("train-00000/00000001", "no such image file")
+    ]
+    for path in (str(tmp_path / "hub" / "data" / "0.jpg"), "hf://datasets/me/words@main/0.jpg"):
+        with pytest.raises(SampleError, match="path leads out of the data set"):
+            hub_datasets.HubFiles("me/pictures")(path)
+
+
+@with_datasets
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["me/pictuers"],
+            "me/pictuers: no such folder here, and no such data set on the hub. Did you mean me/pictures?",
+        ),
+        (
+            ["me/unlike"],
+            "me/unlike: no such folder here, and no such data set on the hub. Check the name, and HF_TOKEN where it is private.",
+        ),
+        (
+            ["me/pictures", "revision=v2"],
+            "me/pictures on the hub has no revision 'v2'. Check its name; without revision= it is the main branch.",
+        ),
+    ],
+)
+def test_what_the_hub_has_not_is_said_with_what_it_has(hub, tmp_path, capsys, words, message):
+    assert make(words[0], tmp_path / "out", *words[1:]) == 2
+    assert capsys.readouterr().err == f"SOURCE: {message}\n"
+
+
+@with_datasets
+def test_a_hub_that_is_away_is_said_to_be(tmp_path, capsys, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert make("me/pictures", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("SOURCE: me/pictures on the hub cannot be read: ConnectError: ")
+    assert said.endswith(
+        ". Check the network, HF_ENDPOINT and HF_HUB_OFFLINE; or bring its files here, and give those.\n"
+    )
