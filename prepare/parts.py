@@ -99,7 +99,7 @@ class SampleCounts:
 
 
 class Part:
-    """Takes the samples of one input. For each, call `read`, then `write` or `skip`."""
+    """Takes the samples of one input. For each, call `read`, then `write`, `skip` or `leave_out`."""
 
     def __init__(self, source: str, writer: MDSWriter):
         self.source = source
@@ -117,6 +117,10 @@ class Part:
     def skip(self, key: str, reason: str) -> None:
         self.counts.skipped[reason] += 1
         self.skipped.append({"source": self.source, "key": key, "reason": reason})
+
+    def leave_out(self, reason: str) -> None:
+        """Count a sample that is not wanted. Not listed: a filter leaves out millions, and nothing is wrong with them."""
+        self.counts.skipped[reason] += 1
 
     def fault(self, reason: str) -> None:
         """Count an error of the input itself."""

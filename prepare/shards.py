@@ -1,31 +1,44 @@
-"""Convert image-caption pairs from img2dataset into the stage `images`, or MLPerf's moments into the stage `moments`.
+"""Convert image-caption pairs into the stage `images`, or MLPerf's moments into the stage `moments`.
 
     python -m prepare.shards SOURCE... OUT
     python -m prepare.shards laion/00000.tar laion/00001.tar /data/laion_images
-    python -m prepare.shards laion/ s3://bucket/laion_images shard_size=64mb workers=16
+    python -m prepare.shards laion/ s3://bucket/laion_images shard_size=64mb workers=16 min_side_px=256 max_aspect=2
+    python -m prepare.shards s3://bucket/pictures.csv /data/images image=file caption=short,long
+    python -m prepare.shards hf://datasets/OWNER/NAME /data/images split=train
 
-SOURCE: a tar, a folder of tars, or a folder of files. A sample is the files of one key: KEY.jpg, .png or .webp (the image),
-KEY.txt (the caption), and KEY.json (metadata, optional); a key ends at the first dot. With KEY.npy instead of the image, as
-the MLPerf reference publishes its moments, the stage is `moments`; the first sample decides. OUT: a folder that is new,
-empty or from the same command, or an address in a store.
+SOURCE, here or at s3://, one of
+    a tar, a folder of tars       WebDataset's, img2dataset's: the files of a key are a sample; a key ends at the first dot
+    a folder of files             the same: KEY.jpg (or .png, .webp), KEY.txt, KEY.json; not at s3://
+    .parquet, .arrow              with the images' bytes, or with paths; a folder of such files
+    .csv, .tsv, .jsonl            with paths: relative to the file's folder, absolute, or s3://
+    hf://datasets/OWNER/NAME      a Hugging Face data set on the hub, streamed; or a folder of one, with split=
+A sample's image, captions and key have the names that are usual (jpg, image; txt, caption, text, prompt), or those that
+image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the stage
+has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are
+img2dataset's business. With KEY.npy instead of the image, as the MLPerf reference publishes its moments, the stage is
+`moments`; the first sample decides.
+OUT: a folder that is new, empty or from the same command, or an address in a store.
 
 Images are stored with their original bytes and are not encoded again; each is decoded once as a check. Unusable samples are
-skipped, counted, and listed with their reasons in OUT/skipped.jsonl. They are not in the stage.
+skipped, counted, and listed with their reasons in OUT/skipped.jsonl. What min_side_px, max_aspect and min_similarity leave
+out is counted with them, but not listed. They are not in the stage.
 
-Each source becomes a part of OUT (prepare/parts.py). If stopped at any point, the same command resumes with the missing
-parts. OUT then has the same bytes as without the stop, with any number of workers (processes; default: one per core). OUT is
-a stage once it has a dataset.json.
+Each file becomes a part of OUT (prepare/parts.py); of a table with paths, each 10,000 rows. If stopped at any point, the
+same command resumes with the missing parts. OUT then has the same bytes as without the stop, with any number of workers
+(processes; default: one per core). OUT is a stage once it has a dataset.json.
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
-import json
+import itertools
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,10 +50,13 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from cli.command import command
-from cli.command_line import parse_command_line
+from cli.command_line import Problem, parse_command_line
 from cli.errors import ConfigError, Failed, Refused
 from cli.limits import ImageSize, limited, size_in_bytes
 from config import load, to_yaml
+from prepare.filters import Filters, LeftOut
+from prepare.find import find_sources
+from prepare.hub_datasets import HubKeys
 from prepare.moments import mds_columns, npy_shape, read_npy, tokens_of
 from prepare.parts import (
     GO_ON,
@@ -55,16 +71,9 @@ from prepare.parts import (
     where_to_look,
 )
 from prepare.places import Place, open_place, out_problem
-from prepare.sources import (
-    MOMENTS_SUFFIX,
-    Sample,
-    SourceError,
-    check_key,
-    find_sources,
-    known_by,
-    read_caption,
-    read_source,
-)
+from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, read_captions
+from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source, SourceError
+from stages.dataset import is_remote
 from stages.images import SampleError, decode_image
 from zoo import load_family
 from zoo.sd2 import PIXELS_PER_LATENT
@@ -73,16 +82,62 @@ from zoo.spec import Family
 COLUMNS = {"jpg": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int", "metadata": "json"}
 MLPERF_FAMILY = ("sd2", "full", "stock")
 MLPERF_SIZE = (512, 512)
+FIRST_SAMPLES = 100  # of a source, by which the names are chosen
 
 
 @dataclass(frozen=True)
 class ShardsConfig:
     """The keys of this command."""
 
+    image: str | None = None
+    """Column or suffix with the image or its path. null: found by its usual names."""
+    caption: str | None = None
+    """Column, suffix or json:FIELD with the caption; several with commas between. null: found by its usual names."""
+    key: str | None = None
+    """Column with the key. null: found by its usual names, or made from the names and rows of files."""
+    config: str | None = None
+    """Configuration of a Hugging Face data set. null: the only one."""
+    split: str | None = None
+    """Split of a Hugging Face data set. null: train, or the only one."""
+    revision: str | None = None
+    """Branch, tag or commit of a data set on the hub; the commit is kept in the plan. null: its main branch."""
+    min_side_px: int | None = limited(None, 1, 16384)
+    """Least shorter side: of the image, and of what it was resized from where the metadata says so."""
+    max_aspect: float | None = limited(None, 1, 1000)
+    """Most that the longer side is of the shorter one, of the same sizes."""
+    min_similarity: float | None = limited(None, -1, 100)
+    """Least similarity of image and caption, which the metadata has to have."""
+    similarity: str | None = None
+    """Field of the metadata with the similarity. null: found by its usual names."""
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     workers: int | None = limited(None, 1, 512)
     """Processes. null: one for each core that this process may use."""
+
+    @property
+    def asked(self) -> Asked:
+        captions = None if self.caption is None else tuple(name.strip() for name in self.caption.split(","))
+        return Asked(self.image, captions, self.key)
+
+    @property
+    def filters(self) -> Filters:
+        return Filters(self.min_side_px, self.max_aspect, self.min_similarity, self.similarity)
+
+
+def check(config: ShardsConfig) -> list[Problem]:
+    """Return every problem that can be found before anything is read."""
+    if config.similarity is not None and config.min_similarity is None:
+        return [Problem("similarity: has no use without min_similarity. Give that, or leave it out.", ("similarity",))]
+    return []
+
+
+@dataclass(frozen=True)
+class Work:
+    """A plan, and how its parts are made."""
+
+    plan: Plan
+    taken: Taken
+    filters: Filters
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,14 +145,16 @@ class ShardsConfig:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def image_row(sample: Sample) -> dict[str, Any]:
-    """Check one sample and return its row of the stage `images`. Raises SampleError: it is unusable."""
+def image_row(sample: Sample, taken: Taken = IMG2DATASET, filters: Filters | None = None) -> dict[str, Any]:
+    """Check one sample and return its row of the stage `images`. Raises SampleError: it is unusable; LeftOut: not wanted."""
     check_key(sample.key)
-    if "image" not in sample.files:
-        raise SampleError("missing image")
-    image = decode_image(sample.files["image"])
-    row = {"jpg": sample.files["image"], "width": image.width, "height": image.height}
-    return row | {"caption": read_caption(sample), "key": sample.key, "metadata": _metadata(sample)}
+    content = sample.image(taken)
+    image = decode_image(content)
+    captions, metadata = read_captions(sample, taken), sample.metadata(taken)
+    if filters is not None:
+        filters.check(image.width, image.height, metadata)
+    row = {"jpg": content, "width": image.width, "height": image.height, "caption": captions[0], "key": sample.key}
+    return row | {"metadata": metadata} | ({"captions": captions} if taken.several else {})
 
 
 def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[str, Any]:
@@ -105,16 +162,10 @@ def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[st
     check_key(sample.key)
     if MOMENTS_SUFFIX not in sample.files:
         raise SampleError("missing moments")
-    moments, caption = read_npy(sample.files[MOMENTS_SUFFIX], shape), read_caption(sample)
+    moments, [caption] = read_npy(sample.files[MOMENTS_SUFFIX], shape), read_captions(sample, IMG2DATASET)
     tokens = {name: values[0] for name, values in tokens_of(family, [caption]).items()}
-    return {"moments": moments, **tokens, "caption": caption, "key": sample.key, "metadata": _metadata(sample)}
-
-
-def _metadata(sample: Sample) -> Any:
-    try:
-        return json.loads(sample.files.get("json", b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise SampleError("metadata is not JSON") from error
+    metadata = sample.metadata(IMG2DATASET)
+    return {"moments": moments, **tokens, "caption": caption, "key": sample.key, "metadata": metadata}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,21 +173,34 @@ def _metadata(sample: Sample) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def peek(sources: Sequence[Path]) -> tuple[str, ImageSize]:
-    """Return the kind of stage, from the first sample with an image or moments; and for moments the images' size, px."""
-    stage = None
+def peek(
+    sources: Sequence[Source], folder: Path, *, image: str | None = None
+) -> tuple[str, ImageSize, list[Sample], str]:
+    """Look at the first samples of each source, up to the first one with images or moments.
+
+    Args:
+        folder: for what has to be fetched.
+        image: the name of images that was asked for.
+
+    Returns:
+        the kind of stage, for moments the images' size, px, and the first samples and the name of that source.
+    """
+    stage, others = None, ([], "")
     for source in sources:
-        try:
-            for sample in read_source(source, ignore=lambda name: None):
-                if "image" in sample.files and stage is None:
-                    return "images", MLPERF_SIZE
-                if MOMENTS_SUFFIX in sample.files:
-                    stage = "moments"
-                    if size := _size_of(sample.files[MOMENTS_SUFFIX]):
-                        return stage, size
-        except SourceError:
-            continue  # reported when its part is made
-    return stage or "images", MLPERF_SIZE
+        samples: list[Sample] = []
+        with contextlib.suppress(SourceError):  # told when its part is made
+            samples += itertools.islice(source.read(None, folder, lambda name: None), FIRST_SAMPLES)
+        samples = [sample for sample in samples if sample.files]
+        for sample in samples:
+            is_image = isinstance(sample, Row) or "image" in sample.files or image in sample.files
+            if is_image and stage is None:
+                return "images", MLPERF_SIZE, samples, source.name
+            if MOMENTS_SUFFIX in sample.files:
+                stage = "moments"
+                if size := _size_of(sample.files[MOMENTS_SUFFIX]):
+                    return stage, size, samples, source.name
+        others = others if others[0] else (samples, source.name)
+    return stage or "images", MLPERF_SIZE, *others
 
 
 def _size_of(content: bytes) -> ImageSize | None:
@@ -152,10 +216,25 @@ def _size_of(content: bytes) -> ImageSize | None:
     return size if shape == (1, *wanted) else None
 
 
-def plan_for(sources: Sequence[Path], shard_size: int) -> Plan:
-    """Return the plan for these sources."""
-    stage, size = peek(sources)
-    columns, facts = COLUMNS, {}
+def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> Work:
+    """Return the plan for these sources, and how it is done.
+
+    Args:
+        folder: for what has to be fetched.
+
+    Raises:
+        ValueError: the first samples have not what is asked for; a problem a line.
+        OSError: a source cannot be read.
+    """
+    stage, size, samples, where = peek(sources, folder, image=config.image)
+    taken, filters = IMG2DATASET, config.filters
+    if stage == "images" and samples:
+        taken = choose(samples, config.asked, where)
+        filters = filters.with_similarity(samples, taken, where)
+    elif stage == "moments" and (config.asked != Asked() or filters != Filters()):
+        raise ValueError(f"{where}: holds moments, for which there are no filters and no other names. Leave them out.")
+    columns = COLUMNS | ({"captions": "json"} if taken.several else {})
+    facts = {**taken.facts, **filters.facts}
     if stage == "moments":
         name, preset, variant = MLPERF_FAMILY
         columns = mds_columns(load_family(*MLPERF_FAMILY), size, text={}, metadata=True)
@@ -170,7 +249,8 @@ def plan_for(sources: Sequence[Path], shard_size: int) -> Plan:
             "precision": "fp32",
             "store_text": False,
         }
-    return Plan("prepare.shards", stage, columns, shard_size, facts, [known_by(source) for source in sources])
+    inputs = [source.known_by() for source in sources]
+    return Work(Plan("prepare.shards", stage, columns, bytes_to_int(config.shard_size), facts, inputs), taken, filters)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,16 +258,20 @@ def plan_for(sources: Sequence[Path], shard_size: int) -> Plan:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def fill_part(sources: Sequence[Path], to_row: Callable[[Sample], dict[str, Any]], number: int, part: Part) -> None:
+def fill_part(
+    source: Source, taken: Taken, to_row: Callable[[Sample], dict[str, Any]], folder: Path, part: Part
+) -> None:
     """Write one source's samples; unusable ones are skipped with their reason."""
     seen: set[str] = set()
     try:
-        for sample in read_source(sources[number], part.ignore):
+        for sample in source.read(taken, folder, part.ignore):
             part.read()
             try:
                 if sample.key in seen:
                     raise SampleError("duplicate key")
                 part.write(to_row(sample))
+            except LeftOut as error:
+                part.leave_out(str(error))
             except SampleError as error:
                 part.skip(sample.key, str(error))
             else:
@@ -196,19 +280,24 @@ def fill_part(sources: Sequence[Path], to_row: Callable[[Sample], dict[str, Any]
         part.fault(str(error))
 
 
-def make_one(place: Place, plan: Plan, sources: Sequence[Path], number: int) -> SampleCounts:
+def make_one(place: Place, work: Work, sources: Sequence[Source], number: int) -> SampleCounts:
     """Make one part; in a worker process or in this one."""
-    to_row = image_row
+    plan, to_row = work.plan, functools.partial(image_row, taken=work.taken, filters=work.filters)
     if plan.stage == "moments":
         family, size = load_family(*MLPERF_FAMILY), tuple(plan.facts["image_size"])
         to_row = functools.partial(moments_row, family=family, shape=family.columns("moments", size)["moments"].shape)
-    return make_part(place, plan, number, functools.partial(fill_part, sources, to_row))
+
+    def fill(number: int, part: Part) -> None:
+        with place.scratch_folder() as folder:
+            fill_part(sources[number], work.taken, to_row, folder, part)
+
+    return make_part(place, plan, number, fill)
 
 
-def make_parts(place: Place, plan: Plan, sources: Sequence[Path], workers: int) -> None:
+def make_parts(place: Place, work: Work, sources: Sequence[Source], workers: int) -> None:
     """Make every part that is not done."""
-    todo = parts_to_make(place, plan)
-    one = functools.partial(make_one, place, plan, sources)
+    todo = parts_to_make(place, work.plan)
+    one = functools.partial(make_one, place, work, sources)
     workers = min(workers, len(todo))
     if workers <= 1:
         _count((functools.partial(one, number) for number in todo), len(todo))
@@ -230,16 +319,27 @@ def _count(results: Any, num_parts: int) -> None:
             progress.update(result().read)
 
 
-def write_stage(sources: Sequence[Path], place: Place, config: ShardsConfig) -> SampleCounts:
-    """Make the stage from the sources, or its missing parts. Raises Refused, Failed, or OSError: OUT is not writable."""
+def write_stage(sources: Sequence[Source], place: Place, config: ShardsConfig, folder: Path) -> SampleCounts:
+    """Make the stage from the sources, or its missing parts.
+
+    Raises:
+        ConfigError, Refused, Failed: the message says why.
+        OSError: OUT is not writable.
+    """
     try:
-        plan = plan_for(sources, bytes_to_int(config.shard_size))
+        work = plan_for(sources, config, folder)
     except OSError as error:
         raise Refused(f"SOURCE: cannot be read: {error}. Check its permissions.") from error
+    except (Failed, Refused):
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from error
+    if work.taken != IMG2DATASET:
+        print(f"taken: {work.taken}", flush=True)
     with place.only_writer():
-        begin(place, plan)
-        make_parts(place, plan, sources, config.workers or len(os.sched_getaffinity(0)))
-        return finish(place, plan)
+        begin(place, work.plan)
+        make_parts(place, work, sources, config.workers or len(os.sched_getaffinity(0)))
+        return finish(place, work.plan)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -256,11 +356,16 @@ def _end_with_parent(parent: int) -> None:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(argv, Path(folder))
+
+
+def _run(argv: Sequence[str], folder: Path) -> int:
     paths, words = split_words(argv)
     command_line = parse_command_line(words, {})
     problems, config, sources = [], ShardsConfig(), []
     try:
-        config = load(ShardsConfig, command_line, not_yet={}, check=lambda config: [])
+        config = load(ShardsConfig, command_line, not_yet={}, check=check)
     except ConfigError as error:
         problems += error.problems
     if command_line.print_config and not problems:
@@ -270,15 +375,15 @@ def main(argv: Sequence[str]) -> int:
         problems.append("command line: SOURCE... and OUT have to be given. python -m prepare.shards --help says more.")
     else:
         try:
-            sources = find_sources([Path(path) for path in paths[:-1]])
+            sources = find_sources(paths[:-1], HubKeys(config.config, config.split, config.revision), folder)
         except (ValueError, OSError) as error:
             problems.append(str(error))
-        problem = out_problem(paths[-1], [path for path in paths[:-1] if Path(path).is_dir()])
+        problem = out_problem(paths[-1], [path for path in paths[:-1] if is_remote(path) or Path(path).is_dir()])
         problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
     try:
-        counts = write_stage(sources, open_place(paths[-1]), config)
+        counts = write_stage(sources, open_place(paths[-1]), config, folder)
     except OSError as error:
         raise Failed(f"OUT: {paths[-1]} cannot be written: {error}. {GO_ON}.") from error
     except concurrent.futures.BrokenExecutor as error:

@@ -1,65 +1,105 @@
-"""Read samples from img2dataset's files: tars or folders of KEY.jpg, KEY.txt, KEY.json; or KEY.npy for stored moments.
+"""Read samples from tars and folders of files: KEY.jpg, KEY.txt, KEY.json, or other suffixes; KEY.npy for stored moments.
 
-Nothing is extracted to disk. A tar is read as a stream, so a member's name is only used as a key.
+Nothing is extracted to disk. A tar is read as a stream, so a member's name is only used as a key. Tables are in tables.py,
+Hugging Face data sets in hub_datasets.py; `Source` is what all of them are to prepare/shards.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
 
-from cli.errors import Failed
+from cli.errors import Failed, Refused
+from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
-from stages.images import SampleError, check_caption
+from prepare.samples import Sample, Taken, column_of
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MOMENTS_SUFFIX = "npy"
+IMG2DATASET = Taken()
+ALWAYS = {MOMENTS_SUFFIX, "json"}  # parts of a sample whatever the captions are
 MAX_MEMBER_BYTES = 2**28  # 256 MiB, far more than any image
-SUFFIXES = (*IMAGE_SUFFIXES, MOMENTS_SUFFIX, "txt", "json")
-
-
-@dataclass
-class Sample:
-    """The files of one key, as bytes by suffix; all image suffixes are "image"."""
-
-    key: str
-    files: dict[str, bytes] = field(default_factory=dict)
 
 
 class SourceError(ValueError):
     """A source itself is bad; the message is the reason, in a few words."""
 
 
-def find_sources(paths: Sequence[Path]) -> list[Path]:
-    """Return tars and folders of files in a fixed order; folders are searched one level deep.
+class Source:
+    """One input: what a part is made from. It is given to worker processes, and holds no open file."""
 
-    Raises:
-        ValueError: a path is neither, or a folder contains neither.
-    """
-    sources = []
-    for path in paths:
-        if path.is_dir():
-            folders = [folder for folder in (path, *sorted(path.iterdir())) if _holds_samples(folder)]
-            found = [*sorted(path.glob("*.tar")), *folders]
-            if not found:
-                possible = "a tar, a folder of tars, a folder of KEY.jpg, KEY.txt"
-                raise ValueError(f"{path}: holds neither tars nor images. Possible: {possible}.")
-            sources += found
-        elif path.is_file():
-            sources.append(path)
-        else:
-            raise ValueError(f"{path}: no such file or folder. Possible: a tar, a folder of tars, a folder of files.")
-    return sources
+    name: str
+    """In plan.json and in reports."""
+
+    def known_by(self) -> dict[str, Any]:
+        """Return what identifies the input in a plan: its name and more. Raises OSError."""
+        raise NotImplementedError
+
+    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+        """Yield the samples in order.
+
+        Args:
+            taken: the parts that are wanted; None: all that there are.
+            folder: for files that have to be fetched.
+            ignore: called with each file that belongs to no sample.
+
+        Raises:
+            SourceError: it is not readable to its end (samples before that are yielded), or has no sample.
+            Failed: an error of the disk or the network; the next try may succeed.
+        """
+        raise NotImplementedError
 
 
-def _holds_samples(folder: Path) -> bool:
-    suffixes = (*IMAGE_SUFFIXES, MOMENTS_SUFFIX)
-    return folder.is_dir() and any(child.suffix.lstrip(".").lower() in suffixes for child in folder.iterdir())
+@dataclass(frozen=True)
+class Files(Source):
+    """A tar, or a folder of files."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.path.name
+
+    def known_by(self) -> dict[str, Any]:
+        return known_by(self.path)
+
+    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+        return read_source(self.path, ignore, taken)
+
+
+@dataclass(frozen=True)
+class TarObject(Source):
+    """A tar in a store; it is fetched when it is read."""
+
+    object: StoreObject
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.object.name
+
+    def known_by(self) -> dict[str, Any]:
+        return self.object.known_by()
+
+    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+        return read_source(Objects().fetch(self.object.address, folder), ignore, taken)
+
+
+@contextlib.contextmanager
+def damage_told(source: str) -> Iterator[None]:
+    """Turn what a decoder raises into SourceError, and an error of the disk or the network into Failed."""
+    try:
+        yield
+    except (Failed, Refused, SourceError):
+        raise
+    except Exception as error:  # decoders raise a dozen classes
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk or the network, not the content
+            raise Failed(f"SOURCE: {source} cannot be read: {error}. {GO_ON}.") from error
+        raise SourceError("cannot be read to its end") from error
 
 
 def known_by(source: Path) -> dict[str, Any]:
@@ -79,44 +119,38 @@ def known_by(source: Path) -> dict[str, Any]:
     return {"name": source.name, "bytes": num_bytes, "digest": digest.hexdigest()}
 
 
-def read_source(source: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
-    """Yield the samples of one source in order. A key's files have to be adjacent, as img2dataset writes them.
+def read_source(source: Path, ignore: Callable[[str], None], taken: Taken | None = IMG2DATASET) -> Iterator[Sample]:
+    """Yield the samples of a tar or a folder of files in order, see `Source.read`.
 
-    Args:
-        source: a tar, or a folder of files.
-        ignore: called with each file that belongs to no sample.
-
-    Raises:
-        SourceError: the source is not readable to its end (samples before that are yielded), or has no sample.
-        Failed: an error of the disk or the network; the next try may succeed.
+    A key's files have to be adjacent, as img2dataset writes them.
     """
     sample = None
+    wanted = None if taken is None else {name.partition(":")[0] for name in taken.names} | ALWAYS
+    files = _tar_files if source.is_file() else _folder_files
     try:
-        for key, suffix, content in _tar_files(source, ignore) if source.is_file() else _folder_files(source, ignore):
-            part = "image" if suffix in IMAGE_SUFFIXES else suffix
-            # A second file of the same type is another sample with the same key: it will be reported as a duplicate.
-            if sample is None or sample.key != key or part in sample.files:
-                if sample is not None:
-                    yield sample
-                sample = Sample(key)
-            sample.files[part] = content
-    except Exception as error:  # tarfile passes on all errors of its decoders and header parsing
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk or the network, not the content
-            raise Failed(f"SOURCE: {source} cannot be read: {error}. {GO_ON}.") from error
+        with damage_told(str(source)):
+            for key, part, content in files(source, wanted, ignore):
+                # A second file of the same type is another sample with the same key: it will be reported as a duplicate.
+                if sample is None or sample.key != key or part in sample.files:
+                    if sample is not None:
+                        yield sample
+                    sample = Sample(key)
+                sample.files[part] = content
+    except SourceError:
         if sample is not None:
             yield sample
-        raise SourceError("cannot be read to its end") from error
+        raise
     if sample is None:
         raise SourceError("has no sample")
     yield sample
 
 
-def _key_and_suffix(name: str) -> tuple[str, str] | None:
+def _key_and_part(name: str, wanted: set[str] | None) -> tuple[str, str] | None:
     """Split a file's name by WebDataset's convention, which img2dataset follows: the key ends at the first dot."""
     path = PurePosixPath(name)
     stem, _, suffix = path.name.partition(".")
-    suffix = suffix.lower()
-    return (str(path.with_name(stem)), suffix) if stem and suffix in SUFFIXES else None
+    part = column_of(suffix)
+    return (str(path.with_name(stem)), part) if stem and suffix and (wanted is None or part in wanted) else None
 
 
 class StrictInfo(tarfile.TarInfo):
@@ -137,7 +171,9 @@ class StrictInfo(tarfile.TarInfo):
             raise tarfile.ReadError("damaged header") from error
 
 
-def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[str, str, bytes]]:
+def _tar_files(
+    source: Path, wanted: set[str] | None, ignore: Callable[[str], None]
+) -> Iterator[tuple[str, str, bytes]]:
     with tarfile.open(source, mode="r|*", tarinfo=StrictInfo) as tar:
         for member in tar:
             if member.isdir():
@@ -145,7 +181,7 @@ def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[st
             # Links are skipped: a stream cannot go back to a link's target. Very large members are skipped too: a few bytes
             # of a compressed or sparse tar can claim any size and would fill the memory.
             is_plain = member.isfile() and not member.issparse() and member.size <= MAX_MEMBER_BYTES
-            named = _key_and_suffix(member.name) if is_plain else None
+            named = _key_and_part(member.name, wanted) if is_plain else None
             if named is None:
                 ignore(member.name)
             else:
@@ -154,35 +190,17 @@ def _tar_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[st
                 yield (*named, extracted.read())
 
 
-def _folder_files(source: Path, ignore: Callable[[str], None]) -> Iterator[tuple[str, str, bytes]]:
+def _folder_files(
+    source: Path, wanted: set[str] | None, ignore: Callable[[str], None]
+) -> Iterator[tuple[str, str, bytes]]:
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is neither a file nor a folder")
     for path in sorted(source.iterdir()):
         if path.is_dir() or path.suffix == ".tar":
             continue  # separate sources
-        named = _key_and_suffix(path.name) if path.is_file() else None
+        is_one = path.is_file() and (wanted is not None or path.stat().st_size <= MAX_MEMBER_BYTES)
+        named = _key_and_part(path.name, wanted) if is_one else None
         if named is None:
             ignore(path.name)
         else:
             yield (*named, path.read_bytes())
-
-
-def check_key(key: str) -> None:
-    """Raise SampleError if the key cannot be stored, or is a path that leads out of its source."""
-    try:
-        key.encode()
-    except UnicodeEncodeError as error:
-        raise SampleError("key is not UTF-8") from error
-    path = PurePosixPath(key)
-    if path.is_absolute() or ".." in path.parts:
-        raise SampleError("key climbs out of its tar")
-
-
-def read_caption(sample: Sample) -> str:
-    """Return the sample's caption. Raises SampleError: missing, not UTF-8, empty."""
-    if "txt" not in sample.files:
-        raise SampleError("missing caption")
-    try:
-        return check_caption(sample.files["txt"].decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise SampleError("caption is not UTF-8") from error

@@ -172,6 +172,7 @@ def fetch(
     *,
     patience_sec: float,
     is_wanted: Callable[[], bool],
+    limit: str | None = "data.patience_sec",
 ) -> None:
     """Download a file, waiting for a store that is away.
 
@@ -181,6 +182,7 @@ def fetch(
         remote, local: of the file, for messages.
         patience_sec: longest wait for a store that does not answer, from its first failure on.
         is_wanted: False as soon as nobody waits for the file any more.
+        limit: key that gives `patience_sec`, for a message; None: there is none.
 
     Raises:
         StreamFailure: the store has been away for too long, does not have the file, or the disk does not take it.
@@ -207,7 +209,7 @@ def fetch(
                 if not is_wanted():
                     raise FetchCancelled(f"data: {reason}") from error
                 if waited_sec >= patience_sec:
-                    waited = f"waited for {waited_sec:.0f} s (data.patience_sec={patience_sec:g})"
+                    waited = f"waited for {waited_sec:.0f} s" + (f" ({limit}={patience_sec:g})" if limit else "")
                     raise StreamFailure(f"data: {reason} {waited}.") from error
                 wait_sec = min(wait_sec, patience_sec - waited_sec)
             until = time.monotonic() + wait_sec

@@ -71,6 +71,15 @@ class BriefS3Downloader(S3Downloader):
                 self.clean_up()
                 raise error from None
 
+    def list_objects(self, remote: str, timeout: float) -> list[tuple[str, int, str]]:
+        """Return (key, bytes, entity tag) of every object whose key begins as `remote` does, in the order of the keys."""
+        place = urlsplit(remote)
+        if self._s3_client is None:
+            self._create_s3_client(timeout=timeout)
+        pages = self._s3_client.get_paginator("list_objects_v2")
+        found = pages.paginate(Bucket=place.netloc, Prefix=place.path.lstrip("/"))
+        return [(one["Key"], one["Size"], one["ETag"].strip('"')) for page in found for one in page.get("Contents", [])]
+
     def _create_s3_client(self, unsigned: bool = False, timeout: float = READ_TIMEOUT_SEC) -> None:
         from boto3.session import Session
         from botocore import UNSIGNED

@@ -109,6 +109,22 @@ def test_an_override_is_no_wider_than_the_bound_that_it_takes_the_place_of():
         assert name in ("torch", "torchvision") or wanted.specifier == (asked.get(name) or wanted.specifier), name
 
 
+@pytest.mark.parametrize("python", VERSIONS)
+@pytest.mark.parametrize("lock", LOCKS[:2])
+def test_what_reads_tables_needs_nothing_beyond_its_lock_and_that_of_a_set(lock, python):
+    """It is installed without looking at what it needs, into an environment that stays what its lock says."""
+    tables, of_set = pins("requirements-tables.lock", python), pins(lock, python)
+    assert tables.keys() == {"datasets", "dill", "multiprocess", "pyarrow"} and not tables.keys() & of_set.keys()
+    for wanted in requirements("requirements-tables.txt"):
+        assert wanted.specifier.contains(*tables[canonical(wanted.name)])
+    if not is_installed("datasets"):
+        return
+    for wanted in map(Requirement, importlib.metadata.requires("datasets") or []):
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+            [version] = {**of_set, **tables}[canonical(wanted.name)]
+            assert wanted.specifier.contains(version), f"{wanted} but {version}"
+
+
 def test_every_upper_bound_has_its_reason():
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")]
     bounded = [line for line in lines if re.search(r"[<=]=?\d|==", line.split("#")[0])]

@@ -21,6 +21,8 @@ from stages.dataset import read_stage
 from zoo import load_family
 from zoo.shapes import scenes
 
+POSSIBLE = "Possible: a tar, a Parquet or Arrow file, a CSV file, JSON lines, a folder of these or of KEY.jpg, KEY.txt"
+
 
 def rows(stage: Path) -> list[dict]:
     dataset = StreamingDataset(local=str(stage), batch_size=1)
@@ -375,8 +377,10 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
     assert shards.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["stage"] == "images"
     assert ("1.tar", "b", "missing image") in skipped(tmp_path / "out" / "skipped.jsonl")
-    assert shards.peek([write_tar(tmp_path / "m.tar", {"cut": {"npy": b"?"}, "a": stray})]) == ("moments", (64, 64))
-    assert shards.peek([write_tar(tmp_path / "n.tar", {"cut": {"npy": b"?"}})]) == ("moments", (512, 512))
+    whole = sources.Files(write_tar(tmp_path / "m.tar", {"cut": {"npy": b"?"}, "a": stray}))
+    assert shards.peek([whole], tmp_path)[:2] == ("moments", (64, 64))
+    broken = sources.Files(write_tar(tmp_path / "n.tar", {"cut": {"npy": b"?"}}))
+    assert shards.peek([broken], tmp_path)[:2] == ("moments", (512, 512))
 
 
 @pytest.mark.parametrize(
@@ -385,11 +389,11 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
         (["{tmp}/in"], "command line: SOURCE... and OUT have to be given. python -m prepare.shards --help says more."),
         (
             ["{tmp}/none", "{tmp}/out"],
-            "{tmp}/none: no such file or folder. Possible: a tar, a folder of tars, a folder of files.",
+            "{tmp}/none: no such file or folder. " + POSSIBLE + ", s3://..., hf://datasets/OWNER/NAME.",
         ),
         (
             ["{tmp}/empty", "{tmp}/out"],
-            "{tmp}/empty: holds neither tars nor images. Possible: a tar, a folder of tars, a folder of KEY.jpg, KEY.txt.",
+            "{tmp}/empty: holds neither tars nor images nor tables. " + POSSIBLE + ".",
         ),
         (["{tmp}/in.tar", "{tmp}/full"], "OUT: {tmp}/full exists and is not empty. Give a new folder, or remove it."),
         (
@@ -403,7 +407,8 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "size=3"],
-            "command line: unknown key 'size'. Known: shard_size, workers. --print_config shows every key.",
+            "command line: unknown key 'size'. Known: caption, config, image, key, max_aspect, min_side_px, min_similarity, "
+            "revision, shard_size, similarity, split, workers. --print_config shows every key.",
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "shard_size=99tb"],
@@ -424,7 +429,7 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
             ["{tmp}/none", "{tmp}/out", "shard_size=x", "wokers=2"],
             "command line: shard_size is 'x'. Possible: 1kb to 4gb.\n"
             "command line: unknown key 'wokers'. Did you mean 'workers'?\n"
-            "{tmp}/none: no such file or folder. Possible: a tar, a folder of tars, a folder of files.",
+            "{tmp}/none: no such file or folder. " + POSSIBLE + ", s3://..., hf://datasets/OWNER/NAME.",
         ),
     ],
 )

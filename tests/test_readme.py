@@ -93,6 +93,7 @@ RUN_BY = {
     "test": "tests/conftest.py",  # this suite
     "test-store": "tests/store/test_harness.py",
     "test-fp8": "tests/test_fp8.py",
+    "test-tables": "tests/test_tables.py",
     "test-slow": "tests/conftest.py",
     "mutants": "tests/test_mutants.py",
     "test-gpu": "tests/gpu/test_on_gpu.py",

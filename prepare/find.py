@@ -1,0 +1,149 @@
+"""What a SOURCE of the command line stands for: tars, folders of files, tables, or a Hugging Face data set.
+
+a file                by its suffix: a Parquet or Arrow file, a CSV file, JSON lines; any other is a tar
+a folder, s3://...    its tars and its folders of images, or, where it has none, its tables, one level deep
+hf://datasets/...     on the hub; also OWNER/NAME where there is no such folder here
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
+from prepare.objects import Objects, StoreObject, list_objects
+from prepare.samples import IMAGE_SUFFIXES
+from prepare.sources import MOMENTS_SUFFIX, Files, Source, TarObject
+from prepare.tables import COLUMNAR, LINES, Columnar, cut
+from stages.dataset import is_remote
+
+METADATA = tuple(f"metadata{suffix}" for suffix in (*LINES, ".parquet"))  # beside images, as Hugging Face has them
+SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev)(?![a-z])")
+POSSIBLE = "a tar, a Parquet or Arrow file, a CSV file, JSON lines, a folder of these or of KEY.jpg, KEY.txt"
+
+
+def find_sources(words: Sequence[str], keys: HubKeys, folder: Path) -> list[Source]:
+    """Return the parts that these words stand for, in a fixed order.
+
+    Args:
+        keys: which part of a Hugging Face data set.
+        folder: for copies of tables that lie in a store.
+
+    Raises:
+        ValueError: a word stands for nothing; says what is possible.
+        OSError: a file cannot be read.
+    """
+    found, used = [], False
+    for word in words:
+        name = hub_name(word)
+        if keys.split and (Path(word) / "dataset_dict.json").is_file():  # as save_to_disk of `datasets` writes it
+            found += _on_disk(Path(word, keys.split))
+            used = True
+        elif name is not None or (keys != HubKeys() and Path(word).is_dir()):
+            address, _, revision = (name or word).partition("@") if name else (word, "", "")
+            revision = revision or keys.revision
+            found += find_split(address, HubKeys(keys.config, keys.split, revision or None))
+            used = True
+        elif is_remote(word):
+            found += _in_store(word, folder)
+        else:
+            found += _on_disk(Path(word))
+    if keys != HubKeys() and not used:
+        given = next(key for key, value in vars(keys).items() if value)
+        raise ValueError(f"{given}: no SOURCE is a Hugging Face data set, or a folder of one. Leave it out.")
+    return found
+
+
+def hub_name(word: str) -> str | None:
+    """Return OWNER/NAME, or OWNER/NAME@REVISION, of a data set on the hub; None: it is none."""
+    if word.startswith(HUB):
+        return word.removeprefix(HUB).strip("/")
+    is_file = PurePosixPath(word).suffix in (*COLUMNAR, *LINES, ".tar", ".json")
+    is_name = HUB_NAME.fullmatch(word.partition("@")[0]) and not is_file and not Path(word).exists()
+    return word if is_name and not Path(word).parent.exists() else None
+
+
+def _on_disk(path: Path) -> list[Source]:
+    """Return the sources of a file or a folder. Raises ValueError: it is neither, or has none."""
+    if path.is_file():
+        return _of_file(path, str(path.parent))
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such file or folder. Possible: {POSSIBLE}, s3://..., hf://datasets/OWNER/NAME.")
+    found: list[Source] = [Files(tar) for tar in sorted(path.glob("*.tar"))]
+    children = [path, *sorted(child for child in path.iterdir() if child.is_dir())]
+    for child in children:
+        if _holds_samples(child):
+            table = next((child / name for name in METADATA if (child / name).is_file()), None)
+            is_by_table = table is not None and not any(child.glob("*.txt"))
+            found += _of_file(table, str(child)) if is_by_table else [Files(child)]
+    for files in ([path], children[1:]):
+        if not found:
+            tables = [table for child in files for table in _tables(child)]
+            one_split([table.relative_to(path).as_posix() for table in tables], str(path))
+            found += [source for table in tables for source in _of_file(table, str(table.parent))]
+    if not found:
+        raise ValueError(f"{path}: holds neither tars nor images nor tables. Possible: {POSSIBLE}.")
+    return found
+
+
+def _holds_samples(folder: Path) -> bool:
+    suffixes = (*IMAGE_SUFFIXES, MOMENTS_SUFFIX)
+    return any(child.suffix.lstrip(".").lower() in suffixes for child in folder.iterdir())
+
+
+def _tables(folder: Path) -> list[Path]:
+    """Return a folder's tables of the first kind that it has."""
+    if (folder / "state.json").is_file():  # as save_to_disk of `datasets` writes it; other Arrow files are its caches
+        state = json.loads((folder / "state.json").read_bytes())
+        return [folder / entry["filename"] for entry in state["_data_files"]]
+    kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (*COLUMNAR, *LINES))
+    return next((tables for tables in kinds if tables), [])
+
+
+def _of_file(path: Path, folder: str) -> list[Source]:
+    if path.suffix in COLUMNAR:
+        return [Columnar(path)]
+    return list(cut(path, folder)) if path.suffix in (*LINES, ".json") else [Files(path)]
+
+
+def _in_store(address: str, copies: Path) -> list[Source]:
+    """Return the sources at an address. Raises ValueError: it cannot be listed, or there is none."""
+    objects, prefix = list_objects(address), f"{address.rstrip('/')}/"
+    if len(objects) == 1 and objects[0].address == address:
+        return _of_object(objects[0], copies)
+    for depth in (0, 1):
+        level = [one for one in objects if one.address.removeprefix(prefix).count("/") == depth]
+        for suffix in (".tar", *COLUMNAR, *LINES):
+            if suffix == ".tar" and depth:
+                continue
+            if fitting := [one for one in level if one.address.endswith(suffix)]:
+                one_split([one.address.removeprefix(prefix) for one in fitting], address)
+                return [source for one in fitting for source in _of_object(one, copies)]
+    possible = "s3://BUCKET/FILE or a prefix with tars, Parquet or Arrow files, CSV files, JSON lines"
+    raise ValueError(f"{address}: holds neither tars nor tables. Possible: {possible}.")
+
+
+def _of_object(one: StoreObject, copies: Path) -> list[Source]:
+    suffix = PurePosixPath(one.name).suffix
+    if suffix in COLUMNAR:
+        return [Columnar(one)]
+    if suffix not in (*LINES, ".json"):
+        return [TarObject(one)]
+    folder = copies / f"{len(list(copies.iterdir()))}"
+    folder.mkdir()
+    return list(cut(Objects().fetch(one.address, folder), one.address.rpartition("/")[0]))
+
+
+def one_split(names: Sequence[str], where: str) -> None:
+    """Raise ValueError if files are, by their names, of several splits: what is held out would be trained on."""
+    if any(name.endswith(".tar") for name in names):
+        return
+    splits = {found[1] for name in names for part in name.split("/")[-2:] if (found := SPLIT_NAME.match(part))}
+    if len(splits) > 1:
+        listed = ", ".join(sorted(splits))
+        raise ValueError(
+            f"SOURCE: {where} holds several splits, by the names of its files: {listed}. Give the files, or the folder, of "
+            f"one; or split=NAME with the folder."
+        )

@@ -1,0 +1,307 @@
+"""One sample of any source, and which of its parts are the image, the captions and the key.
+
+A sample's parts have names: of a tar or a folder of files the suffixes, of a table the columns. `json:caption` is the field
+`caption` of the part `json`. Names that the user does not give are found where they are usual, see `USUAL_*`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from stages.images import SampleError, check_caption
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+USUAL_IMAGES = ("image", *IMAGE_SUFFIXES, "img", "image_path", "file_name", "filename", "filepath", "file", "path")
+USUAL_CAPTIONS = ("txt", "caption", "captions", "text", "prompt", "top_caption")
+USUAL_KEYS = ("key", "__key__", "id", "uid")
+USUAL_JSON = ("json", "metadata")  # parts whose fields are looked through where no part is a caption
+USUAL_URLS = ("url", "image_url")
+GIVE = {
+    "image": "Give image=NAME; a CSV file has to begin with a line of names.",
+    "caption": "Give caption=NAME, several with commas between, or json:FIELD.",
+}
+URL = ("http://", "https://")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Names as the user gave them; None: to be found."""
+
+    image: str | None = None
+    captions: tuple[str, ...] | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Names of the parts that are read; the default is img2dataset's layout, where the key is the file's name."""
+
+    image: str = "image"
+    captions: tuple[str, ...] = ("txt",)
+    key: str | None = None
+    several: bool = False
+    """Whether a sample may have several captions; the stage then has all of them in a column `captions`."""
+
+    def __str__(self) -> str:
+        key = self.key or "the names and rows of files"
+        return f"image from {self.image}, caption from {', '.join(self.captions)}, key from {key}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all that is read for the stage's own columns."""
+        return (self.image, *self.captions, *([] if self.key is None else [self.key]))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return it for the plan; empty for img2dataset's layout, whose plan has never said it."""
+        if self == Taken():
+            return {}
+        return {"taken": {"image": self.image, "captions": list(self.captions), "key": self.key}}
+
+
+@dataclass
+class Sample:
+    """The files of one key, as bytes by name; see `column_of`."""
+
+    key: str
+    files: dict[str, Any] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        try:
+            return self.part(name) is not None
+        except SampleError:
+            return False
+
+    def part(self, name: str) -> Any:
+        """Return a part, or the field of one; None: there is none. Raises SampleError: it is not JSON."""
+        if name in self.files or ":" not in name:
+            return self.files.get(name)
+        outer, *fields = name.split(":")
+        value = self.files.get(outer)
+        if isinstance(value, bytes | str):
+            value = parse_json(value, outer)
+        for inner in fields:
+            value = value.get(inner) if isinstance(value, dict) else None
+        return value
+
+    def image(self, taken: Taken) -> bytes:
+        """Return the image file's bytes. Raises SampleError."""
+        return _as_bytes(self.part(taken.image))
+
+    def metadata(self, taken: Taken) -> Any:
+        """Return what came with the image, as JSON values. Raises SampleError."""
+        return parse_json(self.files.get("json", b"{}"), "metadata")
+
+
+@dataclass
+class Row(Sample):
+    """A row of a table: its values by column.
+
+    read_file: returns the bytes of the file at a path that a row names; raises SampleError.
+    problem: why the row is none.
+    """
+
+    read_file: Callable[[str], bytes] | None = None
+    problem: str | None = None
+
+    def image(self, taken: Taken) -> bytes:
+        """Return the image's bytes: from the row, or from the file that it names. Raises SampleError."""
+        if self.problem:
+            raise SampleError(self.problem)
+        image = self.part(taken.image)
+        if isinstance(image, dict) and {"bytes", "path"} & image.keys():  # as Hugging Face stores images
+            image = image.get("path") if image.get("bytes") is None else image["bytes"]
+        if not isinstance(image, str):
+            return _as_bytes(image)
+        if not image.strip():
+            raise SampleError("missing image")
+        if image.startswith(URL):
+            raise SampleError("image is a URL")
+        assert self.read_file is not None
+        return self.read_file(image)
+
+    def metadata(self, taken: Taken) -> dict[str, Any]:
+        """Return the other columns, without bytes."""
+        return {
+            name: as_json(value)
+            for name, value in self.files.items()
+            if name not in taken.names and not has_bytes(value)
+        }
+
+
+def _as_bytes(image: Any) -> bytes:
+    if image is None:
+        raise SampleError("missing image")
+    if not isinstance(image, bytes):
+        raise SampleError("image is neither a file's bytes nor a path")
+    return image
+
+
+def parse_json(text: bytes | str, what: str) -> Any:
+    """Return a JSON text's value. Raises SampleError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SampleError(f"{what} is not JSON") from error
+
+
+def has_bytes(value: Any) -> bool:
+    """True for bytes and for what contains some: an image, say; JSON has none."""
+    if isinstance(value, dict):
+        return any(map(has_bytes, value.values()))
+    return isinstance(value, bytes) or (isinstance(value, list) and bool(value) and has_bytes(value[0]))
+
+
+def as_json(value: Any) -> Any:
+    """Return a table's value as JSON has it: nan is null, a date or a decimal number is its text."""
+    if isinstance(value, dict):
+        return {str(name): as_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int):
+        return value
+    return str(value).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys and captions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_key(key: str) -> None:
+    """Raise SampleError if the key cannot be stored, or is a path that leads out of its source."""
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise SampleError("key is not UTF-8") from error
+    path = PurePosixPath(key)
+    if path.is_absolute() or ".." in path.parts:
+        raise SampleError("key climbs out of its tar")
+
+
+def read_captions(sample: Sample, taken: Taken) -> list[str]:
+    """Return the sample's captions, at least one; of several the missing and empty ones are left out.
+
+    Raises:
+        SampleError: there is none, or one is not UTF-8, not text or too long.
+    """
+    given: list[Any] = []
+    for name in taken.captions:
+        value = sample.part(name)
+        given += value if isinstance(value, list | tuple) else [value]
+    texts = [_as_text(value) for value in given if value is not None]
+    if not texts:
+        raise SampleError("missing caption")
+    return [check_caption(text) for text in texts if text.strip()] or [check_caption(texts[0])]
+
+
+def _as_text(value: Any) -> str:
+    if not isinstance(value, bytes | str):
+        raise SampleError("caption is not text")
+    try:
+        return value.decode() if isinstance(value, bytes) else value.encode().decode()
+    except UnicodeError as error:
+        raise SampleError("caption is not UTF-8") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which parts are read
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def column_of(suffix: str) -> str:
+    """Return the name of a file's part: image of .jpg and .image.jpg, left of .left.png, caption of .caption.txt."""
+    head, _, last = suffix.lower().rpartition(".")
+    if last in IMAGE_SUFFIXES:
+        return head or "image"
+    return head if head and last == "txt" else suffix.lower()
+
+
+def choose(samples: Sequence[Sample], asked: Asked, where: str) -> Taken:
+    """Return which parts are read, from the first samples of a source.
+
+    Raises:
+        ValueError: names that are asked for, or an image and captions, are not among them; a problem a line.
+    """
+    names = list(dict.fromkeys(name for sample in samples for name in sample.files))
+    is_table = isinstance(samples[0], Row)
+    is_classic = not is_table and not (asked.image or asked.captions) and {*names} <= {"image", "txt", "json", "npy"}
+    problems: list[str] = []
+
+    def given(key: str, name: str) -> str:
+        """Return a name that is asked for, as the samples have it."""
+        possible = name if is_table else column_of(name)
+        found = next((n for n in (name, possible) if any(sample.has(n) for sample in samples) or n in names), None)
+        if found is None:
+            problems.append(f"{key}: {where} has no {name}. It has {_listed(names)}.")
+        return found or name
+
+    def usual(key: str, possible: Sequence[str], among: Sequence[str]) -> str | None:
+        if not (found := usual_name(among, possible)) and not is_classic:
+            said = _is_for_img2dataset(where, usual_name(names, USUAL_URLS)) if key == "image" else ""
+            problems.append(
+                said or f"{key}: {where} has none of {', '.join(possible)}. It has {_listed(names)}. {GIVE[key]}"
+            )
+        return found
+
+    image = given("image", asked.image) if asked.image else usual("image", USUAL_IMAGES, names)
+    if asked.captions:
+        captions = tuple(given("caption", name) for name in asked.captions)
+    else:
+        first = usual_name(names, USUAL_CAPTIONS) or _usual_field(samples) or usual("caption", USUAL_CAPTIONS, ())
+        captions = (first,) if first else ("txt",)
+    key = given("key", asked.key) if asked.key else usual_name(names, USUAL_KEYS) if is_table else None
+    values = [sample.part(image) for sample in samples if sample.has(image)] if image else []
+    if values and all(isinstance(value, str) and value.startswith(URL) for value in values):
+        problems.append(_is_for_img2dataset(where, image))
+    if problems:
+        raise ValueError("\n".join(problems))
+    lists = (sample.part(captions[0]) for sample in samples if sample.has(captions[0]))
+    return Taken(image or "image", captions, key, len(captions) > 1 or any(isinstance(value, list) for value in lists))
+
+
+def usual_name(names: Iterable[str], possible: Sequence[str]) -> str | None:
+    """Return the first of the possible names that is there, in any case."""
+    by_lower = {name.lower(): name for name in reversed(list(names))}
+    return next((by_lower[name] for name in possible if name in by_lower), None)
+
+
+def _usual_field(samples: Sequence[Sample]) -> str | None:
+    """Return a field that is a caption by its name, as json:caption."""
+    for sample in samples:
+        for outer in (name for name in USUAL_JSON if sample.has(name)):
+            with contextlib.suppress(SampleError):
+                value = sample.part(outer)
+                fields = parse_json(value, outer) if isinstance(value, bytes | str) else value
+                found = (
+                    usual_name([name for name in fields if fields[name]], USUAL_CAPTIONS)
+                    if isinstance(fields, dict)
+                    else None
+                )
+                if found:
+                    return f"{outer}:{found}"
+    return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "nothing"
+
+
+def _is_for_img2dataset(where: str, column: str | None) -> str:
+    """Say how what a column of URLs names is downloaded; "" without such a column."""
+    if column is None:
+        return ""
+    kind = PurePosixPath(where).suffix.lstrip(".").replace("ndjson", "jsonl") or "parquet"
+    return (
+        f"image: {column} of {where} holds URLs, and nothing is downloaded here. Run: img2dataset --url_list {where} "
+        f"--input_format {kind} --url_col {column} --caption_col CAPTION --output_format webdataset --output_folder TARS. "
+        f"Then give TARS."
+    )

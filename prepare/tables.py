@@ -1,0 +1,362 @@
+"""Read samples from tables: Parquet and Arrow files with the images' bytes, CSV files and JSON lines with their paths.
+
+A Parquet or Arrow file is a part. A CSV file or JSON lines are cut into parts of ROWS_PER_PART rows, each known by a digest
+of its lines. Paths are relative to the table's folder, absolute, or s3://; what lies at a path is not in the plan.
+
+Parquet and Arrow need pyarrow, which requirements-tables.lock has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import errno
+import importlib
+import json
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import xxhash
+
+from cli.errors import Failed, Refused
+from prepare.objects import Objects, StoreObject
+from prepare.parts import GO_ON
+from prepare.samples import Row, Sample, Taken
+from prepare.sources import MAX_MEMBER_BYTES, Source, SourceError, damage_told, known_by
+from stages.images import SampleError
+from stages.store_errors import address_problem, scheme_of
+
+COLUMNAR = (".parquet", ".arrow")
+CSV = (".csv", ".tsv")
+LINES = (".jsonl", ".ndjson", *CSV)
+ROWS_PER_PART = 10_000  # as many as img2dataset puts into a tar
+ROWS_AT_ONCE = 16  # of a columnar file in memory
+MAX_LINE_BYTES = 2**24
+DELIMITERS = ",\t;|"
+NO_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}
+
+
+class ImageFiles:
+    """Reads the files that rows name.
+
+    Args:
+        folder: of the table, on this machine or in a store.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._objects = Objects()
+
+    def __call__(self, path: str) -> bytes:
+        """Return a file's content. Raises SampleError: there is no such file. Failed: the disk or the store is at fault."""
+        is_in_store = bool(scheme_of(self.folder))
+        if scheme_of(path) == "s3":
+            return self._object(path)
+        if "://" in path:
+            raise SampleError("image is at an address of another kind than s3://")
+        if not is_in_store:
+            return self._file(Path(self.folder, path))
+        inner = posixpath.normpath(path)
+        if inner.startswith(("/", "..")):
+            raise SampleError("path leads out of the table's folder in its store")
+        return self._object(f"{self.folder.rstrip('/')}/{inner}")
+
+    def _object(self, address: str) -> bytes:
+        if address_problem(address):
+            raise SampleError("image is at an address that cannot be read")
+        try:
+            return self._objects.read(address)
+        except FileNotFoundError as error:
+            raise SampleError("no such image file") from error
+
+    def _file(self, path: Path) -> bytes:
+        try:
+            if not path.is_file():  # a device or a pipe is none either: it may have no end
+                raise SampleError("no such image file")
+            if path.stat().st_size > MAX_MEMBER_BYTES:
+                raise SampleError("image file is too large")
+            return path.read_bytes()
+        except OSError as error:
+            if error.errno in NO_FILE:
+                raise SampleError("image file cannot be opened") from error
+            raise Failed(f"SOURCE: {path} cannot be read: {error}. {GO_ON}.") from error
+
+
+@dataclass(frozen=True)
+class Table(Source):
+    """What all tables have in common."""
+
+    def named_rows(
+        self, rows: Iterable[tuple[dict[str, Any], str | None]], taken: Taken | None, files: ImageFiles, first: int = 0
+    ) -> Iterator[Sample]:
+        """Yield each row with its key: that of its own column, else one made from the file's name and the row's number.
+
+        Args:
+            rows: (values by column, why they are none).
+            first: number of the first one.
+        """
+        stem, number = PurePosixPath(self.file_name).stem, first - 1
+        for number, (values, problem) in enumerate(rows, first):
+            row = Row(f"{stem}/{number:08d}", values, files, problem)
+            own = _own_key(row, taken)
+            row.key = row.key if own is None else own
+            yield row
+        if number < first:
+            raise SourceError("has no sample")
+
+    @property
+    def file_name(self) -> str:
+        return self.name
+
+
+def _own_key(row: Row, taken: Taken | None) -> str | None:
+    """Return the key in a row's own column; None: there is none."""
+    if taken is None or taken.key is None or not row.has(taken.key):
+        return None
+    key = row.part(taken.key)
+    return str(key) if isinstance(key, str | int) and not isinstance(key, bool) and str(key).strip() else None
+
+
+def check_columns(names: Iterable[str], taken: Taken | None) -> None:
+    """Raise SourceError if a file has not the columns that are read."""
+    there = set(names)
+    for name in () if taken in (None, Taken()) else taken.names:  # the latter: no source had a sample to choose by
+        if name not in there and name.partition(":")[0] not in there:
+            raise SourceError(f"no column {name}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parquet and Arrow
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Columnar(Table):
+    """A Parquet or an Arrow file; one in a store is fetched when it is read."""
+
+    place: Path | StoreObject
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.place.name
+
+    def known_by(self) -> dict[str, Any]:
+        return known_by(self.place) if isinstance(self.place, Path) else self.place.known_by()
+
+    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+        is_here = isinstance(self.place, Path)
+        where = str(self.place) if is_here else self.place.address
+        path = self.place if is_here else Objects().fetch(where, folder)
+        read = parquet_rows if path.suffix == ".parquet" else arrow_rows
+        with damage_told(where):
+            yield from self.named_rows(
+                ((row, None) for row in read(path, taken)), taken, ImageFiles(where.rpartition("/")[0])
+            )
+
+
+def parquet_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file as Python values."""
+    # Not a row group at once, which may be gigabytes of images: through a buffer, by a few rows.
+    with needed("pyarrow.parquet").ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
+        names = columns_to_read(file.schema_arrow, taken)
+        for batch in file.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False):
+            yield from batch.to_pylist()
+
+
+def arrow_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an Arrow file as Python values: a stream, as `save_to_disk` of `datasets` writes it, or Feather."""
+    arrow = needed("pyarrow")
+    with arrow.memory_map(str(path)) as file:
+        is_feather = file.read(6) == b"ARROW1"
+        file.seek(0)
+        reader = arrow.ipc.open_file(file) if is_feather else arrow.ipc.open_stream(file)
+        names = columns_to_read(reader.schema, taken)
+        batches = (reader.get_batch(n) for n in range(reader.num_record_batches)) if is_feather else reader
+        for batch in batches:
+            wanted = batch.select(names)
+            for start in range(0, wanted.num_rows, ROWS_AT_ONCE):
+                yield from wanted.slice(start, ROWS_AT_ONCE).to_pylist()
+
+
+def columns_to_read(schema: Any, taken: Taken | None) -> list[str]:
+    """Return the columns that a stage has a place for: no other images. Raises SourceError: one is missing."""
+    check_columns(schema.names, taken)
+    read = {name.partition(":")[0] for name in taken.names} | {*taken.names} if taken else {*schema.names}
+    return [column.name for column in schema if column.name in read or not _is_binary(column.type)]
+
+
+def _is_binary(kind: Any) -> bool:
+    types = needed("pyarrow").types
+    if types.is_struct(kind):
+        return any(_is_binary(kind.field(number).type) for number in range(kind.num_fields))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_binary(kind.value_type)
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+
+
+def needed(module: str) -> Any:
+    """Return a module that the environment may lack. Raises Refused."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        name = module.partition(".")[0]
+        text = f"SOURCE: {name} is not installed, which reads Parquet and Arrow files and Hugging Face data sets"
+        raise Refused(f"{text}. Run: pip install --no-deps -r requirements-tables.lock") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CSV files and JSON lines
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lines(Table):
+    """Some rows of a CSV file or of JSON lines.
+
+    path: of the table on this machine; one in a store was copied.
+    folder: where relative paths of images begin.
+    start, end: of the rows, bytes of the file.
+    first: number of the first row.
+    header: the columns of a CSV file; None: JSON lines.
+    """
+
+    path: Path
+    folder: str
+    name: str
+    digest: str
+    start: int
+    end: int
+    first: int
+    header: tuple[str, ...] | None
+    delimiter: str = ","
+
+    @property
+    def file_name(self) -> str:
+        return self.path.name
+
+    def known_by(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.end - self.start, "digest": self.digest}
+
+    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+        files = ImageFiles(self.folder)
+        with damage_told(str(self.path)), open(self.path, "rb") as file:
+            file.seek(self.start)
+            lines = _lines(file, self.end - self.start)
+            if self.header is None:
+                yield from self.named_rows(
+                    (_json_row(line) for line in lines if line.strip()), taken, files, self.first
+                )
+            else:
+                check_columns(self.header, taken)
+                rows = csv.reader(map(_decoded, lines), delimiter=self.delimiter)
+                named = (self._csv_row(row) for row in rows if row)
+                yield from self.named_rows(named, taken, files, self.first)
+
+    def _csv_row(self, row: Sequence[str]) -> tuple[dict[str, Any], str | None]:
+        assert self.header is not None
+        if len(row) != len(self.header):
+            return {}, "row has another number of columns than the first line"
+        return dict(zip(self.header, row, strict=True)), None
+
+
+def cut(path: Path, folder: str) -> list[Lines]:
+    """Cut a CSV file or JSON lines into parts.
+
+    Args:
+        path: of the table on this machine.
+        folder: where relative paths of images begin: a folder, or an address in a store.
+
+    Raises:
+        ValueError: its first line is not what such a file begins with.
+        OSError: it cannot be read.
+    """
+    is_csv = path.suffix in CSV
+    with open(path, "rb") as file:
+        header, delimiter = _header(file, path) if is_csv else (None, ",")
+        if not is_csv and file.peek(1).lstrip()[:1] == b"[":
+            lines = f"jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
+            raise ValueError(f"SOURCE: {path} is one JSON array. Possible: JSON lines, an object a line. Run: {lines}")
+        marked = MarkedLines(file, f"{header}{delimiter}")
+        rows = csv.reader(map(_decoded, marked), delimiter=delimiter) if is_csv else marked
+        cuts, first, num_rows, is_whole = [], 0, 0, False
+        with contextlib.suppress(csv.Error, SourceError):  # told when that part is read
+            for row in rows:
+                num_rows += bool(row if is_csv else row.strip())
+                if num_rows == ROWS_PER_PART:
+                    cuts.append((first, *marked.take()))
+                    first, num_rows = first + num_rows, 0
+            is_whole = True
+        if num_rows or not is_whole or not cuts:
+            start, end, digest = marked.take()
+            cuts.append((first, start, end if is_whole else path.stat().st_size, digest))
+    made = []
+    for number, (first, start, end, digest) in enumerate(cuts):
+        name = path.name if len(cuts) == 1 else f"{path.name}, part {number + 1} of {len(cuts)}"
+        made.append(Lines(path, folder, name, digest, start, end, first, header, delimiter))
+    return made
+
+
+class MarkedLines:
+    """The lines of a file, with where the last ones began, and their digest.
+
+    Args:
+        salt: what else the digest depends on.
+    """
+
+    def __init__(self, file: BinaryIO, salt: str):
+        self._file, self._salt = file, salt
+        self._start = self._at = file.tell()
+        self._digest = xxhash.xxh3_64(salt.encode())
+
+    def __iter__(self) -> Iterator[bytes]:
+        for line in _lines(self._file):
+            self._at += len(line)
+            self._digest.update(line)
+            yield line
+
+    def take(self) -> tuple[int, int, str]:
+        """Return (start, end, digest) of the lines since the last call."""
+        taken = self._start, self._at, self._digest.hexdigest()
+        self._start, self._digest = self._at, xxhash.xxh3_64(self._salt.encode())
+        return taken
+
+
+def _lines(file: BinaryIO, num_bytes: int | None = None) -> Iterator[bytes]:
+    """Yield the lines of the next bytes. Raises SourceError: one has no end."""
+    while (num_bytes is None or num_bytes > 0) and (line := file.readline(MAX_LINE_BYTES)):
+        if len(line) == MAX_LINE_BYTES:
+            raise SourceError(f"has a line of more than {MAX_LINE_BYTES // 2**20} MiB")
+        num_bytes = None if num_bytes is None else num_bytes - len(line)
+        yield line
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode("utf-8", "surrogateescape")  # told of the value that it stands in
+
+
+def _header(file: BinaryIO, path: Path) -> tuple[tuple[str, ...], str]:
+    """Read the first line of a CSV file: its columns, and its delimiter, which is the one that stands there most often."""
+    line = file.readline(MAX_LINE_BYTES)
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        again = f"iconv -f LATIN1 -t UTF-8 {path} > NEW.csv, with the name of its encoding"
+        raise ValueError(f"SOURCE: {path} is not UTF-8 in its first line. Possible: UTF-8. Run: {again}") from error
+    delimiter = max(DELIMITERS, key=text.count)
+    header = tuple(next(csv.reader([text], delimiter=delimiter), ()))
+    if twice := [name for name in header if name and header.count(name) > 1]:
+        raise ValueError(f"SOURCE: {path} has two columns {twice[0]}. Give them different names in its first line.")
+    return header, delimiter
+
+
+def _json_row(line: bytes) -> tuple[dict[str, Any], str | None]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return {}, "row is not UTF-8"
+    except (ValueError, RecursionError):
+        return {}, "row is not JSON"
+    return (row, None) if isinstance(row, dict) else ({}, "row is not a JSON object")
