@@ -68,13 +68,22 @@ from training import microbatch, speed, warm_start
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
-from training.eval_callbacks import build_evaluation, build_mlperf_log, build_scorer, draw_evaluations, outcome_of
+from training.eval_callbacks import (
+    Pause,
+    build_evaluation,
+    build_mlperf_log,
+    build_scorer,
+    draw_evaluations,
+    outcome_of,
+)
 from training.loggers import WandbMode, build_loggers, wandb_mode
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.samples import build_samples
 from training.trainer import NonBlockingTrainer
+from training.validation import build_validation, check_apart
 from weights.tensors import fingerprint
 from zoo import mlperf
 
@@ -133,9 +142,11 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         )
         record.start(run.progress.batch, images=run.progress.images, began=began, lost=run.lost)
         run.say(record.num_starts)
-        evaluation = build_evaluation(
-            config, networks.scorer, model, throughput, record, networks.graphs, checkpointer, average
-        )
+        measured = None if config.eval.weights == "training" else average
+        pause = Pause(throughput, record, networks.graphs, checkpointer, measured)
+        validation = build_validation(config, model, networks.held_out, networks.stage, pause)
+        samples = build_samples(config, model, pause)
+        evaluation = build_evaluation(config, networks.scorer, model, pause)
         target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
         mlperf_log = build_mlperf_log(config, networks.stage, record)
         callbacks = in_order(
@@ -146,6 +157,8 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             throughput=throughput,
             record=record,
             checkpointer=checkpointer,
+            validation=validation,
+            samples=samples,
             evaluation=evaluation,
             target=target,
             mlperf_log=mlperf_log,
@@ -159,15 +172,16 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     with record.clocked():
         if not (is_over or target.reached):
             fit(trainer, config, checkpointer, mlperf_log)
-        elif evaluation and not target.reached:  # it was stopped between its last checkpoint and its summary
+        elif not target.reached:  # it was stopped between its last checkpoint and its summary
             checkpointer.fit_start(trainer.state, trainer.logger)  # a signal is heard here too
-            evaluation.catch_up(trainer.state, trainer.logger)
+            for missed in filter(None, (validation, samples, evaluation)):
+                missed.catch_up(trainer.state, trainer.logger)
     end(trainer, loader, mlperf_log, target)
 
     # Summary: the figures of all starts, and what evaluation came to.
     is_early = trainer.state.timestamp.batch.value < learning.num_batches
     record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
-    result = record.finish(outcome_of(config, target))
+    result = record.finish(outcome_of(config, target, record))
     draw_evaluations(config, record)
     run.release()
     return result
@@ -185,6 +199,8 @@ class Networks:
     graphs: speed.GraphCounter
     stage: Stage | None
     """None: synthetic data."""
+    held_out: Stage | None
+    """None: no validation."""
     identity: dict[str, Any]
     """What has to be the same in a checkpoint of this run."""
 
@@ -199,7 +215,11 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     cost = cost_of(config)
     model = build(config)
     stage = None if config.data.synthetic else read_stage(config.data.location)
-    check_encoders(stage, model.encoders.fingerprints)
+    held_out = read_stage(config.validation.remote) if config.validation.remote else None
+    for read in filter(None, (stage, held_out)):
+        check_encoders(read, model.encoders.fingerprints)
+    if stage is not None and held_out is not None:
+        check_apart(held_out, stage)
     identity = run.verify(config, stage, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     model.place(device._device, config.precision)
     speed.apply(model, config, config.precision)
@@ -212,7 +232,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     scorer = build_scorer(config, run.folder)
     if scorer is not None:
         run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
-    return Networks(config, model, scorer, cost, speed.GraphCounter(config.compile != "off"), stage, identity)
+    return Networks(config, model, scorer, cost, speed.GraphCounter(config.compile != "off"), stage, held_out, identity)
 
 
 def build_batches(

@@ -336,10 +336,30 @@ class SyntheticBatches:
             yield dict(self.batch)
 
 
-def _open_stream(
-    config: DataConfig, family: Family, size: ImageSize, arguments: Mapping[str, Any]
+def open_stage(
+    config: DataConfig,
+    family: Family,
+    *,
+    size: ImageSize,
+    device_batch_size: int,
+    seed: int,
+    index_sha256: str,
 ) -> MomentsStream | StreamingLAIONDataset:
-    """Remove what ended runs have left in shared memory, then open the stage's stream."""
+    """Remove what ended runs have left in shared memory, then open a stage. All ranks call it. Arguments: as `build_data`."""
+    remote, local = config.folders
+    arguments = {
+        "remote": remote,
+        "local": local,
+        "patience_sec": config.patience_sec,
+        "index_sha256": index_sha256,
+        "predownload": 8 * device_batch_size,
+        "cache_limit": config.cache_limit,
+        "batch_size": device_batch_size,
+        "num_canonical_nodes": config.num_canonical_nodes,
+        "shuffle": config.shuffle,
+        "shuffle_seed": seed,
+        **ORDER,
+    }
     columns = family.columns("moments", size).items()
     kinds = {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns}
     with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
@@ -382,20 +402,14 @@ def build_data(
     remote, local = config.folders
     if remote is not None and is_remote(remote) and local == own_folder(remote):
         log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
-    arguments = {
-        "remote": remote,
-        "local": local,
-        "patience_sec": config.patience_sec,
-        "index_sha256": index_sha256 or read_stage(config.location).index_sha256,
-        "predownload": 8 * device_batch_size,
-        "cache_limit": config.cache_limit,
-        "batch_size": device_batch_size,
-        "num_canonical_nodes": config.num_canonical_nodes,
-        "shuffle": config.shuffle,
-        "shuffle_seed": seed,
-        **ORDER,
-    }
-    dataset = _open_stream(config, family, size, arguments)
+    dataset = open_stage(
+        config,
+        family,
+        size=size,
+        device_batch_size=device_batch_size,
+        seed=seed,
+        index_sha256=index_sha256 or read_stage(config.location).index_sha256,
+    )
     loader = Loader(
         dataset,
         all_ready=all_ready,

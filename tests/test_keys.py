@@ -76,7 +76,10 @@ def test_the_list_of_a_stage_in_a_store_is_fetched_once_and_compared(miniature, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     list_of = (miniature.moments / KEYS_FILE).read_bytes()
-    stage, known = replace(read_stage(str(miniature.moments)), location="s3://easel/keys"), np.frombuffer(list_of, "<u8")
+    stage, known = (
+        replace(read_stage(str(miniature.moments)), location="s3://easel/keys"),
+        np.frombuffer(list_of, "<u8"),
+    )
     with pytest.raises(ValueError, match="keys.u64"):
         are_in(stage, known, str(tmp_path / "cache"))
     client.put_object(Bucket="easel", Key=f"keys/{KEYS_FILE}", Body=list_of)
