@@ -144,6 +144,29 @@ def test_images_give_nearly_what_their_moments_do(validator_of):
     assert one == pytest.approx(two, rel=1e-3)
 
 
+def test_a_sample_that_cannot_be_used_is_said_once_and_counted(validator_of, caplog):
+    validator, good = validator_of(20, 8), validator_of(20, 8).measure()
+    stored = validator.dataset._rows
+
+    def damaged(shard_id, rows, retry=7):
+        found = stored(shard_id, rows, retry)
+        for row, columns in zip(rows, found, strict=True):
+            if shard_id == row == 0:
+                columns["moments"] = memoryview(
+                    np.full_like(np.frombuffer(columns["moments"], np.float16), np.nan).tobytes()
+                )
+        return found
+
+    validator.dataset._rows = damaged
+    one, two = validator.measure(), validator.measure()
+    assert one["val_loss"] == two["val_loss"] != good["val_loss"] and (one["bad_samples"], good["bad_samples"]) == (
+        1,
+        0,
+    )
+    why = "moments are not finite. The next good one of its shard takes its place."
+    assert [r.message for r in caplog.records] == [f"validation: sample 0 (000000000) cannot be used: {why}"]
+
+
 # --- in a run ---
 
 
@@ -184,6 +207,8 @@ def test_a_run_shows_losses_and_grids_in_tensorboard_and_its_training_is_that_of
     assert "val_loss" not in json.loads((tmp_path / "plain" / "summary.json").read_text())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
 def test_a_resumed_run_does_no_point_again_and_has_the_same_losses(words_of, whole, tmp_path):
     """It goes on from its third batch: the point of the second is kept, the one of the fourth is done anew."""
     shutil.copytree(whole / "whole", tmp_path / "again")
@@ -198,6 +223,8 @@ def test_a_resumed_run_does_no_point_again_and_has_the_same_losses(words_of, who
     assert grid.stat().st_mtime_ns == drawn
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
 def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_measures_it(
     words_of, whole, tmp_path, monkeypatch, capsys
 ):
@@ -225,6 +252,8 @@ def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_measures_it(
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
 def test_a_grid_has_the_images_that_an_evaluation_would_have_drawn(miniature, tmp_path):
     scored = ["max_duration=2ba", "eval.every_images=16", "eval.batch_size=8", "eval.num_prompts=8", "eval.clip=null"]
     assert benchmark.main(miniature.small(tmp_path, "scored", *scored, "eval.when=in_training")) == 0
@@ -265,6 +294,8 @@ def refused(capsys, *words: str) -> list[str]:
 OTHERS = "Give a stage of other samples: a loss on what was trained on says nothing of what was not."
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
 def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path, capsys, tmp_path_factory):
     training = miniature.moments
     assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={training}")) == [
@@ -297,6 +328,7 @@ def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path
     assert benchmark.main(first) == 0  # of its others alone
 
 
+@pytest.mark.timeout(60, func_only=True)
 def test_where_the_training_stage_has_no_keys_a_line_says_so(words_of, miniature, tmp_path, capsys):
     shutil.copytree(miniature.moments, tmp_path / "old")
     path = tmp_path / "old/dataset.json"
@@ -343,6 +375,8 @@ def test_keys_that_do_not_go_together_are_refused_all_at_once(words_of, miniatur
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
 def test_a_stage_made_for_another_run_is_refused(words_of, held_out, tmp_path, capsys):
     own = ["model.family=shapes", "image_size=16", "shard_size=16kb"]
     assert latents.main([str(held_out / "images"), str(tmp_path / "small"), *own]) == 0

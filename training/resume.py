@@ -118,7 +118,7 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
     summary |= found
-    return {key: rounded(summary[key]) for key in (*RESULT_KEYS, *TARGET_KEYS, VAL_LOSS) if key in summary}
+    return {key: rounded(summary[key]) for key in (*RESULT_KEYS, VAL_LOSS, *TARGET_KEYS) if key in summary}
 
 
 def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: RunConfig) -> tuple[dict[str, Any], str]:
@@ -381,7 +381,9 @@ def open_run(config: RunConfig) -> RunState:
                 raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
             raise
 
-    of_cache = _missing(Path(data.local)) if data.remote and data.local and not data.synthetic else []
+    caches = [data] if not config.validation.is_given else [data, config.validation.source(data, data.stage)]
+    given = [Path(each.local) for each in caches if each.remote and each.local and not data.synthetic]
+    of_cache = [path for local in given for path in _missing(local)]
     newest, made = ranks.on_rank_zero(find)
     made = [*made, *(path for path in of_cache if path not in made)]
     state = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)

@@ -265,7 +265,10 @@ def build_validation(
     chunk = min(config.device_train_microbatch_size, MAX_CHUNK)
     num = min(given.num_samples, held_out.num_samples)
     ways = dict(size=config.size, device_batch_size=chunk, seed=0, index_sha256=held_out.index_sha256)
-    dataset = open_stage(given.source(config.data, held_out.kind), model.family, **ways)
+    source = given.source(config.data, held_out.kind)
+    if given.local is None and source.local is not None:
+        log.info(f"validation.local: not given: the shards of {printable(source.remote)} are kept in {source.local}")
+    dataset = open_stage(source, model.family, **ways)
     ranks.on_rank_zero(lambda: check_samples(dataset, num, trained, config.data.local))
     validator = Validator(model, dataset, num_samples=num, chunk=chunk, signal=lambda: pause.checkpointer.signal)
 
