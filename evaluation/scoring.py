@@ -304,9 +304,8 @@ class Scorer:
         with self.meter.on(model.device):
             self.work = work = self._begin(model, guidance, began)
             mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
-            chunks = list(chunks_of([self.prompt_set.prompts[place] for place in mine], self.batch_size))[
-                work.num_done :
-            ]
+            prompts = [self.prompt_set.prompts[place] for place in mine]
+            chunks = list(chunks_of(prompts, self.batch_size))[work.num_done :]
             hearing = Hearing(self.signal, len(chunks))
             with contextlib.suppress(Heard):
                 for chunk in self._said(chunks, work.num_done):

@@ -4,9 +4,9 @@
     sample n -> its time and noise, see `fixed_draws` -> model -> mean squared error, unweighted, no caption dropped
     errors of all samples, float64 (N,) ---> all-reduced -> mean, and a mean for each tenth of the times (a bin)
 
-So a run's losses differ by its weights alone: their noise is not that of drawing, and they do not depend on seed, ranks or
-resumes. The size of a chunk, which the microbatch sets, changes the last bits of a float32. Losses of two runs compare where
-stage, number of samples, prediction and schedule are alike.
+So the losses of a run differ by its weights alone. Seed, ranks and resumes do not change them; the size of a chunk, which the
+microbatch sets, changes the last bits of a float32. Losses of two runs compare where stage, number of samples, prediction and
+schedule are alike.
 """
 
 from __future__ import annotations
@@ -115,18 +115,18 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
 # --- what is validated ---
 
 
+OTHERS = "Give a stage of other samples: a loss on what was trained on says nothing of what was not."
+
+
 def check_apart(held_out: Stage, trained: Stage) -> None:
     """See that two stages are not one, and have no shard in common. Raises ValueError: they have; names some."""
     where = f"validation.remote: {held_out.location}"
     if held_out.index_sha256 == trained.index_sha256:
         raise ValueError(f"{where} is the stage that is trained on: its index.json is the same. {OTHERS}")
-    known = {(num_bytes, digest) for _, num_bytes, digest in trained.files}
-    if both := sorted(name for name, *content in held_out.files if tuple(content) in known):
+    known = {digest for _, _, digest in trained.files if digest}
+    if both := sorted(name for name, _, digest in held_out.files if digest in known):
         given = f"{len(both):,} of its {len(held_out.files):,} shards are trained on too"
         raise ValueError(f"{where}: {given} ({trained.location}): {_some(both)}. {OTHERS}")
-
-
-OTHERS = "Give a stage of other samples: a loss on what was trained on says nothing of what was not."
 
 
 def _some(names: Sequence[str]) -> str:
@@ -143,15 +143,15 @@ def check_samples(held_out: BatchStream, num: int, trained: Stage, folder: str |
     Raises:
         ValueError: some are; says how many, and names some.
     """
-    columns = held_out.shards[0].column_names
-    samples = [held_out[number] for number in range(num)] if "key" in columns else []
-    found = are_in(trained, np.array([key_digest(sample) for sample in samples], np.uint64), folder)
-    if not samples or found is None:
-        lacks = f"{trained.location} has no keys.u64" if samples else "the held-out stage has no column key"
+    has_keys = "key" in held_out.shards[0].column_names
+    of_keys = [(str(one["key"]), key_digest(one)) for one in map(held_out.__getitem__, range(num if has_keys else 0))]
+    found = are_in(trained, np.array([digest for _, digest in of_keys], np.uint64), folder)
+    if found is None or not has_keys:
+        lacks = f"{trained.location} has no keys.u64" if has_keys else "the held-out stage has no column key"
         again = "A stage that prepare.shards or prepare.latents of this version makes has both"
         log.info(f"validation: {lacks}: whether its samples are trained on cannot be checked. {again}.")
     elif found.any():
-        keys = [str(sample["key"]) for sample, is_in in zip(samples, found, strict=True) if is_in]
+        keys = [key for (key, _), is_in in zip(of_keys, found, strict=True) if is_in]
         given = f"{len(keys):,} of {num:,} samples are trained on too ({trained.location}): {_some(keys)}"
         raise ValueError(f"validation.remote: {given}. {OTHERS}")
 
