@@ -83,7 +83,7 @@ from training.run_callbacks import build_profile, build_record, build_throughput
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from training.samples import build_samples
 from training.trainer import NonBlockingTrainer
-from training.validation import build_validation, check_apart
+from training.validation import build_validation, open_held_out
 from weights.tensors import fingerprint
 from zoo import mlperf
 
@@ -124,6 +124,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             resume_from=run.checkpoint,
         )
         data = build_batches(config, networks, device, run.progress, checkpointer.all_ready)
+        held_out = open_held_out(config, model.family, networks.held_out, networks.stage)
 
         # Optimizer: with schedule and EMA, brought to where the run stands.
         learning = build_learning(config, model, average, run, epoch_batches=len(data.dataloader))
@@ -144,7 +145,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         run.say(record.num_starts)
         measured = None if config.eval.weights == "training" else average
         pause = Pause(throughput, record, networks.graphs, checkpointer, measured)
-        validation = build_validation(config, model, networks.held_out, networks.stage, pause)
+        validation = build_validation(config, model, held_out, networks.held_out, pause)
         samples = build_samples(config, model, pause)
         evaluation = build_evaluation(config, networks.scorer, model, pause)
         target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
@@ -218,8 +219,6 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     held_out = read_stage(config.validation.remote) if config.validation.remote else None
     for read in filter(None, (stage, held_out)):
         check_encoders(read, model.encoders.fingerprints)
-    if stage is not None and held_out is not None:
-        check_apart(held_out, stage)
     identity = run.verify(config, stage, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     model.place(device._device, config.precision)
     speed.apply(model, config, config.precision)

@@ -322,6 +322,9 @@ def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path
     first = words_of(tmp_path, "first", f"validation.remote={tmp_path / 'both'}", "validation.num_samples=30")
     assert not (tmp_path / "x").exists()
     assert benchmark.main(first) == 0  # of its others alone
+    starts = (tmp_path / "first/starts.jsonl").read_bytes()
+    refused(capsys, *first, "max_duration=8ba", f"validation.remote={training}")
+    assert (tmp_path / "first/starts.jsonl").read_bytes() == starts
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from stages.dataset import Stage, read_stage
 from stages.keys import are_in, key_digest
 from stages.stream import BatchStream
 from zoo.sampling import prompt_generator
+from zoo.spec import Family
 
 if TYPE_CHECKING:
     from training.eval_callbacks import Pause
@@ -248,29 +249,47 @@ class Validator:
         return errors[: len(places)].double().cpu()
 
 
-def build_validation(
-    config: RunConfig, model: LatentDiffusion, held_out: Stage | None, trained: Stage | None, pause: Pause
-) -> AtPoints | None:
-    """Open the held-out stage, see that it is one, and build the callback; None if there is none. All ranks call it.
+def open_held_out(
+    config: RunConfig, family: Family, held_out: Stage | None, trained: Stage | None
+) -> BatchStream | None:
+    """Open the held-out stage, if there is one, and see that it is one. All ranks call it.
 
     Raises:
-        ConfigError: some of its samples are trained on.
+        ConfigError, ValueError: some of it is trained on.
         StreamFailure: it cannot be fetched.
     """
     if held_out is None:
         return None
-    given, record = config.validation, pause.record
-    assert trained is not None and given.every_images is not None
-    assert isinstance(config.device_train_microbatch_size, int)
-    chunk = min(config.device_train_microbatch_size, MAX_CHUNK)
-    num = min(given.num_samples, held_out.num_samples)
-    ways = dict(size=config.size, device_batch_size=chunk, seed=0, index_sha256=held_out.index_sha256)
-    source = given.source(config.data, held_out.kind)
-    if given.local is None and source.local is not None:
-        log.info(f"validation.local: not given: the shards of {printable(source.remote)} are kept in {source.local}")
-    dataset = open_stage(source, model.family, **ways)
+    assert trained is not None
+    check_apart(held_out, trained)
+    source = config.validation.source(config.data, held_out.kind)
+    if config.validation.local is None and source.local is not None:
+        log.info(
+            f"validation.local: not given: the shards of {printable(held_out.location)} are kept in {source.local}"
+        )
+    ways = dict(
+        size=config.size, device_batch_size=1, seed=0, index_sha256=held_out.index_sha256
+    )  # no batch of its own
+    dataset, num = open_stage(source, family, **ways), min(config.validation.num_samples, held_out.num_samples)
     ranks.on_rank_zero(lambda: check_samples(dataset, num, trained, config.data.local))
-    validator = Validator(model, dataset, num_samples=num, chunk=chunk, signal=lambda: pause.checkpointer.signal)
+    return dataset
+
+
+def build_validation(
+    config: RunConfig, model: LatentDiffusion, dataset: BatchStream | None, held_out: Stage | None, pause: Pause
+) -> AtPoints | None:
+    """Build the callback that validates; None if nothing is held out."""
+    if dataset is None or held_out is None:
+        return None
+    given, record = config.validation, pause.record
+    assert isinstance(config.device_train_microbatch_size, int)
+    validator = Validator(
+        model,
+        dataset,
+        num_samples=min(given.num_samples, held_out.num_samples),
+        chunk=min(config.device_train_microbatch_size, MAX_CHUNK),
+        signal=lambda: pause.checkpointer.signal,
+    )
 
     def keep(where: dict[str, Any], found: dict[str, Any], logger: Logger) -> None:
         record.add_validation({**where, **found, "stage_sha256": held_out.index_sha256}, logger)
