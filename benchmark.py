@@ -63,20 +63,29 @@ from preflight.run import (
 )
 from record.config_file import found_batch_size, say_what_is_later
 from record.summary import result_line
-from stages.dataset import Stage
+from stages.dataset import Stage, read_stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
 from training import microbatch, speed, warm_start
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
-from training.eval_callbacks import build_evaluation, build_mlperf_log, build_scorer, draw_evaluations, outcome_of
+from training.eval_callbacks import (
+    Pause,
+    build_evaluation,
+    build_mlperf_log,
+    build_scorer,
+    draw_evaluations,
+    outcome_of,
+)
 from training.loggers import WandbMode, build_loggers, wandb_mode
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.samples import build_samples
 from training.trainer import NonBlockingTrainer
+from training.validation import build_validation, open_held_out
 from weights.tensors import fingerprint
 from zoo import mlperf
 
@@ -117,6 +126,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             resume_from=run.checkpoint,
         )
         data = build_batches(config, networks, device, run.progress, checkpointer.all_ready)
+        held_out = open_held_out(config, model.family, networks.held_out, networks.stages)
 
         # Optimizer: with schedule and EMA, brought to where the run stands.
         learning = build_learning(config, model, average, run, epoch_batches=len(data.dataloader))
@@ -136,9 +146,11 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         )
         record.start(run.progress.batch, images=run.progress.images, began=began, lost=run.lost)
         run.say(record.num_starts)
-        evaluation = build_evaluation(
-            config, networks.scorer, model, throughput, record, networks.graphs, checkpointer, average
-        )
+        measured = None if config.eval.weights == "training" else average
+        pause = Pause(throughput, record, networks.graphs, checkpointer, measured)
+        validation = build_validation(config, model, held_out, networks.held_out, pause)
+        samples = build_samples(config, model, pause)
+        evaluation = build_evaluation(config, networks.scorer, model, pause)
         target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
         mlperf_log = build_mlperf_log(config, networks.stages, record)
         callbacks = in_order(
@@ -149,6 +161,8 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             throughput=throughput,
             record=record,
             checkpointer=checkpointer,
+            validation=validation,
+            samples=samples,
             evaluation=evaluation,
             target=target,
             mlperf_log=mlperf_log,
@@ -162,15 +176,16 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     with record.clocked():
         if not (is_over or target.reached):
             fit(trainer, config, checkpointer, mlperf_log)
-        elif evaluation and not target.reached:  # it was stopped between its last checkpoint and its summary
+        elif not target.reached:  # it was stopped between its last checkpoint and its summary
             checkpointer.fit_start(trainer.state, trainer.logger)  # a signal is heard here too
-            evaluation.catch_up(trainer.state, trainer.logger)
+            for missed in filter(None, (validation, samples, evaluation)):
+                missed.catch_up(trainer.state, trainer.logger)
     end(trainer, loader, mlperf_log, target)
 
     # Summary: the figures of all starts, and what evaluation came to.
     is_early = trainer.state.timestamp.batch.value < learning.num_batches
     record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
-    result = record.finish(outcome_of(config, target))
+    result = record.finish(outcome_of(config, target, record))
     draw_evaluations(config, record)
     run.release()
     return result
@@ -190,6 +205,8 @@ class Networks:
     """None for synthetic data."""
     sizes: list[ImageSize] | None
     """(width, height) of the batches' images, where there are several (buckets)."""
+    held_out: Stage | None
+    """None: no validation."""
     identity: dict[str, Any]
     """What has to be the same in a checkpoint of this run."""
 
@@ -204,8 +221,9 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     cost = cost_of(config)
     model = build(config)
     stages = config.data.read()
+    held_out = read_stage(config.validation.remote) if config.validation.remote else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
-    check_encoders(stages, model.encoders.fingerprints)
+    check_encoders([*stages, *filter(None, [held_out])], model.encoders.fingerprints)
     identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     model.place(device._device, config.precision)
     speed.apply(model, config, config.precision, num_sizes=len(sizes or [1]))
@@ -219,7 +237,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     if scorer is not None:
         run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
     graphs = speed.GraphCounter(config.compile != "off")
-    return Networks(config, model, scorer, cost, graphs, stages, sizes, identity)
+    return Networks(config, model, scorer, cost, graphs, stages, sizes, held_out, identity)
 
 
 def build_batches(

@@ -309,10 +309,28 @@ def _adopted(stage: Stage, caption: str | None, cache: str | None) -> AdoptedSet
     return AdoptedSet(columns, kept_digests(stage.index_sha256, cache or beside))
 
 
-def _open_stream(
-    config: DataConfig, family: Family, given: Sequence[Opened], arguments: Mapping[str, Any]
+def open_stages(
+    config: DataConfig, family: Family, given: Sequence[Opened], *, device_batch_size: int, seed: int
 ) -> BatchStream:
-    """Remove what ended runs have left in shared memory, then open the stages' streams."""
+    """Remove what ended runs have left in shared memory, then open the stages' streams. All ranks call it.
+
+    Args:
+        given: see `stages.mixture.opened`.
+        device_batch_size, seed: as of `build_data`.
+    """
+    sizes = buckets_of(given)
+    arguments = {
+        "streams": [_stream(one, config.patience_sec) for one in given],
+        "sources": [one.source for one in given] if len(config.sources) > 1 else None,
+        "buckets": None if sizes is None else [sizes.index(one.size) for one in given],
+        "predownload": 8 * device_batch_size,
+        "cache_limit": config.cache_limit,
+        "batch_size": device_batch_size,
+        "num_canonical_nodes": config.num_canonical_nodes,
+        "shuffle": config.shuffle,
+        "shuffle_seed": seed,
+        **ORDER,
+    }
     kinds = [
         {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns.items()}
         for columns in (config.columns(family, one.size) for one in given)
@@ -373,21 +391,8 @@ def build_data(
     if config.synthetic:
         return DataSpec(SyntheticBatches(config.columns(family, size), device_batch_size, device, seed))
     given = opened(config.sources, stages or config.read(), size)
-    sizes = buckets_of(given)
     _say(config, given, device_batch_size * dist.get_world_size())
-    arguments = {
-        "streams": [_stream(one, config.patience_sec) for one in given],
-        "sources": [one.source for one in given] if len(config.sources) > 1 else None,
-        "buckets": None if sizes is None else [sizes.index(one.size) for one in given],
-        "predownload": 8 * device_batch_size,
-        "cache_limit": config.cache_limit,
-        "batch_size": device_batch_size,
-        "num_canonical_nodes": config.num_canonical_nodes,
-        "shuffle": config.shuffle,
-        "shuffle_seed": seed,
-        **ORDER,
-    }
-    dataset = _open_stream(config, family, given, arguments)
+    dataset = open_stages(config, family, given, device_batch_size=device_batch_size, seed=seed)
     loader = Loader(
         dataset,
         all_ready=all_ready,

@@ -103,7 +103,8 @@ EFFECTIVE: dict[Kind, tuple[str, ...]] = {
 }
 
 
-UNREAD = ("run_name", "run_folder", "data.remote", "data.local", "data.facts", "model.denoiser", "loggers.", "mlperf.")
+UNREAD = ("run_name", "run_folder", "data.remote", "data.local", "data.facts", "data.streams", "model.denoiser")
+UNREAD += ("validation.", "loggers.", "mlperf.")
 """Of a run's files: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
 DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "loggers.debug"}

@@ -260,10 +260,14 @@ class LatentDiffusion(ComposerModel):
         # Each replay overwrites the output of the one before, which a sampler may still use.
         return prediction.clone() if self.replays_graphs else prediction
 
+    def errors(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        """Return each sample's mean squared error without its weight, (B,) float32."""
+        error = F.mse_loss(outputs["prediction"].float(), outputs["target"].float(), reduction="none")
+        return error.flatten(1).mean(dim=1)
+
     def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted mean squared error, a float32 scalar."""
-        error = F.mse_loss(outputs["prediction"].float(), outputs["target"].float(), reduction="none")
-        losses = outputs["weight"] * error.flatten(1).mean(dim=1)  # (B,)
+        losses = outputs["weight"] * self.errors(outputs)  # (B,)
         if self.on_losses is not None:
             self.on_losses(losses.detach(), batch)
         return losses.mean()

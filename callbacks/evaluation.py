@@ -1,14 +1,15 @@
-"""Evaluates a run during training, at fixed intervals, with training's clock stopped.
+"""Does something at fixed intervals of a training, with training's clock stopped: evaluation, validation, sample grids.
 
-An evaluation point is a batch's end at a multiple of `every_images`, after that batch's checkpoints. If a run was stopped
-between a point's checkpoint and its evaluation, it evaluates first when it resumes. So every point is evaluated once.
+A point is a batch's end at a multiple of `every_images`, after that batch's checkpoints; with `from_start` also the time
+before the first batch. If a run was stopped between a point's checkpoint and its work, it does that first when it resumes. So
+every point is done once.
 
-An evaluation line's `seconds` is the training time up to it, since the run's first start, without evaluations. Composer's
+A line's `seconds` is the training time up to it, since the run's first start, without such work. Composer's
 clock keeps running in callbacks and adds that time to the next batch. We subtract it there from the clock itself. Since
 checkpoints save that clock, nothing else has to be saved for resumes or for starts without evaluation.
 
-A signal can also stop an evaluation. Its sums so far are saved, and the next start resumes from them
-(evaluation/scoring.py).
+A signal can also stop it. An evaluation's sums so far are saved, and the next start resumes from them
+(evaluation/scoring.py); the others begin again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from composer import Callback, Logger, State
 
@@ -27,35 +28,40 @@ if TYPE_CHECKING:
     from ema import EMA
 
 Line = dict[str, Any]
+Found = TypeVar("Found")
 
 
-class Evaluation(Callback):
-    """Scores the model at each evaluation point and passes the line to the record.
+class AtPoints(Callback, Generic[Found]):
+    """Measures at each point, and passes on what it has found.
 
     Args:
-        score: returns the model's metrics and settings; called on all ranks.
+        measure: called on all ranks, with the EMA weights in place if they are wanted.
+        keep: called with the point (batch, images, seconds, weights), what was found, and the logger.
         every_images: a multiple of the global batch size.
-        average: evaluate these EMA weights once they exist; None: the training weights.
+        from_start: the time before the first batch is a point too.
+        average: use these EMA weights once they exist; None: the training weights.
         clock: context in which the evaluation clock runs instead of training's.
-        earlier: evaluations of this run so far.
-        keep: called with each new evaluation.
-        stop: ends the run after a signal has stopped an evaluation; called on all ranks, with the training weights restored.
+        is_done: says whether the point of this batch was done by an earlier start.
+        stop: ends the run after a signal has stopped a measurement; called on all ranks, with the training weights restored.
+        let_go: called when the run ends.
     """
 
     def __init__(
         self,
-        score: Callable[[], Line],
+        measure: Callable[[], Found],
+        keep: Callable[[Line, Found, Logger], None],
         *,
         every_images: int,
+        from_start: bool = False,
         average: EMA | None,
         clock: Callable[[], contextlib.AbstractContextManager],
-        earlier: Callable[[], Sequence[Line]],
-        keep: Callable[[Line, Logger], None],
+        is_done: Callable[[int], bool],
         stop: Callable[[State], None] = lambda state: None,
+        let_go: Callable[[], None] = lambda: None,
     ):
-        self.score, self.every_images, self.average = score, every_images, average
-        self.clock, self.earlier, self.keep, self.stop = clock, earlier, keep, stop
-        self._owed_sec = 0.0  # an evaluation's time, which Composer's clock will add to the next batch
+        self.measure, self.keep, self.every_images, self.from_start = measure, keep, every_images, from_start
+        self.average, self.clock, self.is_done, self.stop, self.let_go = average, clock, is_done, stop, let_go
+        self._owed_sec = 0.0  # what Composer's clock will add to the next batch
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.catch_up(state, logger)  # Composer's clock is not running yet
@@ -70,26 +76,56 @@ class Evaluation(Callback):
         state.timestamp = now.copy(total_wct=now.total_wct - owed, epoch_wct=now.epoch_wct - owed)
         self._owed_sec = 0.0
 
+    def close(self, state: State, logger: Logger) -> None:
+        self.let_go()
+
     def catch_up(self, state: State, logger: Logger) -> None:
-        """Evaluate if the run is at an evaluation point that has not been evaluated yet."""
+        """Measure if the run is at a point that is not done yet."""
         now, average = state.timestamp, self.average
-        is_point = now.sample.value > 0 and now.sample.value % self.every_images == 0
-        if not is_point or any(line["batch"] == now.batch.value for line in self.earlier()):
+        is_point = now.sample.value % self.every_images == 0 and (self.from_start or now.sample.value > 0)
+        if not is_point or self.is_done(now.batch.value):
             return
         try:
             with self.clock(), contextlib.nullcontext() if average is None else average.applied():
-                score = self.score()
+                found = self.measure()
         except Signalled:
             self.stop(state)
             raise
-        seconds = now.total_wct.total_seconds()
-        evaluations_sec = score["eval_sec"] + sum(line["eval_sec"] for line in self.earlier())
         where = {
             "batch": now.batch.value,
             "images": now.sample.value,
-            "seconds": seconds,
-            "seconds_with_eval": seconds + evaluations_sec,
+            "seconds": now.total_wct.total_seconds(),
             "weights": "ema" if average is not None and average.weights else "training",
-            "eval_weights": "training" if average is None else "ema",  # as configured: the EMA may begin later
         }
-        self.keep({**where, **score}, logger)
+        self.keep(where, found, logger)
+
+
+class Evaluation(AtPoints[Line]):
+    """Scores the model at each evaluation point and passes the line to the record.
+
+    Args:
+        score: returns the model's metrics and settings; called on all ranks.
+        earlier: evaluations of this run so far.
+        keep: called with each new evaluation.
+        how: as of AtPoints.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[], Line],
+        *,
+        earlier: Callable[[], Sequence[Line]],
+        keep: Callable[[Line, Logger], None],
+        **how: Any,
+    ):
+        def is_done(batch: int) -> bool:
+            return any(line["batch"] == batch for line in earlier())
+
+        def as_line(where: Line, score: Line, logger: Logger) -> None:
+            evaluations_sec = score["eval_sec"] + sum(line["eval_sec"] for line in earlier())
+            seconds_with_eval = where["seconds"] + evaluations_sec
+            # As configured: the EMA may begin later.
+            eval_weights = "training" if self.average is None else "ema"
+            keep({**where, "seconds_with_eval": seconds_with_eval, "eval_weights": eval_weights, **score}, logger)
+
+        super().__init__(score, as_line, is_done=is_done, **how)

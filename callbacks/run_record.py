@@ -7,7 +7,8 @@ RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration as the run was
                                        long it took, if its process was not killed
                    metrics.jsonl       one line per window: batch, images, loss (mean since the last edge), clocks, speed,
                                        samples and loss of each of several streams;
-                                       one per evaluation (evaluation: true): metrics, and what they depend on
+                                       one per evaluation (evaluation: true): metrics, and what they depend on;
+                                       one per validation (validation: true): loss on the held-out stage, by bins
                    metrics.cut.jsonl   lines that a resume removed: later batches, and unfinished windows
                    bad_samples.jsonl   number, key and reason of each unusable sample, if there are any
                    summary.json        flat: the result line's keys under the same names, device, versions, commit
@@ -32,7 +33,17 @@ from cli.files import write_json, write_whole
 from cli.log import log
 from record.config_file import ConfigFiles
 from record.environment import environment
-from record.files import BAD_SAMPLES, CUT, METRICS, STARTS, read_lines, remove_left_overs, run_id_of, seconds_of_starts
+from record.files import (
+    BAD_SAMPLES,
+    CUT,
+    METRICS,
+    STARTS,
+    is_window,
+    read_lines,
+    remove_left_overs,
+    run_id_of,
+    seconds_of_starts,
+)
 from record.summary import RESULT_KEYS, finite, rounded
 from record.writing import append_lines, as_lines
 
@@ -67,7 +78,7 @@ class RunRecord(Callback):
         samples: the loader, which counts this rank's unusable samples and knows the limit; None: synthetic data.
         how: other settings that affect speed (the keys of speed, the microbatch size); a resumed run may change them.
 
-    `evaluations`: those of this run so far, in order, the same on all ranks.
+    `evaluations`, `validations`: those of this run so far, in order, the same on all ranks.
     """
 
     saved_as = "RunRecord"  # in checkpoints
@@ -96,12 +107,13 @@ class RunRecord(Callback):
         self.num_starts = 0
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
         self.evaluations: list[dict[str, Any]] = []
+        self.validations: list[dict[str, Any]] = []
         self.loss: float | None = None
         self._batch = 0
         self._last_edge = 0
         self._num_lines = 0
         self._starts: list[dict[str, Any]] = []
-        self._begun_at = 0
+        self.begun_at = 0
         self._lr: float | None = None
         self._is_writer = dist.get_global_rank() == 0
 
@@ -118,7 +130,7 @@ class RunRecord(Callback):
             OSError: a file cannot be written.
         """
         self.environment = environment()
-        self._begun_at = batch
+        self.begun_at = batch
         if self._is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_left_overs(self.folder)
@@ -141,7 +153,8 @@ class RunRecord(Callback):
             lines = self._cut_back(lambda line: line["batch"] <= batch)
             self._num_lines = len(lines)
             self.evaluations = [line for line in lines if line.get("evaluation")]
-            kept = [line for line in lines if not line.get("evaluation")]
+            self.validations = [line for line in lines if line.get("validation")]
+            kept = [line for line in lines if is_window(line)]
             same = {e["start"] for e in earlier if self._has_speed_of(e)}
             self.throughput.windows = [line for line in kept if line.get("start") in same]
             self.loss = kept[-1]["loss"] if kept else None
@@ -150,10 +163,10 @@ class RunRecord(Callback):
                 write_whole(self.folder / BAD_SAMPLES, as_lines(bad))  # drops an unfinished line of a killed writer
             for line in bad:
                 self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
-        shared = [(self.all_bad_samples, self._last_edge, self.evaluations)]
+        shared = [(self.all_bad_samples, self._last_edge, self.evaluations, self.validations)]
         dist.broadcast_object_list(shared)
-        # All ranks need the same data to decide on the limit of unusable samples and on the target.
-        self.all_bad_samples, self._last_edge, self.evaluations = shared[0]
+        # All ranks need the same data to decide on the limit of unusable samples, on the target, and what is done.
+        self.all_bad_samples, self._last_edge, self.evaluations, self.validations = shared[0]
 
     @property
     def lost(self) -> list[str]:
@@ -253,14 +266,25 @@ class RunRecord(Callback):
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Record an evaluation; all ranks call it with the same line."""
-        seconds = {"start_sec": self.throughput.start_sec}
-        whole = {"schema": SCHEMA, "start": self.num_starts, **seconds, "evaluation": True, **line}
-        self.evaluations.append(whole)
+        self.evaluations.append(self._added({"evaluation": True, **line}))
+        figures = {key: line[key] for key in ("fid", "clip", "clip_x100", "eval_sec") if line.get(key) is not None}
+        logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
+
+    def add_validation(self, line: Mapping[str, Any], logger: Logger) -> None:
+        """Record a validation; all ranks call it with the same line."""
+        self.validations.append(self._added({"validation": True, **line}))
+        bins = line["val_loss_bins"]
+        figures = {f"loss_t{1000 // len(bins) * number:03d}": loss for number, loss in enumerate(bins)}
+        figures = {key: loss for key, loss in {"loss": line["val_loss"], **figures}.items() if loss is not None}
+        logger.log_metrics({f"val/{key}": loss for key, loss in figures.items()})
+
+    def _added(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Add a line that is no window's to the record, and return it whole."""
+        whole = {"schema": SCHEMA, "start": self.num_starts, "start_sec": self.throughput.start_sec, **line}
         self._num_lines += 1
         if self._is_writer:
             append_lines(self.folder / METRICS, [{key: finite(value) for key, value in whole.items()}])
-        figures = {key: line[key] for key in ("fid", "clip", "clip_x100", "eval_sec") if line.get(key) is not None}
-        logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
+        return whole
 
     def _gather_bad_samples(self) -> None:
         """Gather all ranks' unusable samples once per window, so that all ranks decide the same."""
@@ -298,7 +322,7 @@ class RunRecord(Callback):
         if self.losses.of_window:  # batches that no window of this start has closed
             self.loss = self.losses.mean()
         figures = {**self.throughput.result(), "loss": self.loss}
-        figures["batches"] = max(figures["batches"], self._begun_at)
+        figures["batches"] = max(figures["batches"], self.begun_at)
         result = {key: rounded(figures[key]) for key in RESULT_KEYS}
         rest = {key: rounded(value) for key, value in figures.items() if key not in result}
         summary = {

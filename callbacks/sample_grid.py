@@ -1,21 +1,22 @@
-"""Sample grids for fixed prompts: one image per evaluation, with the same prompt and noise at the same place in each.
+"""Sample grids for fixed prompts: one picture per point, with the same prompt and noise at the same place in each.
 
-RUN/samples/im000000512000.png     W&B: `samples/grid`
+RUN/samples/im000000512000.png     W&B, TensorBoard: `samples/grid`, with the captions
 RUN/samples/captions.txt           one line per image, row by row from the left
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from composer import Logger
 from PIL import Image
 from torch import Tensor
 
-from cli.files import write_whole
+from cli.files import whole, write_whole
 from cli.masking import printable
 
 GAP_PX = 2
@@ -34,20 +35,33 @@ def grid_of(images: Sequence[Tensor]) -> Tensor:
     return grid
 
 
-def write_grid(folder: Path, num_images: int, samples: Sequence[tuple[str, Tensor]], logger: Logger) -> None:
-    """Write one evaluation's samples.
+def path_of(folder: Path, num_images: int) -> Path:
+    """Return where a run's grid lies. `num_images`: seen so far."""
+    return folder / "samples" / f"im{num_images:012d}.png"
+
+
+def write_grid(
+    folder: Path,
+    num_images: int,
+    samples: Sequence[tuple[str, Tensor]],
+    logger: Logger,
+    shown: Callable[[Sequence[tuple[str, Tensor]]], np.ndarray],
+) -> None:
+    """Write one point's samples.
 
     Args:
         folder: of the run.
         num_images: images seen so far.
         samples: captions and images, (3, H, W) uint8.
+        shown: makes the loggers' picture of them, uint8 (H, W, 3).
     """
     if not samples:
         return
-    grid = grid_of([image for _, image in samples])
-    place = folder / "samples"
-    place.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(grid.permute(1, 2, 0).numpy()).save(place / f"im{num_images:012d}.png")
-    write_whole(place / "captions.txt", "".join(f"{printable(caption)}\n" for caption, _ in samples))
+    samples = [(printable(caption), image) for caption, image in samples]
+    path, grid = path_of(folder, num_images), grid_of([image for _, image in samples])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as temporary:
+        Image.fromarray(grid.permute(1, 2, 0).numpy()).save(temporary, format="png")
+    write_whole(path.with_name("captions.txt"), "".join(f"{caption}\n" for caption, _ in samples))
     # Not as a table: for tables, W&B queries its server forever, even offline (seen with wandb 0.18.7).
-    logger.log_images(grid.permute(1, 2, 0).numpy(), name="samples/grid", channels_last=True, use_table=False)
+    logger.log_images(shown(samples), name="samples/grid", channels_last=True, use_table=False)

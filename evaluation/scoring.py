@@ -185,7 +185,7 @@ class Generator(Protocol):
     ) -> Tensor: ...
 
 
-class _Heard(Exception):
+class Heard(Exception):
     """A signal arrived while a batch was generated."""
 
 
@@ -304,11 +304,12 @@ class Scorer:
         with self.meter.on(model.device):
             self.work = work = self._begin(model, guidance, began)
             mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
-            chunks = list(_chunks([self.prompt_set.prompts[place] for place in mine], self.batch_size))[work.num_done :]
+            prompts = [self.prompt_set.prompts[place] for place in mine]
+            chunks = list(chunks_of(prompts, self.batch_size))[work.num_done :]
             hearing = Hearing(self.signal, len(chunks))
-            with contextlib.suppress(_Heard):
+            with contextlib.suppress(Heard):
                 for chunk in self._said(chunks, work.num_done):
-                    images = self._generate(model, chunk, ways, hearing)
+                    images = generate(model, chunk, self.batch_size, self.size, self.seed, ways, hearing)
                     captions = [prompt.caption for prompt in chunk]
                     self.meter.add(images, [prompt.number for prompt in chunk], captions)
                     wanted = min(work.num_wanted, len(chunk))
@@ -356,25 +357,6 @@ class Scorer:
         if self.parts is not None and dist.get_global_rank() == 0 and self.parts.folder.exists():
             self.parts.remove(self._of(model, guidance))
 
-    def _generate(self, model: Generator, chunk: Sequence[Prompt], ways: Mapping[str, Any], hearing: Hearing) -> Tensor:
-        """Return the images of a chunk. A short chunk is padded with its last prompt, so that every pass has one shape."""
-        padded = [*chunk, *[chunk[-1]] * (self.batch_size - len(chunk))]
-        text = model.family.tokenize([prompt.caption for prompt in padded])
-        shape = model.family.latent_shape(self.size)
-        noise = prompt_noise(self.seed, [prompt.number for prompt in padded], shape)
-        if model.device.type == "cuda":
-            # Only pinned memory is copied without the host waiting for the batch before.
-            text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()
-        pace = Pace() if model.device.type == "cuda" else None
-
-        def listen(step: int, num_steps: int) -> None:
-            if pace is not None:
-                pace.step()
-            if hearing.heard():
-                raise _Heard
-
-        return model.generate(text, noise, **ways, progress=listen)
-
     def _said(self, chunks: Sequence[Sequence[Prompt]], num_done: int) -> Iterable[Sequence[Prompt]]:
         """Show rank 0's progress, in images of all ranks; `num_done`: chunks of an earlier start."""
         if not (self.show_progress and dist.get_global_rank() == 0):
@@ -394,9 +376,44 @@ class Scorer:
 
     def _gather_samples(self, mine: list[tuple[str, Tensor]]) -> None:
         """Gather the sample grid's images on rank 0, in the order of the prompts."""
-        of_ranks = dist.all_gather_object(mine) if self.config.samples else []
-        longest = max(map(len, of_ranks), default=0)
-        self.samples = [part[place] for place in range(longest) for part in of_ranks if place < len(part)]
+        self.samples = gathered(mine) if self.config.samples else []
+
+
+def generate(
+    model: Generator,
+    chunk: Sequence[Prompt],
+    batch_size: int,
+    size: ImageSize,
+    seed: int,
+    ways: Mapping[str, Any],
+    hearing: Hearing,
+) -> Tensor:
+    """Return the images of a chunk and, in the rest of the batch, of its last prompt: so every pass has one shape.
+
+    Raises Heard: a rank has received a signal.
+    """
+    padded = [*chunk, *[chunk[-1]] * (batch_size - len(chunk))]
+    text = model.family.tokenize([prompt.caption for prompt in padded])
+    noise = prompt_noise(seed, [prompt.number for prompt in padded], model.family.latent_shape(size))
+    if model.device.type == "cuda":
+        # Only pinned memory is copied without the host waiting for the batch before.
+        text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()
+    pace = Pace() if model.device.type == "cuda" else None
+
+    def listen(step: int, num_steps: int) -> None:
+        if pace is not None:
+            pace.step()
+        if hearing.heard():
+            raise Heard
+
+    return model.generate(text, noise, **ways, progress=listen)
+
+
+def gathered(mine: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return all ranks' captions and images in the order of the prompts, which are strided over the ranks."""
+    of_ranks = dist.all_gather_object(mine)
+    longest = max(map(len, of_ranks), default=0)
+    return [part[place] for place in range(longest) for part in of_ranks if place < len(part)]
 
 
 def as_bytes(images: Tensor) -> Tensor:
@@ -404,7 +421,8 @@ def as_bytes(images: Tensor) -> Tensor:
     return (images.float().clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).cpu()
 
 
-def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+def chunks_of(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    """Yield the prompts in order, so many at a time."""
     for begin in range(0, len(prompts), size):
         yield prompts[begin : begin + size]
 

@@ -25,7 +25,7 @@ from data import SYNTHETIC_EPOCH_BATCHES
 from preflight import limits, machine
 from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, WARNING, Finding
-from preflight.run import batch_gib, cost_of, planned_microbatch, quick_problems, savings
+from preflight.run import batch_gib, cost_of, planned_microbatch, quick_problems, savings, wanted_of_stage
 from preflight.stage import Need, Shard
 from record.checkpoint_files import FULL, WEIGHTS, is_whole, listed
 from stages.dataset import Stage
@@ -91,7 +91,8 @@ class Case:
     @functools.cached_property
     def problems(self) -> list[Problem]:
         alone = dataclasses.replace(self.config.data, synthetic=True)  # the stage has its own checks
-        return quick_problems(self.config, alone.problems(self.config.global_batch_size, {}))
+        of_validation = self.config.validation.problems(self.config.data, *wanted_of_stage(self.config))
+        return quick_problems(self.config, alone.problems(self.config.global_batch_size, {}) + of_validation)
 
     @functools.cached_property
     def resolved(self) -> RunConfig | None:

@@ -52,7 +52,9 @@ MEMORY_KEYS = {
 
 def check(config: RunConfig) -> list[Problem]:
     """Return every problem that can be found before anything is built."""
-    found = quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
+    wanted = wanted_of_stage(config)
+    of_data = config.data.problems(config.global_batch_size, *wanted) + config.validation.problems(config.data, *wanted)
+    found = quick_problems(config, of_data)
     found += closed_data_problems(config)
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
         is_readable = not any(key.startswith("data.") for problem in found for key in problem.keys)
@@ -92,6 +94,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         *(s.problems() for s in sections),
         of_eval,
         of_target,
+        config.samples.problems(config.eval),
         config.loggers.problems(),
         config.mlperf.problems(),
         config.profile.problems(_num_batches(config), config.measure.warmup_batches),
@@ -114,7 +117,7 @@ def _run_problems(config: RunConfig) -> list[Problem]:
     is_gpu = torch.cuda.is_available()
     if text := limits.run_folder_problem(config.run_folder, config.run_name):
         found.append(Problem(text, ("run_name", "run_folder")))
-    for key, source in config.data.named_sources():
+    for key, source in [*config.data.named_sources(), ("validation", config.validation)]:
         if source.remote and source.local and (text := limits.unwritable(source.local)):
             found.append(Problem(f"{key}.local: {text}", (f"{key}.local",)))
     if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
@@ -218,7 +221,7 @@ def _objective_problems(config: RunConfig) -> list[Problem]:
             possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
             return [Problem(f"objective.prediction: {possible}", ("objective.prediction",))]
         found += config.objective.problems(family.objective)
-    if config.eval.when != "off" and config.objective.zero_terminal_snr:
+    if (config.eval.when != "off" or config.samples.is_given) and config.objective.zero_terminal_snr:
         of_sampling = sampling_problems(config.eval.sampler, MIN_STEPS, 1.0, zero_terminal_snr=True)
         found += [(f"eval.{key}", text) for key, text in of_sampling]
     return [Problem(f"{key}: {text}", (key,)) for key, text in found]
@@ -236,14 +239,38 @@ def _learning_rate_problems(config: RunConfig) -> list[Problem]:
 
 
 def _evaluation_problems(config: RunConfig) -> list[Problem]:
-    """Check that the run has the evaluation's snapshots and weights, and is long enough for its interval."""
-    given = config.eval
-    if given.when == "off":
-        return []
-    found = []
-    if given.weights == "ema" and not config.ema.enabled:
+    """Check that the run has the evaluation's snapshots and weights, and is long enough for each interval."""
+    given, found = config.eval, []
+    every = {
+        "eval": (given.when != "off", given.every_images, "evaluated"),
+        "validation": (config.validation.is_given, config.validation.every_images, "validated after the start"),
+        "samples": (config.samples.is_given, config.samples.every_images, "drawn after the start"),
+    }
+    every = {name: (images or EVERY_IMAGES, what) for name, (is_on, images, what) in every.items() if is_on}
+    if every and given.weights == "ema" and not config.ema.enabled:
         text = "ema, but the run keeps no EMA weights. Say ema.enabled=true (--use_ema), or eval.weights=training."
         found.append(("eval.weights", text))
+    if "eval" in every:
+        found += _scoring_problems(config)
+    with contextlib.suppress(ValueError):  # named by model_problems
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        is_drawn = given.image_size is not None and every.keys() & {"eval", "samples"}
+        if is_drawn and (text := family.size_problem(as_size(given.image_size))):
+            found.append(("eval.image_size", text))
+    batch, duration = max(1, config.global_batch_size), read_duration(config.max_duration, ("ba", "sp"))
+    for name, (images, what) in every.items() if duration is not None else ():  # an epoch's length depends on the stage
+        images, total = rounded_up(images, batch), duration[0] * (batch if duration[1] == "ba" else 1)
+        if total < images:
+            text = (
+                f"{images:,}, but max_duration={config.max_duration} is {total:,}: nothing would be {what}. Lower it."
+            )
+            found.append((f"{name}.every_images", text))
+    return [Problem(f"{key}: {text}", (key, "global_batch_size", "max_duration")) for key, text in found]
+
+
+def _scoring_problems(config: RunConfig) -> list[tuple[str, str]]:
+    """(key, message) for what a run cannot be scored with."""
+    given, found = config.eval, []
     if isinstance(given.guidance, list | tuple):
         text = f"{list(given.guidance)}: a run is scored at one. Give one number; composer eval.py RUN takes a list."
         found.append(("eval.guidance", text))
@@ -252,16 +279,7 @@ def _evaluation_problems(config: RunConfig) -> list[Problem]:
     if given.when == "after" and snapshots is not None and snapshots != every:
         text = f"{snapshots}, but eval.when=after scores snapshots every {every} images. Leave it out."
         found.append(("save.snapshot_every_images", text))
-    with contextlib.suppress(ValueError):  # named by model_problems
-        family = load_family(config.model.family, config.model.preset, config.model.variant)
-        if given.image_size is not None and (text := family.size_problem(as_size(given.image_size))):
-            found.append(("eval.image_size", text))
-    duration = read_duration(config.max_duration, ("ba", "sp"))  # an epoch's length depends on the stage
-    images = every if duration is None else duration[0] * (config.global_batch_size if duration[1] == "ba" else 1)
-    if images < every:
-        text = f"{every:,}, but max_duration={config.max_duration} is {images:,}: nothing would be evaluated. Lower it."
-        found.append(("eval.every_images", text))
-    return [Problem(f"{key}: {text}", (key, "global_batch_size", "max_duration")) for key, text in found]
+    return found
 
 
 def _mlperf_problems(config: RunConfig) -> list[Problem]:

@@ -4,15 +4,20 @@
     OUT/part-00012/shard.00000.mds   a part is made from one input (a tar, a shard): its shards ...
     OUT/part-00012/part.json         ... and, last, their entries of the index and the counts of samples
     OUT/skipped.jsonl                the finish, once all parts are done: every skipped sample with its reason,
+    OUT/keys.u64                     a digest of every sample's key and caption (stages/keys.py),
     OUT/index.json                   the index of all parts' shards,
     OUT/dataset.json                 and, last, the file that makes it a stage (stages/dataset.py requires it)
 
 A part's bytes depend only on its input and the plan, not on the process that makes it or on interruptions. A part with a
 part.json is done and is never made again.
+
+A part.json has the digests of its samples' keys too, in base64. Where one lacks them, an older version made it, and the stage
+has no keys.u64.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -23,8 +28,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import Timeout
 from streaming import MDSWriter
 
@@ -32,8 +39,9 @@ from cli import masking
 from cli.errors import Failed, Refused
 from cli.limits import text_possible
 from prepare.places import Place
-from stages.dataset import FACTS_FILE, write_facts
-from stages.fetch import HASH
+from stages.dataset import FACTS_FILE, KEYS_DIGEST, write_facts
+from stages.fetch import HASH, file_digest
+from stages.keys import KEYS_FILE, NUMBER, as_numbers, key_digest
 
 PLAN_FILE = "plan.json"
 PLAN_SCHEMA = 1
@@ -105,6 +113,8 @@ class Part:
         self.source = source
         self.counts = SampleCounts()
         self.skipped: list[dict[str, Any]] = []
+        self.keys: list[int] = []
+        """Digests of the written samples' keys."""
         self._writer = writer
 
     def read(self) -> None:
@@ -113,6 +123,7 @@ class Part:
     def write(self, row: dict[str, Any]) -> None:
         self._writer.write(row)
         self.counts.written += 1
+        self.keys.append(key_digest(row))
 
     def skip(self, key: str, reason: str) -> None:
         self.counts.skipped[reason] += 1
@@ -272,6 +283,7 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
             "account": {**part.counts.as_facts(), "ignored_example": part.counts.ignored_example},
             "skipped": part.skipped,
             "shards": writer.shards,
+            "keys": base64.b64encode(as_numbers(part.keys).tobytes()).decode(),
         }
         place.put_bytes(f"{name}/{PART_FILE}", (json.dumps(content, indent=1) + "\n").encode())
         return part.counts
@@ -308,11 +320,12 @@ def finish(place: Place, plan: Plan) -> SampleCounts:
     Returns:
         The counts over all parts. If no sample was written, there is no stage, only `skipped.jsonl`.
     """
-    counts, skipped, shards = SampleCounts(), [], []
+    counts, skipped, shards, keys = SampleCounts(), [], [], []
     for number in range(len(plan.inputs)):
         of_part, content = _read_part(place, plan, number)
         counts.add(of_part)
         skipped += content["skipped"]
+        keys.append(content.get("keys"))
         for entry in content["shards"]:
             raw = {**entry["raw_data"], "basename": f"{part_name(number)}/{entry['raw_data']['basename']}"}
             shards.append({**entry, "raw_data": raw})
@@ -322,11 +335,23 @@ def finish(place: Place, plan: Plan) -> SampleCounts:
             with place.scratch_folder() as folder:
                 (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))
                 facts = {"made_by": plan.made_by, **plan.facts, "counts": counts.as_facts()}
+                facts |= _put_keys(place, keys, folder)
                 write_facts(folder, plan.stage, facts)
                 place.put("index.json", folder / "index.json")
                 place.put(FACTS_FILE, folder / FACTS_FILE)
     place.clear_scratch()
     return counts
+
+
+def _put_keys(place: Place, keys: Sequence[str | None], folder: Path) -> dict[str, str]:
+    """Write the digests of all parts' keys; return what dataset.json says of them. Nothing, if a part has none."""
+    if None in keys:
+        return {}
+    path = folder / KEYS_FILE
+    np.sort(np.frombuffer(b"".join(map(base64.b64decode, keys)), NUMBER)).tofile(path)
+    digest = file_digest(path)
+    place.put(KEYS_FILE, path)
+    return {KEYS_DIGEST: digest}
 
 
 def wait_for_plan(place: Place, plan: Plan, patience_sec: float = PATIENCE_SEC) -> None:

@@ -33,6 +33,7 @@ OF_WINDOW = {
     "warmup": bool,
 }
 OF_EVALUATION = {"images": int, "seconds": NUMBER, "eval_sec": NUMBER}
+OF_VALIDATION = {"images": int, "seconds": NUMBER, "val_loss": (*NUMBER, type(None)), "val_loss_bins": list}
 OPTIONAL = {
     "start": int,
     "start_sec": NUMBER,
@@ -88,7 +89,8 @@ def _wrong_in(name: str, line: Mapping[str, Any]) -> str | None:
     """Say which value is none that a line of this file has, or None."""
     needed = NEEDED.get(name, {})
     if name == METRICS:
-        needed = {**needed, **(OF_EVALUATION if line.get("evaluation") else OF_WINDOW)}
+        kind = OF_WINDOW if is_window(line) else OF_EVALUATION if line.get("evaluation") else OF_VALIDATION
+        needed = {**needed, **kind}
     optional = {key: kinds for key, kinds in OPTIONAL.items() if key in line}
     for key, kinds in {**optional, **needed}.items():
         value = line.get(key)
@@ -96,6 +98,11 @@ def _wrong_in(name: str, line: Mapping[str, Any]) -> str | None:
         if not is_one:
             return f"its {key} is {json.dumps(value)[:40]}" if key in line else f"it has no {key}"
     return None
+
+
+def is_window(line: Mapping[str, Any]) -> bool:
+    """True for a window's line of metrics.jsonl, false for an evaluation's and a validation's."""
+    return not (line.get("evaluation") or line.get("validation"))
 
 
 def read_summary(folder: Path, *counts: str) -> dict[str, Any]:
@@ -164,7 +171,7 @@ def seconds_of_starts(folder: Path) -> float:
         said = [line["start_sec"] for line in own if "start_sec" in line]
         if "seconds" in start:
             said.append(start["seconds"])
-        windows = [line for line in own if not line.get("evaluation")]
+        windows = [line for line in own if is_window(line)]
         of_windows = sum(line[clock] for line in windows for clock in CLOCKS)
         total += max(said) if said else of_windows  # a start of an older version says no more
     return total

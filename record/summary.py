@@ -25,6 +25,8 @@ RESULT_KEYS = (
     "seconds",
     "loss",
 )
+VAL_LOSS = "val_loss"
+"""Further key of a run with validation: the last one's loss."""
 
 
 def write_outcome(folder: Path, outcome: Mapping[str, Any], *, over: str | None = None) -> None:
@@ -45,6 +47,8 @@ def result_line(result: Mapping[str, Any]) -> str:
 
 def finite(value: Any) -> Any:
     """JSON has no infinity: fp16's skipped first steps have an infinite gradient norm, which is written as null."""
+    if isinstance(value, list):
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -5,7 +5,7 @@
 
 GRID.png: a grid of callbacks/sample_grid.py, about square, an image for each line of CAPTIONS.txt, row by row.
 
-    tile_px     side of an image in OUT.png, 128
+    tile_px     width of an image in OUT.png, 128
     columns     images in a row of OUT.png, 8
     gap_px      between two images of GRID.png, 2
 
@@ -51,20 +51,25 @@ def wrapped(text: str, font: ImageFont.FreeTypeFont, wide_px: int) -> list[str]:
 
 
 def captioned(tiles: Sequence[Image.Image], captions: Sequence[str], tile_px: int, columns: int) -> Image.Image:
-    """Return one picture of all images, enlarged without smoothing, each with its number and caption under it."""
+    """Return one picture of all images, enlarged without smoothing, each with its number and caption under it.
+
+    Args:
+        tile_px: width of an image in it.
+    """
+    tall_px = round(tile_px * tiles[0].height / tiles[0].width)
     font = ImageFont.load_default(size=FONT_PX)
     texts = [wrapped(f"{number}. {caption}", font, tile_px) for number, caption in enumerate(captions, 1)]
-    across_px, down_px = tile_px + MARGIN_PX, tile_px + LINE_PX * max(map(len, texts)) + 2 * MARGIN_PX
+    across_px, down_px = tile_px + MARGIN_PX, tall_px + LINE_PX * max(map(len, texts)) + 2 * MARGIN_PX
     columns = min(columns, len(tiles))
     size = (columns * across_px + MARGIN_PX, math.ceil(len(tiles) / columns) * down_px + MARGIN_PX)
     picture = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(picture)
     for place, (tile, lines) in enumerate(zip(tiles, texts, strict=True)):
         left, top = MARGIN_PX + place % columns * across_px, MARGIN_PX + place // columns * down_px
-        picture.paste(tile.resize((tile_px, tile_px), Image.Resampling.NEAREST), (left, top))
-        draw.rectangle((left - 1, top - 1, left + tile_px, top + tile_px), outline="#c8c8c8")
+        picture.paste(tile.resize((tile_px, tall_px), Image.Resampling.NEAREST), (left, top))
+        draw.rectangle((left - 1, top - 1, left + tile_px, top + tall_px), outline="#c8c8c8")
         for number, line in enumerate(lines):
-            draw.text((left, top + tile_px + 4 + number * LINE_PX), line, fill="#202020", font=font)
+            draw.text((left, top + tall_px + 4 + number * LINE_PX), line, fill="#202020", font=font)
     return picture
 
 

@@ -31,6 +31,8 @@ from stages.stores import download_once
 
 FACTS_FILE = "dataset.json"
 FACTS_SCHEMA = 1
+KEYS_DIGEST = "keys_xxh64"
+"""Fact: the digest of keys.u64, see stages/keys.py."""
 KINDS = {
     "images": {"jpg": "bytes", "caption": "str", "key": ""},
     "moments": {"moments": "ndarray", "tokens": "ndarray"},
@@ -257,6 +259,9 @@ def _check_facts(where: str, location: str, facts: Mapping[str, Any], digest: st
     known = [digest for digest in encoders.values() if digest is not None] if isinstance(encoders, dict) else None
     if encoders is not None and not _are_texts(known):  # null: of moments that others have made
         raise _other(where, "encoders", encoders, "an object of names and fingerprints")
+    of_keys = facts.get(KEYS_DIGEST)
+    if of_keys is not None and not (isinstance(of_keys, str) and DIGEST.fullmatch(of_keys)):
+        raise _other(where, KEYS_DIGEST, of_keys, "16 hexadecimal digits")
     if facts.get("stage") not in list(KINDS):  # of a list: what is given may have no hash
         raise _other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))
     if facts.get("columns") is None:

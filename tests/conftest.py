@@ -113,7 +113,7 @@ PART_1 = {
     *("batch_wait", "bench_data", "benchmark", "checkpoints", "copy_stream", "data", "draws", "encoders", "end_to_end"),
     *("evaluation", "latents", "masking", "micro", "miniature", "miniature_speed", "mlperf_log", "prepare"),
     *("prepare_parts", "profile", "resume", "run_folder", "shared_memory", "starts", "stops", "stream", "unfinished"),
-    "yamls",
+    *("validation", "yamls"),
 }
 """Tests that stream, whose shared memory is the machine's, are all in one half."""
 

@@ -60,8 +60,8 @@ TABLE = """
 + {seed} {batch_index} 0"
 
 7 | model.py | model objectives | loss: the samples' weights are left out
-- (outputs["weight"] * error.flatten(1).mean(dim=1)).mean()
-+ error.flatten(1).mean(dim=1).mean()
+- (outputs["weight"] * self.errors(outputs)).mean()
++ self.errors(outputs).mean()
 
 8 | ema.py | ema | EMA: exponent of the power function one too small
 - ** (self._gamma + 1.0)

@@ -474,7 +474,7 @@ def test_a_thousand_shards_in_a_store_are_adopted_from_four(tmp_path, store, mon
 def test_the_doctor_compares_what_the_store_has_and_what_the_cache_has(tmp_path):
     theirs = write(tmp_path / "theirs", THEIRS, compression="zstd", hashes=["sha1"])
     assert adopt.main([str(theirs)]) == 0
-    stage, shards = stage_checks.open_stage(str(theirs))
+    shards = stage_checks.shards_of(stage := read_stage(str(theirs)))
     [found] = stage_checks.digests(stage.location, shards)
     assert found.text == f"4 of {len(shards)} shards of the stage have their sha1"
     list(stream(theirs, tmp_path / "cache"))

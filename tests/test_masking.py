@@ -316,8 +316,10 @@ def test_a_line_of_figures_and_the_keys_of_a_yaml_keep_their_names(monkeypatch, 
 
 def test_a_caption_is_shown_without_control_characters(tmp_path):
     sample = ("\x1b[31mred\0 \u202ecat\r\n dog", torch.zeros(3, 4, 4, dtype=torch.uint8))
-    write_grid(tmp_path, 8, [sample], SimpleNamespace(log_images=lambda *args, **more: None))
+    logged = []
+    write_grid(tmp_path, 8, [sample], SimpleNamespace(log_images=lambda *args, **more: logged.extend(args)), list)
     assert (tmp_path / "samples/captions.txt").read_text() == "[31mred cat dog\n"
+    assert logged[0][0][0] == "[31mred cat dog"
     assert Image.open(next(tmp_path.rglob("*.png"))).info == {}
 
 

@@ -73,7 +73,7 @@ def test_the_tree_has_the_parts_in_order_and_nothing_unfinished(unbroken):
     assert names == sorted(names) and names[0] == "part-00000/shard.00000.mds" and len(names) > 4
     assert set(unbroken) - set(names) == {
         *(f"part-0000{n}/part.json" for n in range(3)),
-        *("plan.json", "skipped.jsonl", "index.json", "dataset.json"),
+        *("plan.json", "skipped.jsonl", "keys.u64", "index.json", "dataset.json"),
     }
     counts = json.loads(unbroken["part-00001/part.json"])["account"]
     assert counts["read"] == counts["written"] + sum(counts["skipped"].values()) == 6

@@ -1,10 +1,14 @@
-"""A run's evaluation: its scorer, the callbacks for evaluation and the MLPerf log, and its results at the end."""
+"""What a run does between batches, with training's clock stopped: its evaluation, and what validation and samples share.
+
+Also the MLPerf log, and a run's results at the end.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from composer import Logger
 from composer.utils import dist
 
-from callbacks.evaluation import Evaluation
+from callbacks.evaluation import AtPoints, Evaluation, Found, Line
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord
@@ -27,9 +31,11 @@ from evaluation.scoring import Scorer
 from evaluation.unfinished import Parts
 from model import LatentDiffusion
 from record.config_file import keep_batch_size
+from record.summary import VAL_LOSS, finite
 from stages.dataset import Stage
 from training.checkpoints import Checkpointer
 from training.run_config import RunConfig
+from training.samples import shown
 from training.speed import GraphCounter
 
 
@@ -54,42 +60,67 @@ def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
         raise ConfigError([str(error)]) from error
 
 
+@dataclass(frozen=True)
+class Pause:
+    """What all work between batches has in common."""
+
+    throughput: Throughput
+    record: RunRecord
+    graphs: GraphCounter
+    checkpointer: Checkpointer
+    average: EMA | None
+    """The weights that are measured; None: the training weights."""
+
+    def at_points(
+        self, kind: str, measure: Callable[[], Found], keep: Callable[[Line, Found, Logger], None], **more: Any
+    ) -> AtPoints:
+        """Build the callback of such work, which begins before training.
+
+        Args:
+            kind: for the count of graphs.
+            measure, keep, more: of AtPoints.
+        """
+        return AtPoints(self.counted(kind, measure), keep, from_start=True, **more, **self.how())
+
+    def how(self) -> dict[str, Any]:
+        """Return how the clock, the weights and signals are handled."""
+        stop = self.checkpointer.stop_between_batches
+        return {"average": self.average, "clock": self.throughput.evaluating, "stop": stop}
+
+    def counted(self, kind: str, measure: Callable[[], Found]) -> Callable[[], Found]:
+        """Return `measure` with its graphs counted, and with all losses read before it."""
+
+        def counted() -> Found:
+            self.record.losses.settle()
+            with self.graphs.step(kind):
+                return measure()
+
+        return counted
+
+
 def build_evaluation(
-    config: RunConfig,
-    scorer: Scorer | None,
-    model: LatentDiffusion,
-    throughput: Throughput,
-    record: RunRecord,
-    graphs: GraphCounter,
-    checkpointer: Checkpointer,
-    average: EMA | None,
+    config: RunConfig, scorer: Scorer | None, model: LatentDiffusion, pause: Pause
 ) -> Evaluation | None:
     """Connect scorer, clock, record, signals and the sample grid; None if the run is not evaluated in training."""
     if scorer is None:
         return None
-    scorer.signal = lambda: checkpointer.signal
-    record.facts["points_not_evaluated"] = count_unevaluated(config, throughput.images, record.evaluations)
+    record = pause.record
+    scorer.signal = lambda: pause.checkpointer.signal
+    record.facts["points_not_evaluated"] = count_unevaluated(config, pause.throughput.images, record.evaluations)
 
-    def keep(line: dict[str, Any], logger: Logger) -> None:
+    def keep(line: Line, logger: Logger) -> None:
         record.add_evaluation(line, logger)
         scorer.written()
-        if dist.get_global_rank() == 0:
-            write_grid(record.folder, line["images"], scorer.samples, logger)
-
-    def score() -> dict[str, Any]:
-        record.losses.settle()
-        with graphs.step("evaluation"):
-            return scorer.score(model, config.eval.guidances()[0])
+        if dist.get_global_rank() == 0 and not config.samples.is_given:  # else the grids have their own points
+            write_grid(record.folder, line["images"], scorer.samples, logger, shown)
 
     assert config.eval.every_images is not None
     return Evaluation(
-        score,
+        pause.counted("evaluation", lambda: scorer.score(model, config.eval.guidances()[0])),
         every_images=config.eval.every_images,
-        average=average if config.eval.weights == "ema" else None,
-        clock=throughput.evaluating,
         earlier=lambda: record.evaluations,
         keep=keep,
-        stop=checkpointer.stop_between_batches,
+        **pause.how(),
     )
 
 
@@ -145,11 +176,14 @@ def draw_evaluations(config: RunConfig, record: RunRecord) -> None:
         plots.draw_over_images(rows, record.folder / "eval.png", dataclasses.asdict(config.target))
 
 
-def outcome_of(config: RunConfig, target: QualityTarget) -> dict[str, Any]:
-    """Return the result line's keys about evaluation: none without one; pending if eval.py has yet to score."""
+def outcome_of(config: RunConfig, target: QualityTarget, record: RunRecord) -> dict[str, Any]:
+    """Return the result line's keys about validation and evaluation; pending if eval.py has yet to score."""
+    of_validation = {VAL_LOSS: finite(record.validations[-1][VAL_LOSS])} if record.validations else {}
     if config.eval.when == "off":
-        return {}
+        return of_validation
     outcome = target.result()
     if not config.target.is_given:
-        return {key: outcome[key] for key in ("fid", "clip")} if config.eval.when == "in_training" else {}
-    return outcome if config.eval.when == "in_training" else {**dict.fromkeys(TARGET_KEYS), "target": "pending"}
+        scores = {key: outcome[key] for key in ("fid", "clip")} if config.eval.when == "in_training" else {}
+        return of_validation | scores
+    pending = {**dict.fromkeys(TARGET_KEYS), "target": "pending"}
+    return of_validation | (outcome if config.eval.when == "in_training" else pending)

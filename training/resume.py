@@ -27,9 +27,10 @@ from record.checkpoint_files import check_whole, find_newest, read
 from record.config_file import found_batch_size, keep_keys, read_config
 from record.files import check_are_files, evaluations_of, lost_history, read_summary
 from record.mlperf_events import lost_events
-from record.summary import RESULT_KEYS, rounded, write_outcome
+from record.summary import RESULT_KEYS, VAL_LOSS, rounded, write_outcome
 from stages.dataset import Stage
 from stages.fetch import INDEX
+from stages.keys import KEYS_FILE
 from stages.stream import LOCK_FILE
 from training.checkpoints import Progress, disagreements
 from training.run_config import RunConfig, resolve
@@ -53,6 +54,8 @@ MAY_CHANGE = (
     "ema.device",
     "eval.",  # every score is recorded with all that it depends on
     "target.",
+    "validation.",  # so is every loss
+    "samples.",
     "save.",
     "measure.",
     "profile.",
@@ -131,7 +134,7 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
     summary |= found
-    return {key: rounded(summary[key]) for key in (*RESULT_KEYS, *TARGET_KEYS) if key in summary}
+    return {key: rounded(summary[key]) for key in (*RESULT_KEYS, VAL_LOSS, *TARGET_KEYS) if key in summary}
 
 
 def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: RunConfig) -> tuple[dict[str, Any], str]:
@@ -363,7 +366,7 @@ def _remove(made: Sequence[Path], own: Path) -> None:
             elif path == own.absolute():
                 shutil.rmtree(path)
             else:
-                for name in (INDEX, f"{INDEX}.tmp", LOCK_FILE):
+                for name in (INDEX, f"{INDEX}.tmp", LOCK_FILE, KEYS_FILE):
                     (path / name).unlink(missing_ok=True)
                 path.rmdir()
 
@@ -393,7 +396,8 @@ def open_run(config: RunConfig) -> RunState:
                 raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
             raise
 
-    cached = [Path(source.local) for source in data.sources if source.remote and source.local]
+    sources = [*data.sources, *([config.validation.source(data, data.stage)] if config.validation.is_given else [])]
+    cached = [Path(each.local) for each in sources if each.remote and each.local and not data.synthetic]
     of_cache = [path for folder in cached for path in _missing(folder)]
     newest, made = ranks.on_rank_zero(find)
     made = [*made, *(path for path in of_cache if path not in made)]

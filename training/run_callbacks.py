@@ -8,7 +8,7 @@ from typing import Any
 
 from composer import Callback
 
-from callbacks.evaluation import Evaluation
+from callbacks.evaluation import AtPoints, Evaluation
 from callbacks.gradient_norm import GradientNorm
 from callbacks.losses import AsyncLosses, Losses
 from callbacks.mlperf_log import MLPerfLog
@@ -123,6 +123,8 @@ def in_order(
     throughput: Throughput,
     record: RunRecord,
     checkpointer: Checkpointer,
+    validation: AtPoints | None,
+    samples: AtPoints | None,
     evaluation: Evaluation | None,
     target: QualityTarget,
     mlperf_log: MLPerfLog | None,
@@ -131,9 +133,10 @@ def in_order(
 
     The profile comes first, so that it covers the others' work. Random numbers are drawn before any callback reads the
     batch. Gradient norm and clocks come before the record, which writes both. A batch is recorded before it is in a
-    checkpoint, and saved before it is evaluated, so that a killed evaluation is repeated. The target needs the newest
-    evaluation, and the MLPerf log needs both.
+    checkpoint, and saved before it is validated, sampled and evaluated, so that what was killed is repeated. Evaluation is
+    the last of these: the target, which needs the newest, may end the run. The MLPerf log needs both.
     """
-    found = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer, evaluation]
+    found = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
+    found += [validation, samples, evaluation]
     found += [None if evaluation is None else target, mlperf_log]
     return [callback for callback in found if callback is not None]

@@ -23,7 +23,9 @@ from model import LatentDiffusion, ModelConfig, build_model
 from training.checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
 from training.loggers import LoggersConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
+from training.samples import SamplesConfig
 from training.speed import SpeedKeys
+from training.validation import ValidationConfig
 from zoo import load_family, mlperf
 from zoo.encoders import own_weights
 from zoo.objectives import ObjectiveConfig
@@ -65,6 +67,8 @@ class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
     save: SaveConfig = field(default_factory=SaveConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
@@ -138,6 +142,8 @@ def resolve(config: RunConfig) -> RunConfig:
         run_name=config.run_name or _new_name(config),
         save=config.save.resolved(every, snapshots),
         eval=evaluation,
+        validation=config.validation.resolved(batch),
+        samples=config.samples.resolved(batch),
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         model=dataclasses.replace(config.model, weights=config.model.weights or own_weights(family)),

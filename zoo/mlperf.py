@@ -214,8 +214,10 @@ def not_closed(values: Mapping[str, Any]) -> list[str]:
         values: as in `deviations`, with all keys of a run.
     """
     found = []
-    for key, wanted in {"model.variant": "mlperf", "model.denoiser": None, "data.synthetic": False}.items():
-        if values[key] != wanted:
+    wanted_keys = {"model.variant": "mlperf", "model.denoiser": None, "data.synthetic": False}
+    wanted_keys |= {"validation.remote": None, "samples.every_images": None}  # they come before run_start, too
+    for key, wanted in wanted_keys.items():
+        if values.get(key) != wanted:
             found.append(f"{key}: {_shown(values[key])}; the reference: {_shown(wanted)}")
     for key in ("model.weights", "eval.inception", "eval.clip"):
         if values.get(key) == "random":

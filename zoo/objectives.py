@@ -78,6 +78,10 @@ class Objective(Protocol):
         """Draw one time per sample, (B,), on the generator's device."""
         ...
 
+    def times_at(self, thousandths: Tensor) -> Tensor:
+        """# (B,) int64 in [0, 1000) -> (B,): the times at these thousandths of the schedule, from the least noise on."""
+        ...
+
     def corrupt(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """# (B, C, h, w), (B, C, h, w), (B,) -> (B, C, h, w) in the latents' dtype."""
         ...
@@ -134,6 +138,9 @@ class DiscreteDiffusion:
     def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
         # 0 is included: otherwise the step with the least noise would stay untrained.
         return torch.randint(0, len(self.alpha_bar), (num,), generator=generator, device=generator.device)
+
+    def times_at(self, thousandths: Tensor) -> Tensor:
+        return thousandths * len(self.alpha_bar) // 1000
 
     def _signal_and_noise(self, times: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """sqrt(abar_t) and sqrt(1 - abar_t), (B, 1, ..., 1), computed in float32, then cast to `like`'s dtype."""

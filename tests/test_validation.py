@@ -1,0 +1,387 @@
+"""Validation loss and sample grids: by formulas, and in whole runs of the miniature without any metric network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import run
+from PIL import Image
+from streaming import StreamingDataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_checkpoints import newest, same_training
+
+import benchmark
+from cli.command_line import parse_command_line
+from config import load
+from data import open_stages
+from prepare import latents, shards
+from prepare.shapes import command
+from stages.dataset import read_stage, write_facts
+from stages.mixture import opened
+from training.run_config import RunConfig, build, resolve
+from training.validation import Validator, thousandths_of
+from zoo.sampling import prompt_generator
+
+NUM_HELD_OUT = 40
+OFF = ["validation.remote=null", "validation.every_images=null", "samples.every_images=null", "samples.prompts=null"]
+
+
+def made(folder: Path, *words: str) -> Path:
+    """Images and moments of pictures of the miniature's kind."""
+    assert command.main([str(folder / "tars"), *words]) == 0
+    assert shards.main([str(folder / "tars"), str(folder / "images"), "shard_size=32kb"]) == 0
+    own = ["model.family=shapes", "image_size=32", "shard_size=16kb"]
+    assert latents.main([str(folder / "images"), str(folder / "moments"), *own]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory) -> Path:
+    """40 pictures that are not in the miniature's training set, though their keys are."""
+    return made(tmp_path_factory.mktemp("held_out"), f"num_images={NUM_HELD_OUT}", "part=reference")
+
+
+@pytest.fixture(scope="module")
+def words_of(miniature, held_out, tmp_path_factory):
+    """Four batches of 8, validated before them and after each two, with grids at the start and after the third."""
+    captions = tmp_path_factory.mktemp("captions") / "captions.txt"
+    captions.write_text("a red circle\na blue square\n\na green triangle above a red circle\n")
+    own = [f"validation.remote={held_out / 'moments'}", "validation.every_images=16", "ema.decay=0.5"]
+    own += ["samples.every_images=20", f"samples.prompts={captions}", "loggers.tensorboard={}", "save.every_images=8"]
+
+    def words(folder: Path, name: str, *more: str) -> list[str]:
+        found = miniature.small(folder, name, *own, *more)
+        return [word for word in found if not word.startswith(("eval.prompts", "eval.stat", "eval.inc", "eval.clip"))]
+
+    return words
+
+
+@pytest.fixture(scope="module")
+def whole(words_of, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    assert benchmark.main(words_of(folder, "whole")) == 0
+    return folder
+
+
+def lines_of(folder: Path, kind: str = "validation") -> list[dict]:
+    return [line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line.get(kind)]
+
+
+def losses_of(folder: Path) -> list[tuple]:
+    return [(line["batch"], line["val_loss"], *line["val_loss_bins"]) for line in lines_of(folder)]
+
+
+# --- what is measured ---
+
+
+def test_of_ten_samples_each_bin_has_one_and_of_a_thousand_each_time():
+    assert thousandths_of([0, 1, 9, 10, 11, 123, 1123]).tolist() == [0, 100, 900, 10, 110, 321, 321]
+    assert sorted(thousandths_of(range(1000)).tolist()) == list(range(1000))
+    for begin in (0, 7, 995):
+        assert sorted(thousandths_of(range(begin, begin + 10)) // 100) == list(range(10))
+
+
+@pytest.fixture(scope="module")
+def validator_of(miniature, held_out):
+    config = resolve(
+        load(RunConfig, parse_command_line(miniature.small(held_out, "x"), {}), not_yet={}, check=lambda c: [])
+    )
+    model, stage = build(config).place(torch.device("cpu"), "fp32"), read_stage(str(held_out / "moments"))
+
+    def validator(num: int, chunk: int, kind: str = "moments") -> Validator:
+        data = config.validation.source(config.data, kind)
+        data = type(data)(stage=kind, remote=str(held_out / kind), workers=0)
+        given = opened(data.sources, data.read(), (32, 32))
+        dataset = open_stages(data, model.family, given, device_batch_size=chunk, seed=0)
+        return Validator(model, dataset, num_samples=num, chunk=chunk)
+
+    assert stage.num_samples == NUM_HELD_OUT
+    return validator
+
+
+def test_a_bin_of_one_sample_is_its_error_by_the_formulas(validator_of, held_out):
+    """With ten samples, sample n is alone in bin n, at step 100 n; the schedule and x_t are written out again here."""
+    validator = validator_of(10, 4)
+    found, model = validator.measure(), validator.model
+    stage = StreamingDataset(local=str(held_out / "moments"), batch_size=1, shuffle=False)
+    alpha_bar = np.cumprod(1.0 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+    for n, loss in enumerate(found["val_loss_bins"]):
+        generator, step = prompt_generator(0, n), 100 * n
+        posterior, noise = (torch.randn(1, *model.latent_shape, generator=generator) for _ in range(2))
+        latents = model.family.sample_latents(torch.from_numpy(stage[n]["moments"].copy())[None].float(), posterior)
+        signal, sigma = alpha_bar[step] ** 0.5, (1.0 - alpha_bar[step]) ** 0.5
+        tokens = model.family.tokenize([stage[n]["caption"]])
+        with torch.no_grad():
+            condition = model.family.encode_text(model.encoders.modules, tokens)
+            said = model.family.denoise(
+                model.denoiser.eval(), signal * latents + sigma * noise, torch.tensor([step]), condition
+            )
+        target = {"epsilon": noise, "v": signal * noise - sigma * latents}[model.objective.prediction]
+        assert loss == pytest.approx((said - target).square().mean().item(), rel=2e-5)
+    assert found["val_loss"] == pytest.approx(np.mean(found["val_loss_bins"]), rel=1e-12)
+
+
+def test_the_size_of_a_chunk_changes_last_bits_alone_and_nothing_global_is_drawn(validator_of):
+    state = torch.random.get_rng_state()
+    found = [validator_of(35, chunk).measure() for chunk in (3, 8, 64, 8)]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert found[1]["val_loss"] == found[3]["val_loss"]  # again: bit for bit
+    for one in found:
+        assert one["val_loss"] == pytest.approx(found[0]["val_loss"], rel=1e-6)
+        assert one["val_loss_bins"] == pytest.approx(found[0]["val_loss_bins"], rel=1e-5)
+        assert (one["num_samples"], one["bad_samples"]) == (35, 0)
+
+
+def test_images_give_nearly_what_their_moments_do(validator_of):
+    """Moments are rounded to float16."""
+    one, two = (validator_of(NUM_HELD_OUT, 8, kind).measure()["val_loss"] for kind in ("images", "moments"))
+    assert one == pytest.approx(two, rel=1e-3)
+
+
+def test_a_sample_that_cannot_be_used_is_said_once_and_counted(validator_of, capsys):
+    validator, good = validator_of(20, 8), validator_of(20, 8).measure()
+    stored = validator.dataset._rows
+
+    def damaged(shard_id, rows, retry=7):
+        found = stored(shard_id, rows, retry)
+        for row, columns in zip(rows, found, strict=True):
+            if shard_id == row == 0:
+                columns["moments"] = memoryview(np.full(len(columns["moments"]) // 2, np.nan, np.float16).tobytes())
+        return found
+
+    validator.dataset._rows = damaged
+    one, two = validator.measure(), validator.measure()
+    assert one["val_loss"] == two["val_loss"] != good["val_loss"]
+    assert (one["bad_samples"], good["bad_samples"]) == (1, 0)
+    why = "moments are not finite. The next good one of its shard takes its place."
+    assert capsys.readouterr().err == f"validation: sample 0 (000000000) cannot be used: {why}\n"
+
+
+# --- in a run ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100, func_only=True)
+def test_a_run_shows_losses_and_grids_in_tensorboard_and_its_training_is_that_of_one_without(words_of, whole, tmp_path):
+    folder = whole / "whole"
+    assert [(line["batch"], line["images"], line["weights"]) for line in lines_of(folder)] == [
+        (0, 0, "ema"),
+        (2, 16, "ema"),
+        (4, 32, "ema"),
+    ]
+    first, *_, last = lines_of(folder)
+    assert last["val_loss"] < first["val_loss"] and first["seconds"] == 0.0 < last["val_sec"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["val_loss"] == last["val_loss"] and summary["batches"] == 4
+    grids = sorted(path.name for path in (folder / "samples").glob("*.png"))
+    assert grids == ["im000000000000.png", "im000000000024.png"]
+    assert Image.open(folder / "samples" / grids[0]).size == (66, 66)  # 2 x 2 places of 32 px, three of them taken
+    said = (folder / "samples/captions.txt").read_text().splitlines()
+    assert said == ["a red circle", "a blue square", "a green triangle above a red circle"]
+
+    [path] = (folder / "tensorboard").rglob("events*")
+    events = EventAccumulator(str(path))
+    events.Reload()
+    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert scalars["val/loss"] == [(line["batch"], pytest.approx(line["val_loss"])) for line in lines_of(folder)]
+    bins = [f"val/loss_t{number}00" for number in range(10)]
+    assert [scalars[tag][-1] for tag in bins] == [(4, pytest.approx(loss)) for loss in last["val_loss_bins"]]
+    pictures = events.Images("samples/grid")
+    assert [picture.step for picture in pictures] == [0, 3]
+    assert pictures[0].width > 2 * 128 and pictures[0].height > 2 * 128  # enlarged, with captions
+
+    assert benchmark.main(words_of(tmp_path, "plain", *OFF)) == 0
+    assert same_training(newest(tmp_path, "plain"), newest(whole, "whole"))
+    windows = [lines_of(each, "loss") for each in (tmp_path / "plain", folder)]
+    assert [line["loss"] for line in windows[0]] == [line["loss"] for line in windows[1]]
+    assert "val_loss" not in json.loads((tmp_path / "plain" / "summary.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
+def test_a_resumed_run_does_no_point_again_and_has_the_same_losses(words_of, whole, tmp_path):
+    """It goes on from its third batch: the point of the second is kept, the one of the fourth is done anew."""
+    shutil.copytree(whole / "whole", tmp_path / "again")
+    for path in (tmp_path / "again" / "checkpoints").glob("full-ba000000000004*"):
+        path.unlink()
+    (tmp_path / "again" / "summary.json").unlink()
+    grid = tmp_path / "again" / "samples" / "im000000000024.png"
+    drawn = grid.stat().st_mtime_ns
+    assert benchmark.main(words_of(tmp_path, "again")) == 0
+    assert losses_of(tmp_path / "again") == losses_of(whole / "whole")
+    assert [line["start"] for line in lines_of(tmp_path / "again")] == [1, 1, 2]
+    assert grid.stat().st_mtime_ns == drawn
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
+def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_measures_it(
+    words_of, whole, tmp_path, monkeypatch, capsys
+):
+    measured, calls, words = Validator._errors_of, [], words_of(tmp_path, "stopped", "save.every_images=320")
+
+    def signalled(self, places):
+        calls.append(places)
+        if len(calls) == 8:  # five chunks a validation: in the second one, after two batches
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measured(self, places)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validator, "_errors_of", signalled)
+        assert benchmark.main(words) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert "validation: stopped by a signal; the next start measures it anew." in said
+    assert f"SIGTERM: stopped after batch 2; saved {tmp_path / 'stopped' / 'checkpoints'}/full-ba000000000002-" in said
+    assert [line["batch"] for line in lines_of(tmp_path / "stopped")] == [0]
+    assert benchmark.main(words) == 0
+    assert losses_of(tmp_path / "stopped") == losses_of(whole / "whole")
+    assert same_training(newest(tmp_path, "stopped"), newest(whole, "whole"))
+    assert [path.name for path in sorted((tmp_path / "stopped/samples").glob("*.png"))] == [
+        "im000000000000.png",
+        "im000000000024.png",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
+def test_a_grid_has_the_images_that_an_evaluation_would_have_drawn(miniature, tmp_path):
+    scored = ["max_duration=2ba", "eval.every_images=16", "eval.batch_size=8", "eval.num_prompts=8", "eval.clip=null"]
+    assert benchmark.main(miniature.small(tmp_path, "scored", *scored, "eval.when=in_training")) == 0
+    drawn = ["max_duration=2ba", "samples.every_images=16", "eval.batch_size=8"]
+    assert benchmark.main(miniature.small(tmp_path, "drawn", *drawn)) == 0
+    one, two = (tmp_path / name / "samples/im000000000016.png" for name in ("scored", "drawn"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_two_ranks_measure_the_same_loss_of_the_same_weights_and_draw_each_prompt_once(words_of, whole, tmp_path):
+    words = words_of(tmp_path, "two", "device_train_microbatch_size=4", "samples.every_images=8")
+    done = run("composer", "-n", "2", "benchmark.py", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *_, last = lines_of(tmp_path / "two")
+    same = lines_of(whole / "whole")[0]  # before training: the weights are the same
+    assert first["val_loss"] == pytest.approx(same["val_loss"], rel=1e-6)
+    assert first["val_loss_bins"] == pytest.approx(same["val_loss_bins"], rel=1e-5)
+    assert last["val_loss"] < first["val_loss"] and last["num_samples"] == NUM_HELD_OUT
+    assert f" val_loss={last['val_loss']:.6g}\n" in done.stdout
+    one, two = (
+        np.asarray(Image.open(runs / "samples/im000000000000.png"), int) for runs in (whole / "whole", tmp_path / "two")
+    )
+    assert one.shape == two.shape and abs(one - two).max() <= 1  # a grey level
+    assert len((tmp_path / "two/samples/captions.txt").read_text().splitlines()) == 3
+
+
+# --- what is refused ---
+
+
+def refused(capsys, *words: str) -> list[str]:
+    capsys.readouterr()
+    assert benchmark.main(list(words)) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+OTHERS = "Give a stage of other samples: a loss on what was trained on says nothing of what was not."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
+def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path, capsys, tmp_path_factory):
+    training = miniature.moments
+    assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={training}")) == [
+        f"validation.remote: {training} is the stage that is trained on: its index.json is the same. {OTHERS}"
+    ]
+    # The same shards under another index, as a part of the stage that was copied.
+    index = json.loads((training / "index.json").read_text())
+    for shard in index["shards"][:4]:
+        name = shard["raw_data"]["basename"]
+        (tmp_path / "part" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(training / name, tmp_path / "part" / name)
+    (tmp_path / "part/index.json").write_text(json.dumps({**index, "shards": index["shards"][:4]}))
+    facts = read_stage(str(training)).facts
+    kept = ("family", "preset", "variant", "image_size", "normalize", "resize", "encoders")
+    write_facts(tmp_path / "part", "moments", {key: facts[key] for key in kept})
+    names = [shard["raw_data"]["basename"] for shard in index["shards"][:3]]
+    assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={tmp_path / 'part'}")) == [
+        f"validation.remote: {tmp_path / 'part'}: 4 of its 4 shards are trained on too ({training}): {', '.join(names)}, "
+        f".... {OTHERS}"
+    ]
+    # Some of the samples, in shards of their own; here as images.
+    assert command.main([str(tmp_path / "tars"), "num_images=24"]) == 0
+    assert command.main([str(tmp_path / "others"), "num_images=30", "part=reference"]) == 0
+    assert shards.main([str(tmp_path / "others"), str(tmp_path / "tars"), str(tmp_path / "both")]) == 0
+    assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={tmp_path / 'both'}")) == [
+        f"validation.remote: 24 of 54 samples are trained on too ({training}): 000000000, 000000001, 000000002, .... {OTHERS}"
+    ]
+    first = words_of(tmp_path, "first", f"validation.remote={tmp_path / 'both'}", "validation.num_samples=30")
+    assert not (tmp_path / "x").exists()
+    assert benchmark.main(first) == 0  # of its others alone
+    starts = (tmp_path / "first/starts.jsonl").read_bytes()
+    refused(capsys, *first, "max_duration=8ba", f"validation.remote={training}")
+    assert (tmp_path / "first/starts.jsonl").read_bytes() == starts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
+def test_where_the_training_stage_has_no_keys_a_line_says_so(words_of, miniature, tmp_path, capsys):
+    shutil.copytree(miniature.moments, tmp_path / "old")
+    path = tmp_path / "old/dataset.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in facts.items() if key != "keys_xxh64"}))
+    assert benchmark.main(words_of(tmp_path, "run", f"data.remote={tmp_path / 'old'}")) == 0
+    said = f"validation: {tmp_path / 'old'} has no keys.u64: whether its samples are trained on cannot be checked."
+    assert said in capsys.readouterr().err
+
+
+def test_keys_that_do_not_go_together_are_refused_all_at_once(words_of, miniature, tmp_path, capsys):
+    plain = words_of(tmp_path, "x", *OFF)
+    assert refused(capsys, *plain, "validation.every_images=8", "samples.prompts=a.txt") == [
+        "validation.remote: not given, but validation.every_images is. Give the held-out stage, or leave both out.",
+        "samples.every_images: not given, but samples.prompts is. Give the interval, or leave both out.",
+    ]
+    (tmp_path / "empty.txt").write_text("\n \n")
+    wrong = [
+        "validation.remote=/no/stage",
+        "validation.every_images=40",
+        "samples.every_images=8",
+        "eval.guidance=[1,2]",
+    ]
+    wrong += [f"samples.prompts={tmp_path}/empty.txt", "eval.samples=0", "eval.weights=ema", "ema.enabled=false"]
+    assert refused(capsys, *plain, *wrong, "ema.decay=null") == [
+        "validation.remote: no folder /no/stage. Check the path, or make the stage: python -m prepare.shards --help",
+        "samples.every_images: given, but eval.samples=0: no image would be drawn. Leave out one of the two.",
+        "eval.guidance: [1, 2]: a grid is drawn at one. Give one number.",
+        f"samples.prompts: {tmp_path}/empty.txt has no caption. Give one in each line.",
+        "eval.weights: ema, but the run keeps no EMA weights. Say ema.enabled=true (--use_ema), or eval.weights=training.",
+        "validation.every_images: 40, but max_duration=4ba is 32: nothing would be validated after the start. Lower it.",
+    ]
+    assert refused(capsys, *plain, "samples.every_images=8", "eval.prompts=null") == [
+        "samples.prompts: not given. Give a file with a caption in each line."
+    ]
+    plain += ["validation.every_images=8"]
+    synthetic = [*plain, f"validation.remote={miniature.moments}", "data.synthetic=true"]
+    assert refused(capsys, *synthetic) == [
+        "validation.remote: given, but data.synthetic=true: nothing is learned that could be validated. Leave it out."
+    ]
+    other = [*plain, f"validation.remote={miniature.moments}", f"validation.local={miniature.moments}"]
+    assert refused(capsys, *other) == [
+        f"validation.local: {miniature.moments} is validation.remote too. Leave it out: a folder is read in place."
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
+def test_a_stage_made_for_another_run_is_refused(words_of, held_out, tmp_path, capsys):
+    own = ["model.family=shapes", "image_size=16", "shard_size=16kb"]
+    assert latents.main([str(held_out / "images"), str(tmp_path / "small"), *own]) == 0
+    assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={tmp_path / 'small'}")) == [
+        f"validation.remote: does not fit this run: image_size: [32, 32], but the moments at {tmp_path / 'small'} were made "
+        f"for [16, 16]. Use that value."
+    ]

@@ -1,0 +1,311 @@
+"""Validation: the loss on samples that are not trained on, each always at the same time and with the same noise.
+
+    held-out stage, its first samples in order -> chunks, strided over the ranks -> batches, as in training
+    sample n -> its time and noise, see `fixed_draws` -> model -> mean squared error, unweighted, no caption dropped
+    errors of all samples, float64 (N,) ---> all-reduced -> mean, and a mean for each tenth of the times (a bin)
+
+So the losses of a run differ by its weights alone. Seed, ranks and resumes do not change them; the size of a chunk, which the
+microbatch sets, changes the last bits of a float32. Losses of two runs compare where stage, number of samples, prediction and
+schedule are alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from composer import Logger
+from composer.utils import dist
+from torch import Tensor
+
+from callbacks.evaluation import AtPoints
+from cli import ranks
+from cli.limits import limited
+from cli.log import EVERY_RANK, log
+from cli.masking import printable
+from cli.ranks import Hearing, Signalled
+from data import DataConfig, Encodings, open_stages
+from evaluation.scoring import EVERY_IMAGES, rounded_up
+from model import LatentDiffusion, evaluating
+from stages.dataset import Stage, read_stage
+from stages.keys import are_in, key_digest
+from stages.mixture import Opened, opened
+from stages.stream import BatchStream
+from zoo.sampling import prompt_generator
+from zoo.spec import Family
+
+if TYPE_CHECKING:
+    from training.eval_callbacks import Pause
+    from training.run_config import RunConfig
+
+NUM_BINS = 10
+MAX_CHUNK = 64  # samples of a pass: more are no faster, and the last chunk is filled up
+NOISE_SEED = 0  # not the run's: runs of two seeds compare
+NAMED = 3
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Validation loss on a held-out stage, by the weights that `eval.weights` says. Its first point is before training."""
+
+    remote: str | None = None
+    """A stage of samples that are not trained on: a folder, or an address. null: no validation."""
+    local: str | None = None
+    """Folder that keeps the shards of `remote`, as data.local."""
+    every_images: int | None = limited(None, 1)
+    """Images between two validations, rounded up to whole batches. null: 512000."""
+    num_samples: int = limited(1000, 10)
+    """The stage's first samples that are used; all, if it has fewer. With 1000, each of 1000 timesteps has one."""
+
+    @property
+    def is_given(self) -> bool:
+        return self.remote is not None
+
+    def resolved(self, global_batch_size: int) -> ValidationConfig:
+        """Replace null by its value; every_images becomes whole batches."""
+        if not self.is_given:
+            return self
+        return replace(self, every_images=rounded_up(self.every_images or EVERY_IMAGES, global_batch_size))
+
+    def source(self, data: DataConfig, kind: str) -> DataConfig:
+        """Return where the held-out samples come from; the rest is as in training. `kind`: of the stage."""
+        none = dict(facts=None, streams=None, cache_limit=None, flip=False, crop="center")
+        return replace(data, stage=kind, remote=self.remote, local=self.local, shuffle=False, **none)
+
+    def problems(
+        self, data: DataConfig, made_for: Mapping[str, Any], encodings: Encodings = lambda size: {}
+    ) -> list[tuple[str, str]]:
+        """(key, message) for every invalid value, as of the section `data`; the stage has to fit the run as its own does."""
+        if not self.is_given:
+            given = [name for name in ("local", "every_images") if getattr(self, name) is not None]
+            text = "not given, but validation.{} is. Give the held-out stage, or leave both out."
+            return [("validation.remote", text.format(given[0]))] if given else []
+        if data.synthetic:
+            text = "given, but data.synthetic=true: nothing is learned that could be validated. Leave it out."
+            return [("validation.remote", text)]
+        for key, source in data.named_sources():
+            if self.local is not None and source.local is not None and _is_same(self.local, source.local):
+                text = f"{self.local} is {key}.local too. Give another folder, or leave it out."
+                return [("validation.local", text)]
+        try:
+            stage = read_stage(self.remote or "")
+        except ValueError as error:
+            return [("validation.remote", str(error))]
+        if stage.buckets:
+            text = f"{stage.location} has buckets, but the losses are of one size. Give a stage of single samples."
+            return [("validation.remote", text)]
+        found = self.source(data, stage.kind).problems(1, made_for, encodings)
+        own = {"data.remote": "validation.remote", "data.local": "validation.local"}
+        return [
+            (own[key], _renamed(text, own))
+            if key in own
+            else ("validation.remote", f"does not fit this run: {key}: {text}")
+            for key, text in found
+        ]
+
+
+def _is_same(one: str, other: str) -> bool:
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    for name, own in names.items():
+        text = text.replace(f" {name}", f" {own}")
+    return text
+
+
+# --- what is validated ---
+
+
+OTHERS = "Give a stage of other samples: a loss on what was trained on says nothing of what was not."
+
+
+def check_apart(held_out: Stage, trained: Stage) -> None:
+    """See that two stages are not one, and have no shard in common. Raises ValueError: they have; names some."""
+    where = f"validation.remote: {held_out.location}"
+    if held_out.index_sha256 == trained.index_sha256:
+        raise ValueError(f"{where} is the stage that is trained on: its index.json is the same. {OTHERS}")
+    known = {digest for _, _, digest in trained.files if digest}
+    if both := sorted(name for name, _, digest in held_out.files if digest in known):
+        given = f"{len(both):,} of its {len(held_out.files):,} shards are trained on too"
+        raise ValueError(f"{where}: {given} ({trained.location}): {_some(both)}. {OTHERS}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(printable, names[:NAMED])) + (", ..." if len(names) > NAMED else "")
+
+
+def check_samples(held_out: BatchStream, num: int, trained: Sequence[Opened]) -> None:
+    """See that none of the held-out samples is trained on, as far as both stages have keys. One rank calls it.
+
+    Args:
+        num: the first samples of `held_out` that are used.
+        trained: the stages that are trained on; the list of keys of one in a store is kept in its folder of shards.
+
+    Raises:
+        ValueError: some are; says how many, and names some.
+    """
+    has_keys = "key" in held_out.shards[0].column_names
+    of_keys = [(str(one["key"]), key_digest(one)) for one in map(held_out.__getitem__, range(num if has_keys else 0))]
+    digests, unknown = np.array([digest for _, digest in of_keys], np.uint64), []
+    for one in trained:
+        found = are_in(one.stage, digests, one.config.local)
+        if found is None:
+            unknown.append(one.stage.location)
+        elif found.any():
+            keys = [key for (key, _), is_in in zip(of_keys, found, strict=True) if is_in]
+            given = f"{len(keys):,} of {num:,} samples are trained on too ({one.stage.location}): {_some(keys)}"
+            raise ValueError(f"validation.remote: {given}. {OTHERS}")
+    if unknown or not has_keys:
+        lacks = f"{_some(unknown)} has no keys.u64" if has_keys else "the held-out stage has no column key"
+        again = "A stage that prepare.shards or prepare.latents of this version makes has both"
+        log.info(f"validation: {lacks}: whether its samples are trained on cannot be checked. {again}.")
+
+
+# --- how ---
+
+
+def thousandths_of(numbers: Sequence[int]) -> Tensor:  # -> (B,) int64 in [0, 1000)
+    """Return where in the schedule each sample is seen: its number's last three decimal digits in reverse order.
+
+    Of any ten samples in a row each bin has one, and of any thousand each thousandth has one: van der Corput's sequence
+    (1935) in base 10, whose parts are as even as can be, however many samples there are.
+    """
+    return torch.tensor([int(f"{number % 1000:03d}"[::-1]) for number in numbers])
+
+
+def fixed_draws(model: LatentDiffusion, numbers: Sequence[int]) -> dict[str, Tensor]:
+    """Return all random numbers of a step for these samples, on the CPU; a sample's depend on its number alone."""
+    each = [model.draw({"number": torch.tensor([number])}, prompt_generator(NOISE_SEED, number)) for number in numbers]
+    draws = {name: torch.cat([draw[name] for draw in each]) for name in each[0] if name != "number"}
+    draws["times"] = model.objective.times_at(thousandths_of(numbers))
+    draws["caption_dropped"] = torch.zeros_like(draws["caption_dropped"])
+    return draws
+
+
+class Validator:
+    """Measures a model's loss on the first samples of a stage.
+
+    Args:
+        dataset: the held-out stage; its batches are read in this process.
+        num_samples: how many are used.
+        chunk: samples of a pass.
+        signal: returns the signal that this rank has received, 0: none.
+    """
+
+    def __init__(
+        self,
+        model: LatentDiffusion,
+        dataset: BatchStream,
+        *,
+        num_samples: int,
+        chunk: int,
+        signal: Callable[[], int] = lambda: 0,
+    ):
+        self.model, self.dataset, self.num_samples, self.chunk, self.signal = model, dataset, num_samples, chunk, signal
+        self.bins = thousandths_of(range(num_samples)) * NUM_BINS // 1000
+        self.bad: dict[int, str] = {}
+
+    def measure(self) -> dict[str, Any]:
+        """Return val_loss, val_loss_bins and how they were measured; the same on all ranks.
+
+        Raises:
+            ranks.Signalled: a rank has received a signal.
+            StreamFailure, ValueError: samples cannot be had.
+        """
+        began = time.monotonic()
+        begins = range(0, self.num_samples, self.chunk)[dist.get_global_rank() :: dist.get_world_size()]
+        errors = torch.zeros(self.num_samples, dtype=torch.float64)
+        hearing = Hearing(self.signal, len(begins))
+        for begin in begins:
+            if hearing.heard():
+                break
+            places = range(begin, min(begin + self.chunk, self.num_samples))
+            errors[begin : places.stop] = self._errors_of(places)
+            hearing.done()
+        if number := hearing.agreed():
+            log.info("validation: stopped by a signal; the next start measures it anew.")
+            raise Signalled(number)
+        # Each place is 0 on all ranks but one: the sum is exact, and the means are taken in the order of the samples.
+        errors = errors.to(self.model.device)
+        dist.all_reduce(errors, reduce_operation="SUM")
+        errors = errors.cpu()
+        of_bins = [errors[self.bins == number] for number in range(NUM_BINS)]
+        return {
+            "val_loss": errors.mean().item(),
+            "val_loss_bins": [of_bin.mean().item() if len(of_bin) else None for of_bin in of_bins],
+            "num_samples": self.num_samples,
+            "bad_samples": sum(dist.all_gather_object(len(self.bad))),
+            "val_sec": time.monotonic() - began,
+        }
+
+    def _errors_of(self, places: range) -> Tensor:  # -> (N,) float64
+        """Return the errors of some samples. A short chunk is filled up with its last one: every pass has one shape."""
+        model, numbers = self.model, [*places, *[places[-1]] * (self.chunk - len(places))]
+        columns = self.dataset.read_batch(numbers)
+        for number, key, reason in columns.pop("bad"):
+            if number not in self.bad:
+                given = f"sample {number:,} ({printable(key)}) cannot be used: {reason}"
+                log.info(f"validation: {given}. The next good one of its shard takes its place.", extra=EVERY_RANK)
+                self.bad[number] = reason
+        batch = {name: column.to(model.device) for name, column in {**columns, **fixed_draws(model, numbers)}.items()}
+        with torch.no_grad(), evaluating(model.denoiser), model.autocast():
+            errors = model.errors(model(batch))
+        return errors[: len(places)].double().cpu()
+
+
+def open_held_out(
+    config: RunConfig, family: Family, held_out: Stage | None, stages: Sequence[Stage]
+) -> BatchStream | None:
+    """Open the held-out stage, if there is one, and see that it is one. All ranks call it.
+
+    Raises:
+        ConfigError, ValueError: some of it is trained on.
+        StreamFailure: it cannot be fetched.
+    """
+    if held_out is None:
+        return None
+    trained = opened(config.data.sources, stages, config.size)
+    for one in trained:
+        check_apart(held_out, one.stage)
+    source = config.validation.source(config.data, held_out.kind)
+    if config.validation.local is None and source.local is not None:
+        log.info(
+            f"validation.local: not given: the shards of {printable(held_out.location)} are kept in {source.local}"
+        )
+    given = opened(source.sources, [held_out], config.size)
+    dataset = open_stages(source, family, given, device_batch_size=1, seed=0)  # no batch of its own
+    num = min(config.validation.num_samples, held_out.num_samples)
+    ranks.on_rank_zero(lambda: check_samples(dataset, num, trained))
+    return dataset
+
+
+def build_validation(
+    config: RunConfig, model: LatentDiffusion, dataset: BatchStream | None, held_out: Stage | None, pause: Pause
+) -> AtPoints | None:
+    """Build the callback that validates; None if nothing is held out."""
+    if dataset is None or held_out is None:
+        return None
+    given, record = config.validation, pause.record
+    assert isinstance(config.device_train_microbatch_size, int)
+    validator = Validator(
+        model,
+        dataset,
+        num_samples=min(given.num_samples, held_out.num_samples),
+        chunk=min(config.device_train_microbatch_size, MAX_CHUNK),
+        signal=lambda: pause.checkpointer.signal,
+    )
+
+    def keep(where: dict[str, Any], found: dict[str, Any], logger: Logger) -> None:
+        record.add_validation({**where, **found, "stage_sha256": held_out.index_sha256}, logger)
+
+    def is_done(batch: int) -> bool:
+        return any(line["batch"] == batch for line in record.validations)
+
+    more = dict(every_images=given.every_images, is_done=is_done, let_go=dataset.let_go)
+    return pause.at_points("validation", validator.measure, keep, **more)
