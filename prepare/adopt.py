@@ -54,19 +54,10 @@ from prepare.encoder import open_shard
 from prepare.parts import split_words
 from prepare.places import open_place
 from stages.adopted import Columns, wrong_encoding
-from stages.dataset import (
-    FACTS_FILE,
-    FACTS_SCHEMA,
-    check_named_columns,
-    checked_shards,
-    is_remote,
-    read_index,
-    read_json,
-    split_place,
-    stored_file,
-)
+from stages.dataset import FACTS_FILE, FACTS_SCHEMA, is_remote, read_index, read_json, split_place
 from stages.fetch import known_digest
 from stages.images import SampleError, captions_of, decode_image
+from stages.index_file import check_named_columns, checked_shards, stored_file
 
 NAMES = {
     "image": ("image", "jpg", "jpeg", "png", "webp", "img", "picture"),

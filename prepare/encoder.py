@@ -27,9 +27,9 @@ from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Place
 from stages.adopted import Columns, mapped
-from stages.dataset import stored_file
 from stages.fetch import Damaged, check_file, known_digest, unpack
 from stages.images import SampleError, captions_of, decode_image, resize_and_crop
+from stages.index_file import stored_file
 from stages.moments import FLIPPED
 from zoo import load_family
 from zoo.encoders import build_encoders

@@ -19,13 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streaming.base.compression import get_compressions
-from streaming.base.format.mds.encodings import get_mds_encoded_size, is_mds_encoding_safe
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 
 from cli.files import write_json
-from stages.adopted import Columns, columns_of, problem_of_columns
-from stages.fetch import HASH, known_digest
+from stages.adopted import Columns, columns_of
+from stages.fetch import known_digest
+from stages.index_file import (
+    AGAIN,
+    DIGEST,
+    MISSING,
+    OF_OTHERS,
+    are_texts,
+    check_named_columns,
+    checked_shards,
+    is_number,
+    other,
+    stored_file,
+)
 from stages.store_errors import address_problem, explain_store_error, scheme_of
 from stages.stores import download_once
 
@@ -38,26 +48,9 @@ KINDS = {
     "moments": {"moments": "ndarray", "tokens": "ndarray"},
 }
 """Kind of stage -> the columns that every run reads, and how their encodings begin."""
-AGAIN = "Make the stage again: python -m prepare.shards --help"
 ADOPT = "python -m prepare.adopt"
-OF_OTHERS = "Others have written it: copy it anew, or write it again with streaming's MDSWriter."
 STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then waits for its shards, this does not
 
-MDS_VERSION = 2
-COMPRESSIONS = sorted(get_compressions())  # zstd, zstd:1 and so on
-MOST = 2**32 - 1  # a shard's rows, and the bytes of it, are counted in uint32
-# A shard begins with the number of its samples, and where each of them and the last one's end is.
-BYTES_OF_AN_OFFSET = 4
-COUNT = f"a whole number from 1 to {MOST:,}"
-DIGEST = re.compile(r"[0-9a-f]{16}")
-# What streaming's reader of a shard takes, no more and no less.
-SHARD_KEYS = {
-    *("version", "format", "compression", "hashes", "raw_data", "zip_data", "samples", "size_limit"),
-    *("column_encodings", "column_names", "column_sizes"),
-}
-FILE_KEYS = {"basename", "bytes", "hashes"}
-OF_COLUMNS = ("column_names", "column_encodings", "column_sizes")
-MISSING = object()
 BUCKET = re.compile(r"[1-9]\d*x[1-9]\d*")
 BUCKETS_AGAIN = "Make the buckets again: python -m prepare.buckets --help"
 
@@ -156,8 +149,8 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
         return _read_buckets(location, facts_at, facts)
     shards = checked_shards(location, index, facts.get("columns") is not None)
     total = sum(shard["samples"] for shard in shards)
-    if not _is(facts.get("samples"), total):
-        raise _other(facts_at, "samples", facts.get("samples", MISSING), f"{total}, the sum of index.json")
+    if not is_number(facts.get("samples"), total):
+        raise other(facts_at, "samples", facts.get("samples", MISSING), f"{total}, the sum of index.json")
     if (columns := columns_of(facts)) is not None:
         check_named_columns(location, columns, shards)
     sizes = {file["basename"]: file["bytes"] for file in map(stored_file, shards)}
@@ -183,15 +176,15 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
 def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any]) -> Stage:
     """Read each stage of a set of buckets. Raises ValueError: one is not there, or is none of this set's."""
     names = facts["buckets"]
-    if not _are_texts(names) or not names or not all(map(BUCKET.fullmatch, names)) or len(set(names)) < len(names):
-        raise _other(facts_at, "buckets", names, "a list of sizes, e.g. 576x448", BUCKETS_AGAIN)
+    if not are_texts(names) or not names or not all(map(BUCKET.fullmatch, names)) or len(set(names)) < len(names):
+        raise other(facts_at, "buckets", names, "a list of sizes, e.g. 576x448", BUCKETS_AGAIN)
     stages = tuple(read_stage(f"{location.rstrip('/')}/{name}") for name in names)
     for name, stage in zip(names, stages, strict=True):
         if stage.kind != facts["stage"] or stage.facts.get("image_size") != [int(px) for px in name.split("x")]:
             given = f"{stage.kind} of {stage.facts.get('image_size')} px"
             raise ValueError(f"{stage.location} has {given}, and is no bucket of {facts_at}. {BUCKETS_AGAIN}")
-    if not _is(facts.get("samples"), total := sum(stage.num_samples for stage in stages)):
-        raise _other(
+    if not is_number(facts.get("samples"), total := sum(stage.num_samples for stage in stages)):
+        raise other(
             facts_at, "samples", facts.get("samples", MISSING), f"{total}, the sum of its buckets", BUCKETS_AGAIN
         )
     digests = "".join(f"{name} {stage.index_sha256}\n" for name, stage in zip(names, stages, strict=True))
@@ -235,18 +228,13 @@ def split_place(place: str) -> tuple[str, str]:
     return folder or ("/" if slash else "."), name
 
 
-def stored_file(shard: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name, size and hashes of the file that a store has of a shard: the compressed one, where there is one."""
-    return shard["zip_data"] or shard["raw_data"]
-
-
 def _check_facts(where: str, location: str, facts: Mapping[str, Any], digest: str) -> None:
     """Look at what dataset.json says of every stage, but for the number of samples."""
     schema, again = facts.get("schema", MISSING), AGAIN
     if facts.get("columns") is not None:
         again = f"Adopt the data set again: {ADOPT} {location}"
     if type(schema) is not int:
-        raise _other(where, "schema", schema, f"{FACTS_SCHEMA}, a number")
+        raise other(where, "schema", schema, f"{FACTS_SCHEMA}, a number")
     if schema != FACTS_SCHEMA:
         raise ValueError(f"{where} has schema {schema}; this version reads {FACTS_SCHEMA}. {AGAIN}")
     if facts.get("index_sha256") != digest:
@@ -257,174 +245,21 @@ def _check_facts(where: str, location: str, facts: Mapping[str, Any], digest: st
         )
     encoders = facts.get("encoders")
     known = [digest for digest in encoders.values() if digest is not None] if isinstance(encoders, dict) else None
-    if encoders is not None and not _are_texts(known):  # null: of moments that others have made
-        raise _other(where, "encoders", encoders, "an object of names and fingerprints")
+    if encoders is not None and not are_texts(known):  # null: of moments that others have made
+        raise other(where, "encoders", encoders, "an object of names and fingerprints")
     of_keys = facts.get(KEYS_DIGEST)
     if of_keys is not None and not (isinstance(of_keys, str) and DIGEST.fullmatch(of_keys)):
-        raise _other(where, KEYS_DIGEST, of_keys, "16 hexadecimal digits")
+        raise other(where, KEYS_DIGEST, of_keys, "16 hexadecimal digits")
     if facts.get("stage") not in list(KINDS):  # of a list: what is given may have no hash
-        raise _other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))
+        raise other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))
     if facts.get("columns") is None:
         return
     columns, scale = columns_of(facts), facts.get("latent_scale")
     if columns is None or (columns.latents is None) != (facts["stage"] == "images"):
         possible = "an object of captions, of image or latents as the stage is, and key"
-        raise _other(where, "columns", facts["columns"], possible, again)
+        raise other(where, "columns", facts["columns"], possible, again)
     if columns.latents is not None and (type(scale) not in (int, float) or not 0.0 < scale < 1e4):
-        raise _other(where, "latent_scale", facts.get("latent_scale", MISSING), "a number above 0", again)
-
-
-def check_named_columns(location: str, columns: Columns, shards: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError where a shard has not the columns that are read, each of the same encoding."""
-    if wrong := problem_of_columns(columns, shards):
-        raise ValueError(f"{location}/index.json: {wrong[0]}. Possible: {wrong[1]}. {OF_OTHERS}")
-
-
-def checked_shards(location: str, index: Mapping[str, Any], of_others: bool) -> list[dict[str, Any]]:
-    """Return the shards of index.json. Raises ValueError: one could not be read, or they do not belong together."""
-    where, shards, names = f"{location}/index.json", index.get("shards", MISSING), set()
-    again = OF_OTHERS if of_others else AGAIN
-    if not _is(index.get("version"), MDS_VERSION):
-        raise _other(where, "version", index.get("version", MISSING), f"{MDS_VERSION}, a number", again)
-    if not isinstance(shards, list):
-        raise _other(where, "shards", shards, "a list", again)
-    if not shards:
-        raise ValueError(f"{where} lists no shard. {again}")
-    for number, shard in enumerate(shards):
-        if wrong := _wrong_in_shard(shard, of_others):
-            raise _other(where, f"shards[{number}]{wrong[0]}", *wrong[1:], again)
-        for file in filter(None, (shard["raw_data"], shard["zip_data"])):
-            name = file["basename"]
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ValueError(f"{where} names a shard outside of its stage: {name}. {again}")
-            if Path(name) in names:
-                raise ValueError(f"{where} lists {name} twice. {again}")
-            names.add(Path(name))
-        is_as_first = all(_are_same(shard[key], shards[0][key]) for key in OF_COLUMNS)
-        if not number or (of_others and not is_as_first):
-            _check_columns(location, shard, number, again)
-        for key in OF_COLUMNS if not of_others else ():
-            if not _are_same(shard[key], shards[0][key]):
-                first = f"{_shown(shards[0][key])} as in shards[0]: all shards have the same columns"
-                raise _other(where, f"shards[{number}].{key}", shard[key], first)
-    if not any(shard["samples"] for shard in shards):
-        raise ValueError(f"{where} lists no sample. {again}")
-    return shards
-
-
-def _wrong_in_shard(shard: Any, of_others: bool) -> tuple[str, Any, str] | None:
-    """Return (key, value, what is possible) of the first entry with which no reader could do anything, or None."""
-    raw, packed = (shard.get(key) if isinstance(shard, dict) else None for key in ("raw_data", "zip_data"))
-    looked_into = (("", shard, SHARD_KEYS), (".raw_data", raw, FILE_KEYS), (".zip_data", packed, FILE_KEYS))
-    for key, given, wanted in looked_into if of_others and packed is not None else looked_into[:2]:
-        if not isinstance(given, dict) or set(given) != wanted:
-            return key, given, f"an object of {', '.join(sorted(wanted))}"
-    if (wrong := _wrong_hashes(shard) if of_others else _wrong_own_hash(raw["hashes"])) is not None:
-        return wrong
-    samples = shard[
-        "samples"
-    ]  # streaming's writer leaves an empty shard where the first sample is larger than its limit
-    limit, is_packed = shard["size_limit"], of_others and packed is not None
-    of_compression = (
-        (".compression", shard["compression"], shard["compression"] is None, "null: uncompressed"),
-        (".zip_data", packed, packed is None, "null: uncompressed"),
-    )
-    if of_others:
-        is_known = shard["compression"] in COMPRESSIONS if is_packed else shard["compression"] is None
-        possible = f"with zip_data one of {', '.join(name for name in COMPRESSIONS if ':' not in name)}; else null"
-        of_compression = ((".compression", shard["compression"], is_known, possible),)
-    looked_at = (
-        (".version", shard["version"], _is(shard["version"], MDS_VERSION), f"{MDS_VERSION}, a number"),
-        (".format", shard["format"], shard["format"] == "mds", '"mds"'),
-        *of_compression,
-        (".hashes", shard["hashes"], _are_texts(shard["hashes"]), "a list of names"),
-        (".size_limit", limit, limit is None or _is_count(limit, 2**63), "null, or a number of bytes"),
-        (".samples", samples, _is_count(samples) or (of_others and _is(samples, 0)), COUNT),
-        *_looked_at_in_file(".raw_data", raw),
-        *(_looked_at_in_file(".zip_data", packed) if is_packed else ()),
-        (".column_names", shard["column_names"], _are_texts(shard["column_names"]), "a list of names"),
-        (".column_encodings", shard["column_encodings"], _are_texts(shard["column_encodings"]), "a list of names"),
-    )
-    if wrong := next(((key, given, possible) for key, given, is_right, possible in looked_at if not is_right), None):
-        return wrong
-    if (most := raw["bytes"] // BYTES_OF_AN_OFFSET - 2) < samples:
-        return ".samples", samples, f"at most {most:,} in a shard of {raw['bytes']:,} bytes"
-    return None
-
-
-def _looked_at_in_file(key: str, file: Mapping[str, Any]) -> tuple[tuple[str, Any, bool, str], ...]:
-    name, size = file["basename"], file["bytes"]
-    of_name = (f"{key}.basename", name, _is_name(name), "the name of a file")
-    return of_name, (f"{key}.bytes", size, _is_count(size), COUNT)
-
-
-def _wrong_own_hash(hashes: Any) -> tuple[str, Any, str] | None:
-    if isinstance(hashes, dict) and isinstance(hashes.get(HASH), str) and DIGEST.fullmatch(hashes[HASH]):
-        return None
-    return ".raw_data.hashes", hashes, f"the shard's {HASH}, 16 hexadecimal digits"
-
-
-def _wrong_hashes(shard: Mapping[str, Any]) -> tuple[str, Any, str] | None:
-    for key in ("raw_data", "zip_data"):
-        hashes = {} if shard[key] is None else shard[key]["hashes"]
-        if not isinstance(hashes, dict) or not _are_texts([*hashes, *hashes.values()]):
-            return f".{key}.hashes", hashes, "an object of names and digests, which may be empty"
-    return None
-
-
-def _check_columns(location: str, shard: Mapping[str, Any], number: int, again: str) -> None:
-    """Look at the columns of a shard: known encodings, none of which runs code, in their sizes."""
-    where, names, encodings = f"{location}/index.json", shard["column_names"], shard["column_encodings"]
-    if not names or len(set(names)) != len(names) or not all(map(_is_name, names)):
-        raise _other(where, f"shards[{number}].column_names", names, "different names, at least one", again)
-    if len(encodings) != len(names):
-        raise _other(
-            where, f"shards[{number}].column_encodings", encodings, f"one for each of {len(names)} columns", again
-        )
-    sizes = []
-    for name, encoding in zip(names, encodings, strict=True):
-        if not is_mds_encoding_safe(encoding.partition(":")[0]):
-            text = f"{location}/{shard['raw_data']['basename']} has a pickled column, {name}, which could run code"
-            raise ValueError(f"{text}. Make that stage again without it.")
-        try:
-            sizes.append(get_mds_encoded_size(encoding))
-        except Exception as error:  # each encoding fails in its own way
-            possible = "an encoding of MDS, e.g. str, bytes, ndarray:float16:8,64,64"
-            raise _other(where, f"encoding of column {name}", encoding, possible, again) from error
-    if not _are_same(shard["column_sizes"], sizes):
-        possible = f"{_shown(sizes)}, as these are encoded"
-        raise _other(where, f"shards[{number}].column_sizes", shard["column_sizes"], possible, again)
-
-
-def _other(where: str, key: str, given: Any, possible: str, again: str = AGAIN) -> ValueError:
-    return ValueError(f"{where}: {key} is {_shown(given)}. Possible: {possible}. {again}")
-
-
-def _shown(given: Any) -> str:
-    """Return a value as JSON has it, so that a text is told from a number; the beginning of a long one."""
-    text = "missing" if given is MISSING else json.dumps(given)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _is(given: Any, wanted: int) -> bool:
-    """True for this whole number; Python takes 2.0 for one, and true for 1."""
-    return type(given) is int and given == wanted
-
-
-def _are_same(given: Any, wanted: Sequence[Any]) -> bool:
-    return given == wanted and list(map(type, given)) == list(map(type, wanted))
-
-
-def _is_count(given: Any, most: int = MOST) -> bool:
-    return type(given) is int and 0 < given <= most
-
-
-def _is_name(given: Any) -> bool:
-    return isinstance(given, str) and given.isprintable() and given not in ("", ".")
-
-
-def _are_texts(given: Any) -> bool:
-    return isinstance(given, list) and all(isinstance(text, str) for text in given)
+        raise other(where, "latent_scale", facts.get("latent_scale", MISSING), "a number above 0", again)
 
 
 def _check_shards(folder: str, sizes: dict[str, int], of_others: str | None) -> None:

@@ -60,8 +60,8 @@ TABLE = """
 + {seed} {batch_index} 0"
 
 7 | model.py | model objectives | loss: the samples' weights are left out
-- (outputs["weight"] * self.errors(outputs)).mean()
-+ self.errors(outputs).mean()
+- outputs["weight"] * self.errors(outputs)
++ self.errors(outputs)
 
 8 | ema.py | ema | EMA: exponent of the power function one too small
 - ** (self._gamma + 1.0)
@@ -167,7 +167,7 @@ TABLE = """
 - (found := file_digest(path, wanted[0])) != wanted[1]
 + (found := file_digest(path, wanted[0])) == ""
 
-34 | data.py | data stream | a resume begins at as many samples as there were batches
+34 | stages/loader.py | data stream | a resume begins at as many samples as there were batches
 - self.dataset.resume(epoch, batch_in_epoch * global_batch_size)
 + self.dataset.resume(epoch, batch_in_epoch)
 
