@@ -70,7 +70,7 @@ from prepare.parts import (
     where_to_look,
 )
 from prepare.places import Place, open_place, out_problem
-from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, read_captions
+from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, column_of, read_captions
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source, SourceError
 from stages.dataset import is_remote
 from stages.images import SampleError, decode_image
@@ -185,6 +185,7 @@ def peek(
         the kind of stage, for moments the images' size, px, and the first samples and the name of that source.
     """
     stage, others = None, ([], "")
+    images = {"image"} | ({image, column_of(image)} if image else set())
     for source in sources:
         samples: list[Sample] = []
         with contextlib.suppress(SourceError):  # told when its part is made
@@ -195,7 +196,7 @@ def peek(
                     break
         samples = [sample for sample in samples if sample.files]
         for sample in samples:
-            is_image = isinstance(sample, Row) or "image" in sample.files or image in sample.files
+            is_image = isinstance(sample, Row) or bool(images & sample.files.keys())
             if is_image and stage is None:
                 return "images", MLPERF_SIZE, samples, source.name
             if MOMENTS_SUFFIX in sample.files:

@@ -98,6 +98,9 @@ def test_an_image_under_another_name_has_to_be_given(tmp_path, capsys):
     )
     assert make(tar, tmp_path / "out", "image=right.png") == 0
     assert [row["jpg"] for row in rows(tmp_path / "out")] == [files["right.png"]]
+    write_tar(tmp_path / "in.tar", {"a": {"npy": b"an embedding", **files}})
+    assert make(tar, tmp_path / "again", "image=right.png") == 0  # no moments
+    assert [row["jpg"] for row in rows(tmp_path / "again")] == [files["right.png"]]
 
 
 def test_img2datasets_layout_stays_what_it_was_beside_a_caption_in_the_json(tmp_path, capsys):
