@@ -7,11 +7,13 @@ hf://datasets/...     on the hub; also OWNER/NAME where there is no such folder 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
+from cli.errors import Refused
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
 from prepare.objects import Objects, StoreObject, list_objects
 from prepare.samples import IMAGE_SUFFIXES
@@ -44,7 +46,13 @@ def find_sources(words: Sequence[str], keys: HubKeys, folder: Path) -> list[Sour
         elif name is not None or (keys != HubKeys() and Path(word).is_dir()):
             address, _, revision = (name or word).partition("@") if name else (word, "", "")
             revision = revision or keys.revision
-            found += find_split(address, HubKeys(keys.config, keys.split, revision or None))
+            try:
+                found += find_split(address, HubKeys(keys.config, keys.split, revision or None))
+            except Refused as error:
+                if word.startswith(HUB) or Path(word).is_dir():
+                    raise
+                what = f"{word}: no such file or folder here. To look for it on the hub:"
+                raise Refused(f"SOURCE: {what} {str(error).removeprefix('SOURCE: ')}") from error
             used = True
         elif is_remote(word):
             found += _in_store(word, folder)
@@ -95,7 +103,8 @@ def _holds_samples(folder: Path) -> bool:
 
 def _tables(folder: Path) -> list[Path]:
     """Return a folder's tables of the first kind that it has."""
-    if (folder / "state.json").is_file():  # as save_to_disk of `datasets` writes it; other Arrow files are its caches
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none
+        # As save_to_disk of `datasets` writes it; other Arrow files there are its caches.
         state = json.loads((folder / "state.json").read_bytes())
         return [folder / entry["filename"] for entry in state["_data_files"]]
     kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (*COLUMNAR, *LINES))

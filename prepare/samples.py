@@ -281,11 +281,8 @@ def _usual_field(samples: Sequence[Sample]) -> str | None:
             with contextlib.suppress(SampleError):
                 value = sample.part(outer)
                 fields = parse_json(value, outer) if isinstance(value, bytes | str) else value
-                found = (
-                    usual_name([name for name in fields if fields[name]], USUAL_CAPTIONS)
-                    if isinstance(fields, dict)
-                    else None
-                )
+                there = [name for name in fields if fields[name]] if isinstance(fields, dict) else []
+                found = usual_name(there, USUAL_CAPTIONS)
                 if found:
                     return f"{outer}:{found}"
     return None

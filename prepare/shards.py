@@ -34,7 +34,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import sys
@@ -71,7 +70,7 @@ from prepare.parts import (
     where_to_look,
 )
 from prepare.places import Place, open_place, out_problem
-from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, read_captions
+from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, column_of, read_captions
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source, SourceError
 from stages.dataset import is_remote
 from stages.images import SampleError, decode_image
@@ -82,7 +81,7 @@ from zoo.spec import Family
 COLUMNS = {"jpg": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int", "metadata": "json"}
 MLPERF_FAMILY = ("sd2", "full", "stock")
 MLPERF_SIZE = (512, 512)
-FIRST_SAMPLES = 100  # of a source, by which the names are chosen
+FIRST_SAMPLES, FIRST_BYTES = 100, 2**26  # of a source, by which the names are chosen
 
 
 @dataclass(frozen=True)
@@ -186,13 +185,18 @@ def peek(
         the kind of stage, for moments the images' size, px, and the first samples and the name of that source.
     """
     stage, others = None, ([], "")
+    images = {"image"} | ({image, column_of(image)} if image else set())
     for source in sources:
         samples: list[Sample] = []
         with contextlib.suppress(SourceError):  # told when its part is made
-            samples += itertools.islice(source.read(None, folder, lambda name: None), FIRST_SAMPLES)
+            for sample in source.read(None, folder, lambda name: None):
+                samples.append(sample)
+                held = sum(len(part) for one in samples for part in one.files.values() if isinstance(part, bytes))
+                if len(samples) == FIRST_SAMPLES or held > FIRST_BYTES:
+                    break
         samples = [sample for sample in samples if sample.files]
         for sample in samples:
-            is_image = isinstance(sample, Row) or "image" in sample.files or image in sample.files
+            is_image = isinstance(sample, Row) or bool(images & sample.files.keys())
             if is_image and stage is None:
                 return "images", MLPERF_SIZE, samples, source.name
             if MOMENTS_SUFFIX in sample.files:

@@ -147,14 +147,14 @@ class Columnar(Table):
         return known_by(self.place) if isinstance(self.place, Path) else self.place.known_by()
 
     def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
-        is_here = isinstance(self.place, Path)
-        where = str(self.place) if is_here else self.place.address
-        path = self.place if is_here else Objects().fetch(where, folder)
+        if isinstance(self.place, Path):
+            where, beside, path = str(self.place), str(self.place.parent), self.place
+        else:
+            where, beside = self.place.address, self.place.address.rpartition("/")[0]
+            path = Objects().fetch(where, folder)
         read = parquet_rows if path.suffix == ".parquet" else arrow_rows
         with damage_told(where):
-            yield from self.named_rows(
-                ((row, None) for row in read(path, taken)), taken, ImageFiles(where.rpartition("/")[0])
-            )
+            yield from self.named_rows(((row, None) for row in read(path, taken)), taken, ImageFiles(beside))
 
 
 def parquet_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
@@ -354,7 +354,7 @@ def _header(file: BinaryIO, path: Path) -> tuple[tuple[str, ...], str]:
 
 def _json_row(line: bytes) -> tuple[dict[str, Any], str | None]:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return {}, "row is not UTF-8"
     except (ValueError, RecursionError):

@@ -68,11 +68,12 @@ def test_a_library_that_is_missing_is_named_with_how_to_install_it(tmp_path, cap
     (tmp_path / "t.parquet").touch()
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    given = tmp_path / "t.parquet" if module == "pyarrow" else "hf://datasets/owner/name"
+    given = tmp_path / "t.parquet" if module == "pyarrow" else "owner/name"
     assert make(given, tmp_path / "out") == 2
+    what = "" if module == "pyarrow" else "owner/name: no such file or folder here. To look for it on the hub: "
     assert capsys.readouterr().err == (
-        f"SOURCE: {module} is not installed, which reads Parquet and Arrow files and Hugging Face data sets. Run: pip install "
-        f"--no-deps -r requirements-tables.lock\n"
+        f"SOURCE: {what}{module} is not installed, which reads Parquet and Arrow files and Hugging Face data sets. Run: pip "
+        f"install --no-deps -r requirements-tables.lock\n"
     )
 
 
@@ -327,6 +328,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, api = unquote(self.path).partition("?")[0], "/api/datasets/me/pictures"
         tree_of = re.fullmatch(rf"{api}/tree/{COMMIT}/?(.*)", path)
+        if "/resolve/" in path and "gated" in self.is_away:
+            return self.answer(403, b"{}", X_Error_Code="GatedRepo")
         file_of = re.fullmatch(rf"/datasets/me/pictures/resolve/{COMMIT}/(.*)", path)
         if path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
             names = [{"rfilename": p.relative_to(self.root).as_posix()} for p in self.root.rglob("*") if p.is_file()]
@@ -427,7 +430,8 @@ def test_a_data_set_of_image_files_on_the_hub_gives_their_own_bytes_and_no_other
         ),
         (
             ["me/unlike"],
-            "me/unlike: no such folder here, and no such data set on the hub. Check the name, and HF_TOKEN where it is private.",
+            "me/unlike: no such folder here, and no such data set on the hub. Check the name, and HF_TOKEN where it is "
+            "private.",
         ),
         (
             ["me/pictures", "revision=v2"],
@@ -438,6 +442,22 @@ def test_a_data_set_of_image_files_on_the_hub_gives_their_own_bytes_and_no_other
 def test_what_the_hub_has_not_is_said_with_what_it_has(hub, tmp_path, capsys, words, message):
     assert make(words[0], tmp_path / "out", *words[1:]) == 2
     assert capsys.readouterr().err == f"SOURCE: {message}\n"
+
+
+@with_datasets
+def test_a_gated_data_set_and_one_that_code_makes_are_said_to_be_so(hub, hub_folder, tmp_path, capsys):
+    hub.add("gated")
+    assert make("me/pictures", tmp_path / "out") == 2
+    assert capsys.readouterr().err == (
+        "SOURCE: me/pictures on the hub is gated. Ask for access on its page, and set HF_TOKEN to a token of that account.\n"
+    )
+    hub.clear()
+    (hub_folder / "pictures.py").write_text("raise SystemExit('it ran')")
+    assert make("me/pictures", tmp_path / "out") == 2
+    assert capsys.readouterr().err == (
+        "SOURCE: me/pictures on the hub is made by code of its own, which is never run. Give its files, or "
+        "revision=refs/convert/parquet where the hub has made those.\n"
+    )
 
 
 @with_datasets
