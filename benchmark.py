@@ -64,7 +64,7 @@ from preflight.run import (
 from record.config_file import found_batch_size, say_what_is_later
 from record.summary import result_line
 from stages.dataset import Stage, read_stage
-from training import microbatch, speed, warm_start
+from training import microbatch, published, speed, warm_start
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
@@ -92,6 +92,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     ranks.watch_for_abort()
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
+    config = published.fetched(config)
 
     # Resume: the run's folder is this start's; it resumes from the newest whole checkpoint, or starts from the beginning.
     run = open_run(config)
@@ -349,6 +350,7 @@ def show(config: RunConfig) -> int:
         ema, room = has_average_on_device(config), room_of_a_rank(ranks_on_device())
         shown = plan.shown(config, resolve, cost_of, planned_microbatch, room=room, ema_on_device=ema)
         print(shown, end="", flush=True)
+        published.say(config)
     return 0
 
 
@@ -373,7 +375,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         if command_line.print_config:
             return show(config)
         say_what_is_later(command_line.yaml)
-        config = resolve(config)
+        config = resolve(published.as_begun(config))
         result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config, began)
     except ConfigError as error:
         if command_line.print_config and error.config is not None:

@@ -78,11 +78,27 @@ def on_rank_zero(work: Callable[[], Result]) -> Result:
         try:
             outcome[0] = work()
         except ValueError as error:
-            outcome[1] = getattr(error, "problems", [str(error)])
+            outcome[1] = getattr(error, "problems", None) or str(error).splitlines()
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise ConfigError(outcome[1])
     return outcome[0]
+
+
+def on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
+    """Let one rank of each machine do what its others wait for.
+
+    Raises:
+        ConfigError: on all ranks, what one of them has raised as a ValueError.
+    """
+    problems: list[str] = []
+    if dist.get_local_rank() == 0:
+        try:
+            work()
+        except ValueError as error:
+            problems = getattr(error, "problems", None) or str(error).splitlines()
+    if found := dict.fromkeys(text for each in dist.all_gather_object(problems) for text in each):
+        raise ConfigError(list(found))
 
 
 def stopped(stop: SystemExit) -> int:

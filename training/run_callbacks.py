@@ -89,6 +89,8 @@ def facts_of(
         "ema": config.ema.enabled,
         **speed.values_of(config),
         **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
+        "weights": config.model.weights,
+        "denoiser_start": config.model.denoiser,
         "denoiser_start_fingerprint": denoiser_start,
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(
