@@ -88,7 +88,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     # Set up: the device, the other ranks, a name that all of them have.
     assert config.precision is not None
     device = build_device(config.precision)
-    dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
+    ranks.meet(device, DIST_TIMEOUT_SEC)
     ranks.watch_for_abort()
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)

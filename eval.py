@@ -347,7 +347,7 @@ def evaluate(command: CommandLine) -> None:
         raise ConfigError(["out: not given. Several models in one table want a folder for it: out=FOLDER."])
     configs = {place: read(place, kind, command) for place, kind in kinds.items()}
     device = build_device(configs[places[0]].precision or "fp32")
-    dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
+    ranks.meet(device, DIST_TIMEOUT_SEC)
     ranks.watch_for_abort()
     rows: list[Row] = []
     for place, kind in kinds.items():

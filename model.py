@@ -94,10 +94,10 @@ def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: boo
         ways = (
             "Give a name on the hub, a diffusers folder or an LDM checkpoint, or model.weights=random for random ones"
         )
-        text = f"model.weights: not given. Real data need encoders, and {config.preset} has none on the hub. {ways}."
-        found.append(Problem(text, ("model.weights", "data.synthetic")))
+        text = f"not given. Real data need encoders, and the preset {config.preset} has none on the hub. {ways}."
+        found.append(Problem(f"model.weights: {text}", ("model.weights", "data.synthetic")))
     elif weights != RANDOM and (config.weights or weights != SHIPPED):
-        given = "" if config.weights else "not given, and the default is "
+        given = "" if config.weights else "not given. The default for real data: "
         keys = ("model.weights", "model.family", "model.preset", "model.variant", "data.synthetic")
         found += [Problem(f"model.weights: {given}{text}", keys) for text in weights_problems(family, weights)]
     return found

@@ -26,7 +26,7 @@ import pytest
 import warm
 from PIL import Image
 
-pytest_plugins = ("miniature",)
+pytest_plugins = ("miniature", "hub_server")
 
 ROOT = Path(__file__).resolve().parent.parent
 

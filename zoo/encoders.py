@@ -114,6 +114,7 @@ def weights_problems(family: Family, weights: str) -> list[str]:
         return [str(error)]
     if path is None:  # it is looked into when it has been downloaded
         return []
+    weights = str(path)
     found = ldm.problems(weights, _placed(family, on_meta(family.build_encoders)))
     if found or family.shipped is not None:  # a family that ships its weights has its tokenizer in code
         return found
