@@ -66,7 +66,7 @@ from record.summary import result_line
 from stages.dataset import Stage, read_stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
-from training import microbatch, speed, warm_start
+from training import microbatch, published, speed, warm_start
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
@@ -99,10 +99,11 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     # Set up: the device, the other ranks, a name that all of them have.
     assert config.precision is not None
     device = build_device(config.precision)
-    dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
+    ranks.meet(device, DIST_TIMEOUT_SEC)
     ranks.watch_for_abort()
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
+    config = published.fetched(config)
 
     # Resume: the run's folder is this start's; it resumes from the newest whole checkpoint, or starts from the beginning.
     run = open_run(config)
@@ -374,6 +375,7 @@ def show(config: RunConfig) -> int:
         ema, room = has_average_on_device(config), room_of_a_rank(ranks_on_device())
         shown = plan.shown(config, resolve, cost_of, planned_microbatch, room=room, ema_on_device=ema)
         print(shown, end="", flush=True)
+        published.say(config)
     return 0
 
 
@@ -398,7 +400,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         if command_line.print_config:
             return show(config)
         say_what_is_later(command_line.yaml)
-        config = resolve(config)
+        config = resolve(published.as_begun(config))
         result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config, began)
     except ConfigError as error:
         if command_line.print_config and error.config is not None:

@@ -54,7 +54,7 @@ from preflight.run import precision_problems, speed_problems
 from record.config_file import LATER, keep_batch_size, read_config, read_files
 from record.files import check_record, run_id_of
 from record.summary import result_line, rounded, write_outcome
-from training import speed, warm_start
+from training import published, speed, warm_start
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from training.snapshots import (
     Kind,
@@ -348,10 +348,12 @@ def evaluate(command: CommandLine) -> None:
         raise ConfigError(["out: not given. Several models in one table want a folder for it: out=FOLDER."])
     configs = {place: read(place, kind, command) for place, kind in kinds.items()}
     device = build_device(configs[places[0]].precision or "fp32")
-    dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)
+    ranks.meet(device, DIST_TIMEOUT_SEC)
     ranks.watch_for_abort()
     rows: list[Row] = []
     for place, kind in kinds.items():
+        of_run = ("model.weights",) if kind == "run" else ()
+        configs[place] = published.fetched(configs[place], (*of_run, *published.OF_EVALUATION))
         config, folder = configs[place], Path(place).expanduser().resolve()
         table = Table(Path(config.out or folder, "eval.jsonl"))
         score = {"run": score_run, "diffusers": score_diffusers, "images": score_images}[kind]

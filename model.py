@@ -21,6 +21,7 @@ and no optimizer, DDP does not broadcast them, and `model.train()` does not reac
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -36,10 +37,12 @@ from composer.utils import dist
 from torch import Tensor, nn
 
 from cli.command_line import Problem
+from cli.errors import ConfigError
 from cli.limits import ImageSize
 from cli.private_api import require_private_api
+from weights import hub
 from zoo import load_family
-from zoo.encoders import RANDOM, FrozenEncoders, build_encoders, weights_problems
+from zoo.encoders import RANDOM, SHIPPED, FrozenEncoders, build_encoders, on_hub, own_weights, weights_problems
 from zoo.objectives import Objective, ObjectiveConfig
 from zoo.sampling import sample
 from zoo.spec import Family
@@ -63,17 +66,18 @@ class ModelConfig:
     variant: str = "stock"
     """stock. For sd2 also mlperf (the MLPerf benchmark's network) and sd15 (Stable Diffusion 1.5)."""
     weights: str | None = None
-    """The frozen encoders: diffusers folder, LDM checkpoint, `random`, or `shipped`. null: shipped if the family has any,
-    else random, for synthetic data only."""
+    """The frozen encoders: name on the hub, diffusers folder, LDM checkpoint, `random`, or `shipped`. null: shipped if the
+    family has any; for real data the hub's; else random."""
     denoiser: str | None = None
-    """Initial weights of the denoiser: a run's folder or checkpoint, or published weights. null: random."""
+    """Initial weights of the denoiser: a run's folder or checkpoint, or published weights (as `weights`). null: random."""
 
 
 def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: bool) -> list[Problem]:
     """Return the problems of a family, the image size and the encoders' weights.
 
     Args:
-        encoders_wanted: the run uses real images or their moments, so random encoders have to be requested explicitly.
+        encoders_wanted: the run uses real images or their moments: it gets the hub's encoders by default, and random ones
+            have to be requested explicitly.
     """
     found, family = [], None
     try:
@@ -83,17 +87,42 @@ def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: boo
     else:
         if text := family.size_problem(size):
             found.append(Problem(f"image_size: {text}", ("image_size",)))
-    if config.weights is None and encoders_wanted and (family is None or family.shipped is None):
+    if family is None:
+        return found
+    weights = config.weights or own_weights(family, is_real=encoders_wanted)
+    if config.weights is None and encoders_wanted and weights == RANDOM:
         ways = (
-            "Give a diffusers folder or an LDM checkpoint (512-base-ema.ckpt), or model.weights=random for random ones"
+            "Give a name on the hub, a diffusers folder or an LDM checkpoint, or model.weights=random for random ones"
         )
-        text = f"model.weights: not given. Real data need encoders. {ways}."
-        found.append(Problem(text, ("model.weights", "data.synthetic")))
-    elif config.weights not in (None, RANDOM) and family is not None:
-        texts = weights_problems(family, config.weights)
-        keys = ("model.weights", "model.family", "model.preset", "model.variant")
-        found += [Problem(f"model.weights: {text}", keys) for text in texts]
+        text = f"not given. Real data need encoders, and the preset {config.preset} has none on the hub. {ways}."
+        found.append(Problem(f"model.weights: {text}", ("model.weights", "data.synthetic")))
+    elif weights != RANDOM and (config.weights or weights != SHIPPED):
+        given = "" if config.weights else "not given. The default for real data: "
+        keys = ("model.weights", "model.family", "model.preset", "model.variant", "data.synthetic")
+        found += [Problem(f"model.weights: {given}{text}", keys) for text in weights_problems(family, weights)]
     return found
+
+
+def fetched(config: ModelConfig) -> ModelConfig:
+    """Bring what the model takes from the hub to this machine, for a command with real data; each process by itself.
+
+    Returns:
+        the configuration with the default of real data, and with names that have their commit.
+
+    Raises:
+        ConfigError: something cannot be had, or does not fit.
+    """
+    family = load_family(config.family, config.preset, config.variant)
+    config = dataclasses.replace(config, weights=config.weights or own_weights(family, is_real=True))
+    names = on_hub(family, config.weights, config.denoiser)
+    try:
+        pinned = hub.fetch_all(names)
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from error
+    config = dataclasses.replace(config, **{key.removeprefix("model."): name for key, name in pinned.items()})
+    if "model.weights" in pinned and (texts := weights_problems(family, pinned["model.weights"])):
+        raise ConfigError([f"model.weights: {text}" for text in texts])
+    return config
 
 
 def normalize_images(images: Tensor, normalize: str) -> Tensor:

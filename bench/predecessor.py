@@ -34,6 +34,7 @@ from model import BatchRandomness, build_device, composer_precision
 from preflight.run import check, cost_of, planned_microbatch
 from record.environment import device_name, environment
 from record.summary import result_line, rounded
+from training import published
 from training.microbatch import AUTO
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from training.speed import SpeedKeys
@@ -65,6 +66,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     assert config.precision is not None and config.run_name is not None
     device = build_device(config.precision)
     dist.initialize_dist(device)
+    config = published.fetched(config)
     cost = cost_of(config)
     model = build(config)
     model.place(device._device, config.precision)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed
+from composer.devices import Device
 from composer.utils import dist
 from torch.distributed import PrefixStore, distributed_c10d
 
@@ -67,6 +68,18 @@ def watch_for_abort() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def meet(device: Device, timeout_sec: float) -> None:
+    """Meet the other ranks. Until all are there SIGTERM ends this one at once: another has left, and nothing is to be saved.
+
+    A handler would not be called: it waits in C++ code.
+    """
+    if dist.get_world_size() > 1:
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    dist.initialize_dist(device, timeout=timeout_sec)
+    if dist.get_world_size() > 1:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def on_rank_zero(work: Callable[[], Result]) -> Result:
     """Let rank 0 do what only one may, and give all ranks its result.
 
@@ -78,11 +91,27 @@ def on_rank_zero(work: Callable[[], Result]) -> Result:
         try:
             outcome[0] = work()
         except ValueError as error:
-            outcome[1] = getattr(error, "problems", [str(error)])
+            outcome[1] = getattr(error, "problems", None) or str(error).splitlines()
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise ConfigError(outcome[1])
     return outcome[0]
+
+
+def on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
+    """Let one rank of each machine do what its others wait for.
+
+    Raises:
+        ConfigError: on all ranks, what one of them has raised as a ValueError.
+    """
+    problems: list[str] = []
+    if dist.get_local_rank() == 0:
+        try:
+            work()
+        except ValueError as error:
+            problems = getattr(error, "problems", None) or str(error).splitlines()
+    if found := dict.fromkeys(text for each in dist.all_gather_object(problems) for text in each):
+        raise ConfigError(list(found))
 
 
 def stopped(stop: SystemExit) -> int:
@@ -90,7 +119,10 @@ def stopped(stop: SystemExit) -> int:
     code = int(stop.code or 0)
     if code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):  # Ctrl-C comes to all of them
         text = f"{signal.Signals(code - 128).name}: stopped"
-        abort_all_ranks(text, code)
+        if (
+            torch.distributed.is_initialized()
+        ):  # before, nobody hears it: the launcher sends it when another one has left
+            abort_all_ranks(text, code)
         log.error(f"{text}.", extra=EVERY_RANK)
     return code
 

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from evaluation import shapes
 from evaluation.numerics import Float64Sums, computing, require_finite
 from weights.files import WeightsFile, open_weights
+from weights.hub import Need
+from weights.hub_names import place
 from weights.published import RANDOM, RANDOM_SEED, file_digest, fill
 from weights.tensors import canonical_name, fingerprint
 
@@ -41,6 +43,11 @@ TINY = {
 PLAIN = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu"}
 """The keys of a model config for open_clip's class CLIP."""
 CONFIG_FILE = "open_clip_config.json"  # published beside the weights; has model_cfg and preprocess_cfg
+NEED = Need(
+    one_of=("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
+    more=(CONFIG_FILE,),
+    instead="leave eval.clip out",
+)
 TEXTS_A_PASS = 64
 THREADS = 8  # PIL releases the GIL while it resizes
 
@@ -158,7 +165,8 @@ def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None 
     """Build a pair on the CPU, without any download.
 
     Args:
-        weights: a file with OpenCLIP's state dict (open_clip_pytorch_model.bin, .safetensors, or any file of torch.save);
+        weights: a file with OpenCLIP's state dict (open_clip_pytorch_model.bin, .safetensors, or any file of torch.save), or
+            the name of one on the hub that was fetched;
             "random", for tests and trials; or the miniature's pair (evaluation/shapes.py).
         architecture: open_clip's name or model config. None: taken from open_clip_config.json beside the file, which also
             gives the normalisation of images. Without that file: ViT-H-14 or ViT-L-14, recognised by the weights' shapes,
@@ -171,7 +179,7 @@ def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None 
     if str(weights) == RANDOM:
         network, transform, num_features = _build(architecture or TINY, {})
         return ClipPair(network, transform, "random-CLIP", fingerprint(network), num_features)
-    path = Path(weights).expanduser()
+    path = place(weights)
     file = open_weights(path)
     if architecture is None and shapes.is_pair(file):
         return shapes.load_pair(file)

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from evaluation import shapes
 from evaluation.numerics import Precision, computing
 from weights.files import open_weights
+from weights.hub import Need
+from weights.hub_names import place
 from weights.published import RANDOM, RANDOM_SEED, file_digest, fill
 from weights.tensors import fingerprint
 
@@ -33,6 +35,8 @@ Resize = Literal["bilinear299", "bicubic256"]
 PUBLISHED = "inception-2015-12-05"
 PUBLISHED_FILE = "pt_inception-2015-12-05-6726825d.pth"  # of pytorch-fid's release fid_weights, 92 MB
 PUBLISHED_SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"
+# No repository on the hub is pytorch-fid's own; a copy is known by the first digits of its SHA-256, which its name has.
+NEED = Need(one_of=(PUBLISHED_FILE,), sha256="6726825d", instead="leave eval.inception and eval.statistics out")
 NUM_CLASSES, NUM_FEATURES = 1008, 2048
 SIDE_PX, FIRST_SIDE_PX = 299, 256
 
@@ -90,8 +94,9 @@ def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extra
     """Build Inception, or the miniature's image network (which does not resize), on the CPU.
 
     Args:
-        weights: path of pytorch-fid's file, checked by its SHA-1; "random", for tests and trials (scaled so that signals
-            keep their size through the layers, otherwise meaningless); or the miniature's reader (evaluation/shapes.py).
+        weights: path of pytorch-fid's file, or its name on the hub where it was fetched, checked by its SHA-1; "random",
+            for tests and trials (scaled so that signals keep their size through the layers, otherwise meaningless); or the
+            miniature's reader (evaluation/shapes.py).
 
     Raises:
         ValueError: no such file, another file, or an unknown `resize`.
@@ -102,7 +107,7 @@ def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extra
         network = _random_network()
         network.fc = nn.Identity()
         return Inception(network, "random-inception", fingerprint(network), resize)
-    path = Path(weights).expanduser()
+    path = place(weights)
     file = open_weights(path)
     if shapes.is_reader(file):
         return shapes.load_reader(file)

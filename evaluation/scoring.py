@@ -28,13 +28,17 @@ from torch import Tensor
 
 from cli.limits import MOST, ImageSize, Pixels, Scales, file_problem, limited
 from cli.ranks import Hearing, Signalled
+from evaluation import clip_score, inception
 from evaluation.meter import Meter, Pace
 from evaluation.prompts import Prompt, PromptSet, read_prompts
 from evaluation.unfinished import Parts, Work
+from weights import hub
+from weights.hub_names import parse
 from weights.tensors import fingerprint, is_out_of_memory
 from zoo.sampling import MAX_STEPS, MIN_STEPS, SamplerName, prompt_noise, shard
 from zoo.spec import MAX_SIDE_PX, Family, as_size
 
+NEEDS = {"inception": inception.NEED, "clip": clip_score.NEED}
 EVERY_IMAGES = 512_000  # of the MLPerf benchmark
 CPU_BATCH_SIZE = 16
 GPU_BATCH_SIZES = (64, 32, 16, 8, 4, 2, 1)
@@ -65,13 +69,13 @@ class EvalConfig:
     statistics: str | None = None
     """Reference statistics for FID: .npz with mu and sigma, from prepare.fid_statistics. null: no FID."""
     inception: str | None = None
-    """Weights of FID's image network, pt_inception-2015-12-05-6726825d.pth, or `random`. null: no FID."""
+    """Weights of FID's image network: pt_inception-2015-12-05-6726825d.pth, name on the hub, or `random`. null: no FID."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
     """How images are resized for that network: as in the MLPerf reference, or through 256 px as in NVIDIA's submissions."""
     precision: Literal["fp32", "fp16"] = "fp32"
     """Precision of the scoring networks. fp16: autocast and rounding as in the MLPerf reference."""
     clip: str | None = None
-    """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14), or `random`. null: no CLIP score."""
+    """Weights of the CLIP pair (OpenCLIP's ViT-H-14 or ViT-L-14): file, name on the hub, or `random`. null: no CLIP score."""
     image_size: Pixels | None = limited(None, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Size of the generated images in pixels: a number, or [width, height]. null: as in training."""
     batch_size: int | None = limited(None, 1, 2**16)
@@ -94,6 +98,11 @@ class EvalConfig:
             return self
         every = rounded_up(self.every_images or EVERY_IMAGES, global_batch_size)
         return dataclasses.replace(self, every_images=every, weights=self.weights or ("ema" if has_ema else "training"))
+
+    def on_hub(self) -> dict[str, tuple[str, hub.Need]]:
+        """Return those weights that are names of the hub: key -> name and what it needs."""
+        given = {key: getattr(self, key) for key in NEEDS}
+        return {f"eval.{key}": (text, NEEDS[key]) for key, text in given.items() if parse(text)}
 
     def meter(self) -> Meter:
         """Build the meter on the CPU. Raises ValueError: a file is unreadable or is the wrong one."""
@@ -124,8 +133,14 @@ class EvalConfig:
             found.append(("eval.inception", f"nothing to score with. {ways}."))
         for key in ("prompts", "statistics", "inception", "clip"):
             path = getattr(self, key)
-            if path not in (None, "random") and (text := file_problem(path)):
-                found.append((f"eval.{key}", text))
+            if path in (None, "random"):
+                continue
+            try:
+                path = hub.checked(path, NEEDS[key]) if key in NEEDS else path
+                text = None if path is None else file_problem(str(path))
+            except ValueError as error:
+                text = str(error)
+            found += [(f"eval.{key}", text)] if text else []
         return found
 
 

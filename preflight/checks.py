@@ -34,10 +34,12 @@ from stages.shared_memory import is_held
 from training import cost
 from training import microbatch as microbatch_search
 from training.optimizer import total_batches
+from training.published import as_begun
 from training.resume import check_begun
 from training.run_config import RunConfig, resolve
+from weights import hub
 from zoo import load_family
-from zoo.encoders import RANDOM, own_weights
+from zoo.encoders import RANDOM, on_hub, own_weights
 
 # First key of a problem from `quick_problems` -> the check that reports it; all others: config.
 CHECK_OF_KEY = {
@@ -173,10 +175,13 @@ def weights(case: Case) -> list[Finding]:
     """Check the files of the encoders and of the denoiser, by names and shapes."""
     if found := case.errors("weights"):
         return found
-    config = case.config.model
-    given = config.weights or own_weights(load_family(config.family, config.preset, config.variant))
+    config, is_real = as_begun(case.config).model, not case.config.data.synthetic
+    family = load_family(config.family, config.preset, config.variant)
+    given = config.weights or own_weights(family, is_real=is_real)
     text = f"encoders: {given}" + (", which mean nothing" if given == RANDOM else "")
-    begins = case.config.model.denoiser
+    for name, need in on_hub(family, given, None).values():
+        text = f"encoders: {'. '.join(hub.look(name, need).lines())}"
+    begins = config.denoiser
     return [Finding(OK, "weights", f"{text}; denoiser: {begins or 'from random weights'}")]
 
 

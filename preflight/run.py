@@ -29,6 +29,7 @@ from training import microbatch as microbatch_search
 from training import warm_start
 from training.cost import Cost, has_average_on_device, measure_cost, memory_problem
 from training.optimizer import total_batches
+from training.published import as_begun
 from training.run_config import RunConfig, resolve, wants_own_rate
 from zoo import load_family, mlperf
 from zoo.sampling import MIN_STEPS, sampling_problems
@@ -85,6 +86,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     Args:
         of_data: (key, message) of the section `data`, with the stage's if it was read.
     """
+    config = as_begun(config)
     found = _run_problems(config)
     sections = (config.optimizer, config.schedule, config.ema)
     of_eval = config.eval.problems(now=config.eval.when == "in_training")

@@ -34,9 +34,11 @@ from cli.log import log
 from config import load, to_yaml
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
 from evaluation.image_folder import image_batches, list_images
-from evaluation.inception import Extractor, load_inception
+from evaluation.inception import NEED, Extractor, load_inception
 from preflight.limits import unwritable
 from prepare.parts import split_words
+from weights import hub
+from weights.hub_names import parse
 from zoo.spec import MAX_SIDE_PX
 
 
@@ -45,7 +47,7 @@ class FidStatisticsConfig:
     """The keys of this command."""
 
     inception: str | None = None
-    """Weights of the image network: pt_inception-2015-12-05-6726825d.pth, or `random`."""
+    """Weights of the image network: pt_inception-2015-12-05-6726825d.pth, its name on the hub, or `random`."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
     """How images are resized for that network; must equal eval.resize."""
     image_size: int | None = limited(None, 1, MAX_SIDE_PX)
@@ -118,9 +120,11 @@ def main(argv: Sequence[str]) -> int:
     if not problems:
         assert config.inception is not None
         try:
-            extractor = load_inception(config.inception, config.resize)
+            names = {"inception": (config.inception, NEED)} if parse(config.inception) else {}
+            weights = hub.fetch_all(names).get("inception", config.inception)
+            extractor = load_inception(weights, config.resize)
         except ValueError as error:
-            problems.append(f"inception: {error}")
+            problems.append(f"inception: {str(error).removeprefix('inception: ')}")
     if problems:
         raise ConfigError(problems)
     return _make(paths, Path(places[1]), extractor, config)

@@ -15,7 +15,8 @@ changes the last bits: start one rank per core, `composer -n CORES`. Ranks beyon
 (a smaller shard_size of prepare.shards gives more shards). The default precision is fp32: moments are made once and used
 for days.
 
-model.weights: a diffusers folder, an LDM checkpoint, or random for meaningless encoders.
+model.weights: a name on the hub, a diffusers folder, an LDM checkpoint, or random for meaningless encoders; none: the hub's
+for this network.
 
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
 (16), precision (fp32, tf32, bf16), store_text (false), flip (false: no moments of the mirrored picture), shard_size
@@ -50,7 +51,7 @@ from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
 from config import load, to_yaml
-from model import ModelConfig, model_problems
+from model import ModelConfig, fetched, model_problems
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
 from prepare.moments import mds_columns
@@ -232,7 +233,7 @@ def make_parts(
 def build_encoder(config: LatentsConfig, stage: Stage) -> Encoder:
     """Build the encoders, and say what is worth knowing about them."""
     encoder = Encoder(
-        config.model,
+        fetched(config.model),
         size=config.size,
         normalize=config.normalize,
         precision=config.precision,

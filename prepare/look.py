@@ -10,7 +10,7 @@ The first facts are those of dataset.json and index.json, for the whole stage. T
 samples of some shards, at least 8 where the stage has as many, and of more of them only where these hold too few. Each of
 these shards is fetched whole and checked by its hash; one that is damaged or missing is named, and the others are looked at.
 
-Moments are shown as the VAE of model.weights decodes their mean (a diffusers folder, an LDM checkpoint, or random where
+Moments are shown as the VAE of model.weights decodes their mean (a name on the hub, a folder, a checkpoint, or random where
 the stage was made so), without weights as colours. What of model.family, preset and variant is not given is as
 dataset.json says.
 
@@ -48,7 +48,7 @@ from cli.limits import limited
 from cli.log import log
 from cli.masking import printable
 from config import load, to_yaml
-from model import ModelConfig, model_problems
+from model import ModelConfig, fetched, model_problems
 from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
 from prepare.look_picture import Histogram, Sample, Tile, first_of, share, size_in_words, spread
@@ -362,7 +362,7 @@ def look(config: LookConfig, place: Place, stage: Stage, shards: list[dict[str, 
     vae, shown_by, made = None, draw.AS_COLOURS, stage.facts.get("encoders")
     if stage.kind == "moments" and config.model.weights is not None:
         made = made.get("vae") if isinstance(made, dict) else None
-        vae, shown_by = draw.build_vae(family, config.model.weights, made)
+        vae, shown_by = draw.build_vae(family, str(fetched(config.model).weights), made)
     print_facts(stage_facts(stage, shards))
     seen = Seen(config, stage, family)
     chosen = choose([shard["samples"] for shard in shards], config.read, config.seed)

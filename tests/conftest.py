@@ -19,13 +19,14 @@ from typing import Any
 # Before torch is loaded, here and in every command: beside one busy process on two cores a run in two threads was 40 times
 # slower (each of its many small operations waits for the thread that waits for a core), in one thread not at all.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub; tests/hub_server.py is another one
 
 import numpy as np
 import pytest
 import warm
 from PIL import Image
 
-pytest_plugins = ("miniature",)
+pytest_plugins = ("miniature", "hub_server")
 
 ROOT = Path(__file__).resolve().parent.parent
 

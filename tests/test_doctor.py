@@ -474,7 +474,9 @@ def test_weights_that_are_not_there_are_found(only_error, examine, tmp_path):
         "model.weights: "
     )
     assert only_error("weights", f"model.denoiser={tmp_path}/none").startswith("model.denoiser: ")
-    assert only_error("weights", "model.weights=null").startswith("model.weights: not given. Real data need encoders.")
+    assert only_error("weights", "model.weights=null").startswith(
+        "model.weights: not given. Real data need encoders, and the preset tiny has none on the hub."
+    )
     assert examine("model.weights=null")[1]["memory"][0][0] == OK  # they change nothing of what a step takes
 
 

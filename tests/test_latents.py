@@ -466,8 +466,13 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
             ["{in}", "{tmp}/out", "model.weights=null", "model.preset=huge"],
             [
                 "model.preset: unknown preset 'huge'. Known: full, tiny.",
-                "model.weights: not given. Real data need encoders. Give a diffusers folder or an LDM checkpoint "
-                "(512-base-ema.ckpt), or model.weights=random for random ones.",
+            ],
+        ),
+        (
+            ["{in}", "{tmp}/out", "model.weights=null", "model.preset=tiny"],
+            [
+                "model.weights: not given. Real data need encoders, and the preset tiny has none on the hub. Give a name "
+                "on the hub, a diffusers folder or an LDM checkpoint, or model.weights=random for random ones.",
             ],
         ),
         (

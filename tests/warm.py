@@ -128,6 +128,8 @@ def become(command: list[str], variables: Mapping[str, str], streams: Sequence[i
         os.dup2(stream, number)
     os.environ.clear()
     os.environ.update(variables)
+    if constants := sys.modules.get("huggingface_hub.constants"):  # read where it was imported
+        importlib.reload(constants)
     sys.path[:0] = [each for each in variables.get("PYTHONPATH", "").split(os.pathsep) if each]
     if variables.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)

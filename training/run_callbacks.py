@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from training import speed
 from training.checkpoints import Checkpointer
 from training.cost import Cost, has_average_on_device
 from training.run_config import RunConfig
+from weights.hub_names import parse
 
 
 def build_throughput(config: RunConfig, cost: Cost, sizes: Sequence[ImageSize] | None) -> Throughput:
@@ -106,6 +108,7 @@ def facts_of(
         "ema": config.ema.enabled,
         **speed.values_of(config),
         **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
+        **{f"{key}_name": text for key, text in dataclasses.asdict(config.model).items() if parse(text)},
         "denoiser_start_fingerprint": denoiser_start,
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(

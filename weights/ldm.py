@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from weights.clip_text import stored_name
-from weights.files import WeightsFile, open_weights, shown
+from weights.files import WeightsFile, open_sharded, open_weights, shown, weight_files
+from weights.hub_names import place
 from weights.ldm_names import (
     CLIP_PREFIX,
     OPEN_CLIP_PREFIX,
@@ -73,7 +74,7 @@ def problems(path: str, networks: Networks) -> list[str]:
     """Return why the weights at `path` do not fit these networks; [] if they fit. Reads names and shapes alone.
 
     Args:
-        path: a diffusers folder (also a snapshot in the hub's cache), or an LDM file.
+        path: a diffusers folder, an LDM file, or a name of the hub that was fetched.
         networks: name in messages, e.g. "vae" -> the module (on any device, "meta" too) and its place.
     """
     return _examine(path, networks)[1]
@@ -81,7 +82,7 @@ def problems(path: str, networks: Networks) -> list[str]:
 
 def _examine(path: str, networks: Networks) -> tuple[dict[str, _Place], list[str]]:
     assert networks
-    root = Path(path).expanduser()
+    root = place(path)
     try:
         if not root.exists():
             return {}, [f"{root}: there is no such file or folder. Give a diffusers folder or an LDM file."]
@@ -98,14 +99,13 @@ def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], 
     for label, (module, network) in networks.items():
         folder = root / network.folder
         found += _other_facts(label, folder, network)
-        modern, old = network.stems
-        names = [f"{modern}.safetensors", f"{old}.bin", f"{modern}.fp16.safetensors", f"{old}.fp16.bin"]
-        path = next((folder / name for name in names if (folder / name).exists()), None)
-        if path is None:
-            found.append(f"{label}: {folder} has none of {', '.join(names)}. It has: {_listing(folder)}.")
+        there = [path.name for path in folder.iterdir()]
+        files = weight_files(there, network.stems)
+        if not files:
+            found.append(f"{label}: {folder} {_no_weights(there, network.stems)} It has: {_listing(folder)}.")
             continue
         try:
-            weights = open_weights(path)
+            weights = open_sharded(folder / files[0]) if len(files) > 1 else open_weights(folder / files[0])
         except ValueError as error:
             found.append(f"{label}: {error}")
             continue
@@ -218,6 +218,14 @@ def _name_in_folder(name: str, names: Collection[str]) -> str:
 
 
 # --- likely causes ---
+
+
+def _no_weights(there: Collection[str], stems: tuple[str, str]) -> str:
+    modern, old = stems
+    if parts := [name for name in there if name.startswith(stems) and "-of-" in name]:
+        return f"has {len(parts)} of several files of weights, but not all, or no index. Fetch the others."
+    names = [f"{modern}.safetensors", f"{old}.bin", f"{modern}.fp16.safetensors", f"{old}.fp16.bin"]
+    return f"has none of {', '.join(names)}."
 
 
 def _no_such_folders(root: Path, absent: Sequence[str]) -> str:
@@ -355,7 +363,7 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) ->
     Args:
         tokenize: captions -> (B, L) int64, e.g. (11, 77), padded with 0.
     """
-    root = Path(path).expanduser()
+    root = place(path)
     folder = root / "tokenizer"
     if not root.is_dir():
         return None

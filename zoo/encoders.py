@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from cli.errors import ConfigError
-from weights import ldm
+from weights import hub, ldm
+from weights.hub_names import parse
 from weights.tensors import fingerprint, on_meta
 from zoo.spec import Family
 
@@ -41,16 +42,46 @@ class FrozenEncoders:
         return next(next(iter(self.modules.values())).parameters()).dtype
 
 
-def own_weights(family: Family) -> str:
-    """Return the default of `model.weights`: the family's own weights if it ships any, else random ones."""
-    return RANDOM if family.shipped is None else SHIPPED
+def own_weights(family: Family, *, is_real: bool = False) -> str:
+    """Return the default of `model.weights`: the weights that the family ships, or for real data those that the hub has.
+
+    Where there are none of these: random ones.
+    """
+    if family.shipped is not None:
+        return SHIPPED
+    return family.on_hub if is_real and family.on_hub else RANDOM
+
+
+def on_hub(family: Family, weights: str | None, denoiser: str | None) -> dict[str, tuple[str, hub.Need]]:
+    """Return those of `model.weights` and `model.denoiser` that are names of the hub: key -> name and what it needs."""
+    wanted = {"model.weights": (weights, need_of_encoders), "model.denoiser": (denoiser, need_of_denoiser)}
+    named = {key: (text, need(family)) for key, (text, need) in wanted.items() if parse(text)}
+    return {key: (text, need) for key, (text, need) in named.items() if need is not None}
+
+
+def need_of_encoders(family: Family) -> hub.Need:
+    """Return the files of a model that `build_encoders` and `weights_problems` read."""
+    networks = [network for _, network in _placed(family, on_meta(family.build_encoders)).values()]
+    folders = tuple((network.folder, network.stems) for network in networks)
+    tokens = () if family.shipped else ("tokenizer",)  # a family that ships its weights has its tokenizer in code
+    return hub.Need(folders, tokens, default=family.on_hub, instead="model.weights=random, for random ones")
+
+
+def need_of_denoiser(family: Family) -> hub.Need | None:
+    """Return the files of a model that training can begin with; None: no published model has this network."""
+    if "denoiser" not in family.published():
+        return None
+    network = family.published()["denoiser"](on_meta(family.build_denoiser))
+    more, instead = ("scheduler/scheduler_config.json",), "leave model.denoiser out, to begin at random weights"
+    return hub.Need(((network.folder, network.stems),), more=more, instead=instead)
 
 
 def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
     """Build a family's encoders on the CPU, in float32.
 
     Args:
-        weights: a diffusers folder or an LDM checkpoint; "shipped": ours; "random"; None: `own_weights`.
+        weights: a diffusers folder, an LDM checkpoint, or a name of the hub that was fetched; "shipped": ours; "random";
+            None: `own_weights`.
 
     Raises:
         ConfigError: the weights do not fit (see `weights_problems`) or are damaged.
@@ -71,12 +102,19 @@ def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
 
 
 def weights_problems(family: Family, weights: str) -> list[str]:
-    """Return the problems of the weights at a path and of their tokenizer. Reads names and shapes alone."""
+    """Return the problems of weights and of their tokenizer. Reads names and shapes alone, and downloads nothing."""
     if weights == SHIPPED:
         try:
             weights = _shipped_folder(family)
         except ValueError as error:
             return [str(error)]
+    try:
+        path = hub.checked(weights, need_of_encoders(family))
+    except ValueError as error:
+        return [str(error)]
+    if path is None:  # it is looked into when it has been downloaded
+        return []
+    weights = str(path)
     found = ldm.problems(weights, _placed(family, on_meta(family.build_encoders)))
     if found or family.shipped is not None:  # a family that ships its weights has its tokenizer in code
         return found

