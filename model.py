@@ -208,8 +208,10 @@ class LatentDiffusion(ComposerModel):
         if "moments" in batch:
             channels, *sides = batch["moments"].shape[1:]
             return (channels // 2, *sides)
-        *_, height, width = batch["images"].shape
-        return self.family.latent_shape((width, height))
+        if "images" in batch:
+            *_, height, width = batch["images"].shape
+            return self.family.latent_shape((width, height))
+        return self.latent_shape
 
     def draw(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the batch with all random numbers of its step: posterior, noise, times and caption dropout.

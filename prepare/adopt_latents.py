@@ -24,7 +24,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
-from model import ModelConfig, model_problems, normalize_images
+from model import ModelConfig, fetched, model_problems, normalize_images
 from stages.images import SampleError, decode_image
 from stages.latents import read_latent
 from zoo import load_family
@@ -84,7 +84,7 @@ def compare(config: ModelConfig, column: str, samples: Sequence[Mapping[str, Any
         ConfigError: they are not this VAE's, or of no scale that is known.
     """
     family = load_family(config.family, config.preset, config.variant)
-    encoders = build_encoders(family, config.weights)
+    encoders = build_encoders(family, fetched(config).weights)
     side = side_of([sample["latents"] for sample in samples], family, column)
     shape = family.latent_shape((side, side))
     means, stored = [], []

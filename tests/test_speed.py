@@ -205,9 +205,10 @@ def test_blocks_are_compiled_by_themselves_and_only_once(graphs_alone):
 def test_the_counter_sees_a_recompilation(graphs_alone):
     network, counter = denoiser_of({"compile": "whole"}, Small()), speed.GraphCounter(in_force=True)
     for size in (4, 4, 3):
-        counter.batch_start(None, None)
-        network.denoiser(torch.zeros(size, 1, 2, 2)).sum().backward()
-        counter.batch_end(None, None)
+        state = SimpleNamespace(batch={"noise": torch.zeros(size, 1, 2, 2)})
+        counter.batch_start(state, None)
+        network.denoiser(state.batch["noise"]).sum().backward()
+        counter.batch_end(state, None)
         assert counter.num_recompiled == (1 if size == 3 else 0)
     for size, num in ((5, 1), (5, 1), (6, 2)):  # the first of its kind is none
         with counter.step("evaluation"), torch.no_grad():
