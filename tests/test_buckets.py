@@ -12,6 +12,7 @@ import torch
 from conftest import write_tar
 from PIL import Image
 from streaming.base.partition import get_partitions
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import benchmark
 from data import DataConfig, build_data
@@ -158,31 +159,42 @@ def test_a_set_that_lost_a_bucket_is_refused(sorted_, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200, func_only=True)
-def test_a_run_of_moments_in_buckets_goes_on_bit_for_bit(sorted_, tmp_path):
-    model = ["model.preset=tiny", "model.weights=random"]
-    moments = tmp_path / "moments"
-    assert latents.main([str(sorted_), str(moments), *model, "image_size=64"]) == 0
-    assert read_stage(str(moments)).num_samples == 120
+@pytest.mark.timeout(300, func_only=True)
+def test_a_run_mixes_a_set_of_buckets_with_a_stage_validates_draws_and_goes_on_bit_for_bit(sorted_, tmp_path):
+    """What is trained on: pictures of four aspects in buckets, and squares; what is held out: other squares."""
+    model = ["model.preset=tiny", "model.weights=random", "image_size=64"]
+    for name, begin in (("squares", 1000), ("held_out", 2000)):
+        squares = {
+            f"{n}": {"png": picture((64, 64), n % 256), "txt": f"square {n}".encode()} for n in range(begin, begin + 32)
+        }
+        assert shards.main([str(write_tar(tmp_path / f"{name}.tar", squares)), str(tmp_path / f"{name}-images")]) == 0
+        assert latents.main([str(tmp_path / f"{name}-images"), str(tmp_path / name), *model]) == 0
+    assert latents.main([str(sorted_), str(tmp_path / "moments"), *model]) == 0
+    assert read_stage(str(tmp_path / "moments")).num_samples == 120
+    (tmp_path / "prompts.txt").write_text("square 1\ntall 2\n")
+    streams = [f"{{remote: {tmp_path}/moments, proportion: 0.75}}", f"{{remote: {tmp_path}/squares, proportion: 0.25}}"]
     words = [
         *model,
-        "image_size=64",
         "data.stage=moments",
-        f"data.remote={moments}",
-        "global_batch_size=8",
+        f"data.streams=[{', '.join(streams)}]",
         "data.workers=0",
+        "global_batch_size=8",
     ]
+    words += [f"validation.remote={tmp_path}/held_out", "validation.every_images=48", "samples.every_images=64"]
+    words += [f"samples.prompts={tmp_path}/prompts.txt", "eval.steps=2", "eval.samples=2", "loggers.tensorboard={}"]
     words += [
-        "save.every_images=24",
         f"run_folder={tmp_path}",
         "loggers.progress_bar=false",
         "measure.window_batches=2",
+        "save.every_images=24",
     ]
     assert benchmark.main([*words, "run_name=whole", "max_duration=13ba"]) == 0
     assert benchmark.main([*words, "run_name=part", "max_duration=8ba"]) == 0
+    listed(tmp_path / "part" / "checkpoints", FULL)[0].unlink()  # as if it had been killed: it goes on from batch 6
     assert benchmark.main([*words, "run_name=part", "max_duration=13ba"]) == 0
-    lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "part")]
-    assert [line["loss"] for line in lines[0]][-2:] == [line["loss"] for line in lines[1]][-2:]
+    lines, again = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "part"))
+    for key in ("loss", "streams", "val_loss", "val_loss_bins"):
+        assert [line[key] for line in lines if key in line] == [line[key] for line in again if key in line] != []
     newest = [
         torch.load(listed(tmp_path / name / "checkpoints", FULL)[0], weights_only=False) for name in ("whole", "part")
     ]
@@ -190,3 +202,7 @@ def test_a_run_of_moments_in_buckets_goes_on_bit_for_bit(sorted_, tmp_path):
         assert torch.equal(value, newest[1]["model"][name]), name
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary["bucket_sizes"] == [[48, 96], [64, 64], [72, 56], [96, 48]] and summary["mfu"] is None
+    [path] = (tmp_path / "whole" / "tensorboard").rglob("events*")
+    events = EventAccumulator(str(path)).Reload().Tags()
+    assert {"val/loss", "streams/moments/loss", "streams/squares/samples"} <= set(events["scalars"])
+    assert events["images"] == ["samples/grid"] and len(list((tmp_path / "whole" / "samples").glob("*.png"))) > 1
