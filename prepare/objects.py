@@ -7,7 +7,7 @@ listing says an object's size and entity tag, by which a plan knows it again.
 from __future__ import annotations
 
 import errno
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -67,16 +67,26 @@ class Objects:
 
     def fetch(self, address: str, folder: Path) -> Path:
         """Return the file in `folder` with an object's content. Raises FileNotFoundError; Failed: the store is away."""
-        if text := address_problem(address):
-            raise Failed(f"SOURCE: {text}")
         file = folder / PurePosixPath(address).name
         file.unlink(missing_ok=True)  # the client would accept it as the wanted one
+        self._patiently(lambda timeout: self._client.download(address, str(file), timeout), address, file)
+        return file
+
+    def read(self, address: str, most: int) -> bytes:
+        """Return an object's first bytes; raises as `fetch` does."""
+        found: list[bytes] = []
+        self._patiently(lambda timeout: found.append(self._client.read(address, most, timeout)), address, Path())
+        return found[0]
+
+    def _patiently(self, ask: Callable[[float], Any], address: str, file: Path) -> None:
+        if text := address_problem(address):
+            raise Failed(f"SOURCE: {text}")
         ended: list[Exception] = []
 
         def once(timeout: float) -> None:
-            """Download; what no other try would mend ends it."""
+            """Ask; what no other try would mend ends it."""
             try:
-                self._client.download(address, str(file), timeout)
+                ask(timeout)
             except Exception as error:
                 if not (_is_missing(error) or (isinstance(error, OSError) and error.errno in DISK_ERRORS)):
                     raise
@@ -90,14 +100,7 @@ class Objects:
         for error in ended:
             if _is_missing(error):
                 raise FileNotFoundError(errno.ENOENT, "no such object", address) from error
-            raise Failed(f"SOURCE: {address} cannot be fetched to {folder}: {error}. {GO_ON}.") from error
-        return file
-
-    def read(self, address: str) -> bytes:
-        """Return a small object's content; see `fetch`."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = self.fetch(address, Path(folder))
-            return file.read_bytes()
+            raise Failed(f"SOURCE: {address} cannot be fetched to {file.parent}: {error}. {GO_ON}.") from error
 
 
 def _is_missing(error: Exception) -> bool:

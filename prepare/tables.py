@@ -68,9 +68,12 @@ class ImageFiles:
         if address_problem(address):
             raise SampleError("image is at an address that cannot be read")
         try:
-            return self._objects.read(address)
+            content = self._objects.read(address, MAX_MEMBER_BYTES + 1)
         except FileNotFoundError as error:
             raise SampleError("no such image file") from error
+        if len(content) > MAX_MEMBER_BYTES:
+            raise SampleError("image file is too large")
+        return content
 
     def _file(self, path: Path) -> bytes:
         try:

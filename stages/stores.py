@@ -71,6 +71,16 @@ class BriefS3Downloader(S3Downloader):
                 self.clean_up()
                 raise error from None
 
+    def read(self, remote: str, most: int, timeout: float) -> bytes:
+        """Return an object's first bytes, in one request: a download asks for its size first."""
+        place = urlsplit(remote)
+        if self._s3_client is None:
+            self._create_s3_client(timeout=timeout)
+        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
+        found = self._s3_client.get_object(Bucket=place.netloc, Key=place.path.lstrip("/"), **payer)
+        with found["Body"] as body:
+            return body.read(most)
+
     def list_objects(self, remote: str, timeout: float) -> list[tuple[str, int, str]]:
         """Return (key, bytes, entity tag) of every object whose key begins as `remote` does, in the order of the keys."""
         place = urlsplit(remote)
