@@ -363,6 +363,25 @@ def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monke
     assert hub.sent == []
 
 
+def test_a_cache_that_was_copied_without_its_links_is_read_and_a_line_says_what_that_costs(
+    hub, published, tmp_path, monkeypatch
+):
+    from huggingface_hub import constants
+
+    commit = hub.add(REPO, published)
+    fetch(REPO, NEED, key="model.weights")
+    shutil.copytree(tmp_path / "cache", tmp_path / "copy", symlinks=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "copy"))
+    assert look(REPO, NEED).lines() == [
+        f"{REPO}@{commit}: all 6 files are in {tmp_path}/copy"
+    ]  # the hub has the digests
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch(REPO, NEED, key="model.weights").lines() == [
+        f"{REPO}@{commit}: all 6 files are in {tmp_path}/copy, copied without its links: the digests of 6 are not known, nor "
+        "compared"
+    ]
+
+
 # --- weights in several files, and in half precision ---
 
 

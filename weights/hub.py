@@ -124,7 +124,11 @@ class Found:
     def lines(self) -> list[str]:
         """Say what was found and what has to be downloaded."""
         if not (missing := self.missing):
-            return [*self.notes, f"{self.name}: all {len(self.files)} files are in {cache()}"]
+            unknown = sum(file.digest is None for file in self.files)
+            copied = (
+                f", copied without its links: the digests of {unknown} are not known, nor compared" if unknown else ""
+            )
+            return [*self.notes, f"{self.name}: all {len(self.files)} files are in {cache()}{copied}"]
         size = sum(file.bytes for file in missing) / 2**30
         files = "1 file" if len(missing) == 1 else f"{len(missing)} files"
         listed = ", ".join(file.path for file in missing)
