@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,12 +148,9 @@ def test_fids_inception_is_known_by_its_name(hub):
 
 
 def test_fids_inception_is_known_by_its_digest_under_any_name(hub):
-    need = INCEPTION.__class__(one_of=("usual.pth",), sha256="19e0db4f")  # of the content below
     hub.add("someone/fid", {"a.pth": b"other", "b.pth": b"the weights of FID"})
-    import hashlib
-
-    need = INCEPTION.__class__(one_of=("usual.pth",), sha256=hashlib.sha256(b"the weights of FID").hexdigest()[:8])
-    assert look("someone/fid", need).name.file == "b.pth"
+    digest = hashlib.sha256(b"the weights of FID").hexdigest()
+    assert look("someone/fid", replace(INCEPTION, sha256=digest[:8])).name.file == "b.pth"
 
 
 # --- names and paths ---
@@ -167,6 +166,7 @@ def test_fids_inception_is_known_by_its_digest_under_any_name(hub):
         ("owner/name@v1/a/b.pth", Name("owner/name", "v1", "a/b.pth")),
         ("https://huggingface.co/owner/name", Name("owner/name")),
         ("here/name", None),  # a folder here/ is there
+        ("laion/name", Name("laion/name")),  # a folder laion/ is there too, and a well-known owner
         ("hf://here/name", Name("here/name")),
         ("owner/name.ckpt", None),
         ("owner/name/file.pth", None),
@@ -181,6 +181,7 @@ def test_fids_inception_is_known_by_its_digest_under_any_name(hub):
 )
 def test_what_is_a_name_and_what_a_path(tmp_path, monkeypatch, text, name):
     (tmp_path / "here").mkdir()
+    (tmp_path / "laion").mkdir()
     monkeypatch.chdir(tmp_path)
     assert parse(text) == name
     assert text is None or name is None or parse(str(name)) in (name, None)
