@@ -66,8 +66,8 @@ class ModelConfig:
     variant: str = "stock"
     """stock. For sd2 also mlperf (the MLPerf benchmark's network) and sd15 (Stable Diffusion 1.5)."""
     weights: str | None = None
-    """The frozen encoders: name on the hub, diffusers folder, LDM checkpoint, `random`, or `shipped`. null: shipped if the
-    family has any; for real data the hub's; else random."""
+    """The frozen encoders: hub name, diffusers folder, LDM checkpoint, `random`, or `shipped`. null: the family's own; for
+    real data the hub's; else random."""
     denoiser: str | None = None
     """Initial weights of the denoiser: a run's folder or checkpoint, or published weights (as `weights`). null: random."""
 

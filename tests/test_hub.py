@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,12 +148,9 @@ def test_fids_inception_is_known_by_its_name(hub):
 
 
 def test_fids_inception_is_known_by_its_digest_under_any_name(hub):
-    need = INCEPTION.__class__(one_of=("usual.pth",), sha256="19e0db4f")  # of the content below
     hub.add("someone/fid", {"a.pth": b"other", "b.pth": b"the weights of FID"})
-    import hashlib
-
-    need = INCEPTION.__class__(one_of=("usual.pth",), sha256=hashlib.sha256(b"the weights of FID").hexdigest()[:8])
-    assert look("someone/fid", need).name.file == "b.pth"
+    digest = hashlib.sha256(b"the weights of FID").hexdigest()
+    assert look("someone/fid", replace(INCEPTION, sha256=digest[:8])).name.file == "b.pth"
 
 
 # --- names and paths ---
@@ -167,6 +166,7 @@ def test_fids_inception_is_known_by_its_digest_under_any_name(hub):
         ("owner/name@v1/a/b.pth", Name("owner/name", "v1", "a/b.pth")),
         ("https://huggingface.co/owner/name", Name("owner/name")),
         ("here/name", None),  # a folder here/ is there
+        ("laion/name", Name("laion/name")),  # a folder laion/ is there too, and a well-known owner
         ("hf://here/name", Name("here/name")),
         ("owner/name.ckpt", None),
         ("owner/name/file.pth", None),
@@ -181,6 +181,7 @@ def test_fids_inception_is_known_by_its_digest_under_any_name(hub):
 )
 def test_what_is_a_name_and_what_a_path(tmp_path, monkeypatch, text, name):
     (tmp_path / "here").mkdir()
+    (tmp_path / "laion").mkdir()
     monkeypatch.chdir(tmp_path)
     assert parse(text) == name
     assert text is None or name is None or parse(str(name)) in (name, None)
@@ -361,6 +362,25 @@ def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monke
         "or set HF_HOME to another folder. The same command goes on."
     )
     assert hub.sent == []
+
+
+def test_a_cache_that_was_copied_without_its_links_is_read_and_a_line_says_what_that_costs(
+    hub, published, tmp_path, monkeypatch
+):
+    from huggingface_hub import constants
+
+    commit = hub.add(REPO, published)
+    fetch(REPO, NEED, key="model.weights")
+    shutil.copytree(tmp_path / "cache", tmp_path / "copy", symlinks=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "copy"))
+    assert look(REPO, NEED).lines() == [
+        f"{REPO}@{commit}: all 6 files are in {tmp_path}/copy"
+    ]  # the hub has the digests
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch(REPO, NEED, key="model.weights").lines() == [
+        f"{REPO}@{commit}: all 6 files are in {tmp_path}/copy, copied without its links: the digests of 6 are not known, nor "
+        "compared"
+    ]
 
 
 # --- weights in several files, and in half precision ---

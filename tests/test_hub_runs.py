@@ -12,7 +12,8 @@ from miniature import WEIGHTS
 from test_hub import FILES, REPO, TINY, published  # noqa: F401
 
 import benchmark
-from prepare import fid_statistics, latents
+import eval as scoring
+from prepare import doctor, fid_statistics, latents
 from record.config_file import read_config
 from weights.hub import _listing
 from zoo.encoders import build_encoders
@@ -47,11 +48,12 @@ def test_a_run_records_the_commit_and_resumes_with_it_and_without_the_hub(hub, p
     hub.add(REPO, {"README.md": b"all is new"})
     hub.asked.clear()
     new_process()
-    for given in (named, [f"model.denoiser={REPO}"]):
-        longer = words(stage, tmp_path / "runs", *given, f"max_duration={4 if given is named else 6}ba")
-        assert benchmark.main(longer) == 0, capsys.readouterr().err
+    longer = words(
+        stage, tmp_path / "runs", f"model.denoiser={REPO}", "max_duration=4ba"
+    )  # its weights are known by now
+    assert benchmark.main(longer) == 0, capsys.readouterr().err
     assert hub.asked == [] and read_config(tmp_path / "runs/a")["model.weights"] == f"{REPO}@{commit}"
-    assert json.loads((tmp_path / "runs/a/summary.json").read_text())["batches"] == 6
+    assert json.loads((tmp_path / "runs/a/summary.json").read_text())["batches"] == 4
 
 
 def test_a_commit_that_was_given_is_kept_and_another_one_is_refused(hub, published, stage, tmp_path, capsys):  # noqa: F811
@@ -119,6 +121,35 @@ def test_an_evaluations_networks_come_by_name_too(hub, miniature, tmp_path, caps
     assert {key: config[key] for key in files} == {key: f"easel/shapes@{commit}{file}" for key, file in files.items()}
     metrics = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     assert any("fid" in line and "clip" in line for line in metrics)
+
+
+def test_the_doctor_says_what_is_to_be_downloaded(hub, published, stage, tmp_path, capsys):  # noqa: F811
+    commit = hub.add(REPO, published)
+    begin = f"OK      weights     encoders: {REPO}@{commit}: 6 files to download, "
+    doctor.main(words(stage, tmp_path, f"model.weights={REPO}"))
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(begin)] and hub.sent == []
+    doctor.main(words(stage, tmp_path, "model.weights=easel/tiny"))
+    out = capsys.readouterr().out
+    assert "error   weights     model.weights: easel/tiny is neither a path here" in out, out
+
+
+@pytest.mark.slow
+def test_a_run_with_names_is_scored_later_with_the_same_commits(hub, miniature, tmp_path, capsys):
+    commit = hub.add("easel/shapes", WEIGHTS)
+    named = [
+        "model.weights=easel/shapes",
+        "eval.inception=hf://easel/shapes/reader/model.safetensors",
+        "eval.clip=null",
+    ]
+    assert (
+        benchmark.main(miniature.small(tmp_path, "a", *named, "max_duration=2ba", "save.snapshot_every_images=16")) == 0
+    )
+    assert not any("reader" in path for path in hub.sent)  # nothing was evaluated
+    new_process()
+    assert scoring.main([str(tmp_path / "a"), "eval.num_prompts=4"]) == 0, capsys.readouterr().err
+    [row] = [json.loads(line) for line in (tmp_path / "a/eval.jsonl").read_text().splitlines()]
+    assert row["fid"] > 0 and hub.sent.count("reader/model.safetensors") == 1
+    assert read_config(tmp_path / "a")["model.weights"] == f"easel/shapes@{commit}"
 
 
 def test_moments_and_statistics_are_made_with_weights_by_name(hub, published, stage, tmp_path, capsys):  # noqa: F811

@@ -54,3 +54,13 @@ def test_composers_launcher_returns_the_code_whichever_rank_has_failed(failing, 
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run("composer", "-n", "2", str(tmp_path / "program.py"), str(failing))
     assert done.returncode == 2, done.stdout + done.stderr
+
+
+def test_before_the_ranks_have_met_a_signal_ends_one_at_once(monkeypatch):
+    """The launcher sends it when the first rank has left: that one is not waited for again, half a minute."""
+    from cli import ranks
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    began = time.monotonic()
+    assert ranks.stopped(SystemExit(143)) == 143
+    assert time.monotonic() - began < 10.0

@@ -47,7 +47,7 @@ class Need:
     whole: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
-    sha256: str = "nothing"
+    sha256: str | None = None
     default: str | None = None
     instead: str = ""
 
@@ -88,11 +88,10 @@ class Need:
 
     def _one_file(self, name: Name, digests: Mapping[str, str | None]) -> str:
         named = [path for path in ((name.file,) if name.file else self.one_of) if path in digests]
-        alike = (
-            [] if name.file else [path for path, digest in digests.items() if (digest or "").startswith(self.sha256)]
-        )
-        if found := [*named, *alike]:
-            return found[0]
+        if not named and not name.file and self.sha256:
+            named = [path for path, digest in digests.items() if (digest or "").startswith(self.sha256)]
+        if named:
+            return named[0]
         wanted = name.file or " or ".join(self.one_of)
         raise Refused(f"{name} has no file {wanted}. It has: {some(digests)}. Give one as hf://{name.repo}/FILE.")
 
@@ -124,7 +123,10 @@ class Found:
     def lines(self) -> list[str]:
         """Say what was found and what has to be downloaded."""
         if not (missing := self.missing):
-            return [*self.notes, f"{self.name}: all {len(self.files)} files are in {cache()}"]
+            unknown = sum(file.digest is None for file in self.files)
+            why_not = f"copied without its links: the digests of {unknown} are not known, nor compared"
+            there = f"{cache()}, {why_not}" if unknown else f"{cache()}"
+            return [*self.notes, f"{self.name}: all {len(self.files)} files are in {there}"]
         size = sum(file.bytes for file in missing) / 2**30
         files = "1 file" if len(missing) == 1 else f"{len(missing)} files"
         listed = ", ".join(file.path for file in missing)
@@ -300,10 +302,9 @@ def fetch(text: str, need: Need, *, key: str, pin: str | None = None) -> Found:
 
 @contextlib.contextmanager
 def _one_at_a_time(name: Name) -> Iterator[None]:
+    """Wait for another process that is fetching the same. The lock is not in the cache, which may be read-only."""
     digest = hashlib.sha256(str(name.snapshot).encode()).hexdigest()[:16]
-    with FileLock(
-        Path(tempfile.gettempdir(), f"hub-{os.getuid()}-{digest}.lock")
-    ):  # not in the cache: it may be read-only
+    with FileLock(Path(tempfile.gettempdir(), f"hub-{os.getuid()}-{digest}.lock")):
         yield
 
 

@@ -8,18 +8,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from cli.limits import shown
-from weights.hub_names import MIRRORS, SD2, SD15, Name, api, cache, endpoint, is_offline
+from weights.hub_names import WELL_KNOWN, Name, api, cache, endpoint, is_offline
 
 if TYPE_CHECKING:
     from weights.hub import Need
-
-WELL_KNOWN = (
-    SD2,
-    SD15,
-    *MIRRORS.values(),
-    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-    "laion/CLIP-ViT-L-14-laion2B-s32B-b82K",
-)
 
 
 def host() -> str:
@@ -77,9 +69,8 @@ def _unreachable(given: str, name: Name, need: Need, error: Exception) -> str:
 
 def reason(error: Exception) -> str:
     """Return an error in a few words."""
-    cause = (
-        error.__cause__ if isinstance(error.__cause__, Exception) else error
-    )  # huggingface_hub wraps the connection's
+    # huggingface_hub's own error may stand for that of the connection.
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     response = getattr(cause, "response", None)
     if response is not None:
         return f"HTTP {response.status_code}"

@@ -3,8 +3,8 @@
     owner/name                  the newest revision                 hf://owner/name/FILE           one of its files
     owner/name@revision         a branch, a tag or a commit         owner/name@revision/FILE       the same
 
-What exists on disk is always a path, and so is anything else of a path's form: `/a/b`, `runs/NAME` where there is a folder
-runs/, `a/b.ckpt`, `a/b/c`.
+What exists on disk is always a path, and so is anything else of a path's form: `/a/b`, `a/b.ckpt`, `a/b/c`; and `runs/NAME`
+where there is a folder runs/, if it is not called like a well-known owner.
 
 The cache is huggingface_hub's: models--OWNER--NAME/{refs/REVISION, snapshots/COMMIT/FILE -> blobs/DIGEST}. Its settings are
 that library's: HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
@@ -38,6 +38,9 @@ MIRRORS = {
     "runwayml/stable-diffusion-v1-5": SD15,
 }
 """Repositories that their owners have withdrawn -> a copy by others."""
+CLIP = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
+WELL_KNOWN = (*MIRRORS.values(), *CLIP)
+OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
 WITHDRAWN = {"stabilityai": "Stability withdrew it in November 2025", "runwayml": "Runway withdrew it in August 2024"}
 
 
@@ -88,8 +91,9 @@ def parse(text: str | None) -> Name | None:
     found = NAME.fullmatch(text or "")
     if found is None or kind_of_path(found[0]) is not None:
         return None
-    repo, is_plain = found["repo"], not (found["prefix"] or found["revision"])
-    if is_plain and (found["file"] or repo.endswith(SUFFIXES) or kind_of_path(repo.partition("/")[0]) == "folder"):
+    repo, owner = found["repo"], found["repo"].partition("/")[0]
+    is_in_folder = owner not in OWNERS and kind_of_path(owner) == "folder"
+    if not (found["prefix"] or found["revision"]) and (found["file"] or repo.endswith(SUFFIXES) or is_in_folder):
         return None
     return Name(repo, found["revision"], found["file"])
 
