@@ -505,6 +505,11 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("store_speed", "cold_over_download", ".2f"),
         ("store_speed", "arrival_over_download", ".2f"),
         ("store_speed", "verify_sec_per_gb", ".3f"),
+        ("adopt_speed", "adopt_sec", ".1f"),
+        ("adopt_speed", "plain_over_ours", ".2f"),
+        ("adopt_speed", "zstd_over_plain", ".2f"),
+        ("adopt_speed", "gz_over_plain", ".2f"),
+        ("adopt_speed", "unpack_zstd_mb_per_sec", ".0f"),
         ("generate_speed", "speedup_vs_one_at_a_time", ".2f"),
         ("generate_speed", "speedup_vs_batched", ".2f"),
         ("fid_speed", "total_speedup", ".2f"),
@@ -534,6 +539,9 @@ def test_the_other_figures_of_data_and_store_are_those_of_their_records():
         f"{data['node_cores_ours']:.2f} of 16 cores busy from moments, and {data['node_cores_images']:.1f} from JPEGs"
     )
     assert cores in page
+    adopted = record("adopt_speed")
+    of_adoption = f"| bytes that it reads, of {adopted['many_bytes']:,} | {adopted['adopt_bytes_read']:,} |"
+    assert of_adoption in page and f"(load average {adopted['load_average_before']:.1f})" in page
     assert f"samples/s | {record('store_speed')['warm_samples_per_sec']:,.0f} |" in page
 
 
