@@ -423,7 +423,7 @@ def test_what_a_checkpoint_does_not_name_had_its_default_and_what_only_it_names_
     def disagreements(config: benchmark.RunConfig, saved: dict) -> list[str]:
         state = RunState(Path(), Progress(0, 0, 0, 0, 0, 0.0), (Path("x.pt"), {"identity": saved}), None, [])
         try:
-            state.verify(config, None, {}, denoiser_start=None)
+            state.verify(config, [], {}, denoiser_start=None)
         except ConfigError as error:
             return error.problems
         return []
@@ -431,7 +431,7 @@ def test_what_a_checkpoint_does_not_name_had_its_default_and_what_only_it_names_
     def of(**more) -> benchmark.RunConfig:
         return benchmark.resolve(dataclasses.replace(benchmark.RunConfig(), **more))
 
-    plain, whole = of(), identity_of(of(), None, {})
+    plain, whole = of(), identity_of(of(), [], {})
     assert disagreements(plain, whole) == []
     gone = ("optimizer.clip_norm", "objective.prediction", "seed", "data.shuffle")
     older = {key: value for key, value in whole.items() if key not in gone}
