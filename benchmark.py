@@ -67,6 +67,7 @@ from stages.dataset import Stage, read_stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
 from training import microbatch, published, speed, warm_start
+from training.between import build_samples, build_validation, open_held_out
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
@@ -83,9 +84,7 @@ from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
-from training.samples import build_samples
 from training.trainer import NonBlockingTrainer
-from training.validation import build_validation, open_held_out
 from weights.tensors import fingerprint
 from zoo import mlperf
 

@@ -15,10 +15,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed
-from composer.devices import Device
 from composer.utils import dist
 from torch.distributed import PrefixStore, distributed_c10d
 
@@ -26,6 +25,9 @@ from cli.command import let_first_leave
 from cli.errors import ConfigError
 from cli.log import EVERY_RANK, log
 from cli.private_api import require_private_api
+
+if TYPE_CHECKING:
+    from composer.devices import Device
 
 Result = TypeVar("Result")
 

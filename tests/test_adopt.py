@@ -20,7 +20,7 @@ from data import DataConfig, StreamingLAIONDataset, build_data
 from preflight import stage as stage_checks
 from prepare import adopt, latents
 from prepare.adopt_latents import center_square
-from stages import fetch
+from stages import fetch, stores
 from stages.adopted import AdoptedSet, Columns
 from stages.dataset import read_stage, write_facts
 from stages.fetch import HASH, RetryingStream, StreamFailure
@@ -439,25 +439,35 @@ def test_a_compressed_data_set_is_not_read_in_place(tmp_path):
 # --- from a store ---
 
 
-def test_a_thousand_shards_in_a_store_are_adopted_from_four(tmp_path, store, monkeypatch, capsys):
+def test_many_shards_in_a_store_are_adopted_from_four_of_them(tmp_path, store, monkeypatch, capsys):
     client, variables = store
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     write(tmp_path / "theirs", THEIRS, num=250, size_limit=2 * len(picture(0)), compression="zstd:1")
     for name, content in tree(tmp_path / "theirs").items():
         client.put_object(Bucket="easel", Key=f"adopt/{name}", Body=content)
+    asked, download = [], stores.BriefS3Downloader._download_file_impl
+    monkeypatch.setattr(
+        stores.BriefS3Downloader,
+        "_download_file_impl",
+        lambda self, remote, *more: asked.append(Path(remote).name) or download(self, remote, *more),
+    )
     assert adopt.main(["s3://easel/adopt"]) == 0
+    index = json.loads((tmp_path / "theirs/index.json").read_text())["shards"]
+    assert len(index) > 100 and len(asked) == 6 and {"index.json", "dataset.json"} < set(asked)
     lines = capsys.readouterr().out.splitlines()
     stage = read_stage("s3://easel/adopt")
     assert stage.num_samples == 250 and lines[0].endswith("shards; zstd:1; no hashes")
     sampled = json.loads(client.get_object(Bucket="easel", Key="adopt/dataset.json")["Body"].read())["sampled"]
     assert sampled["shards"] == 4
-    assert lines[-2].startswith("s3://easel/adopt/dataset.json written; ")
+    fetched = [shard["zip_data"] for shard in index if shard["zip_data"]["basename"] in asked]
+    num_bytes = sum(file["bytes"] for file in fetched) + len((tmp_path / "theirs/index.json").read_bytes())
+    read = f"{num_bytes:,} bytes of 4 shards and index.json read in "
+    assert lines[-2].startswith(f"s3://easel/adopt/dataset.json written; {read}")
     assert lines[-1] == "composer benchmark.py data.stage=images data.remote=s3://easel/adopt"
     client.delete_object(Bucket="easel", Key="adopt/dataset.json")
     with pytest.raises(ValueError) as error:
         read_stage("s3://easel/adopt")
-    print(error.value)
     assert str(error.value).endswith(" If others have written it: python -m prepare.adopt s3://easel/adopt")
 
 

@@ -11,23 +11,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from composer import Logger
 from composer.utils import dist
 from PIL import Image
 from torch import Tensor
 
-from callbacks.evaluation import AtPoints
-from callbacks.sample_grid import path_of, write_grid
-from cli import ranks
 from cli.limits import MAX_CAPTION, ImageSize, file_problem, limited
 from cli.log import log
 from cli.ranks import Hearing, Signalled
 from evaluation.prompts import Prompt, read_prompts
 from evaluation.scoring import (
-    CPU_BATCH_SIZE,
     EvalConfig,
     Generator,
     Heard,
@@ -39,11 +34,6 @@ from evaluation.scoring import (
 )
 from reports.samples import captioned
 from zoo.sampling import shard
-from zoo.spec import as_size
-
-if TYPE_CHECKING:
-    from training.eval_callbacks import Pause
-    from training.run_config import RunConfig
 
 LEAST_TILE_PX = 128  # a caption is written under each image
 
@@ -165,31 +155,3 @@ class Sampler:
             log.info("samples: stopped by a signal; the next start draws them anew.")
             raise Signalled(number)
         return gathered(mine)
-
-
-def build_samples(config: RunConfig, model: Generator, pause: Pause) -> AtPoints | None:
-    """Build the callback that draws grids, or None. All ranks call it. Raises ValueError: the prompts cannot be read."""
-    given, how, folder = config.samples, config.eval, pause.record.folder
-    if given.every_images is None:
-        return None
-    assert isinstance(config.device_train_microbatch_size, int)
-    sampler = Sampler(
-        model,
-        read_captions(given.prompts or how.prompts or "")[: how.samples],
-        dict(sampler=how.sampler, steps=how.steps, guidance=how.guidances()[0]),
-        size=config.size if how.image_size is None else as_size(how.image_size),
-        seed=config.seed,
-        batch_size=how.batch_size or min(CPU_BATCH_SIZE, config.device_train_microbatch_size),
-        signal=lambda: pause.checkpointer.signal,
-    )
-    begun_at = pause.record.begun_at
-    is_drawn = ranks.on_rank_zero(lambda: path_of(folder, pause.throughput.images).is_file())
-
-    def keep(where: dict[str, Any], samples: list[tuple[str, Tensor]], logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            write_grid(folder, where["images"], samples, logger, shown)
-
-    def is_done(batch: int) -> bool:
-        return is_drawn and batch == begun_at  # later ones may be of batches that the last start has lost
-
-    return pause.at_points("samples", sampler.draw, keep, every_images=given.every_images, is_done=is_done)

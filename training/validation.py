@@ -15,33 +15,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from composer import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from callbacks.evaluation import AtPoints
-from cli import ranks
 from cli.limits import limited
 from cli.log import EVERY_RANK, log
 from cli.masking import printable
 from cli.ranks import Hearing, Signalled
-from data import DataConfig, Encodings, open_stages
+from data import DataConfig, Encodings
 from evaluation.scoring import EVERY_IMAGES, rounded_up
 from model import LatentDiffusion, evaluating
 from stages.dataset import Stage, read_stage
 from stages.keys import are_in, key_digest
-from stages.mixture import Opened, opened
+from stages.mixture import Opened
 from stages.stream import BatchStream
 from zoo.sampling import prompt_generator
-from zoo.spec import Family
-
-if TYPE_CHECKING:
-    from training.eval_callbacks import Pause
-    from training.run_config import RunConfig
 
 NUM_BINS = 10
 MAX_CHUNK = 64  # samples of a pass: more are no faster, and the last chunk is filled up
@@ -257,55 +249,3 @@ class Validator:
         with torch.no_grad(), evaluating(model.denoiser), model.autocast():
             errors = model.errors(model(batch))
         return errors[: len(places)].double().cpu()
-
-
-def open_held_out(
-    config: RunConfig, family: Family, held_out: Stage | None, stages: Sequence[Stage]
-) -> BatchStream | None:
-    """Open the held-out stage, if there is one, and see that it is one. All ranks call it.
-
-    Raises:
-        ConfigError, ValueError: some of it is trained on.
-        StreamFailure: it cannot be fetched.
-    """
-    if held_out is None:
-        return None
-    trained = opened(config.data.sources, stages, config.size)
-    for one in trained:
-        check_apart(held_out, one.stage)
-    source = config.validation.source(config.data, held_out.kind)
-    if config.validation.local is None and source.local is not None:
-        log.info(
-            f"validation.local: not given: the shards of {printable(held_out.location)} are kept in {source.local}"
-        )
-    given = opened(source.sources, [held_out], config.size)
-    dataset = open_stages(source, family, given, device_batch_size=1, seed=0)  # no batch of its own
-    num = min(config.validation.num_samples, held_out.num_samples)
-    ranks.on_rank_zero(lambda: check_samples(dataset, num, trained))
-    return dataset
-
-
-def build_validation(
-    config: RunConfig, model: LatentDiffusion, dataset: BatchStream | None, held_out: Stage | None, pause: Pause
-) -> AtPoints | None:
-    """Build the callback that validates; None if nothing is held out."""
-    if dataset is None or held_out is None:
-        return None
-    given, record = config.validation, pause.record
-    assert isinstance(config.device_train_microbatch_size, int)
-    validator = Validator(
-        model,
-        dataset,
-        num_samples=min(given.num_samples, held_out.num_samples),
-        chunk=min(config.device_train_microbatch_size, MAX_CHUNK),
-        signal=lambda: pause.checkpointer.signal,
-    )
-
-    def keep(where: dict[str, Any], found: dict[str, Any], logger: Logger) -> None:
-        record.add_validation({**where, **found, "stage_sha256": held_out.index_sha256}, logger)
-
-    def is_done(batch: int) -> bool:
-        return any(line["batch"] == batch for line in record.validations)
-
-    more = dict(every_images=given.every_images, is_done=is_done, let_go=dataset.let_go)
-    return pause.at_points("validation", validator.measure, keep, **more)

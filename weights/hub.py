@@ -26,74 +26,12 @@ from filelock import FileLock
 
 from cli.files import write_whole
 from cli.log import log
-from weights.files import Refused, weight_files
-from weights.hub_errors import host, is_away, reason, some, why
+from weights.files import Refused
+from weights.hub_errors import host, is_away, reason, why
 from weights.hub_names import MIRRORS, WITHDRAWN, Name, api, cache, endpoint, is_offline, parse, place
+from weights.hub_need import Need
 
 ASK_SEC = 10.0
-
-
-@dataclass(frozen=True)
-class Need:
-    """What one key takes of a repository: the folders of some networks, or one file.
-
-    networks: folder and stems of its weights, as in ldm_names.Network; whole: folders of which all files are taken; more:
-    files that are taken where they are there.
-    one_of: names of a single file, the first that is there is taken, or, of none, one whose SHA-256 begins with `sha256`.
-    default: the name that stands for none; instead: what to give to do without.
-    """
-
-    networks: tuple[tuple[str, tuple[str, str]], ...] = ()
-    whole: tuple[str, ...] = ()
-    more: tuple[str, ...] = ()
-    one_of: tuple[str, ...] = ()
-    sha256: str | None = None
-    default: str | None = None
-    instead: str = ""
-
-    def usual(self) -> list[str]:
-        """Return the files that a repository usually has, for one that cannot be asked."""
-        weights = [
-            f"{folder}/{file}" for folder, (stem, _) in self.networks for file in ("config.json", f"{stem}.safetensors")
-        ]
-        tokens = ("vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json")
-        return [
-            *weights,
-            *(f"{folder}/{file}" for folder in self.whole for file in tokens),
-            *self.one_of[:1],
-            *self.more,
-        ]
-
-    def chosen(self, name: Name, digests: Mapping[str, str | None]) -> list[str]:
-        """Return the files to take of those of a repository, weights first. Raises Refused: some are missing."""
-        if name.file or not self.networks:
-            file = self._one_file(name, digests)
-            beside = [str(Path(file).with_name(more)) for more in self.more]
-            return [file, *(path for path in beside if path in digests)]
-        files, absent = [], []
-        for folder, stems in self.networks:
-            inside = {path.removeprefix(f"{folder}/") for path in digests if path.startswith(f"{folder}/")}
-            of_weights = weight_files(inside, stems)
-            absent += [] if of_weights else [f"weights in {folder}/"]
-            absent += [] if "config.json" in inside else [f"{folder}/config.json"]
-            files += [f"{folder}/{file}" for file in (*of_weights, "config.json")]
-        for folder in self.whole:
-            inside = [path for path in digests if path.startswith(f"{folder}/")]
-            files, absent = files + inside, absent + ([] if inside else [f"{folder}/"])
-        if absent:
-            raise Refused(
-                f"{name} has no {', '.join(absent)}. It has: {some(digests)}. Give a model's diffusers folder."
-            )
-        return [*files, *(path for path in self.more if path in digests)]
-
-    def _one_file(self, name: Name, digests: Mapping[str, str | None]) -> str:
-        named = [path for path in ((name.file,) if name.file else self.one_of) if path in digests]
-        if not named and not name.file and self.sha256:
-            named = [path for path, digest in digests.items() if (digest or "").startswith(self.sha256)]
-        if named:
-            return named[0]
-        wanted = name.file or " or ".join(self.one_of)
-        raise Refused(f"{name} has no file {wanted}. It has: {some(digests)}. Give one as hf://{name.repo}/FILE.")
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from cli.limits import shown
-from weights.hub_names import WELL_KNOWN, Name, api, cache, endpoint, is_offline
-
-if TYPE_CHECKING:
-    from weights.hub import Need
+from weights.hub_names import WELL_KNOWN, Name, api, cache, endpoint, is_offline, some
+from weights.hub_need import Need
 
 
 def host() -> str:
@@ -92,9 +88,3 @@ def _revisions(name: Name) -> list[str]:
         refs = api().list_repo_refs(name.repo)
         return [ref.name for ref in (*refs.branches, *refs.tags)]
     return []
-
-
-def some(names: Iterable[str]) -> str:
-    """Return the first ten of some names."""
-    listed = [shown(name) for name in names]
-    return (", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")) or "nothing"

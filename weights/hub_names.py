@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cli.limits import kind_of_path
+from cli.limits import kind_of_path, shown
 from weights.files import SUFFIXES
 
 NAME = re.compile(
@@ -140,3 +141,9 @@ def api() -> Any:
     from huggingface_hub import HfApi
 
     return HfApi(endpoint=endpoint())
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first ten of some names."""
+    listed = [shown(name) for name in names]
+    return (", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")) or "nothing"

@@ -1,0 +1,107 @@
+"""A run's validation and sample grids, built: what else is done between batches beside evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from composer import Logger
+from composer.utils import dist
+from torch import Tensor
+
+from callbacks.evaluation import AtPoints
+from callbacks.sample_grid import path_of, write_grid
+from cli import ranks
+from cli.log import log
+from cli.masking import printable
+from data import open_stages
+from evaluation.scoring import CPU_BATCH_SIZE, Generator
+from model import LatentDiffusion
+from stages.dataset import Stage
+from stages.mixture import opened
+from stages.stream import BatchStream
+from training.eval_callbacks import Pause
+from training.run_config import RunConfig
+from training.samples import Sampler, read_captions, shown
+from training.validation import MAX_CHUNK, Validator, check_apart, check_samples
+from zoo.spec import Family, as_size
+
+
+def open_held_out(
+    config: RunConfig, family: Family, held_out: Stage | None, stages: Sequence[Stage]
+) -> BatchStream | None:
+    """Open the held-out stage, if there is one, and see that it is one. All ranks call it.
+
+    Raises:
+        ConfigError, ValueError: some of it is trained on.
+        StreamFailure: it cannot be fetched.
+    """
+    if held_out is None:
+        return None
+    trained = opened(config.data.sources, stages, config.size)
+    for one in trained:
+        check_apart(held_out, one.stage)
+    source = config.validation.source(config.data, held_out.kind)
+    if config.validation.local is None and source.local is not None:
+        log.info(
+            f"validation.local: not given: the shards of {printable(held_out.location)} are kept in {source.local}"
+        )
+    given = opened(source.sources, [held_out], config.size)
+    dataset = open_stages(source, family, given, device_batch_size=1, seed=0)  # no batch of its own
+    num = min(config.validation.num_samples, held_out.num_samples)
+    ranks.on_rank_zero(lambda: check_samples(dataset, num, trained))
+    return dataset
+
+
+def build_validation(
+    config: RunConfig, model: LatentDiffusion, dataset: BatchStream | None, held_out: Stage | None, pause: Pause
+) -> AtPoints | None:
+    """Build the callback that validates; None if nothing is held out."""
+    if dataset is None or held_out is None:
+        return None
+    given, record = config.validation, pause.record
+    assert isinstance(config.device_train_microbatch_size, int)
+    validator = Validator(
+        model,
+        dataset,
+        num_samples=min(given.num_samples, held_out.num_samples),
+        chunk=min(config.device_train_microbatch_size, MAX_CHUNK),
+        signal=lambda: pause.checkpointer.signal,
+    )
+
+    def keep(where: dict[str, Any], found: dict[str, Any], logger: Logger) -> None:
+        record.add_validation({**where, **found, "stage_sha256": held_out.index_sha256}, logger)
+
+    def is_done(batch: int) -> bool:
+        return any(line["batch"] == batch for line in record.validations)
+
+    more = dict(every_images=given.every_images, is_done=is_done, let_go=dataset.let_go)
+    return pause.at_points("validation", validator.measure, keep, **more)
+
+
+def build_samples(config: RunConfig, model: Generator, pause: Pause) -> AtPoints | None:
+    """Build the callback that draws grids, or None. All ranks call it. Raises ValueError: the prompts cannot be read."""
+    given, how, folder = config.samples, config.eval, pause.record.folder
+    if given.every_images is None:
+        return None
+    assert isinstance(config.device_train_microbatch_size, int)
+    sampler = Sampler(
+        model,
+        read_captions(given.prompts or how.prompts or "")[: how.samples],
+        dict(sampler=how.sampler, steps=how.steps, guidance=how.guidances()[0]),
+        size=config.size if how.image_size is None else as_size(how.image_size),
+        seed=config.seed,
+        batch_size=how.batch_size or min(CPU_BATCH_SIZE, config.device_train_microbatch_size),
+        signal=lambda: pause.checkpointer.signal,
+    )
+    begun_at = pause.record.begun_at
+    is_drawn = ranks.on_rank_zero(lambda: path_of(folder, pause.throughput.images).is_file())
+
+    def keep(where: dict[str, Any], samples: list[tuple[str, Tensor]], logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            write_grid(folder, where["images"], samples, logger, shown)
+
+    def is_done(batch: int) -> bool:
+        return is_drawn and batch == begun_at  # later ones may be of batches that the last start has lost
+
+    return pause.at_points("samples", sampler.draw, keep, every_images=given.every_images, is_done=is_done)
