@@ -112,7 +112,7 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
 
 PART_1 = {
     *("batch_wait", "bench_data", "benchmark", "checkpoints", "copy_stream", "data", "encoders", "end_to_end"),
-    *("evaluation", "latents", "masking", "micro", "miniature", "miniature_speed", "mlperf_log", "prepare"),
+    *("evaluation", "hub_runs", "latents", "masking", "micro", "miniature", "miniature_speed", "mlperf_log", "prepare"),
     *("prepare_parts", "profile", "resume", "run_folder", "shared_memory", "starts", "stops", "stream", "unfinished"),
     "yamls",
 }
