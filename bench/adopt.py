@@ -8,7 +8,8 @@ are replaced. Contestants take turns (bench/contest.py):
 
     adopt      prepare.adopt of `num_shards` small shards: seconds and bytes as it says them, without its imports
 
-and an epoch of the same 512 px JPEGs through data.build_data with one loader process, from an empty cache, samples/s:
+and an epoch of the same 512 px JPEGs through data.build_data without a loader process, from an empty cache: samples/s, and
+samples a second of processor time, of which a busy machine changes less:
 
     ours       a stage of our own
     plain      as others have written it: no hashes, so that digests are made and kept
@@ -125,6 +126,7 @@ class Contest:
     def __init__(self, place: str, config: AdoptBenchConfig):
         self.place, self.config, self.cache = place, config, Path(tempfile.mkdtemp(prefix="bench-adopt-"))
         self.num_bytes = 0
+        self.of_processor: dict[str, list[float]] = {kind: [] for kind in KINDS}
         with tempfile.TemporaryDirectory() as folder:
             write_many(Path(folder, "many"), config.num_shards)
             put(Path(folder, "many"), f"{place}/many")
@@ -140,14 +142,15 @@ class Contest:
     def epoch(self, kind: str) -> float:
         """Read an epoch through an empty cache; return samples/s."""
         shutil.rmtree(self.cache, ignore_errors=True)
-        keys = DataConfig(remote=f"{self.place}/{kind}", local=str(self.cache / kind), workers=1)
-        begun, cpu = time.monotonic(), torch.device("cpu")
+        keys = DataConfig(remote=f"{self.place}/{kind}", local=str(self.cache / kind), workers=0)
+        begun, begun_cpu, cpu = time.monotonic(), time.process_time(), torch.device("cpu")
         loader = build_data(
             keys, build_family(), size=SIZE, device_batch_size=IMAGES_BATCH, device=cpu, seed=SEED
         ).dataloader
         samples = sum(len(batch["images"]) for batch in loader)
-        seconds = time.monotonic() - begun
+        seconds, cpu_sec = time.monotonic() - begun, time.process_time() - begun_cpu
         loader.close()
+        self.of_processor[kind].append(samples / cpu_sec)
         return samples / seconds
 
     def unpack(self) -> float:
@@ -178,9 +181,12 @@ def measure(place: str, config: AdoptBenchConfig) -> dict[str, Any]:
     figures.add("adopt_sec", values["adopt"])
     for kind in KINDS:
         figures.add(f"{kind}_samples_per_sec", values[kind])
+        figures.add(f"{kind}_samples_per_cpu_sec", contest.of_processor[kind][-config.rounds :])  # but the warm-up
     figures.add("unpack_zstd_mb_per_sec", values["unpack"])
     for over, under in (("plain", "ours"), ("zstd", "plain"), ("gz", "plain")):
         figures.ratio(f"{over}_over_{under}", f"{over}_samples_per_sec", f"{under}_samples_per_sec")
+        per_cpu = (f"{kind}_samples_per_cpu_sec" for kind in (over, under))
+        figures.ratio(f"{over}_over_{under}_cpu", *per_cpu)
     sizes = {kind: _num_bytes(f"{place}/{kind}") for kind in ("plain", "zstd", "gz", "many")}
     of_sizes = {f"{kind}_bytes": size for kind, (size, _) in sizes.items()}
     begin = {**head(SCHEMA), "store": place.partition("://")[0] if "://" in place else "folder", **of_sizes}
@@ -216,7 +222,10 @@ def main(argv: Sequence[str]) -> int:
     write_record(config.results, record)
     print(f"adopt_bytes_read={record['adopt_bytes_read']} of {record['many_bytes']} in {record['many_shards']} shards")
     rates = [f"{kind}_samples_per_sec" for kind in KINDS]
-    for key in ("adopt_sec", *rates, "plain_over_ours", "zstd_over_plain", "gz_over_plain", "unpack_zstd_mb_per_sec"):
+    ratios = [
+        f"{ratio}{end}" for ratio in ("plain_over_ours", "zstd_over_plain", "gz_over_plain") for end in ("", "_cpu")
+    ]
+    for key in ("adopt_sec", *rates, *ratios, "unpack_zstd_mb_per_sec"):
         print(f"{key}={record[key]} ({record[f'{key}_min']} to {record[f'{key}_max']})")
     return 0
 

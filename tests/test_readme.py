@@ -509,6 +509,7 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("adopt_speed", "plain_over_ours", ".2f"),
         ("adopt_speed", "zstd_over_plain", ".2f"),
         ("adopt_speed", "gz_over_plain", ".2f"),
+        ("adopt_speed", "zstd_over_plain_cpu", ".2f"),
         ("adopt_speed", "unpack_zstd_mb_per_sec", ".0f"),
         ("generate_speed", "speedup_vs_one_at_a_time", ".2f"),
         ("generate_speed", "speedup_vs_batched", ".2f"),
