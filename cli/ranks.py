@@ -121,9 +121,7 @@ def stopped(stop: SystemExit) -> int:
     code = int(stop.code or 0)
     if code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):  # Ctrl-C comes to all of them
         text = f"{signal.Signals(code - 128).name}: stopped"
-        if (
-            torch.distributed.is_initialized()
-        ):  # before, nobody hears it: the launcher sends it when another one has left
+        if _store() is not None:  # else nobody hears it, and it may be the launcher's: another rank has left
             abort_all_ranks(text, code)
         log.error(f"{text}.", extra=EVERY_RANK)
     return code

@@ -354,6 +354,23 @@ def test_a_file_with_another_digest_is_fetched_once_more_and_then_refused(
     assert fetch(REPO, NEED, key="model.weights").name.revision == commit
 
 
+def test_a_file_that_was_cut_in_the_cache_is_no_problem_before_a_run_and_is_fetched_again(
+    hub, published, tmp_path, monkeypatch, capsys
+):
+    from huggingface_hub import constants
+
+    pinned = str(fetch(f"{REPO}@{hub.add(REPO, published)}", NEED, key="model.weights").name)
+    file = place(pinned) / "vae/diffusion_pytorch_model.safetensors"
+    file.resolve().write_bytes(file.read_bytes()[:1000])
+    assert weights_problems(TINY, pinned) == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert [text.partition(" ")[0] for text in weights_problems(TINY, pinned)] == ["vae:"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.asked.clear()
+    fetch(pinned, NEED, key="model.weights")
+    assert hub.sent == ["vae/diffusion_pytorch_model.safetensors"] and weights_problems(TINY, pinned) == []
+
+
 def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monkeypatch):
     hub.add(REPO, published)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20}))

@@ -71,10 +71,10 @@ def fetched(config: Config, keys: Collection[str] | None = None) -> Config:
     Raises:
         ConfigError: on all ranks, what cannot be had or does not fit.
     """
-    names = _names(config, _keys_of_run(config) if keys is None else keys)
-    if not names:
+    pins = ranks.on_rank_zero(lambda: hub.pin_all(_names(config, _keys_of_run(config) if keys is None else keys)))
+    if not pins:
         return config
-    pins = ranks.on_rank_zero(lambda: hub.pin_all(names))
+    names = _names(config, pins)
 
     def fetch() -> None:
         hub.fetch_all(names, pins)

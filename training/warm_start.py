@@ -56,6 +56,7 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
         own = _own_checkpoint(denoiser)
         if own is None:
             texts = _published_problems(family, denoiser, prediction)
+            texts = [] if texts and need is not None and hub.can_be_mended(config.denoiser, need) else texts
         else:
             texts = _own_problems(family, own, _read_whole(own), prediction)
     except ConfigError as error:

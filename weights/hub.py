@@ -87,6 +87,11 @@ def checked(text: str, need: Need) -> Path | None:
     return None if found.missing else place(str(found.name))
 
 
+def can_be_mended(text: str, need: Need) -> bool:
+    """True where a file that cannot be read is a damaged one in the cache, which `fetch` brings again."""
+    return parse(text) is not None and not is_offline() and bool(_damaged(look(text, need)))
+
+
 # --- what a name leads to ---
 
 
@@ -220,8 +225,7 @@ def fetch(text: str, need: Need, *, key: str, pin: str | None = None) -> Found:
             log.info(f"{key}: {line}.")
         for is_last in (False, True):
             _download(text, found, need)
-            damaged = [file for file in found.files if file.digest and not _is_whole(name.snapshot / file.path, file)]
-            if not damaged:
+            if not (damaged := _damaged(found)):
                 break
             which = f"{name.snapshot / damaged[0].path} does not have the digest {damaged[0].digest}"
             if is_offline():
@@ -274,6 +278,10 @@ def _download(text: str, found: Found, need: Need) -> None:
                 f"{given}. Make room there, or set HF_HOME to another folder. The same command goes on."
             ) from error
         raise Refused(why(text, name, need, error)) from error
+
+
+def _damaged(found: Found) -> list[File]:
+    return [file for file in found.files if file.digest and not _is_whole(found.name.snapshot / file.path, file)]
 
 
 def _is_whole(path: Path, file: File) -> bool:

@@ -108,18 +108,18 @@ def weights_problems(family: Family, weights: str) -> list[str]:
             weights = _shipped_folder(family)
         except ValueError as error:
             return [str(error)]
+    need = need_of_encoders(family)
     try:
-        path = hub.checked(weights, need_of_encoders(family))
+        path = hub.checked(weights, need)
     except ValueError as error:
         return [str(error)]
     if path is None:  # it is looked into when it has been downloaded
         return []
-    weights = str(path)
-    found = ldm.problems(weights, _placed(family, on_meta(family.build_encoders)))
-    if found or family.shipped is not None:  # a family that ships its weights has its tokenizer in code
-        return found
-    tokenizer = ldm.tokenizer_problem(weights, lambda captions: family.tokenize(captions)["tokens"])
-    return [tokenizer] if tokenizer else []
+    found = ldm.problems(str(path), _placed(family, on_meta(family.build_encoders)))
+    if not found and family.shipped is None:  # a family that ships its weights has its tokenizer in code
+        tokenizer = ldm.tokenizer_problem(str(path), lambda captions: family.tokenize(captions)["tokens"])
+        found = [tokenizer] if tokenizer else []
+    return [] if found and hub.can_be_mended(weights, need) else found
 
 
 def _shipped_folder(family: Family) -> str:
