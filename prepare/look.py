@@ -115,6 +115,8 @@ def open_stage(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
         raise ValueError(
             f"REMOTE: {location} was written by others. What it holds, python -m prepare.adopt {location} says."
         )
+    if stage.buckets:
+        raise ValueError(f"REMOTE: {location} is a set of buckets. Look at one of them: {stage.buckets[0].location}.")
     column, wanted = NEEDED[stage.kind]
     if not dict(zip(stage.columns, stage.encodings, strict=True)).get(column, "").startswith(wanted):
         raise ValueError(f"REMOTE: {location} has no column {column} of {wanted}. {AGAIN}.")

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import benchmark
 from data import DataConfig, build_data
-from prepare import buckets, latents, shards
+from prepare import buckets, latents, look, shards
 from record.checkpoint_files import FULL, listed
 from record.files import read_lines
 from stages.buckets import SDXL, bucket_of, bucket_sizes, cropped_frac, in_buckets
@@ -139,6 +139,12 @@ def test_buckets_that_fill_no_batch_are_refused(sorted_):
         )
     ]
     assert config.problems(8, {"image_size": [128, 128]})[0][0] == "image_size"
+
+
+def test_a_set_is_looked_at_bucket_by_bucket(sorted_, capsys):
+    assert look.main([str(sorted_)]) == 2
+    said = f"REMOTE: {sorted_} is a set of buckets. Look at one of them: {sorted_}/48x96.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_set_that_lost_a_bucket_is_refused(sorted_, tmp_path):
