@@ -37,12 +37,14 @@ import config as configuration
 import eval as evaluation
 from bench.adopt import AdoptBenchConfig
 from bench.fid import FidConfig
+from bench.mixture import MixtureConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load, schema_keys, to_yaml
 from preflight import run as checks
 from prepare import adopt, fid_statistics, latents, look, shards
+from prepare.buckets import BucketsConfig
 from stages import dataset as stage
 from training.run_config import ALIASES, NOT_YET, RunConfig, resolve
 
@@ -396,6 +398,8 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.fid": (FidConfig, command_of(FidConfig)),
     "bench.generate": (bench.generate.GenerateConfig, command_of(bench.generate.GenerateConfig, lambda config: [])),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
+    "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),
+    "prepare.buckets": (BucketsConfig, command_of(BucketsConfig)),
     "bench.store": (StoreConfig, command_of(StoreConfig)),
     "bench.evaluation": (RunConfig, flagged(bench.evaluation.problems_of)),
     "bench.predecessor": (RunConfig, flagged(lambda config: quick(config) if config.data.synthetic else [])),

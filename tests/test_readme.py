@@ -82,6 +82,7 @@ COMMANDS = {
     "bench.micro": ("MicroConfig", range(1)),
     "bench.store": ("StoreConfig", range(1)),
     "bench.adopt": ("AdoptBenchConfig", range(2)),
+    "bench.mixture": ("MixtureConfig", range(1)),
     "bench.generate": ("GenerateConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
