@@ -60,6 +60,7 @@ ORDER = {
     "shuffle_block_size": 1 << 18,  # samples
 }
 SYNTHETIC_EPOCH_BATCHES = 1000
+MOST_PICKS = 1_000_000
 Encodings = Callable[[ImageSize], Mapping[str, str]]
 MOST_BYTES = 10**18  # an exabyte
 LOADER_MARGIN_SEC = 120.0  # a loader worker counts as hung if it is silent for this long beyond patience_sec
@@ -191,13 +192,15 @@ class DataConfig:
                 todo = f"Make the moments again with this variant, or use theirs: model.variant={stage.facts.get('variant')}"
                 found.append(("model.variant", f"{given} resized by '{made}'. {todo}."))
             else:
-                text = f"{value}, but the moments at {stage.location} were made for {made}. Use that value."
+                text = f"{value}, but the {stage.kind} at {stage.location} were made for {made}. Use that value."
                 found.append((name, text))
         streams = opened([source], [stage], as_size(made_for.get("image_size") or 1))
         texts = [] if found else [text for one in streams if (text := column_problem(one.stage, encodings(one.size)))]
         found += [(where, text) for text in texts[:1]]
-        of_folders = [stage_checks.folder_problems(f"{key}.local", one.config, one.stage) for one in streams]
-        return found + [problem for problems in of_folders for problem in problems[:1]]
+        places = [(source, stage)] if stage.buckets else []  # the set's own folder, then those of its buckets
+        places += [(one.config, one.stage) for one in streams]
+        of_folders = [stage_checks.folder_problems(f"{key}.local", config, stage) for config, stage in places]
+        return found + next((problems for problems in of_folders if problems), [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,6 +332,8 @@ def open_stages(
         "num_canonical_nodes": config.num_canonical_nodes,
         "shuffle": config.shuffle,
         "shuffle_seed": seed,
+        # A part of a stage is picked so many samples at a time: one by one takes 3 s a million.
+        "sampling_granularity": 1 + sum(one.stage.num_samples for one in given) // MOST_PICKS,
         **ORDER,
     }
     kinds = [

@@ -18,10 +18,11 @@ class StreamLosses:
 
     Args:
         names: of the streams, in their order.
+        device: of the model; what ranks share lies there, since NCCL takes nothing else.
     """
 
-    def __init__(self, names: Sequence[str]):
-        self.names = list(names)
+    def __init__(self, names: Sequence[str], device: torch.device):
+        self.names, self.device = list(names), device
         self.sums = self._nothing()
         """(S, 2) float64, a row a stream: samples, and the sum of their losses; of all ranks, as of the last `settle`."""
         self._own: Tensor | None = None  # (S, 2) float64: of this rank since then, on the device
@@ -42,7 +43,7 @@ class StreamLosses:
 
     def settle(self) -> None:
         """Add what all ranks have counted. All ranks call it."""
-        own = self._nothing() if self._own is None else self._own
+        own = self._nothing().to(self.device) if self._own is None else self._own
         dist.all_reduce(own, reduce_operation="SUM")
         self.sums, self._own = self.sums + own.cpu(), None
 

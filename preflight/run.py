@@ -101,7 +101,8 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         config.mlperf.problems(),
         config.profile.problems(_num_batches(config), config.measure.warmup_batches),
     ]
-    found += [Problem(f"{key}: {text}", (key,)) for problems in in_sections for key, text in problems]
+    also = {"data.remote": ("data.streams",)}  # where that cannot be read, nobody says that no stage is given
+    found += [Problem(f"{key}: {text}", (key, *also.get(key, ()))) for of in in_sections for key, text in of]
     found += speed_problems(config)
     if config.copy_stream and config.data.synthetic:
         text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."

@@ -112,7 +112,9 @@ def plan_for(size: ImageSize, config: BucketsConfig, stage: Stage, groups: Seque
     """Return a bucket's plan: a part of it is made from each group of shards."""
     own = {"caption": "str", "captions": "json", "key": "str", "jpg": "bytes", "width": "int", "height": "int"}
     columns = own if stage.adopted else dict(zip(stage.columns, stage.encodings, strict=True))
-    facts = {"image_size": list(size), "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples}}
+    source = {"index_sha256": stage.index_sha256, "samples": stage.num_samples}
+    source |= {"columns": stage.adopted.as_facts()} if stage.adopted else {}
+    facts = {"image_size": list(size), "source": source}
     inputs = [
         {"name": group[0]["raw_data"]["basename"], "shards": len(group), "samples": sum(s["samples"] for s in group)}
         for group in groups

@@ -34,7 +34,7 @@ class Draw:
 
 
 def draw_of(seed: int, epoch: int, sample_id: int) -> Draw:
-    """Return the numbers of a sample's reading in an epoch; `sample_id`: its number in the stage."""
+    """Return the numbers of a sample's reading in an epoch; `sample_id`: its number among all of the run."""
     digest = hashlib.blake2b(f"{seed} {epoch} {sample_id}".encode(), digest_size=32).digest()
     words = (int.from_bytes(digest[at : at + 8], "big") for at in range(0, 32, 8))
     return Draw(*((word >> 11) / 2**53 for word in words))  # 53 bits: all of a float's, and never 1

@@ -27,7 +27,10 @@ NUMBER = np.dtype("<u8")
 
 def key_digest(sample: Mapping[str, Any]) -> int:
     """Return a sample's digest, 64 bits, from its columns."""
-    return xxhash.xxh3_64_intdigest(f"{sample['key']}\0{sample.get('caption', '')}".encode())
+    caption = sample.get("caption", "")
+    if isinstance(caption, list):  # of a data set of others; a stage that is made of it has the first usable one
+        caption = next((text.strip() for text in caption if text.strip()), "")
+    return xxhash.xxh3_64_intdigest(f"{sample['key']}\0{caption}".encode())
 
 
 def as_numbers(digests: Collection[int]) -> np.ndarray:

@@ -33,7 +33,7 @@ def read_source(key: str, source: StreamConfig) -> tuple[Stage | None, Problems]
         return None, [(where, str(error))]
     if stage.is_compressed and source.folders[0] is None:
         given = f"not given. {stage.location} is compressed, and nothing is written there"
-        todo = f"Give its place as {key}.remote, and as {key}.local a folder for the decompressed shards"
+        todo = f"Give a folder for the decompressed shards, and the set's own as {key}.remote"
         return stage, [(f"{key}.local", f"{given}. {todo}.")]
     return stage, []
 

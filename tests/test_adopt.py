@@ -429,7 +429,7 @@ def test_dataset_json_that_does_not_fit_its_index_is_refused(tmp_path):
 def test_a_compressed_data_set_is_not_read_in_place(tmp_path):
     theirs = write(tmp_path / "theirs", THEIRS, compression="zstd")
     assert adopt.main([str(theirs)]) == 0
-    told = "Give its place as data.remote, and as data.local a folder for the decompressed shards."
+    told = "Give a folder for the decompressed shards, and the set's own as data.remote."
     for place in ({"remote": str(theirs)}, {"local": str(theirs)}):
         assert DataConfig(**place).problems(8, {}) == [
             ("data.local", f"not given. {theirs} is compressed, and nothing is written there. {told}")

@@ -89,3 +89,13 @@ def test_the_list_of_a_stage_in_a_store_is_fetched_once_and_compared(miniature, 
     client.delete_object(Bucket="easel", Key=f"keys/{KEYS_FILE}")
     assert are_in(stage, known, str(tmp_path / "cache")).all()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [KEYS_FILE]
+
+
+def test_of_several_captions_the_first_usable_one_counts():
+    """As in a stage that is made of such a data set, whose caption it is."""
+    one = key_digest({"key": "7", "caption": "a dog"})
+    assert (
+        key_digest({"key": "7", "caption": ["", " a dog ", "another"]})
+        == one
+        != key_digest({"key": "7", "caption": []})
+    )

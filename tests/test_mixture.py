@@ -8,10 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composer.utils import dist
 from streaming import MDSWriter, StreamingDataset
 from streaming import Stream as PlainStream
 
 import benchmark
+from callbacks.stream_losses import StreamLosses
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import load
 from data import DataConfig, build_data
 from prepare import shards
 from record.checkpoint_files import FULL, listed
@@ -20,6 +25,7 @@ from stages import stage_checks
 from stages.dataset import array_encoding, read_stage, write_facts
 from stages.fetch import HASH
 from stages.mixture import StreamConfig, epoch_samples, names_of, weight_problems
+from training.run_config import RunConfig
 from zoo import load_family
 
 FAMILY = load_family("shapes", "tiny", "stock")
@@ -132,6 +138,32 @@ def test_streams_that_cannot_be_mixed_are_refused(two, tmp_path):
     )
     assert texts(StreamConfig(first), StreamConfig()) == [
         "data.streams: not given. Give a stage's folder or s3:// address, or data.synthetic=true."
+    ]
+
+
+def test_sums_lie_on_the_models_device_also_before_a_batch():
+    """NCCL reduces nothing of the host's; the meta device, like a GPU, is not the host's."""
+    losses = StreamLosses(["a", "b"], torch.device("cpu"))
+    losses.settle()
+    assert losses.line() == {"a": {"samples": 0, "loss": None}, "b": {"samples": 0, "loss": None}}
+    losses.add(torch.tensor([1.0, 2.0, 4.0]), {"stream": torch.tensor([0, 1, 1])})
+    losses.settle()
+    assert losses.line() == {"a": {"samples": 1, "loss": 1.0}, "b": {"samples": 2, "loss": 3.0}}
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda tensor, **_: seen.append(tensor.device.type))
+        with pytest.raises(NotImplementedError):  # what is on the meta device has no values to be copied
+            StreamLosses(["a"], torch.device("meta")).settle()
+    assert seen == ["meta"]
+
+
+def test_an_error_within_streams_is_the_only_one(tmp_path):
+    given = f"data.streams=[{{remote: {tmp_path}, captoin: x}}]"
+    with pytest.raises(ConfigError) as error:
+        load(RunConfig, parse_command_line([given, "model.weights=random"], {}), not_yet={}, check=benchmark.check)
+    known = "remote, local, facts, caption, proportion, repeat, choose"
+    assert [text for text in error.value.problems if "data." in text] == [
+        f"command line: unknown key 'data.streams[0].captoin'. Known: {known}."
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -224,6 +225,8 @@ def _has_files_of(scores: Sequence[Mapping[str, Any]], config: RunConfig) -> boo
 
 
 def _as_yaml(value: Any) -> Any:
+    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        return json.dumps(value)
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
 

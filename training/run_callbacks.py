@@ -42,7 +42,7 @@ def build_losses(config: RunConfig, folder: Path, model: LatentDiffusion) -> Los
     """Build what reads the losses; the model tells those of samples where they come from several streams."""
     sources, streams = config.data.sources, None
     if len(sources) > 1:
-        streams = StreamLosses(names_of([source.location or "" for source in sources]))
+        streams = StreamLosses(names_of([source.location or "" for source in sources]), model.device)
         model.on_losses = streams.add
     return Losses(folder / "checkpoints", AsyncLosses() if config.async_loss else None, streams)
 

@@ -29,6 +29,7 @@ from cli.ranks import Hearing, Signalled
 from data import DataConfig, Encodings
 from evaluation.scoring import EVERY_IMAGES, rounded_up
 from model import LatentDiffusion, evaluating
+from stages.adopted import MappedReader
 from stages.dataset import Stage, read_stage
 from stages.keys import are_in, key_digest
 from stages.mixture import Opened
@@ -142,7 +143,8 @@ def check_samples(held_out: BatchStream, num: int, trained: Sequence[Opened]) ->
     Raises:
         ValueError: some are; says how many, and names some.
     """
-    has_keys = "key" in held_out.shards[0].column_names
+    shard = held_out.shards[0]
+    has_keys = shard.columns.key is not None if isinstance(shard, MappedReader) else "key" in shard.column_names
     of_keys = [(str(one["key"]), key_digest(one)) for one in map(held_out.__getitem__, range(num if has_keys else 0))]
     digests, unknown = np.array([digest for _, digest in of_keys], np.uint64), []
     for one in trained:
