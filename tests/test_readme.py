@@ -512,6 +512,8 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("adopt_speed", "gz_over_plain", ".2f"),
         ("adopt_speed", "zstd_over_plain_cpu", ".2f"),
         ("adopt_speed", "unpack_zstd_mb_per_sec", ".0f"),
+        ("mixture", "two_over_one", ".2f"),
+        ("mixture", "buckets_over_square", ".2f"),
         ("generate_speed", "speedup_vs_one_at_a_time", ".2f"),
         ("generate_speed", "speedup_vs_batched", ".2f"),
         ("fid_speed", "total_speedup", ".2f"),
