@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,14 @@ from evaluation.scoring import TargetConfig
 from preflight import limits
 from prepare import latents
 from training.optimizer import ScheduleConfig, lr_multiplier
+from training.speed import SpeedKeys
 from zoo import FAMILIES, mlperf
 
 pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
 RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
 LADDERS = sorted((ROOT / "yamls" / "ladders").glob("*.yaml"))
+SPEED = {key.name for key in fields(SpeedKeys)}
 HEADER = ("# What: ", "# Hardware: ", "# Expected: ", "# Command: ")
 
 
@@ -207,6 +210,17 @@ def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
     for rung in ladder.rungs:
         config = resolve([rung.yaml, *rung.keys], stage)
         assert config.data.synthetic == (config.model.family != "shapes")  # the miniature's ladder is about quality
+
+
+def test_recipes_for_gpus_have_the_keys_of_speed_of_the_ladders_top_rung():
+    top = [rung for rung in read_ladder(str(ROOT / "yamls/ladders/sd2_512.yaml")).rungs if rung.over is None][-1]
+    speed = {key: value for key, _, value in (word.partition("=") for word in top.keys) if key in SPEED}
+    assert speed["compile"] == "whole" and len(speed) >= 5
+    for path in RUNS:
+        text = path.read_text()
+        has = {key: value.partition(" ")[0] for key, _, value in (line.partition(": ") for line in text.splitlines())}
+        if path.name != "shapes.yaml":  # for a CPU
+            assert {key: has.get(key) for key in speed} == speed and "predicted, not measured" in text, path.name
 
 
 def mcloud_command() -> list[str]:
