@@ -413,7 +413,8 @@ class BatchStream(StreamingDataset):
         except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
             return {"failure": [self._fail(str(error))]}
         if self.sources is not None:  # a bad sample's replacement is of the same shard
-            batch["stream"] = self.sources[[self.stream_of(sample_id) for sample_id in at]]
+            shards = np.searchsorted(self.sample_offset_per_shard, at, side="right") - 1
+            batch["stream"] = self.sources[self.stream_per_shard[shards]]
         return batch
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
