@@ -533,7 +533,7 @@ def test_a_cache_of_another_stage_is_found(only_error, tmp_path):
 def test_a_stage_that_was_made_for_another_size_is_found(only_error, tmp_path):
     write_facts(tmp_path / "stage", "images", {"family": "sd2", "image_size": [32, 32]})
     assert only_error("stage").startswith(
-        f"image_size: [64, 64], but the moments at {tmp_path}/stage were made for [32, 32]."
+        f"image_size: [64, 64], but the images at {tmp_path}/stage were made for [32, 32]."
     )
 
 

@@ -364,7 +364,7 @@ def test_damaged_shards_are_named_and_the_others_are_looked_at(stage, tmp_path, 
     lines, facts = captured.err.splitlines(), facts_of(captured.out)
     assert len(lines) == 2
     for line, name in zip(lines, names, strict=True):
-        assert line.startswith(f"REMOTE: {source}/{name} is damaged: xxh64 ")
+        assert line.startswith(f"REMOTE: {source}/{name} is damaged: its xxh64 is ")
         assert line.endswith(". Make that stage again, or copy it anew.")
     num, left = len(index), 48 - index[0]["samples"] - index[2]["samples"]
     assert facts["read"] == f"{left} samples of {num - 2} of {num} shards; the hashes of these are right"
