@@ -366,6 +366,15 @@ def hub_of(folder: Path) -> Iterator[tuple[str, set[str]]]:
         server.shutdown()
 
 
+def online(monkeypatch) -> None:
+    """Take out what conftest.py has said, so that nobody asks the real hub: here it is another one."""
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+
+
 @pytest.fixture
 def hub(hub_folder, tmp_path, monkeypatch) -> Iterator[set[str]]:
     """The hub of this process, which has `hub_folder` as me/pictures: names of files that it cannot give."""
@@ -374,6 +383,7 @@ def hub(hub_folder, tmp_path, monkeypatch) -> Iterator[set[str]]:
 
     with hub_of(hub_folder) as (address, is_away):
         monkeypatch.setattr(constants, "ENDPOINT", address)
+        online(monkeypatch)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", template.replace("https://huggingface.co", address)
@@ -465,6 +475,7 @@ def test_a_hub_that_is_away_is_said_to_be(tmp_path, capsys, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    online(monkeypatch)
     assert make("me/pictures", tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert said.startswith("SOURCE: me/pictures on the hub cannot be read: ConnectError: ")
