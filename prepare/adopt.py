@@ -51,8 +51,8 @@ from config import load
 from model import ModelConfig
 from prepare.adopt_latents import compare, problems_of_latents
 from prepare.encoder import open_shard
-from prepare.parts import split_words
 from prepare.places import open_place
+from prepare.words import split_words
 from stages.adopted import Columns, wrong_encoding
 from stages.dataset import FACTS_FILE, FACTS_SCHEMA, is_remote, read_index, read_json, split_place
 from stages.fetch import known_digest

@@ -33,15 +33,14 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from cli.command import command
-from cli.command_line import parse_command_line
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, limited, size_in_bytes
-from config import load, to_yaml
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
 from prepare.encoder import open_shard
 from prepare.latents import open_input
-from prepare.parts import GO_ON, Part, Plan, SampleCounts, begin, finish, make_part, parts_to_make, split_words
+from prepare.parts import GO_ON, Part, Plan, SampleCounts, begin, finish, make_part, parts_to_make
 from prepare.places import Place, open_place, out_problem
+from prepare.words import read_words
 from stages.buckets import bucket_of, bucket_sizes, cropped_frac
 from stages.dataset import Stage
 from stages.images import SampleError, captions_of, decode_image
@@ -87,12 +86,8 @@ class Area:
     def __str__(self) -> str:
         if not self.pictures:
             return ""
-        parts = [f"{cut / self.pictures:.1%} {where}" for where, cut in self._named]
-        return f"; cut off of a picture's area: {', '.join(parts)}"
-
-    @property
-    def _named(self) -> list[tuple[str, float]]:
-        return [("in buckets", self.in_buckets), ("in squares", self.in_squares)]
+        buckets, squares = (cut / self.pictures for cut in (self.in_buckets, self.in_squares))
+        return f"; cut off of a picture's area: {buckets:.1%} in buckets, {squares:.1%} in squares"
 
 
 def groups_of(shards: Sequence[dict[str, Any]], group_bytes: int) -> list[list[dict[str, Any]]]:
@@ -202,15 +197,9 @@ def write_set(
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    paths, words = split_words(argv)
-    command_line = parse_command_line(words, {})
-    problems, config, found = [], BucketsConfig(), None
-    try:
-        config = load(BucketsConfig, command_line, not_yet={}, check=lambda config: [])
-    except ConfigError as error:
-        problems += error.problems
-    if command_line.print_config and not problems:
-        print(to_yaml(config), end="")
+    paths, config, problems = read_words(argv, BucketsConfig)
+    found = None
+    if config is None:
         return 0
     if len(paths) != 2:
         problems.append("command line: IN and OUT have to be given. python -m prepare.buckets --help says more.")

@@ -27,16 +27,15 @@ import torch
 from tqdm import tqdm
 
 from cli.command import command
-from cli.command_line import Problem, parse_command_line
+from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
 from cli.limits import limited
 from cli.log import log
-from config import load, to_yaml
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
 from evaluation.image_folder import image_batches, list_images
 from evaluation.inception import NEED, Extractor, load_inception
 from preflight.limits import unwritable
-from prepare.parts import split_words
+from prepare.words import read_words
 from weights import hub
 from weights.hub_names import parse
 from zoo.spec import MAX_SIDE_PX
@@ -96,15 +95,9 @@ def measure(paths: Sequence[Path], extractor: Extractor, config: FidStatisticsCo
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    places, words = split_words(argv)
-    command_line = parse_command_line(words, {})
-    problems, config, paths, extractor = [], FidStatisticsConfig(), [], None
-    try:
-        config = load(FidStatisticsConfig, command_line, not_yet={}, check=check)
-    except ConfigError as error:
-        problems += error.problems
-    if command_line.print_config and not problems:
-        print(to_yaml(config), end="")
+    places, config, problems = read_words(argv, FidStatisticsConfig, check)
+    paths, extractor = [], None
+    if config is None:
         return 0
     if len(places) != 2:
         problems.append(

@@ -46,11 +46,10 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from cli.command import command
-from cli.command_line import Problem, parse_command_line
+from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
-from config import load, to_yaml
 from model import ModelConfig, fetched, model_problems
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
@@ -65,12 +64,12 @@ from prepare.parts import (
     finish,
     make_part,
     parts_to_make,
-    split_words,
     wait_for_parts,
     wait_for_plan,
     where_to_look,
 )
 from prepare.places import Place, address_problem, open_place, out_problem
+from prepare.words import read_words
 from stages.adopted import Columns
 from stages.dataset import Stage, read_stage
 from stages.fetch import HASH
@@ -311,15 +310,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file. Only rank 0 prints."""
     if dist.get_local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(dist.get_local_rank())  # so that no rank opens a context on the first GPU
-    paths, words = split_words(argv)
-    command_line = parse_command_line(words, {})
-    problems, config, found = [], LatentsConfig(), None
-    try:
-        config = load(LatentsConfig, command_line, not_yet={}, check=check)
-    except ConfigError as error:
-        problems += error.problems
-    if command_line.print_config and not problems:
-        print(to_yaml(config), end="")
+    paths, config, problems = read_words(argv, LatentsConfig, check)
+    found = None
+    if config is None:
         return 0
     if len(paths) != 2:
         problems.append("command line: IN and OUT have to be given. python -m prepare.latents --help says more.")

@@ -52,8 +52,8 @@ from model import ModelConfig, fetched, model_problems
 from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
 from prepare.look_picture import Histogram, Sample, Tile, first_of, share, size_in_words, spread
-from prepare.parts import split_words
 from prepare.places import Place, address_problem, open_place, out_problem
+from prepare.words import split_words
 from stages.dataset import FACTS_FILE, Stage, is_remote, read_stage
 from stages.shard_file import ShardError, ShardFile
 from zoo import load_family

@@ -21,7 +21,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import re
 import shutil
 import time
 from collections import Counter
@@ -35,9 +34,7 @@ import numpy as np
 from filelock import Timeout
 from streaming import MDSWriter
 
-from cli import masking
 from cli.errors import Failed, Refused
-from cli.limits import text_possible
 from prepare.places import Place
 from stages.dataset import FACTS_FILE, KEYS_DIGEST, write_facts
 from stages.fetch import HASH, file_digest
@@ -386,14 +383,3 @@ def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:
 def where_to_look(counts: SampleCounts, address: str) -> str:
     """Return the end of a command's last line."""
     return f"in {address}" if counts.written else f"no stage; why is in {address.rstrip('/')}/{SKIPPED_FILE}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Command lines
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into places and keys (KEY=VALUE and --flags). ./a=b is a place, a=b is a key."""
-    keys = [word for word in argv if re.match(r"--|[\w.]+=", word) or text_possible(word)]
-    return [masking.without_secrets(word) for word in argv if word not in keys], keys

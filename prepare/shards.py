@@ -49,10 +49,9 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from cli.command import command
-from cli.command_line import Problem, parse_command_line
+from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
 from cli.limits import ImageSize, limited, size_in_bytes
-from config import load, to_yaml
 from prepare.filters import Filters, LeftOut
 from prepare.find import find_sources
 from prepare.hub_datasets import HubKeys
@@ -66,12 +65,12 @@ from prepare.parts import (
     finish,
     make_part,
     parts_to_make,
-    split_words,
     where_to_look,
 )
 from prepare.places import Place, open_place, out_problem
 from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, column_of, read_captions
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source, SourceError
+from prepare.words import read_words
 from stages.dataset import is_remote
 from stages.images import SampleError, decode_image
 from zoo import load_family
@@ -365,15 +364,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str], folder: Path) -> int:
-    paths, words = split_words(argv)
-    command_line = parse_command_line(words, {})
-    problems, config, sources = [], ShardsConfig(), []
-    try:
-        config = load(ShardsConfig, command_line, not_yet={}, check=check)
-    except ConfigError as error:
-        problems += error.problems
-    if command_line.print_config and not problems:
-        print(to_yaml(config), end="")
+    paths, config, problems = read_words(argv, ShardsConfig, check)
+    sources = []
+    if config is None:
         return 0
     if len(paths) < 2:
         problems.append("command line: SOURCE... and OUT have to be given. python -m prepare.shards --help says more.")

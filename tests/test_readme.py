@@ -34,7 +34,7 @@ from cli.describe import Key, described, keys_of, page_of
 from cli.limits import limited
 from config import load, schema_keys
 from eval import EvalCommand
-from prepare.parts import split_words
+from prepare.words import split_words
 from record.summary import rounded
 from reports import samples
 from tests.store.__main__ import table as table_of_faults
