@@ -35,10 +35,8 @@ class StreamLosses:
         if "stream" not in batch:  # a batch that is only measured
             return
         each = torch.stack([torch.ones_like(losses), losses.detach()], dim=1).double()  # (B, 2)
-        is_of = (
-            batch["stream"].to(losses.device) == torch.arange(len(self.names), device=losses.device)[:, None]
-        )  # (S, B)
-        own = is_of.double() @ each
+        numbers = torch.arange(len(self.names), device=losses.device)
+        own = (batch["stream"].to(losses.device) == numbers[:, None]).double() @ each  # (S, B) @ (B, 2)
         self._own = own if self._own is None else self._own + own
 
     def settle(self) -> None:

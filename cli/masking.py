@@ -167,9 +167,8 @@ def keep(texts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for key in texts.keys() & values.keys():
         value, text = values[key], texts[key]
         _values[key] = (value, text)
-        for given, shown in (
-            _pairs(value, text) if key != "run_name" else ()
-        ):  # that is the folder's name, for all to see
+        pairs = _pairs(value, text) if key != "run_name" else ()  # that is the folder's name, for all to see
+        for given, shown in pairs:
             if isinstance(given, str) and "${oc." in str(shown):  # of another key: that one's own text says it
                 remember(given, shown)
     if _texts:  # whatever the command is: what it prints is then looked at

@@ -50,7 +50,7 @@ class MomentsStream(BatchStream):
         super().__init__(**arguments)
         self.columns = [dict(of_stream) for of_stream in columns]
         self.flip, self.tokenize = flip, tokenize
-        self.captions = captions or [None] * len(self.columns)
+        self.captions = captions if any(captions or ()) else None
         self._files: dict[int, ShardFile] = {}
 
     def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class MomentsStream(BatchStream):
             if array.dtype.kind == "f" and not _is_finite(values):
                 raise SampleError(f"{name} are not finite")
             array[place] = values.reshape(array.shape[1:])
-        column = self.captions[self.stream_of(sample_id)]
+        column = None if self.captions is None else self.captions[self.stream_of(sample_id)]
         if column is not None:
             shard = self.shards[self.spanner[sample_id][0]]
             encoding = shard.column_encodings[shard.column_names.index(column)]
