@@ -138,8 +138,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         # Callbacks: clocks, the record, checkpoints, evaluation, and Composer's Trainer, which calls them.
         throughput = build_throughput(config, networks.cost, networks.sizes)
         loader = data.dataloader if isinstance(data.dataloader, Loader) else None
-        start, sizes = networks.identity["denoiser_start"], networks.sizes
-        facts = facts_of(config, networks.cost, model.encoders.fingerprints, start, sizes)
+        facts = facts_of(config, networks.cost, model.encoders.fingerprints, networks.identity, networks.sizes)
         gradient_norm = GradientNorm(config.optimizer.clip_norm)
         record = build_record(
             config, facts, given=given, throughput=throughput, gradient_norm=gradient_norm, losses=losses, loader=loader

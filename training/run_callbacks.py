@@ -87,7 +87,7 @@ def facts_of(
     config: RunConfig,
     cost: Cost,
     fingerprints: Mapping[str, str],
-    denoiser_start: str | None,
+    identity: Mapping[str, Any],
     sizes: Sequence[ImageSize] | None,
 ) -> dict[str, Any]:
     """Facts about a run in summary.json, beside its measured values."""
@@ -109,7 +109,7 @@ def facts_of(
         **speed.values_of(config),
         **{f"{name}_fingerprint": digest for name, digest in fingerprints.items()},
         **{f"{key}_name": text for key, text in dataclasses.asdict(config.model).items() if parse(text)},
-        "denoiser_start_fingerprint": denoiser_start,
+        "denoiser_start_fingerprint": identity["denoiser_start"],
         "trained_parameters": cost.trained_parameters,
         "estimated_mem_gib": cost.memory_gib(
             config.device_train_microbatch_size or 1, ema=has_average_on_device(config)
