@@ -176,6 +176,15 @@ def same_number_of_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_hidden() -> Iterator[None]:
+    """Forget what stood behind `${...}` in a test: a process keeps it to its end, and the next test may say the same path."""
+    yield
+    if masking := sys.modules.get("cli.masking"):
+        masking._texts.clear()
+        masking._values.clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_shared_memory_is_left_open() -> Iterator[None]:
     """Close what streaming keeps open to the end of a process: six files for each dataset, and there are thousands here."""
