@@ -48,7 +48,7 @@ from cli.errors import ConfigError
 from cli.limits import ImageSize
 from cli.log import log
 from config import as_written, flat, load
-from data import build_data
+from data import SyntheticBatches, build_data
 from ema import EMA
 from evaluation.scoring import Scorer
 from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
@@ -96,7 +96,7 @@ DIST_TIMEOUT_SEC = 1800.0
 def train(config: RunConfig, began: float) -> dict[str, Any]:
     """Run one resolved configuration, begun at this time, to its end and return the figures of its result line."""
     # Set up: the device, the other ranks, a name that all of them have.
-    assert config.precision is not None
+    assert config.precision is not None and config.run_name is not None
     device = build_device(config.precision)
     ranks.meet(device, DIST_TIMEOUT_SEC)
     ranks.watch_for_abort()
@@ -129,7 +129,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         held_out = open_held_out(config, model.family, networks.held_out, networks.stages)
 
         # Optimizer: with schedule and EMA, brought to where the run stands.
-        learning = build_learning(config, model, average, run, epoch_batches=len(data.dataloader))
+        learning = build_learning(config, model, average, run, epoch_batches=len(data.dataloader))  # type: ignore[arg-type]
         is_over = run.progress.batch >= learning.num_batches
         if result := run.finished(config, is_over=is_over):
             return result
@@ -224,7 +224,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders([*stages, *filter(None, [held_out])], model.encoders.fingerprints)
     identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
-    model.place(device._device, config.precision)
+    model.place(device._device, config.precision)  # type: ignore[arg-type]  # declared None, and set in each kind
     speed.apply(model, config, config.precision, num_sizes=len(sizes or [1]))
     batch_size = config.eval.batch_size or found_batch_size(run.folder)
     config = dataclasses.replace(
@@ -252,13 +252,14 @@ def build_batches(
         networks.model.family,
         size=config.size,
         device_batch_size=config.global_batch_size // dist.get_world_size(),
-        device=device._device,
+        device=networks.model.device,
         seed=config.seed,
         stages=networks.stages,
         all_ready=all_ready,
     )
     if config.copy_stream:
-        data.batch_transforms = CopyStream(device._device)
+        data.batch_transforms = CopyStream(networks.model.device)
+    assert isinstance(data.dataloader, Loader | SyntheticBatches)
     if at.batch:
         data.dataloader.resume(at.epoch, at.batch_in_epoch, config.global_batch_size)
     return data
@@ -328,6 +329,7 @@ def fit(trainer: Trainer, config: RunConfig, checkpointer: Checkpointer, mlperf_
 
     Where the loss does not stay finite the MLPerf log is closed as that of a failed run.
     """
+    assert isinstance(config.device_train_microbatch_size, int)  # it has been found
     if_out_of_memory = microbatch.explained(
         config.device_train_microbatch_size,
         config.global_batch_size // dist.get_world_size(),

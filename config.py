@@ -37,8 +37,8 @@ Config = TypeVar("Config")
 
 def flat(config: Any) -> dict[str, Any]:
     """Return every key of a configuration with its value, as plain values: tuples become lists."""
-    pairs = leaves(OmegaConf.to_container(OmegaConf.structured(config)))
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in pairs}
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in leaves(plain)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def resolved(assignments: Sequence[Assignment], schema: type | None) -> tuple[li
         return list(assignments), {}
     last = {at.key: at for at in assignments}
     keys: dict[str, Any] = dict.fromkeys(last, Any) if schema is None else schema_keys(schema)
-    tree = OmegaConf.create({} if schema is None else OmegaConf.to_container(OmegaConf.structured(schema)))
+    tree: Any = OmegaConf.create({} if schema is None else OmegaConf.to_container(OmegaConf.structured(schema)))
     for at in last.values():
         if at.key in keys:
             with contextlib.suppress(Exception):  # beneath a key that is no section: named where types are looked at
@@ -90,7 +90,8 @@ def _as_typed(at: Assignment, value: Any, hint: Any) -> Assignment:
 def _as_yaml(value: Any) -> Any:
     if isinstance(value, str):
         with contextlib.suppress(Exception):  # no YAML: a text
-            return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]
+            plain: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+            return plain["value"]
     return value
 
 
@@ -104,8 +105,7 @@ def schema_keys(schema: type, prefix: str = "") -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for name, hint in type_hints(schema).items():
         keys[f"{prefix}{name}"] = hint
-        section = next((h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)), None)
-        if section is not None:
+        for section in _sections(hint)[:1]:
             keys.update(schema_keys(section, f"{prefix}{name}."))
     return keys
 
@@ -122,13 +122,20 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) in ((int, float) if hint is float else (hint,))
 
 
+def _sections(hint: Any) -> list[type]:
+    """The dataclasses of a key's type."""
+    return [
+        part for part in (hint, *typing.get_args(hint)) if isinstance(part, type) and dataclasses.is_dataclass(part)
+    ]
+
+
 def schema_limits(schema: type, prefix: str = "") -> dict[str, Limits]:
     """Key -> limits, for every number that has some of its own."""
     limits = {
         f"{prefix}{key.name}": key.metadata["limits"] for key in dataclasses.fields(schema) if "limits" in key.metadata
     }
     for name, hint in typing.get_type_hints(schema).items():
-        for section in (h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)):
+        for section in _sections(hint):
             limits |= schema_limits(section, f"{prefix}{name}.")
     return limits
 
@@ -211,7 +218,7 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
 def _listed(hint: Any) -> type | None:
     """Return the section that a key holds a list of, or None."""
     lists = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is list]
-    return next((kind for part in lists for kind in typing.get_args(part) if dataclasses.is_dataclass(kind)), None)
+    return next((kind for part in lists for kind in _sections(part)), None)
 
 
 def _read_list(at: Assignment, hint: Any, section: type) -> tuple[list[dict[str, Any]], str | None]:
@@ -345,7 +352,7 @@ def load(
     problems += [found[id(at)] for at in assignments if id(at) in found]
     refused = {at.key for at in assignments if id(at) in found}
 
-    config, is_readable = OmegaConf.to_object(tree), not problems
+    config, is_readable = typing.cast(Config, OmegaConf.to_object(tree)), not problems
     masking.keep({at.key: at.text for at, _ in values if at.text is not None and id(at) not in found}, flat(config))
     of_keys = [problem for problem in (check(config) if is_read else ()) if not refused.intersection(problem.keys)]
     problems += [masking.hidden_of(problem.keys, problem.text) for problem in of_keys]

@@ -195,8 +195,8 @@ class DataConfig:
                 text = f"{value}, but the {stage.kind} at {stage.location} were made for {made}. Use that value."
                 found.append((name, text))
         streams = opened([source], [stage], as_size(made_for.get("image_size") or 1))
-        texts = [] if found else [text for one in streams if (text := column_problem(one.stage, encodings(one.size)))]
-        found += [(where, text) for text in texts[:1]]
+        texts = [] if found else [said for one in streams if (said := column_problem(one.stage, encodings(one.size)))]
+        found += [(where, said) for said in texts[:1]]
         places = [(source, stage)] if stage.buckets else []  # the set's own folder, then those of its buckets
         places += [(one.config, one.stage) for one in streams]
         of_folders = [stage_checks.folder_problems(f"{key}.local", config, stage) for config, stage in places]
@@ -322,7 +322,7 @@ def open_stages(
         device_batch_size, seed: as of `build_data`.
     """
     sizes = buckets_of(given)
-    arguments = {
+    arguments: dict[str, Any] = {
         "streams": [_stream(one, config.patience_sec) for one in given],
         "sources": [one.source for one in given] if len(config.sources) > 1 else None,
         "buckets": None if sizes is None else [sizes.index(one.size) for one in given],
@@ -352,7 +352,7 @@ def open_stages(
         if config.stage == "moments":
             return MomentsStream(columns=kinds, captions=captions, flip=config.flip, tokenize=tokenize, **arguments)
         sizes = [one.size for one in given]
-        ways = dict(captions=captions, flip=config.flip, crop=config.crop)
+        ways: dict[str, Any] = dict(captions=captions, flip=config.flip, crop=config.crop)
         return StreamingLAIONDataset(family=family, image_sizes=sizes, **ways, **arguments)
 
 

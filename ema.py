@@ -143,6 +143,7 @@ class EMA(Algorithm):
         elif event == Event.AFTER_TRAIN_BATCH:
             self._skipped = step_will_be_skipped(state)
         elif self.weights:
+            assert state.previous_timestamp is not None
             self._step(state.timestamp.sample.value - state.previous_timestamp.sample.value)
         elif state.timestamp >= self._start:
             self._begin()

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,8 +104,8 @@ EFFECTIVE: dict[Kind, tuple[str, ...]] = {
 }
 
 
-UNREAD = ("run_name", "run_folder", "data.remote", "data.local", "data.facts", "data.streams", "model.denoiser")
-UNREAD += ("validation.", "loggers.", "mlperf.")
+UNREAD: tuple[str, ...] = ("run_name", "run_folder", "data.remote", "data.local", "data.facts", "data.streams")
+UNREAD += ("model.denoiser", "validation.", "loggers.", "mlperf.")
 """Of a run's files: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
 DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "loggers.debug"}
@@ -185,7 +186,9 @@ def _size_problems(config: EvalCommand) -> list[Problem]:
 
 
 def _completed(config: EvalCommand, place: str, kind: Kind, given: set[str]) -> EvalCommand:
-    plain = {key.name: key.default for key in dataclasses.fields(speed.SpeedKeys) if key.name in speed.OF_TRAINING}
+    plain: dict[str, Any] = {
+        key.name: key.default for key in dataclasses.fields(speed.SpeedKeys) if key.name in speed.OF_TRAINING
+    }
     config = dataclasses.replace(config, **plain)  # they change no score, and may want a GPU
     return of_diffusers_folder(config, Path(place), given) if kind == "diffusers" else config
 
@@ -203,12 +206,15 @@ def score_run(config: EvalCommand, folder: Path, table: Table, device: torch.dev
         where = {**name, **load_snapshot(model, path, config.eval.weights)}
         return [_scored(table, where, scorer, model, guidance) for guidance in guidances]
 
+    def first(path: Path) -> Row:
+        return scored(path)[0]
+
     kind = _which(config)
     if kind != "to_target":
         rows = [row for path in (paths if kind == "all" else paths[-1:]) for row in scored(path)]
     else:
         begin = next((n for n, path in enumerate(paths) if _images(path) >= config.from_images), len(paths) - 1)
-        rows = list(to_target([lambda path=path: scored(path)[0] for path in paths], begin, config.target.is_met))
+        rows = list(to_target([functools.partial(first, path) for path in paths], begin, config.target.is_met))
     if config.target.is_given and len(guidances) == 1 and kind != "last":
         _conclude(config, folder, rows)
     return rows
@@ -271,7 +277,8 @@ def _fingerprints(model: LatentDiffusion) -> Row:
 
 def score_images(config: EvalCommand, folder: Path, table: Table, device: torch.device) -> list[Row]:
     """Score a folder of images; their captions are those of the prompts that their names give."""
-    paths, facts = ranks.on_rank_zero(lambda: list_images(folder)), {"partial": False}
+    paths = ranks.on_rank_zero(lambda: list_images(folder))
+    facts: Row = {"partial": False}
     captions = dict.fromkeys(paths, "")
     numbers: dict[Path, Any] = {path: path.name for path in paths}
     if config.eval.prompts is not None:
@@ -313,21 +320,23 @@ def _ready(config: EvalCommand, run: Path | None, folder: Path, device: torch.de
     model.place(device, config.precision or "fp32")
     speed.apply(model, config, config.precision)
     of_model = {"precision": config.precision, **config.objective.of_scores()}
-    is_own = run is not None and config.eval.image_size is None and config.out is None
+    own = run if config.eval.image_size is None and config.out is None else None
     scorer = Scorer(
         config.eval,
         size=config.size,
         seed=config.seed,
         settings=of_model,
         show_progress=config.loggers.progress_bar,
-        found=(lambda batch_size: _keep(run, batch_size)) if is_own else lambda batch_size: None,
+        found=functools.partial(_keep, own),
         parts=Parts(folder / unfinished.NAME, is_alone=False),
     )
     scorer.find_batch_size(model)  # it is one of the settings by which rows are known
     return model, scorer
 
 
-def _keep(run: Path, batch_size: int) -> None:
+def _keep(run: Path | None, batch_size: int) -> None:
+    if run is None:
+        return
     try:
         keep_batch_size(run, batch_size)
     except OSError as error:
@@ -357,7 +366,7 @@ def evaluate(command: CommandLine) -> None:
         config, folder = configs[place], Path(place).expanduser().resolve()
         table = Table(Path(config.out or folder, "eval.jsonl"))
         score = {"run": score_run, "diffusers": score_diffusers, "images": score_images}[kind]
-        rows += score(config, folder, table, device._device)
+        rows += score(config, folder, table, device._device)  # type: ignore[arg-type]  # declared None, and set in each kind
     with ranks.stopping_together():
         if dist.get_global_rank() == 0:
             draw(rows, table.path.parent, configs[places[0]])

@@ -397,6 +397,7 @@ def build_model(
         torch.manual_seed(seed)
         denoiser = family.build_denoiser()
     objective = objective.resolved(family.objective)
+    assert objective.caption_dropout is not None
     return LatentDiffusion(
         family,
         family.build_objective(objective),
@@ -424,7 +425,7 @@ def build_device(precision: str) -> Device:
 
 def composer_precision(device: Device, precision: str) -> str:
     """Return Composer's name for a run's precision, i.e. the autocast that it opens around a step (on a GPU only)."""
-    names = {torch.bfloat16: "amp_bf16", torch.float16: "amp_fp16"}
+    names: dict[torch.dtype | None, str] = {torch.bfloat16: "amp_bf16", torch.float16: "amp_fp16"}
     return names.get(AUTOCAST_DTYPES.get(precision), "fp32") if device.name == "gpu" else "fp32"
 
 
@@ -441,8 +442,7 @@ class BatchRandomness(Callback):
     """
 
     def __init__(self, model: LatentDiffusion, seed: int):
-        self.model = model  # state.model may be wrapped by DDP
-        self.seed = seed
+        self.model, self.seed = model, seed  # state.model may be wrapped by DDP
 
     def batch_start(self, state: State, logger: Logger) -> None:
         generator = torch.Generator(self.model.device)

@@ -58,7 +58,7 @@ SCHEMA = 1
 class Samples(Protocol):
     """The interface of the loader for the record."""
 
-    bad_samples: Mapping[int, tuple[str, str]]
+    bad_samples: dict[int, tuple[str, str]]
     """sample id -> (key, reason), of this rank so far."""
 
     def check(self, bad_samples: Mapping[int, tuple[str, str]]) -> None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evaluation import shapes
-from evaluation.numerics import Float64Sums, computing, require_finite
+from evaluation.numerics import Float64Sums, Precision, computing, require_finite
 from weights.files import WeightsFile, open_weights
 from weights.hub import Need
 from weights.hub_names import place
@@ -60,6 +60,8 @@ class CLIPScore(Float64Sums):
     """
 
     higher_is_better = True
+    n: Tensor
+    sum: Tensor
 
     def __init__(self, *, in_half: bool = False, **kwargs: Any):
         super().__init__(**kwargs)
@@ -115,10 +117,12 @@ class ClipPair:
         precision: of the towers; initially fp32.
     """
 
+    precision: Precision
+
     def __init__(
         self, network: nn.Module, transform: Callable[[Any], Tensor], name: str, fingerprint: str, num_features: int
     ):
-        self.network = network.eval().requires_grad_(False)
+        self.network: Any = network.eval().requires_grad_(False)
         self.transform, self.name, self.fingerprint = transform, name, fingerprint
         self.num_features = num_features
         self.device, self.precision = torch.device("cpu"), "fp32"

@@ -101,7 +101,7 @@ def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[st
     count = {} if num_images is None else {"num_images": num_images}
     path = Path(path).expanduser()
     with whole(path) as temporary, open(temporary, "wb") as file:
-        np.savez(file, mu=mean, sigma=covariance, **count, **facts)
+        np.savez(file, allow_pickle=False, mu=mean, sigma=covariance, **count, **facts)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -160,6 +160,9 @@ class FeatureSums(Float64Sums):
     """
 
     higher_is_better = False
+    n: Tensor
+    sum: Tensor
+    outer: Tensor
 
     def __init__(self, num_features: int, **kwargs: Any):
         super().__init__(**kwargs)

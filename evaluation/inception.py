@@ -68,6 +68,8 @@ class Inception:
     """FID's Inception up to its last average pool; an `Extractor`. Made by `load_inception`."""
 
     num_features = NUM_FEATURES
+    resize: str
+    precision: Precision
 
     def __init__(self, network: nn.Module, name: str, fingerprint: str, resize: Resize):
         self.network = network.eval().requires_grad_(False)

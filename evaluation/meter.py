@@ -30,10 +30,11 @@ from torchmetrics import Metric
 
 from cli.log import log
 from cli.private_api import require_private_api
-from evaluation.clip_score import CLIPScore, load_clip, times_100
-from evaluation.fid import FeatureSums, covariance_warning, frechet_distance, read_facts, reference_for
-from evaluation.inception import Resize, load_inception
+from evaluation.clip_score import ClipPair, CLIPScore, load_clip, times_100
+from evaluation.fid import FeatureSums, Statistics, covariance_warning, frechet_distance, read_facts, reference_for
+from evaluation.inception import Extractor, Resize, load_inception
 from evaluation.numerics import Precision
+from evaluation.shapes import ShapesPair
 from weights.tensors import tensor_specs
 
 QUEUE_SEC = 3.0  # covers the host's work between two batches
@@ -76,7 +77,9 @@ class Meter:
         clip: str | None,
         precision: Precision = "fp32",
     ):
-        self.extractor = self.reference = self.pair = None
+        self.extractor: Extractor | None = None
+        self.reference: Statistics | None = None
+        self.pair: ClipPair | ShapesPair | None = None
         self.in_half = precision == "fp16"
         self.facts: dict[str, Any] = {"eval_precision": precision}
         if inception is not None:
@@ -156,7 +159,7 @@ class Meter:
         given, self._given = self._given, None
         if given is None:
             return
-        if given.generated is None:
+        if given.generated is None or self._aside is None:
             self._measure(given)
             return
         # The host waits for these images only. Work queued after them runs while they are measured.
@@ -176,9 +179,9 @@ class Meter:
                 f"images: not finite for the prompts {_some(broken)}. Look at the weights and the precision."
             )
         images = images.half() if self.in_half else images.float()
-        if self.features is not None:
+        if self.features is not None and self.extractor is not None:
             self.features.update(self.extractor(images)[:num], numbers)
-        if self.cosines is not None:
+        if self.cosines is not None and self.pair is not None:
             self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
 
     @property
@@ -202,6 +205,7 @@ class Meter:
             raise ValueError(f"sums: {given}, not {own}")
         for name, states in sums.items():
             metric = {"features": self.features, "cosines": self.cosines}[name]
+            assert metric is not None
             for state, value in states.items():
                 getattr(metric, state).copy_(value)
             metric._update_count = 1  # else torchmetrics warns that nothing was measured
@@ -218,7 +222,7 @@ class Meter:
                 _add_up(metric)
         found: list[dict[str, Any]] = [{"num_images": 0, "fid": None, "clip": None, "clip_x100": None}]
         if dist.get_global_rank() == 0:
-            if self.features is not None:
+            if self.features is not None and self.reference is not None:
                 statistics = self.features.compute()
                 if self.in_half:  # numpy's mean of float16 is float16, its covariance float64
                     statistics = statistics._replace(mean=statistics.mean.astype(np.float16).astype(np.float64))

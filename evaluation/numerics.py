@@ -89,7 +89,8 @@ def _tf32_switches() -> list[tuple[Any, str, Any]]:
     From torch 2.9 on, `allow_tf32` is a view of `fp32_precision`. Writing it replaces "ieee" or "tf32" by "none", and
     reading it fails if matmul, conv and rnn have different values (aten/src/ATen/Context.cpp).
     """
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn  # conv and rnn are set while torch is imported
     if not hasattr(matmul, "fp32_precision"):
         return [(matmul, "allow_tf32", False), (cudnn, "allow_tf32", False)]
     return [(owner, "fp32_precision", "ieee") for owner in (matmul, cudnn.conv, cudnn.rnn)]

@@ -55,8 +55,8 @@ def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float
             points = sorted((row for row in of_line if row[key] is not None), key=lambda row: row["images"])
             images, figures = [row["images"] for row in points], [row[key] for row in points]
             axes.plot(images, figures, marker="o", label=name, color=colour)
-        if target and target.get(key) is not None:
-            axes.axhline(target[key], linestyle="--", color="#666666", label=f"target {target[key]:g}")
+        if target and (wanted := target.get(key)) is not None:
+            axes.axhline(wanted, linestyle="--", color="#666666", label=f"target {wanted:g}")
         axes.set_xlabel("images seen")
         axes.set_ylabel(label)
 

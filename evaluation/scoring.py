@@ -187,6 +187,7 @@ class Generator(Protocol):
     """Frozen, with `fingerprints`."""
 
     def parameters(self) -> Iterator[Tensor]: ...
+    def state_dict(self) -> Mapping[str, Tensor]: ...
 
     def generate(
         self,
@@ -245,7 +246,8 @@ class Scorer:
             )
         self.meter = config.meter()
         self.meter.say_what_is_short(len(self.prompt_set.prompts))
-        self.batch_size, self.work = config.batch_size, None
+        self.batch_size = config.batch_size
+        self.work: Work | None = None
         self.samples: list[tuple[str, Tensor]] = []
         """Captions and images, (3, H, W) uint8, of the last score's first prompts, on rank 0."""
 
@@ -265,13 +267,13 @@ class Scorer:
             **self.meter.facts,
         }
 
-    def find_batch_size(self, model: Generator) -> None:
-        """Set the batch size, if it is not known, to the largest that fits every rank's free memory.
+    def find_batch_size(self, model: Generator) -> int:
+        """Return the batch size; if it was not known, it is set to the largest that fits every rank's free memory.
 
         On a CPU it is fixed: a larger one is no faster there. Raises ValueError: not even one image fits.
         """
         if self.batch_size is not None:
-            return
+            return self.batch_size
         fits = CPU_BATCH_SIZE
         if model.device.type == "cuda":
             self.meter.reset()
@@ -286,12 +288,13 @@ class Scorer:
             raise ValueError("eval.batch_size: not one image fits the memory that is left. Lower eval.image_size.")
         self.batch_size = int(least)
         self.found(self.batch_size)
+        return self.batch_size
 
     def _fits(self, model: Generator, size: int) -> bool:
         """Try to generate and measure this many images at once."""
         try:
             text, shape = model.family.tokenize([""] * size), model.family.latent_shape(self.size)
-            ways = dict(sampler="ddim", steps=MIN_STEPS, guidance=max(self.config.guidances()))
+            ways: dict[str, Any] = dict(sampler="ddim", steps=MIN_STEPS, guidance=max(self.config.guidances()))
             images = model.generate(text, torch.zeros(size, *shape), **ways)
             self.meter.add(images, range(size), [""] * size)
             self.meter.measure_given()
@@ -313,18 +316,18 @@ class Scorer:
             ranks.Signalled: a rank has received a signal; the sums so far are saved.
         """
         began = time.monotonic()
-        self.find_batch_size(model)
+        batch_size = self.find_batch_size(model)
         ways = dict(sampler=self.config.sampler, steps=self.config.steps, guidance=guidance)
         self.meter.reset()
         with self.meter.on(model.device):
             self.work = work = self._begin(model, guidance, began)
             mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
             prompts = [self.prompt_set.prompts[place] for place in mine]
-            chunks = list(chunks_of(prompts, self.batch_size))[work.num_done :]
+            chunks = list(chunks_of(prompts, batch_size))[work.num_done :]
             hearing = Hearing(self.signal, len(chunks))
             with contextlib.suppress(Heard):
-                for chunk in self._said(chunks, work.num_done):
-                    images = generate(model, chunk, self.batch_size, self.size, self.seed, ways, hearing)
+                for chunk in self._said(chunks, work.num_done * batch_size):
+                    images = generate(model, chunk, batch_size, self.size, self.seed, ways, hearing)
                     captions = [prompt.caption for prompt in chunk]
                     self.meter.add(images, [prompt.number for prompt in chunk], captions)
                     wanted = min(work.num_wanted, len(chunk))
@@ -351,14 +354,14 @@ class Scorer:
             told[0],
             self.meter,
             num_images=len(shard(len(self.prompt_set.prompts), rank, num_ranks)),
-            batch_size=self.batch_size,
+            batch_size=self.find_batch_size(model),
             num_samples=len(range(rank, self.config.samples, num_ranks)),
             began=began,
         )
 
     def _of(self, model: Generator, guidance: float) -> str:
         """Return the text that identifies this evaluation."""
-        of = {"weights": fingerprint(model), "encoders": dict(model.encoders.fingerprints)}
+        of: dict[str, Any] = {"weights": fingerprint(model), "encoders": dict(model.encoders.fingerprints)}
         of |= {"samples": self.config.samples, "ranks": dist.get_world_size(), **self.settings(guidance)}
         return json.dumps(of, sort_keys=True)
 
@@ -373,13 +376,13 @@ class Scorer:
             self.parts.remove(self._of(model, guidance))
 
     def _said(self, chunks: Sequence[Sequence[Prompt]], num_done: int) -> Iterable[Sequence[Prompt]]:
-        """Show rank 0's progress, in images of all ranks; `num_done`: chunks of an earlier start."""
+        """Show rank 0's progress, in images of all ranks; `num_done`: this rank's of an earlier start."""
         if not (self.show_progress and dist.get_global_rank() == 0):
             return chunks
         from tqdm import tqdm
 
         num_prompts = len(self.prompt_set.prompts)
-        done = min(num_done * self.batch_size * dist.get_world_size(), num_prompts)
+        done = min(num_done * dist.get_world_size(), num_prompts)
 
         def counted() -> Iterator[Sequence[Prompt]]:
             with tqdm(total=num_prompts, initial=done, desc="evaluation", unit="image", file=sys.stderr) as bar:

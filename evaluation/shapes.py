@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from evaluation.numerics import computing
+from evaluation.numerics import Precision, computing
 from weights.files import WeightsFile, open_weights
 from weights.published import file_digest, fill
 from zoo.shapes.networks import NUM_FEATURES, SIDE_PX, Reader, build_clip, tokenize
@@ -45,6 +46,7 @@ class ReaderFeatures:
     name = "shapes-reader"
     resize = "none"
     num_features = NUM_FEATURES
+    precision: Precision
 
     def __init__(self, network: Reader, fingerprint: str):
         self.network = network.eval().requires_grad_(False)
@@ -67,8 +69,9 @@ class ShapesPair:
     """The miniature's CLIP pair, with the interface of `evaluation.clip_score.ClipPair`. Made by `load_pair`."""
 
     name = "shapes-CLIP"
+    precision: Precision
 
-    def __init__(self, network: nn.Module, fingerprint: str):
+    def __init__(self, network: Any, fingerprint: str):
         self.network = network.eval().requires_grad_(False)
         self.fingerprint = fingerprint
         self.num_features = network.config.projection_dim

@@ -78,8 +78,14 @@ class Progress:
         now = state.timestamp
         if state.dataloader_len is not None and now.batch_in_epoch.value == state.dataloader_len.value:
             now = now.to_next_epoch()
-        counts = (now.epoch, now.batch, now.sample, now.batch_in_epoch, now.sample_in_epoch)
-        return cls(*(count.value for count in counts), seconds=now.total_wct.total_seconds())
+        return cls(
+            epoch=now.epoch.value,
+            batch=now.batch.value,
+            images=now.sample.value,
+            batch_in_epoch=now.batch_in_epoch.value,
+            images_in_epoch=now.sample_in_epoch.value,
+            seconds=now.total_wct.total_seconds(),
+        )
 
     def timestamp(self) -> Timestamp:
         """Return it as Composer's Timestamp."""
@@ -183,7 +189,7 @@ def restore(
 def _wanted_moments(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the tensor specs of AdamW's state, by each parameter's position."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = {}
+    found: dict[str, str] = {}
     for n, form in tensor_specs({str(n): parameter for n, parameter in enumerate(parameters)}).items():
         found |= {f"step of parameter {n}": "float32 ()", f"exp_avg of {n}": form, f"exp_avg_sq of {n}": form}
     return found
@@ -234,6 +240,8 @@ def disagreements(
 
 class Stopped(SystemExit):
     """The run was stopped by a signal, on all ranks at once; the exit code is 128 + signal."""
+
+    code: int
 
 
 class Checkpointer(Callback):
@@ -301,6 +309,7 @@ class Checkpointer(Callback):
             self._signal, self._signal_at = number, time.monotonic()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        assert state.previous_timestamp is not None
         # The snapshot first: a run killed after this batch's full checkpoint would resume behind the missing snapshot.
         before, now = state.previous_timestamp.sample.value, state.timestamp.sample.value
         if _passed(self.config.snapshot_every_images, before, now):
@@ -425,7 +434,7 @@ class Checkpointer(Callback):
 
 def _passed(every: int | None, before: int, now: int) -> bool:
     """True if a multiple of `every` is in (before, now]."""
-    return bool(every) and now // every > before // every
+    return bool(every and now // every > before // every)
 
 
 def num_bytes(content: Any) -> int:

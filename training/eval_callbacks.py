@@ -144,6 +144,7 @@ def build_mlperf_log(config: RunConfig, stages: Sequence[Stage], record: RunReco
         return None
     given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
     assert config.eval.prompts is not None and config.eval.every_images is not None
+    assert config.device_train_microbatch_size != "auto"  # it has been found
     header = {
         "seed": config.seed,
         "train_samples": sum(stage.num_samples for stage in stages),  # synthetic ones are drawn, not sampled

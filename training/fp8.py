@@ -63,7 +63,7 @@ def use(denoiser: nn.Module, *, min_features: int = MIN_FEATURES, emulate: bool 
     from diffusers.models import Transformer2DModel
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    def is_wide(module: nn.Module, name: str) -> bool:
+    def is_wide(module: nn.Linear, name: str) -> bool:
         sizes = (module.in_features, module.out_features)
         return min(sizes) >= min_features and not any(size % MULTIPLE for size in sizes)
 

@@ -135,6 +135,7 @@ def _server_problem() -> str | None:
     The address is not shown: it may be an API key in the wrong variable.
     """
     import wandb
+    from wandb.errors import UsageError
 
     server = _wandb_server()
     where = "WANDB_BASE_URL" if "WANDB_BASE_URL" in os.environ else "base_url in wandb's settings file"
@@ -144,7 +145,7 @@ def _server_problem() -> str | None:
     try:
         wandb.Settings(base_url=server)  # wandb's own check, which misses some errors
         is_address = urlsplit(server).port != 0 and not re.search(r"[\s?#]", server)
-    except (wandb.UsageError, ValueError):
+    except (UsageError, ValueError):
         is_address = False
     if is_address:
         return None
@@ -204,7 +205,7 @@ class WandBLogger(composer.loggers.WandBLogger):
         import wandb
 
         if not hasattr(wandb.Run, "get_url"):
-            wandb.Run.get_url = lambda run: run.url
+            wandb.Run.get_url = lambda run: run.url  # type: ignore[attr-defined]
         super().init(state, logger)
 
 

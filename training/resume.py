@@ -23,6 +23,7 @@ from cli import errors, masking, ranks
 from cli.errors import ConfigError
 from cli.log import log
 from config import flat
+from data import DataConfig
 from evaluation.score_table import OF_BEFORE, read_rows
 from record.checkpoint_files import check_whole, find_newest, read
 from record.config_file import found_batch_size, keep_keys, read_config
@@ -32,6 +33,7 @@ from record.summary import RESULT_KEYS, VAL_LOSS, rounded, write_outcome
 from stages.dataset import Stage
 from stages.fetch import INDEX
 from stages.keys import KEYS_FILE
+from stages.mixture import StreamConfig
 from stages.stream import LOCK_FILE
 from training.checkpoints import Progress, disagreements
 from training.run_config import RunConfig, resolve
@@ -147,6 +149,7 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: R
     if config.eval.when == "off":
         return {}, ""
     every, images = config.eval.every_images, summary["batches"] * config.global_batch_size
+    assert every is not None
     due = range(every, images + 1, every)
     missing = set(due) - {line["images"] for line in lines}
     if not missing:
@@ -399,6 +402,7 @@ def open_run(config: RunConfig) -> RunState:
                 raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
             raise
 
+    sources: list[StreamConfig | DataConfig]
     sources = [*data.sources, *([config.validation.source(data, data.stage)] if config.validation.is_given else [])]
     cached = [Path(each.local) for each in sources if each.remote and each.local and not data.synthetic]
     of_cache = [path for folder in cached for path in _missing(folder)]

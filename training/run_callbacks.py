@@ -91,6 +91,8 @@ def facts_of(
     sizes: Sequence[ImageSize] | None,
 ) -> dict[str, Any]:
     """Facts about a run in summary.json, beside its measured values."""
+    microbatch = config.device_train_microbatch_size
+    assert microbatch != "auto"  # it has been found
     return {
         "run_name": config.run_name,
         "family": config.model.family,
@@ -102,7 +104,7 @@ def facts_of(
         **({"bucket_sizes": [list(size) for size in sizes]} if sizes else {}),
         "precision": config.precision,
         "global_batch_size": config.global_batch_size,
-        "device_train_microbatch_size": config.device_train_microbatch_size,
+        "device_train_microbatch_size": microbatch,
         "seed": config.seed,
         "max_duration": config.max_duration,
         "ema": config.ema.enabled,
@@ -111,9 +113,7 @@ def facts_of(
         **{f"{key}_name": text for key, text in dataclasses.asdict(config.model).items() if parse(text)},
         "denoiser_start_fingerprint": identity["denoiser_start"],
         "trained_parameters": cost.trained_parameters,
-        "estimated_mem_gib": cost.memory_gib(
-            config.device_train_microbatch_size or 1, ema=has_average_on_device(config)
-        ),
+        "estimated_mem_gib": cost.memory_gib(microbatch or 1, ema=has_average_on_device(config)),
     }
 
 
@@ -139,7 +139,7 @@ def in_order(
     checkpoint, and saved before it is validated, sampled and evaluated, so that what was killed is repeated. Evaluation is
     the last of these: the target, which needs the newest, may end the run. The MLPerf log needs both.
     """
-    found = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
+    found: list[Callback | None] = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
     found += [validation, samples, evaluation]
     found += [None if evaluation is None else target, mlperf_log]
     return [callback for callback in found if callback is not None]

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from composer.utils import dist
@@ -80,6 +80,8 @@ class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
         return as_size(self.image_size)
 
 
+Config = TypeVar("Config", bound=RunConfig)
+
 MODEL_NAMES = [
     *(f"CompVis/stable-diffusion-v1-{number}" for number in (1, 2, 3, 4)),
     *(f"{owner}/stable-diffusion-v1-5" for owner in ("runwayml", "sd-legacy", "stable-diffusion-v1-5")),
@@ -122,7 +124,7 @@ NOT_YET = {
 }
 
 
-def resolve(config: RunConfig) -> RunConfig:
+def resolve(config: Config) -> Config:
     """Replace null by its value on this machine, so that the run record shows what was used."""
     family, batch = (
         load_family(config.model.family, config.model.preset, config.model.variant),

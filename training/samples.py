@@ -73,8 +73,8 @@ class SamplesConfig:
             found.append(("samples.prompts", "not given. Give a file with a caption in each line."))
             return found
         try:
-            if text := file_problem(path):
-                raise ValueError(text)
+            if problem := file_problem(path):
+                raise ValueError(problem)
             read_captions(path)
         except ValueError as error:
             found.append(("samples.prompts", str(error)))
@@ -145,7 +145,8 @@ class Sampler:
         """Return captions and images, (3, H, W) uint8, in the order of the prompts. Raises Signalled: a rank has had one."""
         places = shard(len(self.prompts), dist.get_global_rank(), dist.get_world_size())
         chunks = list(chunks_of([self.prompts[place] for place in places], self.batch_size))
-        hearing, mine = Hearing(self.signal, len(chunks)), []
+        hearing = Hearing(self.signal, len(chunks))
+        mine: list[tuple[str, Tensor]] = []
         with contextlib.suppress(Heard):
             for chunk in chunks:
                 images = generate(self.model, chunk, self.batch_size, self.size, self.seed, self.ways, hearing)

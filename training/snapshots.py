@@ -24,7 +24,7 @@ from evaluation.prompts import Prompt, PromptSet
 from model import LatentDiffusion
 from record.checkpoint_files import FULL, WEIGHTS, check_whole, is_whole, listed, read
 from training import warm_start
-from training.run_config import RunConfig
+from training.run_config import Config
 from weights.tensors import canonical_name, difference, tensor_specs
 
 Kind = Literal["run", "diffusers", "images"]
@@ -91,7 +91,7 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
         if (trained_on := identity.get(f"objective.{key}", here)) != here:
             text = f"{here}, but {path} was trained on {trained_on}. Use that value."
             differing.append(f"objective.{key}: {text}")
-    average = (content.get("ema") or {}).get("weights") or None
+    average: Any = (content.get("ema") or {}).get("weights") or None
     if weights == "ema" and content.get("ema") is None:
         differing.append(f"eval.weights: ema, but {path} has no EMA weights. Say eval.weights=training.")
     use = "ema" if average is not None and weights != "training" else "training"
@@ -122,7 +122,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 # --- a diffusers folder ---
 
 
-def of_diffusers_folder(config: RunConfig, folder: Path, given: set[str]) -> RunConfig:
+def of_diffusers_folder(config: Config, folder: Path, given: set[str]) -> Config:
     """Return the configuration of a published model: size and prediction come from its folder, unless keys set them.
 
     Args:

@@ -199,7 +199,8 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: 
     if keys.channels_last:
         use_channels_last(model)
     if keys.attention != "auto":
-        model.denoiser.set_attn_processor(attention_processor(keys.attention))
+        denoiser: Any = model.denoiser  # of diffusers
+        denoiser.set_attn_processor(attention_processor(keys.attention))
     checkpoint_blocks(model.denoiser, keys.gradient_checkpointing)
     if keys.compile != "off":
         compile_networks(model, keys, num_sizes)
@@ -216,7 +217,7 @@ def use_channels_last(model: Network) -> None:
     """
     model.memory_format = torch.channels_last
     for network in (model.denoiser, *model.frozen.values()):
-        network.to(memory_format=torch.channels_last)
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types leave it out
     from diffusers.models import Transformer2DModel
 
     for module in model.denoiser.modules():
@@ -270,7 +271,7 @@ def attention_processor(attention: str) -> Any:
     class ChosenAttention(theirs.AttnProcessor2_0):
         def __call__(
             self,
-            attn: nn.Module,
+            attn: theirs.Attention,
             hidden_states: Tensor,
             encoder_hidden_states: Tensor | None = None,
             *rest: Any,
@@ -306,15 +307,17 @@ def checkpoint_blocks(denoiser: nn.Module, fraction: float) -> int:
     from diffusers.models.attention import BasicTransformerBlock
     from diffusers.models.resnet import ResnetBlock2D
 
-    blocks = [module for module in denoiser.modules() if isinstance(module, BasicTransformerBlock | ResnetBlock2D)]
+    blocks: list[Any] = [
+        module for module in denoiser.modules() if isinstance(module, BasicTransformerBlock | ResnetBlock2D)
+    ]
     chosen = [block for n, block in enumerate(blocks) if int((n + 1) * fraction) > int(n * fraction)]
     for block in chosen:
-        block.__class__ = _checkpointed(type(block))
+        block.__class__ = _checkpointed(block.__class__)
     return len(chosen)
 
 
 @functools.cache
-def _checkpointed(block: type[nn.Module]) -> type[nn.Module]:
+def _checkpointed(block: Any) -> type[nn.Module]:  # block: a class of modules
     class CheckpointedBlock(block):
         def forward(self, *args: Any, **more: Any) -> Any:
             if not torch.is_grad_enabled():

@@ -76,8 +76,8 @@ class NonBlockingTrainer(Trainer):
     ) -> Tensor:
         state, spec = self.state, self._train_data_spec
         assert state.scaler is not None and spec is not None
-        is_ddp = isinstance(state.model, DistributedDataParallel)
-        with state.model.no_sync() if is_ddp and not ddp_sync else contextlib.nullcontext():
+        ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
+        with ddp.no_sync() if ddp is not None and not ddp_sync else contextlib.nullcontext():
             self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
             use_grad_scaling = self._use_grad_scaling(state.precision, state.scaler)
             for optimizer in state.optimizers:

@@ -67,8 +67,8 @@ class ValidationConfig:
 
     def source(self, data: DataConfig, kind: str) -> DataConfig:
         """Return where the held-out samples come from; the rest is as in training. `kind`: of the stage."""
-        none = dict(facts=None, streams=None, cache_limit=None, flip=False, crop="center")
-        return replace(data, stage=kind, remote=self.remote, local=self.local, shuffle=False, **none)
+        none: dict[str, Any] = dict(facts=None, streams=None, cache_limit=None, flip=False, crop="center", stage=kind)
+        return replace(data, remote=self.remote, local=self.local, shuffle=False, **none)
 
     def problems(
         self, data: DataConfig, made_for: Mapping[str, Any], encodings: Encodings = lambda size: {}
@@ -143,7 +143,7 @@ def check_samples(held_out: BatchStream, num: int, trained: Sequence[Opened]) ->
     Raises:
         ValueError: some are; says how many, and names some.
     """
-    shard = held_out.shards[0]
+    shard: Any = held_out.shards[0]
     has_keys = shard.columns.key is not None if isinstance(shard, MappedReader) else "key" in shard.column_names
     of_keys = [(str(one["key"]), key_digest(one)) for one in map(held_out.__getitem__, range(num if has_keys else 0))]
     digests, unknown = np.array([digest for _, digest in of_keys], np.uint64), []

@@ -6,7 +6,7 @@ Also recognises torch's out-of-memory errors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import xxhash
@@ -59,7 +59,13 @@ def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-def fingerprint(module: nn.Module) -> str:
+class HasWeights(Protocol):
+    """A module, or what stands for one."""
+
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+
+def fingerprint(module: HasWeights) -> str:
     """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(module.state_dict().items()):

@@ -55,7 +55,7 @@ def own_weights(family: Family, *, is_real: bool = False) -> str:
 def on_hub(family: Family, weights: str | None, denoiser: str | None) -> dict[str, tuple[str, hub.Need]]:
     """Return those of `model.weights` and `model.denoiser` that are names of the hub: key -> name and what it needs."""
     wanted = {"model.weights": (weights, need_of_encoders), "model.denoiser": (denoiser, need_of_denoiser)}
-    named = {key: (text, need(family)) for key, (text, need) in wanted.items() if parse(text)}
+    named = {key: (text, need(family)) for key, (text, need) in wanted.items() if text and parse(text)}
     return {key: (text, need) for key, (text, need) in named.items() if need is not None}
 
 

@@ -75,7 +75,8 @@ class LatentFamily:
 
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
         # (B, 3, H, W) -> (B, 8, H/p, W/p) mean | logvar
-        return encoders["vae"].encode(images).latent_dist.parameters
+        vae: Any = encoders["vae"]
+        return vae.encode(images).latent_dist.parameters
 
     def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:
         # (B, 8, h, w) -> (B, 4, h, w). The clamp is that of the VAE's own posterior.
@@ -84,7 +85,7 @@ class LatentFamily:
 
     def decode_latents(self, encoders: Mapping[str, nn.Module], latents: Tensor) -> Tensor:
         # (B, 4, h, w) -> (B, 3, p h, p w)
-        vae = encoders["vae"]
+        vae: Any = encoders["vae"]
         return vae.decode((latents / self.latent_scale).to(vae.dtype), return_dict=False)[0]
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:

@@ -124,7 +124,7 @@ def min_snr_weight(alpha_bar: Tensor, gamma: float, prediction: str) -> Tensor:
 class DiscreteDiffusion:
     """T discrete steps, uniform times, target epsilon or v (v: Salimans & Ho 2022, arXiv:2202.00512)."""
 
-    def __init__(self, config: ObjectiveConfig, prediction: Literal["epsilon", "v"]):
+    def __init__(self, config: ObjectiveConfig, prediction: str):
         self.prediction = prediction
         self.weighting, self.gamma = config.weighting, config.min_snr_gamma
         self.zero_terminal_snr, self.offset_noise = config.zero_terminal_snr, config.offset_noise

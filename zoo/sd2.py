@@ -49,7 +49,9 @@ class Architecture:
     pads_with_end: bool = False
     """The text encoder was trained on captions padded with the end token instead of 0."""
 
-    def but(self, *, unet: dict[str, Any] | None = None, text: dict[str, Any] | None = None, **others) -> Architecture:
+    def but(
+        self, *, unet: dict[str, Any] | None = None, text: dict[str, Any] | None = None, **others: Any
+    ) -> Architecture:
         """Return a copy with some arguments changed."""
         return dataclasses.replace(
             self, unet={**self.unet, **(unet or {})}, text={**self.text, **(text or {})}, **others
@@ -142,8 +144,7 @@ class SD2(LatentFamily):
             self.image_dtype = torch.float32  # the benchmark does not round images after resizing
 
     def build_denoiser(self) -> nn.Module:
-        from diffusers import UNet2DConditionModel
-        from diffusers.models import Transformer2DModel
+        from diffusers.models import Transformer2DModel, UNet2DConditionModel
         from diffusers.models.resnet import ResnetBlock2D
 
         unet = UNet2DConditionModel(in_channels=4, out_channels=4, layers_per_block=2, **self.architecture.unet)
@@ -162,7 +163,7 @@ class SD2(LatentFamily):
         return unet
 
     def build_encoders(self) -> dict[str, nn.Module]:
-        from diffusers import AutoencoderKL
+        from diffusers.models import AutoencoderKL
         from transformers import CLIPTextConfig
 
         depth = len(self.architecture.vae["block_out_channels"])
@@ -180,7 +181,8 @@ class SD2(LatentFamily):
     def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
         text = ldm_names.clip_text if self.variant == "sd15" else ldm_names.open_clip_text
         # Published UNets have other norms than mlperf's, and no tensor's shape shows it. So mlperf takes no published UNet.
-        return {"vae": ldm_names.vae, "text": text} | ({} if self.variant == "mlperf" else {"denoiser": ldm_names.unet})
+        denoiser: dict[str, Callable[[nn.Module], ldm_names.Network]] = {"denoiser": ldm_names.unet}
+        return {"vae": ldm_names.vae, "text": text} | ({} if self.variant == "mlperf" else denoiser)
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         import open_clip

@@ -56,7 +56,7 @@ class Shapes(LatentFamily):
         self.unet = unet
 
     def build_denoiser(self) -> nn.Module:
-        from diffusers import UNet2DConditionModel
+        from diffusers.models import UNet2DConditionModel
 
         return UNet2DConditionModel(
             sample_size=networks.SIDE_PX // PIXELS_PER_LATENT,

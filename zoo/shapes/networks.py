@@ -28,7 +28,7 @@ from weights.clip_text import build_text_model
 from zoo.shapes.scenes import ATTRIBUTES, WORDS
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL
+    from diffusers.models import AutoencoderKL
     from transformers import CLIPModel, CLIPTextConfig
 
 WEIGHTS = Path(__file__).parent.parent / "shapes_weights"
@@ -61,7 +61,7 @@ def tokenize(captions: Sequence[str]) -> Tensor:  # -> int64 (B, 16)
 
 def build_vae(scaling_factor: float = 1.0) -> AutoencoderKL:
     """Build the VAE: images (B, 3, 32, 32) in [-1, 1] <-> (B, 4, 8, 8); 0.95 M parameters."""
-    from diffusers import AutoencoderKL
+    from diffusers.models import AutoencoderKL
 
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
@@ -123,7 +123,7 @@ class Reader(nn.Module):
     image quality, not only to content.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         widths = (32, 64, 96, 128)
         self.convolutions = nn.ModuleList(
