@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from cli.masking import hidden
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -146,4 +148,4 @@ def alert(destinations: Sequence[Any], title: str, text: str) -> None:
     """Have each logger that can tell people at once. The text is on stderr, or in an error, too."""
     for destination in destinations:
         if isinstance(destination, CanAlert):
-            destination.alert(title, text)
+            destination.alert(title, hidden(text))
