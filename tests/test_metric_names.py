@@ -57,8 +57,14 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
     shutil.copytree(miniature.moments, tmp_path / "odd name")
     parts = ", ".join(f"{{remote: {place}, proportion: 0.5}}" for place in (miniature.moments, tmp_path / "odd name"))
     words = miniature.small(tmp_path, "one", f"validation.remote={held_out / 'moments'}", "validation.every_images=16")
-    words = [word for word in words if not word.startswith(("data.remote", "data.local", "eval.when", "target.fid"))]
-    words += ["data.remote=null", f"data.streams=[{parts}]", "eval.when=in_training", "eval.every_images=16", "target.fid=1e9"]
+    words = [word for word in words if not word.startswith(("data.remote", "eval.when", "target.fid"))]
+    words += [
+        "data.remote=null",
+        f"data.streams=[{parts}]",
+        "eval.when=in_training",
+        "eval.every_images=16",
+        "target.fid=1e9",
+    ]
     words += [*OFFLINE, "loggers.tensorboard={}", "loggers.group=seeds", "optimizer.lr=1.25e-5"]
     done = run(sys.executable, "benchmark.py", *words)
     assert done.returncode == 0 and "target=reached" in done.stdout, done.stdout + done.stderr
