@@ -22,6 +22,7 @@ SHAPES := cache/miniature
 ROUNDS ?= 10
 TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
 TABLES = tables-$(shell sha256sum requirements-tables.lock | cut -c1-12)
+LOGGERS = loggers-$(shell sha256sum requirements-loggers.lock | cut -c1-12)
 ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
@@ -32,7 +33,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint test test-slow test-fp8 test-tables test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation docs clean
+.PHONY: help env lock lint test test-slow test-fp8 test-tables test-loggers test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation docs clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -54,8 +55,8 @@ lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.1
 	grep -vE '^(torch|torchvision|xformers)==' requirements.txt | $(UV_COMPILE) --override overrides.txt -c requirements-newest.txt - \
 	  requirements-newest.txt -o requirements-newest.lock
 	$(UV_COMPILE) requirements-prepare.txt -o requirements-prepare.lock
-	$(UV_COMPILE) --no-annotate -c requirements.lock requirements-tables.txt | awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' \
-	  requirements.lock - > requirements-tables.lock
+	for extra in tables loggers; do $(UV_COMPILE) --no-annotate -c requirements.lock requirements-$$extra.txt | \
+	  awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' requirements.lock - > requirements-$$extra.lock; done
 
 lint: $(STAMP)  ## ruff: format and rules
 	$(VENV)/bin/ruff format --check -q .
@@ -76,6 +77,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(call both_halves,slow and not gpu)
 	$(MAKE) --no-print-directory test-fp8
 	$(MAKE) --no-print-directory test-tables
+	$(MAKE) --no-print-directory test-loggers
 	$(MAKE) --no-print-directory test-store ROUNDS=1
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.
@@ -86,6 +88,10 @@ test-fp8: $(STAMP)  ## the experiment precision=fp8 on a CPU, with torchao, whic
 test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data sets, with pyarrow and datasets, installed beside the environment
 	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements-tables.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TABLES) $(PY) -m pytest -q tests/test_tables.py
+
+test-loggers: $(STAMP)  ## loggers.mlflow and the dashboard of W&B, with mlflow and wandb-workspaces, installed beside the environment
+	test -e $(VENV)/$(LOGGERS) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(LOGGERS) -r requirements-loggers.lock
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(LOGGERS) PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_mlflow.py tests/test_wandb_dashboard.py
 
 test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none)

@@ -40,6 +40,7 @@ from callbacks.gradient_norm import GradientNorm
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
+from callbacks.stalled_data import StalledData
 from cli import errors, masking, ranks
 from cli.command import command, start
 from cli.command_line import parse_command_line
@@ -71,6 +72,7 @@ from training.between import build_samples, build_validation, open_held_out
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
+from training.destinations import Destination
 from training.eval_callbacks import (
     Pause,
     build_evaluation,
@@ -79,7 +81,7 @@ from training.eval_callbacks import (
     draw_evaluations,
     outcome_of,
 )
-from training.loggers import WandbMode, build_loggers, wandb_mode
+from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
@@ -107,7 +109,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     # Resume: the run's folder is this start's; it resumes from the newest whole checkpoint, or starts from the beginning.
     run = open_run(config)
     with run.or_nothing():
-        logged = ranks.on_rank_zero(lambda: wandb_mode(config.loggers, folder))
+        logged = ranks.on_rank_zero(lambda: reach(config.loggers, folder))
 
         # Networks: all that is frozen or trained, on the device; what else there is of this run agrees with it.
         networks = build_networks(config, run, device)
@@ -125,7 +127,8 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             before_saving=losses.settle,
             resume_from=run.checkpoint,
         )
-        data = build_batches(config, networks, device, run.progress, checkpointer.all_ready)
+        stalled = StalledData(checkpointer.all_ready, config.loggers.stalled_sec)
+        data = build_batches(config, networks, device, run.progress, stalled.all_ready)
         held_out = open_held_out(config, model.family, networks.held_out, networks.stages)
 
         # Optimizer: with schedule and EMA, brought to where the run stands.
@@ -165,6 +168,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             evaluation=evaluation,
             target=target,
             mlperf_log=mlperf_log,
+            stalled=stalled,
         )
         trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
     run.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
@@ -179,13 +183,15 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             checkpointer.fit_start(trainer.state, trainer.logger)  # a signal is heard here too
             for missed in filter(None, (validation, samples, evaluation)):
                 missed.catch_up(trainer.state, trainer.logger)
-    end(trainer, loader, mlperf_log, target)
+    if mlperf_log is not None:
+        mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
 
-    # Summary: the figures of all starts, and what evaluation came to.
+    # Summary: the figures of all starts, and what evaluation came to. Loggers have it too, before they are closed.
     is_early = trainer.state.timestamp.batch.value < learning.num_batches
     record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
     result = record.finish(outcome_of(config, target, record))
     draw_evaluations(config, record)
+    end(trainer, loader, result)
     run.release()
     return result
 
@@ -341,10 +347,11 @@ def fit(trainer: Trainer, config: RunConfig, checkpointer: Checkpointer, mlperf_
         trainer.fit()
 
 
-def end(trainer: Trainer, loader: Loader | None, mlperf_log: MLPerfLog | None, target: QualityTarget) -> None:
-    """Close the log, then what is no longer the run: loggers that finish, workers that end."""
-    if mlperf_log is not None:
-        mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
+def end(trainer: Trainer, loader: Loader | None, result: dict[str, Any]) -> None:
+    """Give the loggers the result, and close what is no longer the run: loggers that finish, workers that end."""
+    for destination in trainer.logger.destinations:
+        if isinstance(destination, Destination):
+            destination.log_result(result)
     trainer.close()
     if loader is not None:
         loader.close()

@@ -149,8 +149,11 @@ def _check_rungs(rungs: Sequence[Rung], given: Sequence[Mapping[str, Any]]) -> N
         before.add(rung.name)
 
 
-def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None) -> dict[str, Any]:
-    """Run one rung to its end or its limit and return its record; its run stays in `runs`, or is removed."""
+def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | None = None) -> dict[str, Any]:
+    """Run one rung to its end or its limit and return its record; its run stays in `runs`, or is removed.
+
+    `group`: of the runs, where they are logged.
+    """
     with contextlib.nullcontext(runs) if runs else tempfile.TemporaryDirectory() as folder:
         arguments = [
             rung.yaml,
@@ -159,6 +162,8 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None) -> dict[str, 
             f"run_name={rung.name}",
             "loggers.progress_bar=false",
         ]
+        if group and rung.program == "benchmark" and not any(key.startswith("loggers.group=") for key in rung.keys):
+            arguments.append(f"loggers.group={group}")
         program = PROGRAMS[rung.program]
         command = [sys.executable, "-m", "composer.cli", "-n", "1", *program, *arguments]
         record = {"rung": rung.name, "command": f"composer -n 1 {' '.join([*program, rung.yaml, *rung.keys])}"}
@@ -338,7 +343,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{rung.name}: not started, {room} s are spent; call again to resume", flush=True)
             continue
         else:
-            record = {"call": call, **run_rung(rung, rung.limit_sec or ladder.limit_sec, folders["runs"])}
+            record = {"call": call, **run_rung(rung, rung.limit_sec or ladder.limit_sec, folders["runs"], ladder.name)}
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, record)
             why = "" if record["status"] == "ok" else f"; the end of what it said: {path}"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Logger, State
@@ -18,6 +18,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from record.checkpoint_files import FULL, listed
+from record.metric_names import alert
 
 if TYPE_CHECKING:
     from callbacks.stream_losses import StreamLosses
@@ -81,10 +82,11 @@ class Losses:
         self.checkpoints, self.on_their_way, self.of_streams = checkpoints, on_their_way, of_streams
         self.of_window: list[float] = []
         self._state: State | None = None
+        self._loggers: Sequence[Any] = ()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Take the loss of the batch that ends; with async_loss, those before it."""
-        self._state = state
+        self._state, self._loggers = state, logger.destinations
         if self.on_their_way is not None:
             self.settle(leave=1)
             logger.log_metrics(state.total_loss_dict)
@@ -126,8 +128,10 @@ class Losses:
         ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
         where = f"rank {ranks}" if ranks else "an earlier microbatch of some rank"
         newest = next(iter(listed(self.checkpoints, FULL)), None)
-        raise ValueError(
+        text = (
             f"loss: {loss} in batch {batch} (counted from 0), first seen on {where}. The run stops before anything of this "
             f"batch is kept; the last good checkpoint is {newest}. Lower optimizer.lr, set optimizer.clip_norm=1, or use "
             f"precision=bf16 instead of fp16."
         )
+        alert(self._loggers, "loss is not finite", text)
+        raise ValueError(text)

@@ -11,6 +11,7 @@ from typing import Any
 from composer import Callback, Logger, State
 
 from cli.log import log
+from record.metric_names import alert
 
 TARGET_KEYS = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval", "fid", "clip")
 """Additional keys of the result line of a run with a target."""
@@ -41,6 +42,7 @@ class QualityTarget(Callback):
         if (line := self.reached) is not None:
             state.stop_training()
             log.info(f"target: {said(line)}. Training stops.")
+            alert(logger.destinations, "target reached", said(line))
 
     def result(self) -> dict[str, Any]:
         """Return TARGET_KEYS of the evaluation that met the target; else the last one's metrics and `missed`."""

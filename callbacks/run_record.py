@@ -44,6 +44,7 @@ from record.files import (
     run_id_of,
     seconds_of_starts,
 )
+from record.metric_names import EVALUATION, IMAGES, VALIDATION, WINDOW, bins_named, named, streams_named
 from record.summary import RESULT_KEYS, finite, rounded
 from record.writing import append_lines, as_lines
 
@@ -260,23 +261,18 @@ class RunRecord(Callback):
             self.gradient_norm.restart()
         if self._is_writer:
             append_lines(self.folder / METRICS, [{key: finite(value) for key, value in line.items()}])
-        logger.log_metrics({f"window/{key}": value for key, value in line.items() if isinstance(value, int | float)})
-        found = {f"streams/{name}/{key}": v for name, of in line.get("streams", {}).items() for key, v in of.items()}
-        logger.log_metrics({key: value for key, value in found.items() if value is not None})
+        logger.log_metrics(named(WINDOW, line) | streams_named(line))
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Record an evaluation; all ranks call it with the same line."""
         self.evaluations.append(self._added({"evaluation": True, **line}))
-        figures = {key: line[key] for key in ("fid", "clip", "clip_x100", "eval_sec") if line.get(key) is not None}
-        logger.log_metrics({f"eval/{key}": value for key, value in figures.items()})
+        logger.log_metrics({IMAGES: line["images"], **named(EVALUATION, line)})
 
     def add_validation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Record a validation; all ranks call it with the same line."""
         self.validations.append(self._added({"validation": True, **line}))
-        bins = line["val_loss_bins"]
-        figures = {f"loss_t{1000 // len(bins) * number:03d}": loss for number, loss in enumerate(bins)}
-        figures = {key: loss for key, loss in {"loss": line["val_loss"], **figures}.items() if loss is not None}
-        logger.log_metrics({f"val/{key}": loss for key, loss in figures.items()})
+        losses = named(VALIDATION, line) | bins_named(line["val_loss_bins"])
+        logger.log_metrics({IMAGES: line["images"], **losses})
 
     def _added(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Add a line that is no window's to the record, and return it whole."""

@@ -1,6 +1,6 @@
 """Sample grids for fixed prompts: one picture per point, with the same prompt and noise at the same place in each.
 
-RUN/samples/im000000512000.png     W&B, TensorBoard: `samples/grid`, with the captions
+RUN/samples/im000000512000.png     loggers: `samples/grid`, with the captions
 RUN/samples/captions.txt           one line per image, row by row from the left
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cli.files import whole, write_whole
 from cli.masking import printable
+from record.metric_names import SAMPLES
 
 GAP_PX = 2
 
@@ -64,4 +65,4 @@ def write_grid(
         Image.fromarray(grid.permute(1, 2, 0).numpy()).save(temporary, format="png")
     write_whole(path.with_name("captions.txt"), "".join(f"{caption}\n" for caption, _ in samples))
     # Not as a table: for tables, W&B queries its server forever, even offline (seen with wandb 0.18.7).
-    logger.log_images(shown(samples), name="samples/grid", channels_last=True, use_table=False)
+    logger.log_images(shown(samples), name=SAMPLES, channels_last=True, use_table=False)

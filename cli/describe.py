@@ -8,6 +8,9 @@ A page says where a table goes, and of which dataclass:
     <!-- own keys of eval.EvalCommand -->          only those that it declares itself, without sections
     <!-- end of keys -->
 
+    <!-- rows of record.metric_names.METRICS -->   a row for each of these dataclasses, a column for each field
+    <!-- end of rows -->
+
 What lies between the marks is replaced. What a key means is the text under its field in the code.
 Exit code: 0, or 2 where a page or a dataclass is not there.
 """
@@ -36,6 +39,7 @@ from cli.files import write_whole
 from cli.limits import type_hints
 
 BLOCK = re.compile(r"(<!-- (own )?keys of ([\w.]+) -->\n).*?(<!-- end of keys -->)", re.S)
+ROWS = re.compile(r"(<!-- rows of ([\w.]+) -->\n).*?(<!-- end of rows -->)", re.S)
 NAMES = {int: "an integer", float: "a number", str: "text", types.NoneType: "null", Any: "see meaning"}
 
 
@@ -116,7 +120,11 @@ def _written(value: Any) -> str:
 def table(keys: Sequence[Key]) -> str:
     """Return a table in Markdown, a row a key."""
     rows = [(f"`{key.name}`", f"`{key.default}`", key.possible, key.text) for key in keys]
-    lines = [("key", "default", "possible", "meaning"), ("---",) * 4, *rows]
+    return _as_markdown(("key", "default", "possible", "meaning"), rows)
+
+
+def _as_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
@@ -175,18 +183,30 @@ def overview(schema: type, aliases: Mapping[str, Alias]) -> str:
     return "\n" + "\n\n".join(parts)
 
 
+def rows_of(entries: Sequence[Any]) -> str:
+    """Return a table of some dataclasses of one kind; what each begins with is a name."""
+    heads = [field.name for field in dataclasses.fields(entries[0])]
+    rows = [[f"`{getattr(each, heads[0])}`", *(getattr(each, head) for head in heads[1:])] for each in entries]
+    return "\n" + _as_markdown(heads, rows) + "\n"
+
+
+def _named(name: str) -> Any:
+    """Return what is called so. Raises ValueError: there is no such class, or other object."""
+    module, _, last = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), last)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name}: there is no such class. Possible: MODULE.CLASS. {error}") from error
+
+
 def described(text: str) -> str:
-    """Return a page with its tables of keys made anew. Raises ValueError: there is no such dataclass."""
+    """Return a page with its tables made anew. Raises ValueError: there is no such class."""
 
     def block(found: re.Match[str]) -> str:
-        module, _, name = found[3].rpartition(".")
-        try:
-            schema = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"{found[3]}: there is no such class. Possible: MODULE.CLASS. {error}") from error
-        return found[1] + page_of(schema, own=bool(found[2])) + found[4]
+        return found[1] + page_of(_named(found[3]), own=bool(found[2])) + found[4]
 
-    return BLOCK.sub(block, text)
+    text = BLOCK.sub(block, text)
+    return ROWS.sub(lambda found: found[1] + rows_of(_named(found[2])) + found[3], text)
 
 
 @command(__doc__)

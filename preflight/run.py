@@ -139,6 +139,8 @@ def _log_folder_problems(config: RunConfig) -> list[Problem]:
         places["loggers.tensorboard"] = folder / "tensorboard"
     if given.wandb is not None and folder is not None:
         places["loggers.wandb"] = folder / "wandb"
+    if given.mlflow is not None and folder is not None and (file := given.mlflow.file(folder)) is not None:
+        places["loggers.mlflow"] = file.parent
     texts = {key: limits.unwritable(place) for key, place in places.items()}
     return [Problem(f"{key}: {text}", (key,)) for key, text in texts.items() if text]
 

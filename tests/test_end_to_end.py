@@ -152,13 +152,13 @@ def test_wandb_whose_server_is_away_tensorboard_and_the_progress_bar(tmp_path):
         f"offline-run-*/run-{start['run_id']}.wandb"
     )  # a resume uses it again
     content = binary.read_bytes()
-    for text in (b"easel-test", b"my-run", b"window/images_per_sec", b"window/loss"):
+    for text in (b"easel-test", b"my-run", b"speed/images_per_sec", b"train/loss"):
         assert text in content
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(next((tmp_path / "logged" / "tensorboard").rglob("events.*")).parent))
     events.Reload()
-    recorded = [event.value for event in events.Scalars("window/loss")]
+    recorded = [event.value for event in events.Scalars("train/loss")]
     assert recorded == pytest.approx([line["loss"] for line in metrics(tmp_path / "logged")], rel=1e-6)
 
 

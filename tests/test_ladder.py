@@ -225,7 +225,7 @@ def test_an_interrupted_ladder_leaves_no_run_behind(tmp_path, sent):
     pid_file = tmp_path / "pid"
     code = (
         "import sys; from bench import ladder; "
-        "ladder.run_rung = lambda rung, limit, runs: "
+        "ladder.run_rung = lambda rung, limit, runs, group: "
         f"ladder._run(['bash', '-c', 'sleep 60 & echo $! > {pid_file}; wait'], 50); "
         "sys.exit(ladder.main(sys.argv[1:]))"
     )

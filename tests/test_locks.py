@@ -125,6 +125,21 @@ def test_what_reads_tables_needs_nothing_beyond_its_lock_and_that_of_a_set(lock,
             assert wanted.specifier.contains(version), f"{wanted} but {version}"
 
 
+@pytest.mark.parametrize("python", VERSIONS)
+@pytest.mark.parametrize("lock", LOCKS[:2])
+def test_what_loggers_need_beside_is_in_their_lock_or_in_that_of_a_set(lock, python):
+    """They are installed as those of tables are: nothing of the environment changes."""
+    loggers, of_set = pins("requirements-loggers.lock", python), pins(lock, python)
+    assert not loggers.keys() & of_set.keys()
+    for wanted in requirements("requirements-loggers.txt"):
+        assert wanted.specifier.contains(*loggers[canonical(wanted.name)])
+    for package in filter(is_installed, loggers):
+        for wanted in map(Requirement, importlib.metadata.requires(package) or []):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": "", "python_version": python}):
+                [version] = {**of_set, **loggers}[canonical(wanted.name)]
+                assert wanted.specifier.contains(version, prereleases=True), f"{package}: {wanted} but {version}"
+
+
 def test_every_upper_bound_has_its_reason():
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")]
     bounded = [line for line in lines if re.search(r"[<=]=?\d|==", line.split("#")[0])]

@@ -47,8 +47,9 @@ PAGES = {
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
-    "mlperf miniature evaluation data-and-stores configuration measuring checkpoints speed benchmarks weights versions"
+    "mlperf miniature evaluation data-and-stores configuration measuring checkpoints speed benchmarks weights versions "
 )
+NAMES += "metrics"
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:
@@ -95,6 +96,7 @@ RUN_BY = {
     "test-store": "tests/store/test_harness.py",
     "test-fp8": "tests/test_fp8.py",
     "test-tables": "tests/test_tables.py",
+    "test-loggers": "tests/test_mlflow.py",
     "test-slow": "tests/conftest.py",
     "mutants": "tests/test_mutants.py",
     "test-gpu": "tests/gpu/test_on_gpu.py",
@@ -134,6 +136,8 @@ def read(module: str, words: list[str]) -> None:
         assert set(words) == {"--train_encoders", "OUT"}  # tests/test_shapes_training.py runs it
     elif module == "reports.mlperf":
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
+    elif module == "reports.wandb_dashboard":
+        assert words[0].count("/") == 1 and {word.partition("=")[0] for word in words[1:]} <= {"grouped", "out"}
     elif module == "reports.samples":
         assert len([word for word in words if "=" not in word]) == 3
     else:
@@ -321,6 +325,7 @@ def test_every_key_that_is_named_exists():
                 "key",
                 "results",
                 "runs",
+                "grouped",
             }:
                 unknown.append((page, span))
     assert unknown == []
@@ -329,7 +334,9 @@ def test_every_key_that_is_named_exists():
 # --- the pages' tables of keys ---
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "keys of " in text and "docs/" in page])
+@pytest.mark.parametrize(
+    "page", [page for page, text in PAGES.items() if re.search("(keys|rows) of ", text) and "docs/" in page]
+)
 def test_the_tables_of_keys_are_what_make_docs_would_write(page):
     assert described(PAGES[page]) == PAGES[page], "run make docs"
 

@@ -28,12 +28,12 @@ def begin_and_resume(folder, *words: str, **variables: str) -> str:
 
 def check_rows(sent: Run, folder) -> None:
     """Each batch of both starts is there once and in order, and each window with the loss that metrics.jsonl has."""
-    batches = [row["time/batch"] for row in sent.history if "loss/train/total" in row]
+    batches = [row["progress/batch"] for row in sent.history if "train/batch_loss" in row]
     assert batches == list(range(8))
     steps = [row["_step"] for row in sent.history]
     assert steps == sorted(steps)
     recorded = [json.loads(line) for line in (folder / "logged" / "metrics.jsonl").read_text().splitlines()]
-    windows = [row["window/loss"] for row in sent.history if "window/loss" in row]
+    windows = [row["train/loss"] for row in sent.history if "train/loss" in row]
     assert recorded and windows == pytest.approx([line["loss"] for line in recorded], rel=1e-6)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,6 +42,7 @@ class WandbServer:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
+        self.views: list[dict[str, Any]] = []
         self.lock = threading.Lock()
         self._http = _Quiet(("127.0.0.1", 0), _handler(self))
         self.address = f"http://127.0.0.1:{self._http.server_port}"
@@ -71,6 +73,9 @@ class WandbServer:
             run.about.update({name: value for name, value in given.items() if value is not None})
             bucket = {**_bucket(given["name"], run), "project": _project(given)}
             return {"upsertBucket": {"bucket": bucket, "inserted": is_new}}
+        if operation == "UpsertView2":
+            self.views.append(given)
+            return {"upsertView": {"view": {"id": "v", "name": given["name"]}, "inserted": True}}
         if operation == "CreateRunFiles":
             urls = [{"name": name, "uploadUrl": f"{self.address}/put/{given['run']}/{name}"} for name in given["files"]]
             return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": urls}}
@@ -123,8 +128,12 @@ def _handler(server: WandbServer) -> type[BaseHTTPRequestHandler]:
             parts = self.path.strip("/").split("/")
             if parts == ["graphql"]:
                 sent = json.loads(self._body())
+                named = re.search(
+                    r"(?:query|mutation)\s+(\w+)", sent.get("query") or ""
+                )  # wandb-workspaces says it there alone
+                operation = sent.get("operationName") or (named[1] if named else "")
                 with server.lock:
-                    self._say({"data": server.answer(sent.get("operationName") or "", sent.get("variables") or {})})
+                    self._say({"data": server.answer(operation, sent.get("variables") or {})})
             elif parts[-1] == "file_stream":  # files/ENTITY/PROJECT/RUN/file_stream
                 sent = json.loads(self._body())
                 with server.lock:

@@ -1,4 +1,4 @@
-"""Optional loggers besides the run record: Weights & Biases, TensorBoard."""
+"""Optional loggers besides the run record: Weights & Biases, TensorBoard, MLflow. docs/metrics.md has what they are sent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import composer.loggers
-from composer import Logger, State
-from composer.loggers import LoggerDestination, TensorboardLogger
+from composer.loggers import LoggerDestination
 
 from cli.errors import ConfigError
+from cli.limits import limited
 from cli.log import log
 from cli.private_api import require_private_api
+from training.destinations import TensorboardLogger, WandBLogger
+from training.mlflow_logger import MlflowConfig, MlflowLogger
 
 SERVER_SEC = 5.0  # time for W&B's server to answer; its own client waits 90
 WandbMode = Literal["online", "offline"]
@@ -34,7 +35,7 @@ class WandbConfig:
     entity: str | None = None
     """Account or team. null: your default."""
     group: str | None = None
-    """Group of runs."""
+    """Group of runs at W&B. null: loggers.group."""
     tags: list[str] | None = None
     """Tags."""
     mode: WandbMode = "online"
@@ -57,8 +58,13 @@ class LoggersConfig:
     """Show Composer's progress bar."""
     debug: bool = False
     """Show the traceback of errors that are otherwise shown as a message only."""
+    group: str | None = None
+    """Group of runs at W&B and MLflow, as those of a sweep or of several seeds. bench.ladder gives its own name."""
+    stalled_sec: int = limited(300, 1)
+    """Seconds without a batch after which W&B sends an alert."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
+    mlflow: MlflowConfig | None = None
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every invalid section."""
@@ -68,6 +74,11 @@ class LoggersConfig:
         for section, wanted in (("wandb", self.wandb), ("tensorboard", self.tensorboard)):
             if wanted is not None and importlib.util.find_spec(section) is None:
                 found.append((f"loggers.{section}", f"the package {section} is not installed. Leave the section out."))
+        if self.mlflow is not None and importlib.util.find_spec("mlflow") is None:
+            todo = "Run: pip install --no-deps -r requirements-loggers.lock. Or leave the section out"
+            found.append(("loggers.mlflow", f"the package mlflow is not installed. {todo}."))
+        if self.mlflow is not None and (text := self.mlflow.problem()):
+            found.append(("loggers.mlflow", text))
         if found or self.wandb is None:
             return found
         text = _server_problem() or (_login_problem() if self.wandb.mode == "online" else None)
@@ -154,6 +165,16 @@ def _server_problem() -> str | None:
     return f"{given}. Write https://HOST, as https://api.wandb.ai is one, or take it out of {out}."
 
 
+def reach(config: LoggersConfig, folder: Path) -> WandbMode:
+    """Look whether what loggers write to can be had; return this start's W&B mode.
+
+    Called on one rank only. Raises ConfigError: W&B's server rejects the login, or MLflow cannot be reached.
+    """
+    if config.mlflow is not None:
+        config.mlflow.check(folder)
+    return wandb_mode(config, folder)
+
+
 def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
     """Return this start's W&B mode: offline, with a message, if the server does not answer within seconds.
 
@@ -197,22 +218,10 @@ def _refusal(server: str, login: str | None) -> str | None:
     return outcome[0] if outcome else f"does not answer within {SERVER_SEC:g} s"
 
 
-class WandBLogger(composer.loggers.WandBLogger):
-    """Composer's logger with today's W&B client, whose runs have `url` instead of `get_url()` since 0.19."""
-
-    def init(self, state: State, logger: Logger) -> None:
-        """Begin the run at W&B; once, before the training."""
-        import wandb
-
-        if not hasattr(wandb.Run, "get_url"):
-            wandb.Run.get_url = lambda run: run.url  # type: ignore[attr-defined]
-        super().init(state, logger)
-
-
 def build_loggers(
     config: LoggersConfig, run_name: str, run_id: str, folder: Path, mode: WandbMode
 ) -> list[LoggerDestination]:
-    """Build the configured loggers. A resumed run keeps its `run_id` at W&B. `mode`: see `wandb_mode`."""
+    """Build the configured loggers. A resumed run goes on at W&B and MLflow by its `run_id`. `mode`: see `reach`."""
     loggers: list[LoggerDestination] = []
     if config.wandb is not None:
         section = config.wandb
@@ -221,7 +230,7 @@ def build_loggers(
                 project=section.project,
                 name=section.name or run_name,
                 entity=section.entity,
-                group=section.group,
+                group=section.group or config.group,
                 tags=section.tags,
                 init_kwargs={
                     "mode": mode,
@@ -235,4 +244,6 @@ def build_loggers(
         )
     if config.tensorboard is not None:
         loggers.append(TensorboardLogger(log_dir=config.tensorboard.log_dir or str(folder / "tensorboard")))
+    if config.mlflow is not None:
+        loggers.append(MlflowLogger(config.mlflow, folder, run_name=run_name, run_id=run_id, group=config.group))
     return loggers

@@ -16,6 +16,7 @@ from callbacks.mlperf_log import MLPerfLog
 from callbacks.profile import Profile
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
+from callbacks.stalled_data import StalledData
 from callbacks.stream_losses import StreamLosses
 from callbacks.throughput import Throughput, peak_tflops
 from cli.limits import ImageSize
@@ -131,6 +132,7 @@ def in_order(
     evaluation: Evaluation | None,
     target: QualityTarget,
     mlperf_log: MLPerfLog | None,
+    stalled: StalledData,
 ) -> list[Callback]:
     """Return a run's callbacks in the order in which Composer calls them at each event.
 
@@ -141,5 +143,5 @@ def in_order(
     """
     found: list[Callback | None] = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
     found += [validation, samples, evaluation]
-    found += [None if evaluation is None else target, mlperf_log]
+    found += [None if evaluation is None else target, mlperf_log, stalled]
     return [callback for callback in found if callback is not None]

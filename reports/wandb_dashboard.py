@@ -1,0 +1,158 @@
+"""Make the dashboard of a project at W&B: a workspace view with the figures of record/metric_names.py.
+
+    python -m reports.wandb_dashboard ENTITY/PROJECT
+    python -m reports.wandb_dashboard ENTITY/PROJECT grouped=true out=dashboard.json
+
+    grouped     true: a line for each group of runs, as those of several seeds, with its range
+    out         write the view's JSON into a file instead of sending it; asks no server
+
+It needs wandb-workspaces (requirements-loggers.lock), and a login at W&B unless `out` is given. Each call makes another view.
+Exit code: 0, or 2 where a word is not known, the package is missing or W&B does not take the view.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.command import command
+from cli.errors import Refused
+from cli.files import write_whole
+from record.metric_names import IMAGES, SAMPLES, bins_named
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One panel: lines over the images seen, bars of what runs came to, or pictures.
+
+    `metrics`: their names, or one with NAME for each stream's.
+    """
+
+    title: str
+    metrics: Sequence[str]
+    kind: str = "lines"
+
+
+SECTIONS = {
+    "Quality": [
+        Plot("FID", ["eval/fid"]),
+        Plot("CLIP score", ["eval/clip"]),
+        Plot("Samples", [SAMPLES], "pictures"),
+        Plot("Images to the target", ["result/images_to_target"], "bars"),
+        Plot("Training seconds to the target", ["result/seconds_to_target"], "bars"),
+    ],
+    "Loss": [
+        Plot("Training loss, windows", ["train/loss"]),
+        Plot("Training loss, batches", ["train/batch_loss"]),
+        Plot("Validation loss", ["val/loss"]),
+        Plot("Validation loss by timestep", list(bins_named([0.0] * 10))),
+        Plot("Loss of each stream", ["streams/NAME/loss"]),
+        Plot("Gradient norm", ["train/gradient_norm"]),
+        Plot("Learning rate", ["train/lr"]),
+    ],
+    "Speed": [
+        Plot("Images/s", ["speed/images_per_sec", "speed/images_per_sec_wall"]),
+        Plot("Waiting for data, fraction", ["speed/data_wait_frac"]),
+        Plot(
+            "Seconds of a window", [f"time/{clock}_sec" for clock in ("train", "data_wait", "eval", "other")], "areas"
+        ),
+        Plot("Peak memory, GiB", ["memory/peak_mem_gib"]),
+        Plot("Images/s of the run", ["result/images_per_sec"], "bars"),
+    ],
+    "Run": [
+        Plot("Starts", ["progress/start"]),
+        Plot("Epochs", ["progress/epoch"]),
+        Plot("Unusable samples", ["data/bad_samples"]),
+        Plot("Seconds of an evaluation", ["eval/eval_sec"]),
+    ],
+}
+
+
+def metrics() -> Iterator[str]:
+    """Yield each metric that the dashboard names."""
+    yield IMAGES
+    for plots in SECTIONS.values():
+        for plot in plots:
+            yield from plot.metrics
+
+
+def _panel(plot: Plot) -> Any:
+    from wandb_workspaces.reports import v2 as panels
+
+    if plot.kind == "pictures":
+        return panels.MediaBrowser(title=plot.title, media_keys=list(plot.metrics), gallery_axis="step")
+    if plot.kind == "bars":
+        return panels.BarPlot(title=plot.title, metrics=list(plot.metrics))
+    lines = {"title": plot.title, "x": IMAGES, "title_x": "images", "smoothing_type": "none"}
+    if "NAME" in plot.metrics[0]:
+        return panels.LinePlot(metric_regex=plot.metrics[0].replace("NAME", ".+"), **lines)
+    return panels.LinePlot(y=list(plot.metrics), plot_type="stacked-area" if plot.kind == "areas" else "line", **lines)
+
+
+def workspace(entity: str, project: str, *, grouped: bool = False) -> Workspace:
+    """Build the view; asks no server."""
+    from wandb_workspaces import workspaces
+    from wandb_workspaces.expr import Metric
+
+    return workspaces.Workspace(
+        name="Easel",
+        entity=entity,
+        project=project,
+        sections=[
+            workspaces.Section(name=name, panels=[_panel(plot) for plot in plots], is_open=True)
+            for name, plots in SECTIONS.items()
+        ],
+        settings=workspaces.WorkspaceSettings(x_axis=IMAGES),
+        runset_settings=workspaces.RunsetSettings(groupby=[Metric("Group")] if grouped else []),
+    )
+
+
+def as_json(view: Workspace) -> dict[str, Any]:
+    """Return what the server is sent."""
+    return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    keys = dict(word.split("=", 1) for word in argv[1:] if "=" in word)
+    if not re.fullmatch(r"[^/=\s]+/[^/=\s]+", argv[0]) or len(keys) != len(argv) - 1:
+        raise Refused(f"command line: '{' '.join(argv)}'. Possible: ENTITY/PROJECT, then grouped=true, out=FILE.")
+    for key, value in keys.items():
+        if key not in ("grouped", "out") or not value or (key == "grouped" and value not in ("true", "false")):
+            raise Refused(
+                f"command line: '{key}={value}' is not known. Possible: grouped=true, grouped=false, out=FILE."
+            )
+    if importlib.util.find_spec("wandb_workspaces") is None:
+        todo = "Run: pip install --no-deps -r requirements-loggers.lock"
+        raise Refused(f"wandb-workspaces is not installed, which the dashboard is made with. {todo}.")
+    view = workspace(*argv[0].split("/"), grouped=keys.get("grouped") == "true")
+    if "out" in keys:
+        path = Path(keys["out"])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(as_json(view), indent=2) + "\n")
+        except OSError as error:
+            raise Refused(f"out: {path} cannot be written: {error.strerror}. Give another file.") from error
+        print(f"written: {path}")
+        return 0
+    try:
+        print(f"made: {view.save().url}")
+    except Exception as error:  # of W&B's client, requests, GraphQL
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        todo = "Look at `wandb login` and at the name, or write it to a file: out=dashboard.json"
+        raise Refused(f"{argv[0]}: W&B has not taken the view: {why.rstrip('.')}. {todo}.") from error
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

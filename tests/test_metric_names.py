@@ -1,0 +1,161 @@
+"""record/metric_names.py: what loggers are sent, read back from W&B's offline file and from TensorBoard's."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+
+import pytest
+from composer.loggers import LoggerDestination
+from conftest import TINY_RUN, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_validation import held_out  # noqa: F401
+from wandb_file import offline
+
+import benchmark
+from callbacks import stalled_data
+from callbacks.stalled_data import StalledData
+from record.metric_names import METRICS, SAMPLES, alert, as_sent, bins_named, row_of, streams_named
+from record.summary import read_summary
+from reports import wandb_dashboard
+from stages import batch_wait
+from stages.stream import BatchStream
+
+OFFLINE = ["loggers.wandb.project=p", "loggers.wandb.mode=offline"]
+
+
+def test_composers_figures_are_sent_under_our_names_and_its_others_not_at_all():
+    given = {"loss/train/total": 0.5, "time/sample": 16, "time/sample_in_epoch": 16, "val/loss_t300": 1.0}
+    given |= {"trainer/device_train_microbatch_size": 8, "metrics/train/x": 1.0, "time/train_sec": 2.0}
+    sent = {"train/batch_loss": 0.5, "progress/images": 16, "val/loss_t300": 1.0, "time/train_sec": 2.0}
+    assert as_sent(given) == sent
+
+
+def test_a_stream_may_be_called_anything():
+    names = ["a?b", "a*b", "..", "laion-5b.x", "ü \x1b/c"]
+    sent = streams_named({"streams": {name: {"samples": number, "loss": None} for number, name in enumerate(names)}})
+    assert list(sent) == [f"streams/{name}/samples" for name in ("0-a_b", "1-a_b", "_", "laion-5b.x", "____c")]
+    assert as_sent(sent) == sent and streams_named({}) == {}
+
+
+def test_bins_are_named_by_their_first_timestep():
+    assert bins_named([0.5, None, 0.25, 1.0]) == {"val/loss_t000": 0.5, "val/loss_t500": 0.25, "val/loss_t750": 1.0}
+
+
+def test_every_metric_has_one_row_and_the_dashboard_names_no_other():
+    rows = [row.metric for row in METRICS]
+    assert len(rows) == len(set(rows)) and [row for row in METRICS if not all(vars(row).values())] == []
+    named = set(wandb_dashboard.metrics())
+    assert {name for name in named if row_of(name) is None} == set() and len(named) > 25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, held_out, tmp_path):  # noqa: F811
+    """Two streams, one with an odd name, validation, grids, an evaluation that meets its target; then the files are read."""
+    shutil.copytree(miniature.moments, tmp_path / "odd name")
+    parts = ", ".join(f"{{remote: {place}, proportion: 0.5}}" for place in (miniature.moments, tmp_path / "odd name"))
+    words = miniature.small(tmp_path, "one", f"validation.remote={held_out / 'moments'}", "validation.every_images=16")
+    words = [word for word in words if not word.startswith(("data.remote", "eval.when", "target.fid"))]
+    words += [
+        "data.remote=null",
+        f"data.streams=[{parts}]",
+        "eval.when=in_training",
+        "eval.every_images=16",
+        "target.fid=1e9",
+    ]
+    words += [*OFFLINE, "loggers.tensorboard={}", "loggers.group=seeds", "optimizer.lr=1.25e-5"]
+    done = run(sys.executable, "benchmark.py", *words)
+    assert done.returncode == 0 and "target=reached" in done.stdout, done.stdout + done.stderr
+
+    logged, summary = offline(tmp_path / "one"), read_summary(tmp_path / "one")
+    table, shown = {row.metric for row in METRICS}, set(wandb_dashboard.metrics())
+    assert {row_of(name) for name in logged.names()} == table
+    assert {name for name in shown if name not in logged.names() and "NAME" not in name} == set()
+    assert {"streams/moments/loss", "streams/odd_name/samples", "result/images_to_target"} <= logged.names()
+    assert [row["progress/images"] for row in logged.history if "eval/fid" in row] == [16]
+    assert {name for row in logged.history for name in row if "progress/images" not in row} <= {
+        "_step",
+        "_timestamp",
+        "_runtime",
+    }
+    assert logged.summary["result/target"] == "reached" and logged.summary["result/fid"] == pytest.approx(
+        summary["fid"]
+    )
+    assert logged.group == "seeds" and logged.config["optimizer"]["lr"] == 1.25e-5
+    [(title, text, level)] = logged.alerts
+    assert (title, level) == ("target reached", "WARN") and text.startswith("reached with FID ")
+    assert list((tmp_path / "one" / "wandb").rglob("*.png"))
+
+    [folder] = {path.parent for path in (tmp_path / "one" / "tensorboard").rglob("events*")}
+    events = EventAccumulator(str(folder)).Reload()
+    tags = {*events.Tags()["scalars"], *events.Tags()["images"]}
+    texts = {"result/target"}
+    assert {tag for tag in tags if not tag.startswith("_hparams_")} == logged.names() - texts
+    assert [event.step for event in events.Images(SAMPLES)] == [0, 2] or events.Images(SAMPLES)[-1].step == 2
+    [started] = [
+        metadata.plugin_data.content
+        for tag, metadata in events.summary_metadata.items()
+        if tag == "_hparams_/session_start_info"
+    ]
+    assert b"optimizer.lr" in started and b"result/target" in started
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
+def test_a_loss_that_is_not_finite_is_told_by_wandb_though_the_run_fails(tmp_path):
+    own = ["optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=bad", "--use_synth_data"]
+    done = run(sys.executable, "benchmark.py", *TINY_RUN, *own, *OFFLINE)
+    assert done.returncode == 1
+    [(title, text, level)] = offline(tmp_path / "bad").alerts
+    assert (title, level) == ("loss is not finite", "WARN")
+    assert text.startswith("loss: nan in batch ") and text in done.stderr
+
+
+class Told(LoggerDestination):
+    """A logger that can tell people."""
+
+    def __init__(self) -> None:
+        self.alerts: list[tuple[str, str]] = []
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append((title, text))
+
+
+def test_a_wait_is_told_once_and_the_next_one_again(monkeypatch):
+    now, told, ready = [100.0], Told(), [False]
+    monkeypatch.setattr(stalled_data.time, "monotonic", lambda: now[0])
+    stalled = StalledData(lambda is_here: ready[0], 300)
+    stalled._loggers = (object(), told)
+    for ready[0], now[0] in [(True, 100), (False, 101), (False, 400), (False, 401), (False, 900)]:
+        assert stalled.all_ready(True) == ready[0]
+    text = "data: no batch for 300 s. The run waits on; its stderr says what has arrived."
+    assert told.alerts == [("data has stalled", text)]
+    for ready[0], now[0] in [(True, 901), (False, 902), (False, 1201), (False, 1202)]:
+        stalled.all_ready(False)
+    assert told.alerts == [("data has stalled", text)] * 2
+
+
+def test_an_alert_shows_no_secret_and_a_logger_without_alerts_is_passed_over():
+    told = Told()
+    alert([object(), LoggerDestination(), told], "title", "s3://key:secret@bucket/x is away")
+    assert told.alerts == [("title", "s3://key:***@bucket/x is away")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60, func_only=True)
+def test_a_run_whose_data_stalls_tells_it(miniature, tmp_path, monkeypatch):
+    told, read = Told(), BatchStream.__iter__
+
+    def slowly(self):
+        for number, batch in enumerate(read(self)):
+            time.sleep(1.5 if number == 1 else 0.0)
+            yield batch
+
+    monkeypatch.setattr(BatchStream, "__iter__", slowly)
+    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.2)
+    monkeypatch.setattr(benchmark, "build_loggers", lambda *_: [told])
+    words = miniature.small(tmp_path, "slow", "loggers.stalled_sec=1", "save.every_images=8", "max_duration=3ba")
+    assert benchmark.main(words) == 0
+    assert [title for title, _ in told.alerts] == ["data has stalled"]

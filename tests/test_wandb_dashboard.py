@@ -1,0 +1,84 @@
+"""reports/wandb_dashboard.py with wandb-workspaces, which `make test-loggers` has beside the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from typing import Any
+
+import pytest
+from conftest import run
+from wandb_server import WandbServer
+
+from record.metric_names import SAMPLES, row_of
+from reports import wandb_dashboard
+
+HAS = importlib.util.find_spec("wandb_workspaces") is not None
+with_workspaces = pytest.mark.skipif(not HAS, reason="wandb-workspaces: make test-loggers has it")
+
+
+def named_in(content: Any) -> set[str]:
+    """What the panels of a view name: on their axes, as pictures, by an expression."""
+    if isinstance(content, list):
+        return {name for part in content for name in named_in(part)}
+    if not isinstance(content, dict):
+        return set()
+    found = {name for key in ("metrics", "mediaKeys") for name in content.get(key, ()) if isinstance(name, str)}
+    found |= {
+        content[key].replace(".+", "NAME") for key in ("xAxis", "metricRegex") if isinstance(content.get(key), str)
+    }
+    return found | {name for part in content.values() for name in named_in(part)}
+
+
+@with_workspaces
+@pytest.mark.timeout(60, func_only=True)
+def test_the_view_names_what_the_dashboard_says_and_nothing_else(tmp_path, capsys):
+    assert wandb_dashboard.main(["team/shapes", f"out={tmp_path}/view.json", "grouped=true"]) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path}/view.json\n"
+    view = json.loads((tmp_path / "view.json").read_text())
+    sections = view["section"]["panelBankConfig"]["sections"]
+    named = named_in([panel["config"] for section in sections for panel in section["panels"]])
+    assert named == set(wandb_dashboard.metrics()) and SAMPLES in named and all(map(row_of, named))
+    assert [section["name"] for section in sections] == list(wandb_dashboard.SECTIONS)
+    assert view["section"]["runSets"][0]["grouping"] == [{"section": "run", "name": "group"}]
+
+
+@with_workspaces
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_a_server_is_sent_the_view(tmp_path):
+    with WandbServer() as server:
+        at = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": 8 * "12345", "WANDB_CONFIG_DIR": str(tmp_path)}
+        done = run(sys.executable, "-m", "reports.wandb_dashboard", "team/shapes", **at)
+    assert done.returncode == 0, done.stderr
+    [view] = server.views
+    assert (view["entityName"], view["projectName"], view["type"]) == ("team", "shapes", "project-view")
+    sent = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sent] == list(wandb_dashboard.SECTIONS)
+    assert done.stdout.startswith("made: http")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["team"], "command line: 'team'. Possible: ENTITY/PROJECT, then grouped=true, out=FILE."),
+        (["a/b/c"], "command line: 'a/b/c'. Possible: ENTITY/PROJECT, then grouped=true, out=FILE."),
+        (["a/b", "x"], "command line: 'a/b x'. Possible: ENTITY/PROJECT, then grouped=true, out=FILE."),
+        (["a/b", "in=x"], "command line: 'in=x' is not known. Possible: grouped=true, grouped=false, out=FILE."),
+        (
+            ["a/b", "grouped=1"],
+            "command line: 'grouped=1' is not known. Possible: grouped=true, grouped=false, out=FILE.",
+        ),
+    ],
+)
+def test_other_words_are_refused(words, said, capsys):
+    assert wandb_dashboard.main(words) == 2
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert wandb_dashboard.main(["a/b"]) == 2
+    todo = "Run: pip install --no-deps -r requirements-loggers.lock."
+    assert capsys.readouterr().err == f"wandb-workspaces is not installed, which the dashboard is made with. {todo}\n"

@@ -1,0 +1,111 @@
+"""Composer's loggers for W&B and TensorBoard, sent the figures of record/metric_names.py under their names there.
+
+What each of them has besides: the configuration under flat keys, and at the end the result line.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import composer.loggers
+from composer import Logger, State
+from composer.loggers import LoggerDestination
+from composer.utils import dist
+
+from record.metric_names import as_sent
+
+RESULT = "result/"
+
+
+class Destination(LoggerDestination):
+    """A logger with the same names as the others. The first rank alone logs."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log what the table of metrics has of these."""
+        if sent := as_sent(metrics):
+            super().log_metrics(sent, step)
+
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Keep the result line with the run, once it is known."""
+
+
+def is_first_rank() -> bool:
+    """True on the rank that logs."""
+    return dist.get_global_rank() == 0
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a result line, by logged name."""
+    return {f"{RESULT}{key}": value for key, value in result.items() if isinstance(value, int | float)}
+
+
+def texts_of(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a result line, as whether its target was reached."""
+    return {f"{RESULT}{key}": value for key, value in result.items() if isinstance(value, str)}
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Yield the values of nested sections under flat keys, `optimizer.lr`; lists and null as JSON has them."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat_keys(value, f"{prefix}{key}.")
+        else:
+            yield (
+                f"{prefix}{key}",
+                value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str),
+            )
+
+
+class WandBLogger(Destination, composer.loggers.WandBLogger):
+    """Composer's logger with today's W&B client, whose runs have `url` instead of `get_url()` since 0.19."""
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin the run at W&B; once, before the training."""
+        import wandb
+
+        if not hasattr(wandb.Run, "get_url"):
+            wandb.Run.get_url = lambda run: run.url  # type: ignore[attr-defined]
+        super().init(state, logger)
+
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Write it into the run's summary."""
+        import wandb
+
+        if self._enabled and wandb.run is not None:
+            wandb.run.summary.update({**figures_of(result), **texts_of(result)})
+
+    def alert(self, title: str, text: str) -> None:
+        """Have W&B tell those who asked for it, by mail or Slack."""
+        import wandb
+
+        if self._enabled and wandb.run is not None:
+            wandb.run.alert(title, text, level=wandb.AlertLevel.WARN)
+
+
+class TensorboardLogger(Destination, composer.loggers.TensorboardLogger):
+    """Composer's logger, whose other ranks leave no empty files, and whose hyperparameters are written."""
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Open the file."""
+        if is_first_rank():
+            super().init(state, logger)
+
+    def log_images(self, images: Any, *args: Any, **kwargs: Any) -> None:
+        """Log pictures."""
+        if is_first_rank():
+            super().log_images(images, *args, **kwargs)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Keep them for the end: Composer's own rounds 1e-5 to 0.0000."""
+        self.hyperparameters.update(flat_keys(hyperparameters))
+
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Write it with the hyperparameters, for the page HPARAMS."""
+        if self.writer is None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.writer.add_hparams({**self.hyperparameters, **texts_of(result)}, figures_of(result), run_name=".")
