@@ -30,7 +30,7 @@ from reports.latency import PIPELINE
 from training import speed
 from training.speed import SpeedKeys
 from zoo.objectives import ObjectiveConfig
-from zoo.sampling import build_scheduler, prompt_generator, prompt_noise
+from zoo.sampling import build_scheduler, prompt_noise
 from zoo.spec import as_size
 
 SEED = 0
@@ -134,9 +134,8 @@ def ours(model: LatentDiffusion, case: Case, way: str) -> Maker:
 
 def theirs(model: LatentDiffusion, case: Case) -> Maker:
     """Return what generates with diffusers' pipeline; the model's denoiser is cast to the precision."""
-    nn.Module.to(
-        model.denoiser, AUTOCAST_DTYPES.get(case.precision, torch.float32)
-    )  # diffusers' own warns of every cast
+    dtype = AUTOCAST_DTYPES.get(case.precision, torch.float32)
+    nn.Module.to(model.denoiser, dtype)  # diffusers' own warns of every cast
     zero_terminal_snr = model.objective.zero_terminal_snr
     scheduler = build_scheduler(case.sampler, model.objective.prediction, zero_terminal_snr=zero_terminal_snr)
     pipeline = pipeline_of(model, scheduler)
@@ -148,7 +147,7 @@ def theirs(model: LatentDiffusion, case: Case) -> Maker:
             height=case.image_size,
             num_inference_steps=case.steps,
             guidance_scale=case.guidance,
-            generator=[prompt_generator(SEED, number) for number in range(case.batch_size)],
+            latents=prompt_noise(SEED, range(case.batch_size), model.latent_shape).to(model.device, dtype),
             output_type="pt",
         ).images
 

@@ -67,10 +67,14 @@ def test_contestants_share_their_weights_but_no_module():
     ours, theirs = (contest.models[name] for name in ("eager", "pipeline"))
     assert ours.denoiser is not theirs.denoiser and ours.denoiser.conv_in is not theirs.denoiser.conv_in
     assert all(a is b for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    other = Contest(case(precision="bf16"), ["eager"])
-    other._build()
-    types = [next(other.models[name].parameters()).dtype for name in ("eager", "pipeline")]
+
+
+def test_in_bf16_the_pipelines_weights_are_cast_and_its_images_nearly_the_same():
+    contest = Contest(case(precision="bf16", steps=2, guidance=2.0), ["eager"])
+    made = contest.measure()
+    types = [next(contest.models[name].parameters()).dtype for name in ("eager", "pipeline")]
     assert types == [torch.float32, torch.bfloat16]
+    assert 0 < made["eager_max_abs_difference"] < 0.1
 
 
 def test_what_runs_out_of_memory_in_any_turn_is_a_row_that_says_so_and_the_others_go_on(monkeypatch):
