@@ -203,7 +203,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         for axes in figure.axes:
             handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(drawn), fontsize=8)
-        what = "Seconds from captions to images; over a bar: times as fast as diffusers' pipeline"
+        what = "Seconds from captions to images: median, least to p95; over a bar: times as fast as diffusers' pipeline"
         figure.suptitle(f"{what}\n{record['device']}", fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DPI, metadata={"Software": None})
@@ -237,11 +237,10 @@ def read_record(place: str) -> dict[str, Any]:
     """Read a record. Raises ValueError: it is none."""
     try:
         record = json.loads(Path(place).read_text())
-        rows = [contest["status"] for contest in record["contests"]]
-        list(rows_of(record["contests"]))
+        text_of(record), markdown_of(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{place}: is no record of bench.latency ({type(error).__name__}: {error}).") from error
-    if not rows:
+    if not record["contests"]:
         raise ValueError(f"{place}: has no contest. Run python -m bench.latency results={place}.")
     return record
 

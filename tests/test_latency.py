@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run
 from PIL import Image
 
 from bench import latency, latency_contest
@@ -185,6 +185,11 @@ def test_a_command_that_was_killed_goes_on_where_the_record_ends(monkeypatch, tm
     assert latency.begun_record(latency.LatencyConfig(results=str(path)))["contests"] == []
 
 
+def test_gpu_latency_installs_nothing_and_takes_the_interpreter_at_hand():
+    done = run("make", "-n", "--no-print-directory", "gpu-latency", "PYTHON=some-python", MAKEFLAGS="")
+    assert done.stdout == "some-python -m bench.latency results=reports/results/latency_gpu.json\n"
+
+
 # --- what shows a record ---
 
 
@@ -227,7 +232,11 @@ def test_a_reason_that_looks_like_markup_stays_text(record):
     ("content", "said"),
     [
         ("{}", "is no record of bench.latency (KeyError: 'contests')."),
-        ('{"contests": []}', "has no contest. Run python -m bench.latency results="),
+        (
+            '{"contests": [], "device": 1, "commit": 2, "torch_version": 3, "diffusers_version": 4}',
+            "has no contest. Run ",
+        ),
+        ('{"contests": [{}], "device": 1, "commit": 2}', "is no record of bench.latency (KeyError: 'preset')."),
         ("[]", "is no record of bench.latency (TypeError: "),
         ("{", "is no record of bench.latency (JSONDecodeError: "),
     ],
