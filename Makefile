@@ -33,7 +33,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint test test-slow test-fp8 test-tables test-loggers test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation docs clean
+.PHONY: help env lock lint test test-slow test-fp8 test-tables test-loggers test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation gpu-latency report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -172,9 +172,16 @@ gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain basel
 gpu-evaluation:  ## on a GPU machine: how fast SD2 at 512 px is scored, eager and compiled -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512_evaluation.yaml
 
-docs: $(STAMP)  ## write the tables of keys in docs/ and the picture of the README anew
+gpu-latency:  ## on a GPU machine: seconds from caption to image of SD2 and SD 1.5, beside diffusers' pipeline -> reports/results/ (interpreter at hand)
+	$(PYTHON) -m bench.latency results=reports/results/latency_gpu.json
+
+report: $(STAMP)  ## write what README and docs/ show anew, from committed records: tables of keys, of latency, and all pictures
 	$(PY) -m cli.describe docs/*.md
 	$(PY) -m reports.samples reports/results/shapes_samples.png reports/results/shapes_samples.txt docs/pictures/samples.png gap_px=6
+	$(PY) -m evaluation.plots reports/results/shapes/seed17.json reports/results/shapes/seed18.json reports/results/shapes/seed19.json \
+	  docs/pictures/scores.png target=yamls/shapes.yaml
+	$(PY) -m evaluation.plots reports/results/shapes/guidance/eval.jsonl reports/results/shapes/guidance/guidance.png
+	$(PY) -m reports.latency reports/results/latency_cpu.json docs/pictures/latency.png docs/speed.md
 
 clean:  ## remove the data of demo and controls; runs stay in runs/
 	rm -rf $(SHAPES)

@@ -1,6 +1,6 @@
 """Write the tables of keys of the pages under docs/: each key with its default, what is possible and what it means.
 
-    python -m cli.describe docs/*.md         (make docs)
+    python -m cli.describe docs/*.md         (make report)
 
 A page says where a table goes, and of which dataclass:
 

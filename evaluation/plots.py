@@ -1,13 +1,26 @@
-"""Scores as pictures: FID against CLIP score over guidance, and both over the images seen."""
+"""Scores as pictures: FID against CLIP score over guidance, and both over the images seen.
+
+    python -m evaluation.plots runs/NAME/eval.jsonl OUT.png                          # a table of eval.py
+    python -m evaluation.plots A.json B.json OUT.png target=yamls/shapes.yaml        # records of bench.ladder
+
+Rows of several guidances are drawn over guidance, others over the images seen, with the target of a YAML as dashed lines.
+Exit code: 0, or 2 where a file cannot be read or has no scores.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.score_table import Row
+from omegaconf import OmegaConf
+
+from cli.command import command
+from cli.errors import Refused
+from evaluation.score_table import Row, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +107,7 @@ def _title(rows: Sequence[Row], more: str) -> str:
     parts = [
         f"{key} {values.pop()}"
         for key in ("sampler", "steps")
-        if len(values := {str(row.get(key)) for row in rows}) == 1
+        if len(values := {str(row[key]) for row in rows if key in row}) == 1
     ]
     numbers = {row["num_images"] for row in rows}
     parts += [f"{numbers.pop():,} images"] if len(numbers) == 1 else []
@@ -118,4 +131,50 @@ def _draw(panels: Sequence[Any], path: Path, title: str) -> None:
             legend.set_in_layout(False)  # many lines would leave no room for the axes
         figure.suptitle(title, fontsize=9)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI)
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same bytes from the same rows
+
+
+def rows_of(place: str) -> list[Row]:
+    """Return the scores of a table, or of a record with evaluations. Raises ValueError: there are none."""
+    rows: list[Row] = []
+    if not place.endswith(".json"):
+        rows = read_rows(Path(place))
+    elif isinstance(record := json.loads(Path(place).read_text()), dict):
+        about = {"model": record.get("rung"), "partial": False}
+        rows = [about | evaluation for evaluation in record.get("evaluations", [])]
+    if not rows:
+        raise ValueError(f"{place}: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder.")
+    return rows
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    words = {suffix: [word for word in argv if word.endswith(suffix)] for suffix in (".png", ".yaml")}
+    places = [word for word in argv if word.endswith((".json", ".jsonl"))]
+    known = len(places) + sum(map(len, words.values()))
+    if (
+        not places
+        or len(words[".png"]) != 1
+        or known != len(argv)
+        or not all(w.startswith("target=") for w in words[".yaml"])
+    ):
+        raise Refused(
+            f"command line: {' '.join(argv)}. Possible: SCORES.jsonl or RECORD.json, one OUT.png, target=RUN.yaml."
+        )
+    [out] = words[".png"]
+    try:
+        rows = [row for place in places for row in rows_of(place)]
+        target = next((OmegaConf.load(word.removeprefix("target=")).target for word in words[".yaml"]), None)
+        if len({row["guidance"] for row in rows}) > 1:
+            draw_guidance(rows, Path(out))
+        else:
+            draw_over_images(rows, Path(out), target)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise Refused(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)) from error
+    print(f"written: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

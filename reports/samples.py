@@ -9,7 +9,7 @@ GRID.png: a grid of callbacks/sample_grid.py, about square, an image for each li
     columns     images in a row of OUT.png, 8
     gap_px      between two images of GRID.png, 2
 
-The picture of the README is made by `make docs`.
+The picture of the README is made by `make report`.
 Exit code: 0, or 2 where a file cannot be read or is not such a grid.
 """
 

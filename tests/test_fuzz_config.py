@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 import bench.data
 import bench.evaluation
-import bench.generate
+import bench.latency
 import bench.micro
 import bench.predecessor
 import config as configuration
@@ -396,7 +396,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "micro": (bench.micro.MicroConfig, command_of(bench.micro.MicroConfig, bench.micro.check)),
     "bench.data": (bench.data.DataBenchConfig, command_of(bench.data.DataBenchConfig, bench.data.check)),
     "bench.fid": (FidConfig, command_of(FidConfig)),
-    "bench.generate": (bench.generate.GenerateConfig, command_of(bench.generate.GenerateConfig, lambda config: [])),
+    "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),
     "prepare.buckets": (BucketsConfig, command_of(BucketsConfig)),

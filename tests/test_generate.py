@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from test_sampling import CLASSES, PUBLISHED
 from torch import Tensor, nn
 
 import model as model_module
-from bench import generate as bench_generate
-from bench.generate import pipeline_of
+from bench.pipeline import pipeline_of
 from model import LatentDiffusion, ModelConfig, build_model
 from zoo.objectives import ObjectiveConfig
 from zoo.sampling import SAMPLERS, prompt_generator, prompt_noise
@@ -240,27 +237,3 @@ def test_progress_is_told():
     told = []
     images_of(tiny(), [0], progress=lambda *done: told.append(done))
     assert told == [(1, 2), (2, 2)]
-
-
-# --- bench/generate.py ---
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180, func_only=True)
-def test_the_speed_record_has_both_contests(tmp_path, capsys, same_number_of_threads):
-    results = tmp_path / "speed.json"
-    keys = ["num_prompts=3", "batch_size=2", "steps=2", "rounds=1", f"results={results}"]
-    assert bench_generate.main(keys) == 0
-    record = json.loads(results.read_text())
-    for name in ("one_at_a_time", "batched"):
-        assert record[f"speedup_vs_{name}"] > 0 and record[f"max_abs_difference_to_{name}"] < 1e-5
-    assert record["image_std"] > 0.1
-    assert "pipeline, one at a time" in capsys.readouterr().out
-
-
-def test_the_speed_command_says_what_cannot_be(capsys):
-    assert bench_generate.main(["rounds=0", "sampler=heun", "steps=1000"]) == 2
-    text = capsys.readouterr().err
-    assert "command line: rounds is 0. Possible: 1 and up." in text
-    assert "command line: sampler is 'heun'. Possible: one of ddim, plms, dpm++, euler." in text
-    assert "command line: steps is 1000. Possible: 2 to 500." in text

@@ -11,7 +11,7 @@ import pytest
 from hub_server import TOKEN
 from test_ldm import assert_equal, save_folder, tiny_networks, whole_ldm_file, write
 
-from bench.generate import clip_tokenizer
+from bench.pipeline import clip_tokenizer
 from evaluation.clip_score import NEED as CLIP
 from evaluation.inception import NEED as INCEPTION
 from weights import ldm

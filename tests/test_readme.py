@@ -24,7 +24,7 @@ from typing import Literal
 
 import pytest
 from conftest import ROOT
-from PIL import Image, ImageChops
+from PIL import Image
 
 import benchmark
 from bench.ladder import read_ladder
@@ -84,7 +84,7 @@ COMMANDS = {
     "bench.store": ("StoreConfig", range(1)),
     "bench.adopt": ("AdoptBenchConfig", range(2)),
     "bench.mixture": ("MixtureConfig", range(1)),
-    "bench.generate": ("GenerateConfig", range(1)),
+    "bench.latency": ("LatencyConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
 }
@@ -103,7 +103,8 @@ RUN_BY = {
     "controls": "tests/test_shapes_records.py",  # an hour: its records are compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
     "gpu-evaluation": "tests/test_bench_evaluation.py",
-    "docs": "tests/test_readme.py",
+    "report": "tests/test_report.py",
+    "gpu-latency": "tests/test_latency.py",
     "env": "tests/test_locks.py",
     "lint": "tests/test_layout.py",
     "lock": "tests/test_locks.py",
@@ -138,6 +139,8 @@ def read(module: str, words: list[str]) -> None:
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
     elif module == "reports.wandb_dashboard":
         assert words[0].count("/") == 1 and {word.partition("=")[0] for word in words[1:]} <= {"grouped", "out"}
+    elif module == "reports.latency":
+        assert [Path(word).suffix for word in words] == [".json"]
     elif module == "reports.samples":
         assert len([word for word in words if "=" not in word]) == 3
     else:
@@ -337,8 +340,8 @@ def test_every_key_that_is_named_exists():
 @pytest.mark.parametrize(
     "page", [page for page, text in PAGES.items() if re.search("(keys|rows) of ", text) and "docs/" in page]
 )
-def test_the_tables_of_keys_are_what_make_docs_would_write(page):
-    assert described(PAGES[page]) == PAGES[page], "run make docs"
+def test_the_tables_of_keys_are_what_make_report_would_write(page):
+    assert described(PAGES[page]) == PAGES[page], "run make report"
 
 
 @pytest.mark.parametrize(
@@ -394,21 +397,7 @@ def test_a_page_that_names_no_class_is_refused():
         described("<!-- keys of benchmark.Nothing -->\n<!-- end of keys -->")
 
 
-# --- the picture ---
-
-
-def test_the_picture_of_the_readme_is_what_make_docs_would_draw(tmp_path):
-    """Images to the pixel; the letters may come from another release of the font's renderer."""
-    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "-m reports.samples" in line)
-    words = shlex.split(line)[3:]
-    assert words[2] == "docs/pictures/samples.png"
-    out = tmp_path / "samples.png"
-    assert samples.main([str(ROOT / words[0]), str(ROOT / words[1]), str(out), *words[3:]]) == 0
-    with Image.open(out) as made, Image.open(ROOT / words[2]) as committed:
-        assert made.size == committed.size
-        box = (0, 0, made.width, samples.MARGIN_PX + 128)
-        difference = ImageChops.difference(made.convert("RGB").crop(box), committed.convert("RGB").crop(box))
-        assert difference.getbbox() is None
+# --- the picture of samples; tests/test_report.py compares it ---
 
 
 @pytest.mark.parametrize(
@@ -521,8 +510,6 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("adopt_speed", "unpack_zstd_mb_per_sec", ".0f"),
         ("mixture", "two_over_one", ".2f"),
         ("mixture", "buckets_over_square", ".2f"),
-        ("generate_speed", "speedup_vs_one_at_a_time", ".2f"),
-        ("generate_speed", "speedup_vs_batched", ".2f"),
         ("fid_speed", "total_speedup", ".2f"),
         ("data_speed", "speedup_vs_webdataset_worker", ".2f"),
         ("data_speed", "speedup_vs_webdataset16_worker", ".2f"),

@@ -1,0 +1,115 @@
+"""`make report`: all that README.md and docs/ show is written from files of the repository, and is what is committed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from PIL import Image, ImageChops
+
+from evaluation import plots
+from evaluation.score_table import write_rows
+
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)\s]+)\)")
+BY_A_BROWSER: tuple[str, ...] = ()
+"""Modules of the recipe that need a browser: what they write is looked for in their words, and not drawn here."""
+
+
+def recipe() -> list[tuple[str, list[str]]]:
+    """Return (module, words) of each line of the target `report`."""
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    lines = re.search(r"^report:.*\n((?:\t.*\n)+)", text, re.M)[1].splitlines()
+    commands = [shlex.split(line.strip()) for line in lines]
+    assert all(words[:2] == ["$(PY)", "-m"] for words in commands)
+    return [(words[2], words[3:]) for words in commands]
+
+
+def shown() -> set[str]:
+    """Return the pictures that the pages show, as paths from the root."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    places = [(page.parent / link).resolve() for page in pages for link in PICTURE.findall(page.read_text())]
+    return {place.relative_to(ROOT).as_posix() for place in places}
+
+
+def same_pixels(one: Path, other: Path) -> bool:
+    with Image.open(one) as a, Image.open(other) as b:
+        return a.size == b.size and ImageChops.difference(a.convert("RGB"), b.convert("RGB")).getbbox() is None
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """A copy of the pages and records without a picture that they show, after the recipe."""
+    copy = tmp_path_factory.mktemp("report")
+    for folder in ("docs", "reports", "yamls"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copy(ROOT / "README.md", copy)
+    for picture in shown():
+        (copy / picture).unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(copy)
+        for module, words in recipe():
+            if module not in BY_A_BROWSER:
+                expanded = [
+                    str(name) for word in words for name in (sorted(Path().glob(word)) if "*" in word else [word])
+                ]
+                assert importlib.import_module(module).main(expanded) == 0
+    return copy
+
+
+def test_every_picture_that_a_page_shows_is_written_and_is_the_committed_one(written):
+    by_browser = {word for module, words in recipe() if module in BY_A_BROWSER for word in words}
+    assert len(shown()) >= 4
+    for picture in shown() - by_browser:
+        assert (written / picture).is_file(), f"{picture}: no line of `make report` writes it"
+        assert same_pixels(written / picture, ROOT / picture), f"{picture}: run make report"
+
+
+def test_the_pages_are_those_that_are_committed(written):
+    for page in (written / "docs").glob("*.md"):
+        assert page.read_text() == (ROOT / "docs" / page.name).read_text(), "run make report"
+
+
+def test_another_record_gives_another_picture(tmp_path, monkeypatch):
+    """So the comparison can fail."""
+    monkeypatch.chdir(ROOT)
+    [[*_, words]] = [line for line in recipe() if "docs/pictures/scores.png" in line[1]]
+    others = [word for word in words if "seed18" not in word and not word.endswith(".png")]
+    assert plots.main([*others, f"{tmp_path}/scores.png"]) == 0
+    assert not same_pixels(tmp_path / "scores.png", ROOT / "docs/pictures/scores.png")
+
+
+# --- evaluation.plots as a command ---
+
+
+def test_scores_at_several_guidances_are_drawn_over_guidance(tmp_path):
+    row = {"model": "a", "images": 8, "fid": 9.0, "clip": 0.1, "num_images": 4, "partial": False, "weights": "ema"}
+    needed = {"snapshot": None, "batch": 1, "seconds": 1.0, "clip_x100": 10.0}
+    write_rows(tmp_path / "eval.csv", [{**row, **needed, "guidance": guidance} for guidance in (1.0, 2.0)])
+    assert plots.main([f"{tmp_path}/eval.jsonl", f"{tmp_path}/out/one.png"]) == 0
+    with Image.open(tmp_path / "out/one.png") as made:
+        assert made.width == round(6.4 * plots.DPI)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["OUT.png"], "command line: OUT.png. Possible: SCORES.jsonl or RECORD.json, one OUT.png, target=RUN.yaml."),
+        (["a.json"], "command line: a.json. Possible: SCORES.jsonl or RECORD.json, one OUT.png, target=RUN.yaml."),
+        (["a.json", "OUT.png"], "a.json: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder."),
+        (["b.json", "OUT.png"], "[Errno 2] No such file or directory: 'b.json'"),
+        (["c.jsonl", "OUT.png"], "c.jsonl: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder."),
+        (["d.json", "OUT.png"], "d.json: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder."),
+    ],
+)
+def test_what_has_no_scores_is_refused(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text('{"rung": "x"}')
+    Path("d.json").write_text("[]")
+    assert plots.main(words) == 2
+    assert capsys.readouterr().err == f"{said}\n"
+    assert not Path("OUT.png").exists()
