@@ -1,7 +1,7 @@
 """A family's tokenizer in the files that transformers loads: the tokens of `Family.tokenize`, for use elsewhere.
 
-Special tokens of the file are not read in captions (`split_special_tokens`): SD2 pads with token 0, which is "!", and a "!" of
-a caption stays one. One difference stays: OpenCLIP repairs a caption's text first (ftfy, HTML entities), transformers does not.
+Special tokens are not read in captions (`split_special_tokens`): SD2 pads with token 0, which is "!", and a "!" of a caption
+stays one. One difference is left: OpenCLIP first repairs a caption (ftfy, HTML entities), transformers does not.
 """
 
 from __future__ import annotations
