@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 @contextlib.contextmanager
@@ -26,6 +30,33 @@ def whole(path: Path, final: Callable[[], Path] | None = None) -> Iterator[Path]
         temporary.replace(place if final is None else final())
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder to write into, which takes its name when the block ends; where that fails, nothing is left of it.
+
+    An earlier folder of the name stays until then. What a killed process has left beside it is removed.
+    """
+    place = path.resolve()
+    for left in place.parent.glob(f".{glob.escape(place.name)}.*.tmp"):
+        if not psutil.pid_exists(int(left.suffixes[-2][1:])):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary, before = (place.with_name(f".{place.name}.{kind}{os.getpid()}.tmp") for kind in ("", "before."))
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for each in (*temporary.rglob("*"), temporary):
+            to_disk(each)
+        if place.exists():
+            place.rename(before)
+        temporary.rename(place)
+        to_disk(place.parent)
+    finally:
+        if before.exists() and not place.exists():
+            before.rename(place)
+        for each in (temporary, before):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -1,6 +1,6 @@
 """The names of all figures that loggers are sent, the same in W&B, TensorBoard and MLflow: GROUP/NAME.
 
-docs/metrics.md has them as a table, `make docs` writes it. What follows the slash is the figure's key in metrics.jsonl,
+docs/metrics.md has them as a table, `make report` writes it. What follows the slash is the figure's key in metrics.jsonl,
 wherever it has one. Loggers are sent nothing else (training/loggers.py).
 """
 

@@ -1,4 +1,4 @@
-"""Reports on runs: MLPerf results and submissions, and sample pictures.
+"""Reports on runs: MLPerf results and submissions, sample pictures, and the model card of an export.
 
-No room imports it. Imports cli/ and record/; a run's files are read in record/ alone.
+export.py alone imports it. It imports cli/ and record/; a run's files are read in record/ alone.
 """

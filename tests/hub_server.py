@@ -2,11 +2,13 @@
 
 The facts of a model, its branches, a search, and files: small ones as they are, large ones over a redirect to a second
 address, with the headers of the real hub (ETag, X-Repo-Commit, X-Linked-Etag, X-Linked-Size, X-Error-Code), ranges included.
-Not there: Xet, by which the real hub sends large files to those who have hf_xet.
+It also takes uploads: a model is made, small files come in the commit, large ones by git-LFS before it.
+Not there: Xet, by which the real hub sends and takes large files for those who have hf_xet (HF_HUB_DISABLE_XET=1 goes without).
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -37,6 +39,9 @@ class Model:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     is_gated: bool = False
+    private: bool = False
+    large: dict[str, bytes] = field(default_factory=dict)
+    """SHA-256 -> content of what came by git-LFS."""
 
 
 @dataclass
@@ -145,6 +150,68 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_HEAD(self) -> None:
             self.do_GET()
 
+        def do_PUT(self) -> None:
+            self._take(self.path.strip("/").split("/"), self._content())
+
+        def do_POST(self) -> None:
+            self._take(urlsplit(self.path).path.strip("/").split("/"), self._content())
+
+        def _content(self) -> bytes:
+            hub.asked.append(f"{self.command} {self.path}")
+            if "chunked" not in (self.headers.get("transfer-encoding") or ""):
+                return self.rfile.read(int(self.headers.get("content-length") or 0))
+            content = b""
+            while size := int(self.rfile.readline(), 16):
+                content += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return content
+
+        def _take(self, parts: list[str], content: bytes) -> None:
+            """Take a part of an upload."""
+            if hub.status != 200:
+                return self._say(hub.status, {"error": "the hub is out of order"})
+            if parts[0] != "lfs" and self.headers.get("authorization") != f"Bearer {TOKEN}":
+                return self._say(401, {"error": "Invalid username or password."})
+            if parts[0] == "lfs":
+                digest = hashlib.sha256(content).hexdigest()
+                hub.models["/".join(parts[1:3])].large[parts[3]] = content
+                return self._say(200 if digest == parts[3] else 400, {})
+            if parts == ["api", "validate-yaml"]:
+                return self._say(200, {"warnings": [], "errors": []})
+            asked = [json.loads(line) for line in content.splitlines()]
+            if parts == ["api", "repos", "create"]:
+                repo = f"{asked[0]['organization']}/{asked[0]['name']}"
+                is_new = repo not in hub.models
+                if is_new:
+                    hub.models[repo] = Model(private=asked[0].get("visibility") == "private")
+                return self._say(200 if is_new else 409, {"url": f"{hub.address}/{repo}"})
+            if parts[2:] == ["info", "lfs", "objects", "batch"]:
+                repo, ways = f"{parts[0]}/{parts[1].removesuffix('.git')}", []
+                for one in asked[0]["objects"]:
+                    ways.append({**one, "actions": {"upload": {"href": f"{hub.address}/lfs/{repo}/{one['oid']}"}}})
+                return self._say(200, {"transfer": "basic", "objects": ways})
+            repo = "/".join(parts[2:4])
+            if parts[4] == "preupload":
+                modes = [
+                    (one["path"], "lfs" if one["path"].endswith(LARGE) else "regular") for one in asked[0]["files"]
+                ]
+                files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes]
+                return self._say(200, {"files": files})
+            return self._commit(repo, asked)
+
+        def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+            model = hub.models[repo]
+            files = dict(model.commits.get(model.refs.get("main", ""), {}))
+            for line in lines:
+                value = line["value"]
+                if line["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    files[value["path"]] = model.large[value["oid"]]
+            commit = hub.add(repo, files)
+            self._say(200, {"success": True, "commitOid": commit, "commitUrl": f"{hub.address}/{repo}/commit/{commit}"})
+
         def do_GET(self) -> None:
             hub.asked.append(f"{self.command} {self.path}")
             url = urlsplit(self.path)
@@ -210,7 +277,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def _say(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
             body = json.dumps(content).encode()
             self._head(status, len(body), {"Content-Type": "application/json", **(headers or {})})
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
         def _head(self, status: int, size: int, headers: dict[str, str]) -> None:

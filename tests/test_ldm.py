@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from weights import ldm
+from weights import ldm, ldm_names
 from weights.clip_text import TextModel, build_text_model
 from weights.tensors import fingerprint
 from zoo import load_family
@@ -59,15 +59,8 @@ def tiny_networks(seed: int = 0) -> dict[str, tuple[nn.Module, ldm.Network]]:
 
 
 def as_ldm(networks: Mapping[str, tuple[nn.Module, ldm.Network]]) -> dict[str, torch.Tensor]:
-    """Name a module's tensors as an LDM file does: our map turned round, with the VAE's attention as 1 x 1 convolutions."""
-    parts: dict[str, dict[int, torch.Tensor]] = {}
-    for module, network in networks.values():
-        for name, tensor in module.state_dict().items():
-            source = network.source(name)
-            if ".attn_1." in source.name and tensor.dim() == 2:
-                tensor = tensor[:, :, None, None]
-            parts.setdefault(network.prefix + source.name, {})[source.part] = tensor
-    return {name: torch.cat([by_part[i] for i in range(len(by_part))]) for name, by_part in parts.items()}
+    """What an export writes, which is compared with diffusers' converter and OpenCLIP's modules below."""
+    return ldm_names.as_ldm(networks.values())
 
 
 def last_block(tensors: Mapping[str, torch.Tensor], layers: int = 2) -> dict[str, torch.Tensor]:

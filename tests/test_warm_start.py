@@ -113,8 +113,8 @@ def test_another_network_or_target_is_named(earlier, published):  # noqa: F811
     assert preset.endswith("Use the model.preset that it was made with.")
     [text] = texts(published["ckpt"], variant="mlperf")
     assert text == (
-        f"model.denoiser: {published['ckpt']}: no published denoiser is sd2's in the variant mlperf. Use "
-        "model.variant=stock, or begin with a run of this variant."
+        f"model.denoiser: {published['ckpt']}: no LDM file says that its denoiser is sd2's in the variant mlperf. Begin with "
+        "a run of this variant or its export, or use model.variant=stock."
     )
 
 

@@ -63,11 +63,12 @@ def snapshots_of(run: Path) -> list[Path]:
     return found
 
 
-def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> dict[str, Any]:
+def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None, key: str = "eval.weights") -> dict[str, Any]:
     """Copy a snapshot's weights into a model's denoiser.
 
     Args:
         weights: ema or training; None: the EMA weights if there are any.
+        key: that chooses them, for messages.
 
     Returns:
         The run's progress (batch, images, seconds of training), and which weights were loaded.
@@ -93,7 +94,7 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None) -> di
             differing.append(f"objective.{key}: {text}")
     average: Any = (content.get("ema") or {}).get("weights") or None
     if weights == "ema" and content.get("ema") is None:
-        differing.append(f"eval.weights: ema, but {path} has no EMA weights. Say eval.weights=training.")
+        differing.append(f"{key}: ema, but {path} has no EMA weights. Say {key}=training.")
     use = "ema" if average is not None and weights != "training" else "training"
     tensors = average if use == "ema" else content["model"]
     own = {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
@@ -132,14 +133,25 @@ def of_diffusers_folder(config: Config, folder: Path, given: set[str]) -> Config
     of_objective = {
         key: value for key, value in warm_start.trained_on(folder).items() if f"objective.{key}" not in given
     }
-    try:
-        sample_size = json.loads((folder / "unet" / "config.json").read_text()).get("sample_size")
-    except (OSError, ValueError, AttributeError):
-        sample_size = None  # the weights' reader reports what is wrong with the folder
     objective, size = dataclasses.replace(config.objective, **of_objective), config.image_size
-    if isinstance(sample_size, int) and "image_size" not in given:
-        size = 8 * sample_size
+    if "image_size" not in given:
+        size = _size_of(folder) or size
     return dataclasses.replace(config, model=model, objective=objective, image_size=size)
+
+
+def _size_of(folder: Path) -> int | list[int] | None:
+    """Return the size of the images that a diffusers folder says it makes, as the key image_size has it, or None."""
+    try:
+        unet, vae = (json.loads((folder / name / "config.json").read_text()) for name in ("unet", "vae"))
+        pixels_per_latent = 2 ** (len(vae["block_out_channels"]) - 1)
+        sides = unet["sample_size"]
+        return (
+            [pixels_per_latent * side for side in reversed(sides)]
+            if isinstance(sides, list)
+            else pixels_per_latent * sides
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # the weights' reader reports what is wrong with the folder
 
 
 # --- a folder of images ---

@@ -49,14 +49,14 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
     prediction = prediction or family.objective["prediction"]
     try:
         need = need_of_denoiser(family)
-        checked = hub_names.place(config.denoiser) if need is None else hub.checked(config.denoiser, need)
+        checked = hub.checked(config.denoiser, need)
         if checked is None:  # it is looked into when it has been downloaded
             return []
         denoiser = checked
         own = _own_checkpoint(denoiser)
         if own is None:
             texts = _published_problems(family, denoiser, prediction)
-            texts = [] if texts and need is not None and hub.can_be_mended(config.denoiser, need) else texts
+            texts = [] if texts and hub.can_be_mended(config.denoiser, need) else texts
         else:
             texts = _own_problems(family, own, _read_whole(own), prediction)
     except ConfigError as error:
@@ -135,12 +135,11 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
 
 
 def _published_problems(family: Family, path: Path, prediction: str) -> list[str]:
-    if "denoiser" not in family.published():
-        return [
-            f"{path}: no published denoiser is {family.name}'s in the variant {family.variant}. Use model.variant=stock, or "
-            f"begin with a run of this variant."
-        ]
-    found = ldm.problems(str(path), _placed(family, on_meta(family.build_denoiser)))
+    placed = _placed(family, on_meta(family.build_denoiser))
+    if placed["denoiser"][1].only_folders and path.is_file():
+        given = f"{path}: no LDM file says that its denoiser is {family.name}'s in the variant {family.variant}"
+        return [f"{given}. Begin with a run of this variant or its export, or use model.variant=stock."]
+    found = ldm.problems(str(path), placed)
     if any("its keys are schema, identity, progress" in text for text in found):
         return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
     stated = trained_on(path).get("prediction")

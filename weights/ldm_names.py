@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
 NOTHING = re.compile(r"(?!)")
@@ -52,6 +53,7 @@ class Network:
     unused: names after the prefix that an LDM file may have and this network does not need.
     facts: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
     contradiction: the names after the prefix -> why they belong to another model even if none is missing, or None.
+    only_folders: an LDM file does not tell it from another network with the same shapes, a folder's config.json does.
     """
 
     folder: str
@@ -61,6 +63,7 @@ class Network:
     unused: re.Pattern[str]
     facts: Mapping[str, Any]
     contradiction: Callable[[Collection[str]], str | None] = lambda names: None
+    only_folders: bool = False
 
 
 def vae(module: nn.Module) -> Network:
@@ -132,6 +135,12 @@ def unet(module: nn.Module) -> Network:
     )
 
 
+def unet_of_class(module: nn.Module) -> Network:
+    """Return the place of a UNet whose class has more to it than its settings, e.g. other norms: config.json names it."""
+    place = unet(module)
+    return replace(place, facts={"_class_name": type(module).__name__, **place.facts}, only_folders=True)
+
+
 def open_clip_text(module: nn.Module) -> Network:
     """Return the place of a CLIPTextModel that has all blocks but the last of an OpenCLIP text tower, as SD 2 uses it.
 
@@ -187,6 +196,21 @@ def clip_text(module: nn.Module) -> Network:
         unused=POSITION_IDS,
         facts={key: getattr(module.config, key) for key in TEXT_FACTS},
     )
+
+
+def as_ldm(networks: Iterable[tuple[nn.Module, Network]]) -> dict[str, Tensor]:
+    """Return all tensors of modules under their names in an LDM file: `source` turned round.
+
+    Packed projections are put together; the VAE's attention has 1 x 1 convolutions there, where we have linear layers.
+    """
+    parts: dict[str, dict[int, Tensor]] = {}
+    for module, network in networks:
+        for name, tensor in module.state_dict().items():
+            source = network.source(name)
+            if ".attn_1." in source.name and tensor.dim() == 2:
+                tensor = tensor[:, :, None, None]
+            parts.setdefault(network.prefix + source.name, {})[source.part] = tensor
+    return {name: torch.cat([by_part[n] for n in sorted(by_part)]) for name, by_part in parts.items()}
 
 
 def _renamed(name: str, rules: Iterable[tuple[str, Any]]) -> str:

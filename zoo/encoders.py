@@ -55,8 +55,7 @@ def own_weights(family: Family, *, is_real: bool = False) -> str:
 def on_hub(family: Family, weights: str | None, denoiser: str | None) -> dict[str, tuple[str, hub.Need]]:
     """Return those of `model.weights` and `model.denoiser` that are names of the hub: key -> name and what it needs."""
     wanted = {"model.weights": (weights, need_of_encoders), "model.denoiser": (denoiser, need_of_denoiser)}
-    named = {key: (text, need(family)) for key, (text, need) in wanted.items() if text and parse(text)}
-    return {key: (text, need) for key, (text, need) in named.items() if need is not None}
+    return {key: (text, need(family)) for key, (text, need) in wanted.items() if text and parse(text)}
 
 
 def need_of_encoders(family: Family) -> hub.Need:
@@ -67,10 +66,8 @@ def need_of_encoders(family: Family) -> hub.Need:
     return hub.Need(folders, tokens, default=family.on_hub, instead="model.weights=random, for random ones")
 
 
-def need_of_denoiser(family: Family) -> hub.Need | None:
-    """Return the files of a model that training can begin with; None: no published model has this network."""
-    if "denoiser" not in family.published():
-        return None
+def need_of_denoiser(family: Family) -> hub.Need:
+    """Return the files of a model that training can begin with."""
     network = family.published()["denoiser"](on_meta(family.build_denoiser))
     more, instead = ("scheduler/scheduler_config.json",), "leave model.denoiser out, to begin at random weights"
     return hub.Need(((network.folder, network.stems),), more=more, instead=instead)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from weights import hub_names, ldm_names
 from weights.clip_text import build_text_model
+from zoo import tokenizer_files
 from zoo.latent_family import LatentFamily
 
 LATENT_SCALE = 0.18215  # 1 / standard deviation of SD's latents; Rombach et al. 2022, appendix G, and the SD2 config
@@ -42,8 +44,8 @@ class Architecture:
     unet: dict[str, Any]
     vae: dict[str, Any]
     text: dict[str, Any]
-    transformer_norm_groups: int | None = None
-    """Groups of the transformers' input norms if they differ from the residual blocks'."""
+    mixed_norms: bool = False
+    """The transformers' input norms have twice the groups of the residual blocks' (zoo/mixed_norms.py)."""
     zero_init: bool = False
     """Initialise the last layer of every residual block, every transformer and the whole network with zeros."""
     pads_with_end: bool = False
@@ -85,8 +87,8 @@ TINY = Architecture(
     text=dict(hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, hidden_act="gelu"),
 )
 # mlcommons/training, retired_benchmarks/stable_diffusion: openaimodel.py, attention.py, util.py of its ldm/modules
-MLPERF = FULL.but(unet=dict(norm_num_groups=16), transformer_norm_groups=32, zero_init=True)
-MLPERF_TINY = TINY.but(unet=dict(norm_num_groups=4), transformer_norm_groups=8, zero_init=True)
+MLPERF = FULL.but(unet=dict(norm_num_groups=16), mixed_norms=True, zero_init=True)
+MLPERF_TINY = TINY.but(unet=dict(norm_num_groups=4), mixed_norms=True, zero_init=True)
 # All blocks of CLIP ViT-L-14's text tower, and CompVis/stable-diffusion's v1-inference.yaml
 SD15 = FULL.but(
     unet=dict(use_linear_projection=False, attention_head_dim=8, cross_attention_dim=768),
@@ -147,6 +149,8 @@ class SD2(LatentFamily):
         from diffusers.models import Transformer2DModel, UNet2DConditionModel
         from diffusers.models.resnet import ResnetBlock2D
 
+        if self.architecture.mixed_norms:
+            from zoo.mixed_norms import UNet2DConditionMixedNorms as UNet2DConditionModel
         unet = UNet2DConditionModel(in_channels=4, out_channels=4, layers_per_block=2, **self.architecture.unet)
         ends: list[nn.Module] = [unet.conv_out]
         for module in unet.modules():
@@ -154,9 +158,6 @@ class SD2(LatentFamily):
                 ends.append(module.conv2)
             elif isinstance(module, Transformer2DModel):
                 ends.append(module.proj_out)
-                if self.architecture.transformer_norm_groups is not None:
-                    channels = module.norm.num_channels
-                    module.norm = nn.GroupNorm(self.architecture.transformer_norm_groups, channels, eps=1e-6)
         if self.architecture.zero_init:
             for parameter in (p for module in ends for p in module.parameters()):
                 nn.init.zeros_(parameter)
@@ -180,14 +181,17 @@ class SD2(LatentFamily):
 
     def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
         text = ldm_names.clip_text if self.variant == "sd15" else ldm_names.open_clip_text
-        # Published UNets have other norms than mlperf's, and no tensor's shape shows it. So mlperf takes no published UNet.
-        denoiser: dict[str, Callable[[nn.Module], ldm_names.Network]] = {"denoiser": ldm_names.unet}
-        return {"vae": ldm_names.vae, "text": text} | ({} if self.variant == "mlperf" else denoiser)
+        denoiser = ldm_names.unet_of_class if self.architecture.mixed_norms else ldm_names.unet
+        return {"vae": ldm_names.vae, "text": text, "denoiser": denoiser}
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         import open_clip
 
         return {"tokens": open_clip.tokenize(list(captions), context_length=NUM_TOKENS)}
+
+    def save_tokenizer(self, folder: Path) -> str:
+        pad_token = tokenizer_files.CLIP_END if self.architecture.pads_with_end else "!"  # the latter is token 0
+        return tokenizer_files.save_clip(folder, NUM_TOKENS, pad_token)
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 77) -> (B, 77, D)

@@ -115,6 +115,10 @@ class Family(Protocol):
         """Turn captions into the batch's text columns, int64 (B, L) each."""
         ...
 
+    def save_tokenizer(self, folder: Path) -> str:
+        """Write the tokenizer into an empty folder, and return the name of transformers' class that reads it."""
+        ...
+
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
         """# (B, 3, H, W) normalised, in the encoder's dtype -> (B, 2C, h, w) mean | logvar, unscaled."""
         ...

@@ -12,11 +12,13 @@ Shapes: B batch, H W image height and width in px, L = 16 text tokens, D = 64 te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from weights import ldm_names
+from zoo import tokenizer_files
 from zoo.latent_family import LatentFamily
 from zoo.shapes import networks
 from zoo.shapes.networks import NUM_TOKENS, PIXELS_PER_LATENT, TEXT_WIDTH, VOCABULARY
@@ -78,6 +80,9 @@ class Shapes(LatentFamily):
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return {"tokens": networks.tokenize(captions)}
+
+    def save_tokenizer(self, folder: Path) -> str:
+        return tokenizer_files.save_words(folder, NUM_TOKENS, networks.TOKEN_OF, networks.SPECIAL)
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 16) -> (B, 16, 64)

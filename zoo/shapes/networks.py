@@ -42,6 +42,8 @@ TOKEN_OF = {word: number for number, word in enumerate(WORDS, start=2)}
 START = 2 + len(WORDS)
 END = START + 1
 VOCABULARY = END + 1
+SPECIAL = {"pad_token": PAD, "unk_token": UNKNOWN, "bos_token": START, "eos_token": END}
+"""transformers' name -> token."""
 TEXT_WIDTH = 64
 NUM_FEATURES = 64
 

@@ -1,0 +1,348 @@
+"""Write a run's model for use elsewhere: a diffusers pipeline folder, or a single LDM file.
+
+    python export.py runs/NAME OUT                           # a folder: DiffusionPipeline.from_pretrained("OUT")
+    python export.py runs/NAME OUT snapshot=im512000         # its snapshot after 512,000 images; ba1000: a full checkpoint
+    python export.py runs/NAME/checkpoints/weights-im000000512000-DIGEST.pt OUT weights=training
+    python export.py runs/NAME model.safetensors             # Stability's layout, for tools that do not know diffusers
+    python export.py runs/NAME OUT push_to_hub=OWNER/NAME    # and to the Hugging Face Hub, as a private model
+
+The folder has the denoiser, the run's frozen encoders, its tokenizer, the scheduler of its evaluations, a model card
+(README.md), the run's configuration (config.yaml, without secrets) and export.json: what was exported, with fingerprints.
+It needs nothing of this project, and makes the images of the run's evaluations.
+
+OUT may be an earlier export of the same run, which is replaced when the new one is whole; anything else there is refused.
+Exit code: 0, 2 when something cannot be exported (each problem on a line of stderr), 1 when it failed otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+import model as models
+from cli import errors, masking
+from cli.command import command, start
+from cli.command_line import Assignment, CommandLine, Problem, leaves, parse_command_line
+from cli.errors import ConfigError
+from cli.files import whole, whole_folder, write_json, write_whole
+from cli.log import EVERY_RANK, log
+from config import load, to_yaml
+from evaluation.score_table import read_rows
+from model import LatentDiffusion, model_problems
+from record.checkpoint_files import FULL, NAME, WEIGHTS, listed, read
+from record.config_file import CONFIG, masked_text, read_files
+from record.environment import commit
+from record.files import check_record, evaluations_of, read_summary, run_id_of
+from record.summary import result_line
+from reports.model_card import Card
+from training.run_config import NOT_YET, RunConfig, build
+from training.snapshots import load_snapshot
+from weights.files import open_weights
+from weights.hub_upload import upload, upload_problem
+from weights.tensors import fingerprint
+from zoo import pipeline_folder
+from zoo.encoders import own_weights
+from zoo.sampling import build_scheduler
+from zoo.spec import as_size
+
+SCHEMA = 1
+FACTS = "export.json"
+CAPTION = "a photograph of an astronaut riding a horse"
+UNREAD = ("run_name", "run_folder", "model.denoiser", "data.", "optimizer.", "schedule.", "save.", "target.")
+UNREAD += ("validation.", "samples.", "measure.", "profile.", "loggers.", "mlperf.")
+UNREAD += ("eval.prompts", "eval.statistics", "eval.inception", "eval.clip")
+"""Of a run's files: where a variable that stands there is not set, its model is the same."""
+
+
+@dataclass(frozen=True)
+class EncodersConfig:
+    """The frozen encoders."""
+
+    weights: str | None = None
+    """The run's frozen encoders, where they have moved. null: where the run has them."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is exported, and how."""
+
+    weights: Literal["ema", "training"] | None = None
+    """Which weights. null: as the run is scored (eval.weights)."""
+    snapshot: str = "last"
+    """last: the newest snapshot or checkpoint; im512000: the snapshot after so many images; ba1000: the full checkpoint."""
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Type in which the weights are stored."""
+    push_to_hub: str | None = None
+    """OWNER/NAME on the Hugging Face Hub, which the folder is brought to, too."""
+    private: bool = True
+    """A new model on the hub is private."""
+    model: EncodersConfig = field(default_factory=EncodersConfig)
+
+    def problems(self, out: Path) -> list[Problem]:
+        """Return what cannot be, whatever the run is."""
+        if self.push_to_hub is None:
+            return []
+        text = upload_problem(self.push_to_hub)
+        if is_ldm(out):
+            text = f"{self.push_to_hub}, but {out} is a single file. Give a folder: its model card goes with it."
+        return [Problem(f"push_to_hub: {text}", ("push_to_hub",))] if text else []
+
+
+def is_ldm(out: Path) -> bool:
+    """True for the name of an LDM file; any other is a folder's."""
+    return out.suffix == ".safetensors"
+
+
+# --- which run, which weights ---
+
+
+def run_of(place: str) -> tuple[Path, Path | None]:
+    """Return a run's folder, and the checkpoint where one is named. Raises ConfigError: there is no run."""
+    path = Path(place).expanduser()
+    file = path if NAME.fullmatch(path.name) and path.is_file() else None
+    run = path.parent.parent if file else path.parent if path.name == "checkpoints" else path
+    if (run / CONFIG).is_file():
+        return run, file
+    ways = "Give a run (runs/NAME), or a checkpoint in its folder (runs/NAME/checkpoints/weights-im...pt)"
+    what = f"{place} is in no run's folder" if file else f"{place} is no run"
+    raise ConfigError([f"{what}: {run} has no {CONFIG}. {ways}."])
+
+
+def chosen(run: Path, wanted: str) -> Path:
+    """Return the checkpoint that `snapshot` names. Raises ConfigError: there is none."""
+    snapshots, full = (listed(run / "checkpoints", kind) for kind in (WEIGHTS, FULL))
+    there = {f"{path.name.split('-')[1][:2]}{_number(path)}": path for path in snapshots + full}
+    if not there:
+        ways = "Train it with save.every_images or save.snapshot_every_images"
+        raise ConfigError([f"{run} has no snapshot or checkpoint to export. {ways}."])
+    if wanted == "last":
+        if snapshots and full:  # a full checkpoint's name has its batch alone
+            return full[0] if read(full[0])["progress"]["images"] > _number(snapshots[0]) else snapshots[0]
+        return (snapshots or full)[0]
+    found = re.fullmatch(r"(im|ba)0*(\d+)", wanted)
+    path = there.get(f"{found[1]}{found[2]}") if found else None
+    if path is None:
+        raise ConfigError(
+            [f"snapshot: {run} has no '{masking.printable(wanted)[:80]}'. It has: last, {', '.join(there)}."]
+        )
+    return path
+
+
+def _number(path: Path) -> int:
+    return int(path.name.split("-")[1][2:])
+
+
+def read_run(run: Path, weights: str | None) -> RunConfig:
+    """Return a run's configuration; `weights`: the place of its encoders, None: its own. Raises ConfigError."""
+    check_record(run)
+    of_run, unreadable = read_files(run)
+    if unreadable:
+        raise ConfigError([problem.text for problem in unreadable])
+    moved = [Assignment("command line", "model.weights", weights, "model.weights", weights)] if weights else []
+    begun = Assignment("export.py", "model.denoiser", None, "model.denoiser")  # it may be gone, and is not needed
+
+    def complete(config: RunConfig) -> RunConfig:
+        family = models.load_family(config.model.family, config.model.preset, config.model.variant)
+        own = config.model.weights or own_weights(family, is_real=not config.data.synthetic)
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=own))
+
+    def check(config: RunConfig) -> list[Problem]:
+        found = model_problems(config.model, config.size, encoders_wanted=False)
+        return found or model_problems(complete(config).model, config.size, encoders_wanted=False)
+
+    words = CommandLine(None, [*of_run, *moved, begun], False, [])
+    return complete(load(RunConfig, words, not_yet=NOT_YET, check=check, unread=UNREAD))
+
+
+# --- what it is ---
+
+
+def facts_of(
+    run: Path, config: RunConfig, model: LatentDiffusion, progress: dict[str, Any], shown: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what export.json says. `shown`: key -> value of the run's files, without secrets."""
+    return {
+        "schema": SCHEMA,
+        "run_name": run.resolve().name,
+        "run_id": run_id_of(run),
+        **{key: progress[key] for key in ("snapshot", "batch", "images", "weights")},
+        "family": model.family.name,
+        "variant": model.family.variant,
+        "preset": config.model.preset,
+        "image_size": list(as_size(config.eval.image_size or config.image_size)),
+        "prediction": model.objective.prediction,
+        "zero_terminal_snr": model.objective.zero_terminal_snr,
+        "sampler": config.eval.sampler,
+        "steps": config.eval.steps,
+        "guidance": config.eval.guidances()[0],
+        "seed": config.seed,
+        "precision": shown.get("precision") or "fp32",
+        "encoders": masking.written({"model.weights": config.model.weights})["model.weights"],
+        "denoiser_start": shown.get("model.denoiser"),
+        "denoiser_fingerprint": fingerprint(model.denoiser),
+        **{f"{name}_fingerprint": digest for name, digest in model.encoders.fingerprints.items()},
+        "run_commit": _commit_of(run),
+        "commit": commit(),
+    }
+
+
+def _commit_of(run: Path) -> str | None:
+    try:
+        return json.loads((run / "environment.json").read_bytes())["commit"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def scores_of(run: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the scores that a run has of the exported weights, each once."""
+    rows = [*evaluations_of(run), *read_rows(run / "eval.jsonl")]
+    own = [row for row in rows if (row["images"], row.get("weights")) == (facts["images"], facts["weights"])]
+    return list(
+        {
+            json.dumps([row.get(key) for key in ("guidance", "steps", "sampler", "fid", "clip")]): row for row in own
+        }.values()
+    )
+
+
+def caption_of(run: Path) -> str:
+    """Return the first caption of a run's sample grid, or another one."""
+    try:
+        return (run / "samples/captions.txt").read_text().splitlines()[0][:200] or CAPTION
+    except (OSError, ValueError, IndexError):
+        return CAPTION
+
+
+# --- where it goes ---
+
+
+def place_problem(out: Path, facts: dict[str, Any], need_bytes: int) -> str | None:
+    """Say why an export cannot be written there, or None: it is free, or an earlier export of the same run."""
+    if text := _unlike(out, facts):
+        return f"{out} exists and {text}. Give another name, or remove it."
+    there = out.absolute().parent
+    while not there.exists():
+        there = there.parent
+    try:
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        return f"{out} cannot be written: {there}: {error.strerror}. Give another place."
+    if need_bytes > free:
+        given = f"{out} takes {need_bytes / 2**30:.3g} GiB, {there} has {free / 2**30:.3g} free"
+        return f"{given}. Make room, or give another place."
+    return None
+
+
+def _unlike(out: Path, facts: dict[str, Any]) -> str | None:
+    """Say what is there that is no export of this run; None: there is nothing, or such an export."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if out.is_dir() == is_ldm(out):
+        return "is a folder, but its name is an LDM file's" if is_ldm(out) else "is a file"
+    try:
+        earlier = _facts_in_file(out) if is_ldm(out) else json.loads((out / FACTS).read_bytes())
+        names = {key: earlier[key] for key in ("run_name", "run_id")}
+        strangers = [] if is_ldm(out) else sorted(_files(out) - {*earlier["files"], FACTS})
+    except (OSError, ValueError, KeyError, TypeError):
+        return "is no export"
+    if names != {key: facts[key] for key in names}:
+        return f"is an export of another run, {masking.printable(str(names['run_name']))[:80]}"
+    return f"has files that no export has: {', '.join(map(masking.printable, strangers[:3]))}" if strangers else None
+
+
+def _facts_in_file(path: Path) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    open_weights(path)  # whose messages are ValueErrors
+    with safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {})["easel"])
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- the command ---
+
+
+def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
+    """Write a run's model and return what was written. Raises ValueError: it cannot be exported; OSError: nor written."""
+    began = time.monotonic()
+    run, file = run_of(place)
+    path = file or chosen(run, config.snapshot)
+    run_config = read_run(run, config.model.weights)
+    run_config = dataclasses.replace(run_config, model=models.fetched(run_config.model))
+    model = build(run_config)
+    progress = load_snapshot(model, path, config.weights or run_config.eval.weights, key="weights")
+    networks = pipeline_folder.networks_of(model.family, model.denoiser, model.encoders.modules)
+
+    text = masked_text(run)
+    shown = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))
+    facts = {**facts_of(run, run_config, model, progress, shown), "dtype": config.dtype}
+    if problem := place_problem(out, facts, pipeline_folder.num_bytes(networks, config.dtype)):
+        raise ConfigError([problem])
+    if is_ldm(out):
+        tensors = pipeline_folder.ldm_tensors(networks, config.dtype)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole(out) as temporary:
+            pipeline_folder.write_safetensors(temporary, tensors, easel=json.dumps(facts))
+        size = out.stat().st_size
+    else:
+        made_for = dict(zero_terminal_snr=facts["zero_terminal_snr"])
+        scheduler = build_scheduler(facts["sampler"], facts["prediction"], **made_for)
+        with whole_folder(out) as folder:
+            ways = dict(size=facts["image_size"], dtype=config.dtype)
+            facts["code"] = pipeline_folder.save_folder(folder, model.family, networks, scheduler, **ways)
+            scored = dict(scores=scores_of(run, facts), summary=read_summary(run))
+            card = Card(config.push_to_hub or out.name, facts, shown, caption_of(run), **scored)
+            write_whole(folder / "README.md", card.text())
+            write_whole(folder / CONFIG, text)
+            write_json(folder / FACTS, {**facts, "files": sorted(_files(folder))})
+            size = sum((folder / name).stat().st_size for name in _files(folder))
+    done = {key: facts[key] for key in ("snapshot", "weights", "denoiser_fingerprint")}
+    return {"out": str(out), **done, "bytes": size, "seconds": round(time.monotonic() - began, 2)}
+
+
+def export_and_push(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
+    """Export, and bring the folder to the hub where that is wanted."""
+    done = export(place, out, config)
+    if config.push_to_hub is None:
+        return done
+    message = f"{masking.printable(Path(done['out']).name)}: {done['snapshot']}, {done['weights']} weights"
+    return {**done, "hub": upload(out, config.push_to_hub, private=config.private, message=message)}
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Read the command line, export, print a line."""
+    words = parse_command_line(argv, {}, takes_places=True)
+    masking.watch()
+    try:
+        out = Path(words.places[-1]).expanduser() if words.places else Path()
+        config = load(ExportConfig, words, not_yet={}, check=lambda config: config.problems(out))
+        if words.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        if len(words.places) != 2:
+            given = " ".join(words.places) or "nothing"
+            raise ConfigError([f"export.py: {given}. Give a run and a place: python export.py runs/NAME OUT."])
+        print(result_line(export_and_push(words.places[0], out, config)), flush=True)
+    except ValueError as error:
+        log.error(error, extra=EVERY_RANK)
+        return 2
+    except Exception as error:
+        errors.tell(error, debug=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,57 @@
+"""A family's tokenizer in the files that transformers loads: the tokens of `Family.tokenize`, for use elsewhere.
+
+Special tokens are not read in captions (`split_special_tokens`): SD2 pads with token 0, which is "!", and a "!" of a caption
+stays one. One difference is left: OpenCLIP first repairs a caption (ftfy, HTML entities), transformers does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CLIP_START, CLIP_END = "<|startoftext|>", "<|endoftext|>"
+
+
+def save_clip(folder: Path, num_tokens: int, pad_token: str) -> str:
+    """Write OpenCLIP's byte-pair encoder as Stable Diffusion's folders have it; return the class that reads it."""
+    from open_clip.tokenizer import SimpleTokenizer
+
+    known = SimpleTokenizer()
+    names = {"<start_of_text>": CLIP_START, "<end_of_text>": CLIP_END}
+    vocabulary = {names.get(token, token): number for token, number in known.encoder.items()}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False))
+    merges = ["#version: 0.2", *(" ".join(pair) for pair in known.bpe_ranks), ""]
+    (folder / "merges.txt").write_text("\n".join(merges))
+    ends = dict(bos_token=CLIP_START, eos_token=CLIP_END, unk_token=CLIP_END, pad_token=pad_token)
+    _save_config(folder, tokenizer_class="CLIPTokenizer", model_max_length=num_tokens, **ends)
+    return "CLIPTokenizer"
+
+
+def save_words(folder: Path, num_tokens: int, token_of: Mapping[str, int], special: Mapping[str, int]) -> str:
+    """Write a tokenizer that has a token for each word of a-z, in any case; return the class that reads it.
+
+    Args:
+        token_of: word -> its token.
+        special: pad_token, unk_token, bos_token and eos_token -> their tokens.
+    """
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    names = {key: f"<{key.removesuffix('_token')}>" for key in special}
+    vocabulary = {**token_of, **{names[key]: number for key, number in special.items()}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=names["unk_token"]))
+    words.normalizer = normalizers.Lowercase()
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("[a-z]+"), behavior="removed", invert=True)
+    start, end = names["bos_token"], names["eos_token"]
+    ends = [(start, special["bos_token"]), (end, special["eos_token"])]
+    words.post_processor = processors.TemplateProcessing(single=f"{start} $A {end}", special_tokens=ends)
+    words.save(str(folder / "tokenizer.json"))
+    _save_config(folder, tokenizer_class="PreTrainedTokenizerFast", model_max_length=num_tokens, **names)
+    return "PreTrainedTokenizerFast"
+
+
+def _save_config(folder: Path, **settings: Any) -> None:
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "split_special_tokens": True}, indent=2) + "\n"
+    )
