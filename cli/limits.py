@@ -41,7 +41,7 @@ class Limits:
     """From where to where a number makes sense; None: from or to where any number does.
 
     above, below: without its lower, its upper end; usual: what people give; of_text: reads a text, None where it is not
-    one that its key takes, and says what is possible.
+    one that its key takes, and says what is possible; is_prose: a text may be more than a name, path or address.
     """
 
     least: float | None = None
@@ -50,6 +50,7 @@ class Limits:
     below: bool = False
     usual: str | None = None
     of_text: tuple[Callable[[str], Any], str] | None = None
+    is_prose: bool = False
 
     def _ends(self, value: float) -> tuple[float, float]:
         widest = MOST if isinstance(value, int) else MOST_FRACTIONAL
@@ -87,6 +88,11 @@ def limited(
 def of_form(default: str | None, read: Callable[[str], Any], possible: str) -> Any:
     """Return the field of a text that `read` gives None for where it is not possible."""
     return field(default=default, metadata={"limits": Limits(of_text=(read, possible))})
+
+
+def prose(default: str | None, possible: str) -> Any:
+    """Return the field of a text of any length and with any letters, which whoever uses it looks at."""
+    return field(default=default, metadata={"limits": Limits(of_text=(lambda text: text, possible), is_prose=True)})
 
 
 def duration(default: str | None, *units: str, least: int = 1) -> Any:
@@ -154,7 +160,8 @@ def beyond(value: Any, kind: type | None, limits: Limits) -> str | None:
             value = MOST + 1 if value.strip("+-").isdecimal() else None
     if isinstance(value, str):
         read, possible = limits.of_text or (lambda text: text, "")
-        return text_possible(value) or (possible if read(value) is None else None)
+        is_possible = limits.is_prose or text_possible(value) is None
+        return (possible if read(value) is None else None) if is_possible else text_possible(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and isinstance(value, float)):
         return None
     value = float(value) if kind is float and abs(value) < MOST_FRACTIONAL else value

@@ -61,13 +61,20 @@ def draw_guidance(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float | None] | None = None) -> None:
-    """Draw FID and CLIP score over the images seen, a line a model and guidance, the target as a dashed line."""
+    """Draw FID and CLIP score over the images seen, a line a model and guidance, the target as a dashed grey line.
+
+    A model whose images seen are not known, such as others' weights, is a dashed line across, at its score.
+    """
 
     def over_images(axes: Axes, key: str, label: str) -> None:
         for (name, of_line), colour in zip(lines_of(rows, "snapshot"), itertools.cycle(COLOURS), strict=False):
-            points = sorted((row for row in of_line if row[key] is not None), key=lambda row: row["images"])
+            scored = [row for row in of_line if row[key] is not None]
+            points = sorted((row for row in scored if row.get("images") is not None), key=lambda row: row["images"])
             images, figures = [row["images"] for row in points], [row[key] for row in points]
-            axes.plot(images, figures, marker="o", label=name, color=colour)
+            if points:
+                axes.plot(images, figures, marker="o", label=name, color=colour)
+            for row in (row for row in scored if row.get("images") is None):
+                axes.axhline(row[key], linestyle=(0, (6, 2)), color=colour, label=f"{name}: {row[key]:.3g}")
         if target and (wanted := target.get(key)) is not None:
             axes.axhline(wanted, linestyle="--", color="#666666", label=f"target {wanted:g}")
         axes.set_xlabel("images seen")
@@ -95,7 +102,7 @@ def lines_of(rows: Sequence[Row], along: str) -> list[tuple[str, list[Row]]]:
     def label(row: Row) -> str:
         words = {key: f"{key} {row[key]}" for key in keys if row.get(key) is not None}
         words |= {key: row[key] for key in ("model", "model_id") if key in words}
-        if "snapshot" in words:
+        if "snapshot" in words and row.get("images") is not None:
             words["snapshot"] = f"{row['images']:,} images"
         return ", ".join(words[key] for key in keys if key in words and (key == "model" or key in differing))
 

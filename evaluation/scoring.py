@@ -402,17 +402,18 @@ def generate(
     chunk: Sequence[Prompt],
     batch_size: int,
     size: ImageSize,
-    seed: int,
+    seed: int | Sequence[int],
     ways: Mapping[str, Any],
     hearing: Hearing,
 ) -> Tensor:
     """Return the images of a chunk and, in the rest of the batch, of its last prompt: so every pass has one shape.
 
-    Raises Heard: a rank has received a signal.
+    `seed`: of the noise, or one for each prompt. Raises Heard: a rank has received a signal.
     """
-    padded = [*chunk, *[chunk[-1]] * (batch_size - len(chunk))]
-    text = model.family.tokenize([prompt.caption for prompt in padded])
-    noise = prompt_noise(seed, [prompt.number for prompt in padded], model.family.latent_shape(size))
+    padded = list(zip(chunk, [seed] * len(chunk) if isinstance(seed, int) else seed, strict=True))
+    padded, shape = padded + padded[-1:] * (batch_size - len(chunk)), model.family.latent_shape(size)
+    text = model.family.tokenize([prompt.caption for prompt, _ in padded])
+    noise = torch.cat([prompt_noise(own, [prompt.number], shape) for prompt, own in padded])
     if model.device.type == "cuda":
         # Only pinned memory is copied without the host waiting for the batch before.
         text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()

@@ -42,11 +42,19 @@ def tiles_of(grid: Image.Image, num_images: int, gap_px: int) -> list[Image.Imag
 
 
 def wrapped(text: str, font: ImageFont.FreeTypeFont, wide_px: int) -> list[str]:
-    """Break a text into lines that fit, MAX_LINES at most."""
+    """Break a text into lines that fit, MAX_LINES at most; a word that is wider than a line, within itself."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
-        lines = [*lines[:-1], longer] if font.getlength(longer) <= wide_px or not lines[-1] else [*lines, word]
+        if font.getlength(longer) <= wide_px:
+            lines[-1] = longer
+            continue
+        lines += [""] if lines[-1] else []
+        for letter in word:
+            is_over = font.getlength(lines[-1] + letter) > wide_px and lines[-1]
+            lines = [*lines, letter] if is_over else [*lines[:-1], lines[-1] + letter]
+        if len(lines) > MAX_LINES:
+            break
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "..."]
 
 

@@ -27,6 +27,7 @@ from preflight.run import closed_data_problems, quick_problems
 from record.checkpoint_files import WEIGHTS, listed, read, stem, write
 from record.mlperf_events import MADE_WITH, TOKEN, read_events
 from reports.mlperf_runs import read_run
+from training import scores
 from zoo.mlperf import RULESETS, not_closed
 
 pytestmark = pytest.mark.timeout(200, func_only=True)
@@ -517,7 +518,7 @@ def test_a_trial_closes_no_log(tmp_path, capsys):
     rows = [{**row, "partial": False, "seconds": 1.0} for row in waiting(tmp_path, curves(512)[0][:8])]
     (tmp_path / "config.yaml").write_text("eval:\n  guidance: 3.0\n")
     config = eval_command.EvalCommand(mlperf=closed(), target=TargetConfig(90.0, 0.15))
-    eval_command._conclude(config, tmp_path, rows)
+    scores.conclude(config, tmp_path, rows)
     assert ": eval.guidance. Its summary.json stays" in capsys.readouterr().err
     assert keys(tmp_path / "mlperf.log") == [*HEAD, *(8 * BLOCK)]
     assert json.loads((tmp_path / "summary.json").read_text())["target"] == "pending"  # and may still be decided

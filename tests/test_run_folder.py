@@ -27,6 +27,7 @@ from record.files import evaluations_of, lost_history, read_lines, read_summary,
 from record.mlperf_events import is_begun, lost_events
 from reports import mlperf as report
 from reports.mlperf_runs import read_run
+from training import scores
 
 pytestmark = pytest.mark.timeout(200, func_only=True)
 
@@ -216,7 +217,7 @@ def test_what_is_broken_is_named_by_a_start_before_anything_is_built(
 
 @pytest.mark.parametrize("what", ["summary.json", "starts.jsonl"])
 def test_and_by_eval_before_anything_is_scored(short, tmp_path, capsys, monkeypatch, what):
-    monkeypatch.setattr(eval_command, "_ready", lambda *given: pytest.fail("it was built"))
+    monkeypatch.setattr(scores, "_ready", lambda *given: pytest.fail("it was built"))
     folder = shutil.copytree(short, tmp_path / "run")
     (folder / what).write_text("[1]\n")
     assert eval_command.main([str(folder)]) == 2

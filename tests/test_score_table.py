@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT
+from matplotlib.axes import Axes
 from PIL import Image
 
 from eval import EvalCommand, Table, draw
@@ -195,9 +196,12 @@ def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(
     assert widths[1] == 2 * widths[0] == 2 * widths[2]
 
 
-def test_a_folder_of_images_in_the_table_of_a_run_is_left_out_of_the_pictures_and_comes_back_as_it_was(
-    tmp_path, capsys
+def test_what_has_seen_nobody_knows_how_many_images_is_a_line_across_and_comes_back_as_it_was(
+    tmp_path, capsys, monkeypatch
 ):
+    drawn: list[tuple[str, list[float]]] = []
+    kept = Axes.axhline
+    monkeypatch.setattr(Axes, "axhline", lambda self, y, **how: drawn.append((how["label"], y)) or kept(self, y, **how))
     figures = {"fid": 90.0, "clip": 0.1, "clip_x100": 10.0}
     of_run = [{**ROW, **figures, "images": n, "guidance": g} for n in (8, 16) for g in (1.0, 3.0)]
     of_images = {
@@ -210,8 +214,11 @@ def test_a_folder_of_images_in_the_table_of_a_run_is_left_out_of_the_pictures_an
     }
     draw([*of_run[::2], of_images], tmp_path / "one", EvalCommand())
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["eval.png"]
-    said = f"eval: {tmp_path}/one/eval.png is drawn without imgs, where images is missing. The table has all.\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == "" and drawn == [("imgs: 90", 90.0), ("imgs: 0.1", 0.1)]
+    draw([of_run[0], of_images], tmp_path / "two", EvalCommand())  # a point and a line
+    assert [path.name for path in (tmp_path / "two").iterdir()] == ["eval.png"]
+    draw([of_images, {**of_images, "model": "more"}], tmp_path / "none", EvalCommand())
+    assert not (tmp_path / "none").exists()
 
     path, known = tmp_path / "eval.csv", {"model": "imgs", "images_in_folder": 18}
     write_rows(path, [*of_run, of_images])

@@ -21,12 +21,12 @@ from callbacks.sample_grid import grid_of
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
-from eval import to_target
 from evaluation.scoring import EvalConfig, TargetConfig, rounded_up
 from preflight import limits
 from training.checkpoints import Progress
 from training.resume import check_evaluations
 from training.run_config import RunConfig, resolve
+from training.scores import keep, to_target
 
 WHOLE = {"partial": False, "fid": 80.0, "clip": 0.2}
 
@@ -223,7 +223,8 @@ def test_a_flag_of_the_predecessor_takes_its_value_and_what_changes_no_score_is_
         "command line: eval.guidance",
     ]
     assert eval_refused(capsys, tmp_path / "no") == [
-        f"{tmp_path}/no is not a folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
+        f"{tmp_path}/no is no folder, and no file of weights. Possible: a run (runs/NAME) or its snapshot, others' weights "
+        "(diffusers folder, LDM file, name on the hub), a folder of images. Check the path."
     ]
 
 
@@ -272,7 +273,7 @@ def test_a_run_that_has_lost_its_config_yaml_is_no_folder_of_images(tmp_path, ca
 
 
 def test_a_batch_size_that_cannot_be_kept_is_said_and_the_scoring_goes_on(tmp_path, capsys):
-    eval_command._keep(tmp_path / "gone", 16)
+    keep(tmp_path / "gone", 16)
     said = (
         f"eval.batch_size: 16 was found, but {tmp_path}/gone/later.yaml cannot be written: No such file or directory."
     )

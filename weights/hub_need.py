@@ -49,11 +49,12 @@ class Need:
             return [file, *(path for path in beside if path in digests)]
         files, absent = [], []
         for folder, stems in self.networks:
-            inside = {path.removeprefix(f"{folder}/") for path in digests if path.startswith(f"{folder}/")}
+            before = "" if self._is_alone_in(digests, stems, folder) else f"{folder}/"
+            inside = {path.removeprefix(before) for path in digests if path.startswith(before)}
             of_weights = weight_files(inside, stems)
             absent += [] if of_weights else [f"weights in {folder}/"]
             absent += [] if "config.json" in inside else [f"{folder}/config.json"]
-            files += [f"{folder}/{file}" for file in (*of_weights, "config.json")]
+            files += [f"{before}{file}" for file in (*of_weights, "config.json")]
         for folder in self.whole:
             inside = [path for path in digests if path.startswith(f"{folder}/")]
             files, absent = files + inside, absent + ([] if inside else [f"{folder}/"])
@@ -62,6 +63,14 @@ class Need:
                 f"{name} has no {', '.join(absent)}. It has: {some(digests)}. Give a model's diffusers folder."
             )
         return [*files, *(path for path in self.more if path in digests)]
+
+    def _is_alone_in(self, digests: Mapping[str, str | None], stems: tuple[str, str], folder: str) -> bool:
+        """True where the only network that is wanted has the whole repository for its folder."""
+        has_own = any(path.startswith(f"{folder}/") for path in digests)
+        of_root = [path for path in digests if "/" not in path]
+        return (
+            len(self.networks) == 1 and not has_own and "config.json" in of_root and bool(weight_files(of_root, stems))
+        )
 
     def _one_file(self, name: Name, digests: Mapping[str, str | None]) -> str:
         named = [path for path in ((name.file,) if name.file else self.one_of) if path in digests]

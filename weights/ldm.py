@@ -92,12 +92,13 @@ def _examine(path: str, networks: Networks) -> tuple[dict[str, _Place], list[str
 
 
 def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], list[str]]:
-    absent = [f"{network.folder}/" for _, network in networks.values() if not (root / network.folder).is_dir()]
+    folders = {label: _folder_of(root, network, len(networks)) for label, (_, network) in networks.items()}
+    absent = [f"{network.folder}/" for label, (_, network) in networks.items() if not folders[label].is_dir()]
     if absent:
         return {}, [_no_such_folders(root, absent)]
     places, found = {}, []
     for label, (module, network) in networks.items():
-        folder = root / network.folder
+        folder = folders[label]
         found += _other_facts(label, folder, network)
         there = [path.name for path in folder.iterdir()]
         files = weight_files(there, network.stems)
@@ -118,6 +119,14 @@ def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], 
             left_over = [name for name in weights.entries if not POSITION_IDS.fullmatch(name)]
             found += _misfits(label, module, places[label], left_over, _other_text_encoder(module, places[label]))
     return places, found
+
+
+def _folder_of(root: Path, network: Network, num_networks: int) -> Path:
+    """Return a network's folder: the one that was given is its own where it has the weights and nothing else is wanted."""
+    own = root / network.folder
+    if num_networks > 1 or own.is_dir() or not (root / "config.json").is_file():
+        return own
+    return root if weight_files([path.name for path in root.iterdir()], network.stems) else own
 
 
 def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], list[str]]:

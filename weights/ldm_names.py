@@ -9,6 +9,7 @@ that trained them. `source` of a `Network` maps our name to the file's.
            decoder.up_blocks.0.resnets.0.conv1    first_stage_model.decoder.up.3.block.0.conv1     counted from the other end
     text   ...layers.0.self_attn.k_proj.weight    cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight, part 2
     unet   up_blocks.1.upsamplers.0.conv          model.diffusion_model.output_blocks.5.2.conv
+           its EMA weights, where they are apart  model_ema.diffusion_modeloutput_blocks52conv               without the dots
 
 Names were checked against diffusers' converter and OpenCLIP's modules (tests/test_ldm.py).
 """
@@ -88,7 +89,7 @@ def vae(module: nn.Module) -> Network:
         prefix="first_stage_model.",
         source=lambda name: Source(_renamed(name, rules)),
         unused=re.compile(r"loss\.|model_ema\."),
-        facts={key: getattr(module.config, key) for key in VAE_FACTS},
+        facts={"_class_name": "AutoencoderKL"} | {key: getattr(module.config, key) for key in VAE_FACTS},
     )
 
 
@@ -131,7 +132,7 @@ def unet(module: nn.Module) -> Network:
         prefix="model.diffusion_model.",
         source=lambda name: Source(_renamed(name, rules)),
         unused=NOTHING,
-        facts={key: getattr(module.config, key) for key in UNET_FACTS},
+        facts={"_class_name": "UNet2DConditionModel"} | {key: getattr(module.config, key) for key in UNET_FACTS},
     )
 
 
@@ -139,6 +140,19 @@ def unet_of_class(module: nn.Module) -> Network:
     """Return the place of a UNet whose class has more to it than its settings, e.g. other norms: config.json names it."""
     place = unet(module)
     return replace(place, facts={"_class_name": type(module).__name__, **place.facts}, only_folders=True)
+def forms(network: Network) -> dict[str, Network]:
+    """Return the ways in which a single file may hold a denoiser: name -> its place in that way.
+
+    training: as in an LDM file; ema: its EMA weights, as ldm/modules/ema.py of CompVis names them; bare: an LDM file's names
+    without the prefix; own: our own names, those of a diffusers folder.
+    """
+    average = f"model_ema.{network.prefix.removeprefix('model.').removesuffix('.')}"
+    return {
+        "training": network,
+        "ema": replace(network, prefix=average, source=lambda name: Source(network.source(name).name.replace(".", ""))),
+        "bare": replace(network, prefix=""),
+        "own": replace(network, prefix="", source=Source),
+    }
 
 
 def open_clip_text(module: nn.Module) -> Network:

@@ -1,0 +1,248 @@
+"""What `composer eval.py` is given: a run, one of its snapshots, others' weights, or a folder of images.
+
+runs/NAME                              config.yaml, checkpoints/: each snapshot, with its EMA or training weights
+runs/NAME/checkpoints/weights-*.pt     one of them
+stable-diffusion-2-base/               others' weights: a diffusers folder, or one of a UNet alone
+512-base-ema.ckpt                      an LDM file (.ckpt, .safetensors), or one of a UNet alone
+OWNER/NAME[@REVISION], hf://...        one of both on the hub
+samples/                               KEY.png and the like: KEY ends in a prompt's id, or else in its image_id
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cli.limits import kind_of_path
+from cli.log import log
+from evaluation.image_folder import SUFFIXES as OF_IMAGES
+from model import ModelConfig
+from record.checkpoint_files import NAME
+from training import warm_start
+from training.run_config import RunConfig
+from weights import hub, hub_names
+from weights.files import SUFFIXES as OF_WEIGHTS
+from weights.files import Refused, open_weights, shown
+from zoo import load_family
+from zoo.encoders import need_of_denoiser, need_of_encoders
+from zoo.sampling import SCHEDULE
+from zoo.spec import Family
+
+Kind = Literal["run", "diffusers", "file", "images"]
+
+OTHERS = "others' weights (diffusers folder, LDM file, name on the hub)"
+POSSIBLE = f"a run (runs/NAME) or its snapshot, {OTHERS}, a folder of images"
+CLASSES = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
+"""Part of a diffusers folder -> the class that a family here has for it."""
+WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "safety_checker", "image_encoder")
+OF_ENCODERS = ("first_stage_model.", "cond_stage_model.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One thing that is scored or drawn from.
+
+    given: as on the command line; path: where it is on this machine; snapshot: the one of a run that was given.
+    """
+
+    given: str
+    path: Path
+    kind: Kind
+    snapshot: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables: relative to the current folder if it is inside, so that records name no machine."""
+        if hub_names.parse(self.given) is not None:
+            return self.given.removeprefix("hf://").removeprefix("https://huggingface.co/")
+        if self.kind != "images":
+            return self.path.name
+        return str(self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path)
+
+
+def find(given: str, model: ModelConfig, *, encoders: bool) -> Place:
+    """Return what is at a place; others' weights on the hub are brought to this machine.
+
+    Args:
+        model: the family of others' weights.
+        encoders: others' weights come with their encoders, where they have some.
+
+    Raises:
+        ValueError: nothing that could be scored is there.
+    """
+    if hub_names.parse(given) is not None:
+        family = load_family(model.family, model.preset, model.variant)
+        path = hub_names.place(str(_fetched(given, family, encoders=encoders)))
+        return Place(given, path, "diffusers" if path.is_dir() else "file")
+    path = Path(given).expanduser()
+    kind = kind_of_path(path)
+    if kind == "folder":
+        return Place(given, path.resolve(), _kind_of_folder(given, path))
+    if kind == "file" and NAME.fullmatch(path.name):
+        run = path.resolve().parent.parent
+        if path.resolve().parent.name == "checkpoints" and (run / "config.yaml").is_file():
+            return Place(given, run, "run", path.resolve())
+        raise ValueError(
+            f"{given} is a run's checkpoint, without its run's config.yaml. Give it in checkpoints/ of its run."
+        )
+    if kind == "file" and path.suffix in OF_WEIGHTS:
+        return Place(given, path.resolve(), "file")
+    raise ValueError(f"{shown(given)} is no folder, and no file of weights. Possible: {POSSIBLE}. Check the path.")
+
+
+def _kind_of_folder(given: str, folder: Path) -> Kind:
+    if (folder / "config.yaml").is_file():
+        return "run"
+    if any((folder / "checkpoints").glob("*-*.pt")):
+        way = "The training command writes it again, or bring back a copy"
+        raise ValueError(f"{given}: it has checkpoints of a run, but no config.yaml. {way}.")
+    if (folder / "model_index.json").is_file():
+        _check_classes(given, folder / "model_index.json")
+        return "diffusers"
+    if (folder / "unet").is_dir() or "_class_name" in _json(folder / "config.json"):
+        return "diffusers"
+    there = sorted(folder.iterdir())
+    if there and not any(path.suffix.lower() in OF_IMAGES for path in there):
+        names = ", ".join(shown(path.name) for path in there[:5]) + (
+            f" and {len(there) - 5} more" if len(there) > 5 else ""
+        )
+        raise ValueError(
+            f"{given} has neither config.yaml, model_index.json, unet/ nor images: {names}. Possible: {POSSIBLE}."
+        )
+    return "images"
+
+
+# --- others' weights ---
+
+
+def _fetched(given: str, family: Family, *, encoders: bool) -> hub_names.Name:
+    """Fetch a model, or what it has of one: its UNet, or a single file. Raises Refused."""
+    if need_of_denoiser(family) is None:
+        stock = "model.variant=stock is the one of Stable Diffusion 2"
+        raise Refused(
+            f"{given}: no published model has the network of {family.name}'s variant {family.variant}. {stock}."
+        )
+    name = hub_names.parse(given)
+    if name is not None and not name.file:
+        index = hub.Need(one_of=("model_index.json",))
+        with contextlib.suppress(Refused):  # it has none, or cannot be had at all, which is said below
+            hub.look(given, index)
+            found = hub.fetch(given, index, key="eval.py").name
+            _check_classes(given, hub_names.place(str(found)))
+    network = need_of_denoiser(family)
+    assert network is not None
+    more = ("model_index.json", *network.more)
+    needs = [dataclasses.replace(network, more=more)]
+    if encoders:
+        whole = need_of_encoders(family)
+        needs.insert(
+            0, dataclasses.replace(network, networks=(*network.networks, *whole.networks), whole=whole.whole, more=more)
+        )
+    for need in needs[:-1]:
+        with contextlib.suppress(Refused):
+            hub.look(given, need)
+            return hub.fetch(given, need, key="eval.py").name
+    return hub.fetch(given, needs[-1], key="eval.py").name
+
+
+def _check_classes(given: str, index: Path) -> None:
+    """Raises ValueError: a diffusers folder's model_index.json names a class that no family here has."""
+    stated = _json(index)
+    parts = {part: kind[1] for part, kind in stated.items() if isinstance(kind, list) and len(kind) == 2 and kind[1]}
+    other = {part: kind for part, kind in parts.items() if CLASSES.get(part, kind if _has_none(part) else None) != kind}
+    if other:
+        named = ", ".join(f"{part} {shown(str(kind))}" for part, kind in other.items())
+        possible = ", ".join(f"{part} {kind}" for part, kind in CLASSES.items())
+        raise UnknownClass(
+            f"{given} is a {shown(str(stated.get('_class_name', 'model')))} with {named}, which nothing here is built of. "
+            f"Possible: {possible}, as Stable Diffusion 1.x and 2 have them. Give such a model."
+        )
+
+
+class UnknownClass(ValueError):
+    """A model of classes that no family here has."""
+
+
+def _has_none(part: str) -> bool:
+    return part.startswith(WITHOUT_WEIGHTS)
+
+
+def has_encoders(place: Place) -> bool:
+    """True where others' weights come with an autoencoder or a text encoder of their own."""
+    if place.kind == "diffusers":
+        return any((place.path / folder).is_dir() for folder in CLASSES if folder != "unet")
+    try:
+        return any(name.startswith(OF_ENCODERS) for name in open_weights(place.path).entries)
+    except ValueError:
+        return True  # said where its weights are read
+
+
+def of_published(config: RunConfig, place: Place, given: set[str]) -> RunConfig:
+    """Return the configuration of others' weights: size and prediction come from their folder, unless keys set them.
+
+    Args:
+        given: keys set on the command line.
+    """
+    own = str(place.path) if has_encoders(place) else None
+    model = dataclasses.replace(config.model, weights=config.model.weights or own, denoiser=str(place.path))
+    of_objective = {
+        key: value for key, value in warm_start.trained_on(place.path).items() if f"objective.{key}" not in given
+    }
+    objective, size = dataclasses.replace(config.objective, **of_objective), config.image_size
+    evaluation = config.eval
+    if place.kind == "file" and evaluation.weights is None:
+        evaluation = dataclasses.replace(
+            evaluation, weights="ema" if warm_start.has_average(place.path) else "training"
+        )
+    sample_size = warm_start.unet_config(place.path).get("sample_size")
+    with contextlib.suppress(ValueError):  # of the family: reported elsewhere
+        family = load_family(model.family, model.preset, model.variant)
+        if type(sample_size) is int and "image_size" not in given:
+            size = sample_size * (512 // family.latent_shape((512, 512))[-1])
+    return dataclasses.replace(config, model=model, objective=objective, image_size=size, eval=evaluation)
+
+
+def problems_of_published(config: RunConfig, place: Place, weights: str | None) -> list[tuple[str, str]]:
+    """(key, message) for what keeps others' weights from being sampled, apart from their names and shapes.
+
+    Args:
+        weights: which of a file's are wanted, ema or training; None: the EMA weights if there are any.
+    """
+    found = []
+    if config.model.weights is None:
+        given = f"not given, and {place.given} has no autoencoder and no text encoder"
+        found.append(
+            ("model.weights", f"{given}. Give those that it was trained with: folder, file or name on the hub.")
+        )
+    if weights == "ema" and place.kind == "file" and not warm_start.has_average(place.path):
+        found.append(("eval.weights", f"ema, but {place.given} has no model_ema.*. Say eval.weights=training."))
+    stated = warm_start.scheduler_config(place.path)
+    other = {key: stated[key] for key, value in SCHEDULE.items() if key in NOISE and stated.get(key, value) != value}
+    if other:
+        said = ", ".join(f"{key} {shown(str(value))}, not {SCHEDULE[key]}" for key, value in other.items())
+        found.append(
+            ("eval.sampler", f"{place.given} was trained with another schedule: {said}. No sampler here has it.")
+        )
+    return found
+
+
+NOISE = ("num_train_timesteps", "beta_schedule", "beta_start", "beta_end")
+
+
+def say_what_is_assumed(config: RunConfig, place: Place) -> None:
+    """Say what others' weights do not say of themselves."""
+    if place.kind in ("diffusers", "file") and not warm_start.trained_on(place.path):
+        given = f"{place.given} does not say what its network predicts: taken to be {config.objective.prediction}"
+        log.info(f"eval: {given}. Say objective.prediction=epsilon, or v, where that is wrong.")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        stated = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return stated if isinstance(stated, dict) else {}
