@@ -4,7 +4,7 @@ RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration as the run was
                     later.yaml         what later starts were given otherwise, and what the run has found
                    environment.json    versions, commit, device, machine
                    starts.jsonl        one line per start: time, first batch, hardware; the run's id (first start); how
-                                       long it took, if its process was not killed
+                                       long it took, if its process was not killed; the error that it ended with
                    metrics.jsonl       one line per window: batch, images, loss (mean since the last edge), clocks, speed,
                                        samples and loss of each of several streams;
                                        one per evaluation (evaluation: true): metrics, and what they depend on;
@@ -30,6 +30,7 @@ from composer.utils import dist
 
 from cli import masking
 from cli.command_line import RENAMED
+from cli.errors import text_of
 from cli.files import write_json, write_whole
 from cli.limits import limited
 from cli.log import log
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from callbacks.throughput import Throughput
 
 SCHEMA = 1
+MAX_FAILED = 1000  # characters of an error's text that are kept
 
 
 @dataclass(frozen=True)
@@ -316,9 +318,13 @@ class RunRecord(Callback):
 
     @contextlib.contextmanager
     def clocked(self) -> Iterator[None]:
-        """Stop the clocks at the end of the context, even after an error, and record them."""
+        """Stop the clocks at the end of the context, even after an error, and record them and it."""
         try:
             yield
+        except Exception as error:
+            if self._is_writer:
+                self._starts[-1]["failed"] = masking.hidden(text_of(error))[:MAX_FAILED]
+            raise
         finally:
             self.throughput.stop()
             if self._is_writer:

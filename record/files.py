@@ -38,6 +38,7 @@ OPTIONAL = {
     "start": int,
     "start_sec": NUMBER,
     "seconds": NUMBER,
+    "failed": str,
     "how": dict,
     "lost": list,
     **dict.fromkeys(("fid", "clip"), (*NUMBER, type(None))),
