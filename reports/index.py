@@ -24,7 +24,7 @@ from record.standing import Standing, runs_under, signature, standing_of
 from reports.page_text import NONE, figure, moment, plain, span
 
 PAGE, INDEX = "page.html", "index.html"
-COLUMNS = (*("run", "state", "target", "images/s", "FID", "CLIP", "images seen", "time", "cost", "started"),)
+COLUMNS = ("run", "state", "target", "images/s", "FID", "CLIP", "images seen", "time", "cost", "started")
 
 
 def is_folder_of_runs(folder: Path) -> bool:
@@ -57,7 +57,7 @@ def html_of(folder: Path, runs: Sequence[Path], *, is_live: bool = False, now: f
     """
     standings = [standing_of(run, folder, signature(run)) for run in runs]
     standings.sort(key=lambda run: -(run.started or 0.0))
-    rows = [(_link(run, folder, is_live=is_live), _state(run), _cells(run)) for run in standings]
+    rows = [(_link(run, folder, is_live=is_live), run, _cells(run)) for run in standings]
     states = [run.state for run in standings]
     script = (Path(__file__).parent / "index.js").read_text()
     return (
@@ -67,7 +67,7 @@ def html_of(folder: Path, runs: Sequence[Path], *, is_live: bool = False, now: f
             folder=folder.resolve().name,
             columns=COLUMNS,
             rows=rows,
-            counts=[(state, states.count(state)) for state in dict.fromkeys(states)],
+            counts=", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
             without=sum(link is None for link, _, _ in rows),
             written=moment(time.time() if now is None else now),
             script=Markup(script),
@@ -79,10 +79,6 @@ def html_of(folder: Path, runs: Sequence[Path], *, is_live: bool = False, now: f
 def _link(run: Standing, folder: Path, *, is_live: bool) -> str | None:
     has_page = is_live or (run.folder / PAGE).is_file()
     return quote(link_of(folder, run.folder)) if has_page else None
-
-
-def _state(run: Standing) -> tuple[str, str]:
-    return run.name, plain(run.failed) if run.state == "failed" else ""
 
 
 def _cells(run: Standing) -> list[tuple[str, float | str]]:

@@ -15,7 +15,7 @@ HTML = "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'
 
 def copy_run(runs: Path, name: str = "shapes_run", *, num_grids: int = 4) -> Path:
     """The record of a demo's run under another name, with its first grids."""
-    folder = shutil.copytree(RECORD, runs / name)
+    folder = shutil.copytree(RECORD, runs / name, copy_function=shutil.copy)
     for grid in sorted((folder / "samples").glob("*.png"))[num_grids:]:
         grid.unlink()
     return folder
