@@ -42,16 +42,27 @@ COMPARISON = "comparison.html"
 
 
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of these runs. `out`: the file; None: in the run's folder, or of several in this folder.
+    """Write the page of these runs. `out`: the file; None: in the run's folder, or of several in the current one.
 
     Returns:
         the file.
 
     Raises:
-        ValueError: a folder is no run's. OSError: the file cannot be written.
+        ConfigError: folders are no runs'. Refused: the file cannot be written.
     """
+    runs, problems = [], []
+    for folder in folders:
+        try:
+            runs.append(read_history(folder))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
     place = out or (folders[0] / PAGE if len(folders) == 1 else Path(COMPARISON))
-    write_whole(place, html_of([read_history(folder) for folder in folders]))
+    try:
+        write_whole(place, html_of(runs))
+    except OSError as error:
+        raise Refused(f"out: {place} cannot be written: {error.strerror}. Give another file: out=FILE.") from error
     return place
 
 
@@ -150,20 +161,11 @@ def main(argv: Sequence[str]) -> int:
         problems.append("command line: no run given. Give a run's folder: runs/NAME.")
     if len(places) > MOST_RUNS:
         problems.append(f"command line: {len(places)} runs given. Possible: 1 to {MOST_RUNS} on a page. Give fewer.")
-    if len(places) == 1 and not problems and index.is_folder_of_runs(places[0]):
-        return index.command_of(places[0], keys.get("out"))
-    try:
-        histories = [] if problems else [read_history(place) for place in places]
-    except ValueError as error:
-        problems.append(str(error))
     if problems:
         raise ConfigError(problems)
-    out = Path(keys["out"]) if "out" in keys else places[0] / PAGE if len(places) == 1 else Path(COMPARISON)
-    try:
-        write_whole(out, html_of(histories))
-    except OSError as error:
-        raise Refused(f"out: {out} cannot be written: {error.strerror}. Give another file: out=FILE.") from error
-    print(f"written: {out}")
+    if len(places) == 1 and index.is_folder_of_runs(places[0]):
+        return index.command_of(places[0], keys.get("out"))
+    print(f"written: {write(places, Path(keys['out']) if 'out' in keys else None)}")
     return 0
 
 

@@ -94,11 +94,26 @@ def _score(runs: Sequence[History], key: str, bands: Mapping[int, Mapping[str, B
             series.append(
                 thinned(name, column(rows, "images"), column(rows, key), kind="points", colour=colour, dash=1)
             )
-    values = {value for run in runs if (value := number_of(run.config, f"target.{key}")) is not None}
-    targets = [(value, f"target: {SIDE[key]} {value:g}") for value in sorted(values)]
+    targets = _targets(runs, key)
     return Plot(
-        f"{key}-over-images", LABELS[key].split(" (")[0], IMAGES, LABELS[key], series, targets, is_log=_is_wide(series)
+        f"{key}-over-images",
+        LABELS[key].split(" (")[0],
+        IMAGES,
+        LABELS[key],
+        series,
+        targets,
+        is_log=key == "fid" and _is_wide(series),
     )
+
+
+def _targets(runs: Sequence[History], key: str) -> list[tuple[float, str]]:
+    """Return each value that is a target once; whose it is where they are not all the same."""
+    found: dict[float, list[str]] = {}
+    for run in runs:
+        if (value := number_of(run.config, f"target.{key}")) is not None:
+            found.setdefault(value, []).append(plain(run.name))
+    whose = {value: f" of {', '.join(names)}" if len(found) > 1 else "" for value, names in found.items()}
+    return [(value, f"target{whose[value]}: {SIDE[key]} {value:g}") for value in sorted(found)]
 
 
 def later_scores(run: History) -> list[Line]:
@@ -164,9 +179,9 @@ def _way(row: Line) -> str:
 
 def _losses(runs: Sequence[History]) -> list[Plot]:
     plots = [
-        _noisy(runs, "loss", "Training loss", "loss, mean of a window"),
+        _noisy(runs, "loss", "Training loss", "loss"),
         _plain(runs, "lr", "Learning rate", "learning rate"),
-        _noisy(runs, "gradient_norm", "Gradient norm", "gradient norm, mean of a window"),
+        _noisy(runs, "gradient_norm", "Gradient norm", "gradient norm"),
     ]
     if len(runs) == 1 and len(runs[0].streams) > 1:
         images, streams = runs[0].windows["images"], list(runs[0].streams.items())
@@ -239,7 +254,7 @@ def _validation(runs: Sequence[History]) -> list[Plot]:
             own = (
                 _own(place, runs)
                 if len(runs) > 1
-                else {"name": f"at {plain(line.get('images'))} images", "colour": f"s{number}"}
+                else {"name": f"at {figure(int(number_of(line, 'images') or 0))} images", "colour": f"s{number}"}
             )
             bins.append(thinned(x=middles, y=values, kind="points", **own))
     by_time = Plot(

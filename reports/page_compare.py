@@ -63,13 +63,13 @@ class Row:
     """A row of a table: (text, hint) for each run."""
 
     name: str
-    cells: Sequence[tuple[str, str]]
+    cells: Sequence[tuple[str, str | None]]
 
 
 def results(runs: Sequence[History]) -> list[Row]:
     """Return the figures of all runs that any of them has, each with its ratio to the first run's."""
     found = [figures_of(run) for run in runs]
-    rows = [Row("result", [(result_of(run).head, "") for run in runs])]
+    rows = [Row("result", [(result_of(run).head, "" if place else None) for place, run in enumerate(runs)])]
     for key, name, said in FIGURES:
         values = [of.get(key) for of in found]
         if any(value is not None for value in values):
@@ -85,9 +85,12 @@ def results(runs: Sequence[History]) -> list[Row]:
     return rows
 
 
-def _ratio(values: Sequence[float | None], place: int) -> str:
+def _ratio(values: Sequence[float | None], place: int) -> str | None:
+    """Return a value's ratio to the first run's, nothing where there is none, None for the first run itself."""
     first, value = values[0], values[place]
-    return f"{TIMES} {figure(value / first, 3)}" if place and first and value is not None else ""
+    if not place:
+        return None
+    return f"{TIMES} {figure(value / first, 3)}" if first and value is not None else ""
 
 
 def differing(all_of: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> list[Row]:
@@ -97,7 +100,7 @@ def differing(all_of: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) 
     for key in keys:
         values = [of.get(key, _ABSENT) for of in all_of]
         if any(value != values[0] or (value is _ABSENT) != (values[0] is _ABSENT) for value in values):
-            rows.append(Row(key, [("not there" if value is _ABSENT else plain(value), "") for value in values]))
+            rows.append(Row(key, [("not there" if value is _ABSENT else plain(value), None) for value in values]))
     return rows
 
 

@@ -355,7 +355,7 @@ def faults_of(run: History) -> list[str]:
     """Return a sentence for each thing that went wrong and is on record."""
     found = []
     if len(run.starts) > 1:
-        found.append(f"The run was resumed {len(run.starts) - 1} time{'s' * (len(run.starts) > 2)}.")
+        found.append(f"Resumes: {len(run.starts) - 1:,}.")
     batches = [value for line in run.cut if (value := number_of(line, "batch")) is not None]
     if batches:
         ends = f"batch {figure(int(min(batches)))} to {figure(int(max(batches)))}"

@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 
 from reports.page_text import figure
 
-WIDE_PX, TALL_PX = 380, 240
+WIDE_PX, TALL_PX = 360, 232
 MOST_POINTS, MOST_ROWS = 400, 40
 NUM_COLOURS = 8
 COLOURS = {
@@ -32,7 +32,7 @@ COLOURS = {
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "easel",
-    "font.size": 10.5,
+    "font.size": 11.0,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -98,7 +98,11 @@ class Plot:
     @property
     def legend(self) -> list[tuple[str, str, str]]:
         """(variable of the colour, kind of the swatch, words) for what is named in it."""
-        named = [(series.colour, series.kind, series.name) for series in self.series if series.name and len(series.x)]
+        named = [
+            (series.colour, series.kind, series.name)
+            for series in self.series
+            if series.name and len(series.x) and series.kind != "faint"
+        ]
         found = [*dict.fromkeys(named)] if len(named) > 1 or "reference" in [kind for _, kind, _ in named] else []
         found += [("ink", "target", words) for _, words in self.targets]
         found += [("grid", "span", "evaluation")] if self.spans else []
