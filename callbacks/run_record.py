@@ -4,7 +4,7 @@ RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration as the run was
                     later.yaml         what later starts were given otherwise, and what the run has found
                    environment.json    versions, commit, device, machine
                    starts.jsonl        one line per start: time, first batch, hardware; the run's id (first start); how
-                                       long it took, if its process was not killed
+                                       long it took, if its process was not killed; the error that it ended with
                    metrics.jsonl       one line per window: batch, images, loss (mean since the last edge), clocks, speed,
                                        samples and loss of each of several streams;
                                        one per evaluation (evaluation: true): metrics, and what they depend on;
@@ -20,6 +20,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +30,9 @@ from composer.utils import dist
 
 from cli import masking
 from cli.command_line import RENAMED
+from cli.errors import text_of
 from cli.files import write_json, write_whole
+from cli.limits import limited
 from cli.log import log
 from record.config_file import ConfigFiles
 from record.environment import environment
@@ -45,7 +48,7 @@ from record.files import (
     seconds_of_starts,
 )
 from record.metric_names import EVALUATION, IMAGES, VALIDATION, WINDOW, bins_named, named, streams_named
-from record.summary import RESULT_KEYS, finite, rounded
+from record.summary import COST_KEYS, RESULT_KEYS, finite, rounded, spent
 from record.writing import append_lines, as_lines
 
 if TYPE_CHECKING:
@@ -54,6 +57,15 @@ if TYPE_CHECKING:
     from callbacks.throughput import Throughput
 
 SCHEMA = 1
+MAX_FAILED = 1000  # characters of an error's text that are kept
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """What a run costs."""
+
+    per_device_hour: float | None = limited(None, 0.0, above=True)
+    """Price of one device for an hour, in any currency: a GPU's, on a CPU a rank's. null: no cost is told."""
 
 
 class Samples(Protocol):
@@ -78,6 +90,7 @@ class RunRecord(Callback):
         losses: of every batch; stops the run if one is not finite.
         samples: the loader, which counts this rank's unusable samples and knows the limit; None: synthetic data.
         how: other settings that affect speed (the keys of speed, the microbatch size); a resumed run may change them.
+        per_device_hour: price of a device for an hour, which holds for all starts; None: there is no cost.
 
     `evaluations`, `validations`: those of this run so far, in order, the same on all ranks.
     """
@@ -95,6 +108,7 @@ class RunRecord(Callback):
         losses: Losses,
         samples: Samples | None,
         how: Mapping[str, Any] | None = None,
+        per_device_hour: float | None = None,
     ):
         self.folder = folder
         self.keys = keys
@@ -104,6 +118,7 @@ class RunRecord(Callback):
         self.losses = losses
         self.samples = samples
         self.how = dict(how or {})
+        self.per_device_hour = per_device_hour
         self.run_id = ""
         self.num_starts = 0
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
@@ -299,9 +314,13 @@ class RunRecord(Callback):
 
     @contextlib.contextmanager
     def clocked(self) -> Iterator[None]:
-        """Stop the clocks at the end of the context, even after an error, and record them."""
+        """Stop the clocks at the end of the context, even after an error, and record them and it."""
         try:
             yield
+        except Exception as error:
+            if self._is_writer:
+                self._starts[-1]["failed"] = masking.hidden(text_of(error))[:MAX_FAILED]
+            raise
         finally:
             self.throughput.stop()
             if self._is_writer:
@@ -320,6 +339,8 @@ class RunRecord(Callback):
         figures = {**self.throughput.result(), "loss": self.loss}
         figures["batches"] = max(figures["batches"], self.begun_at)
         result = {key: rounded(figures[key]) for key in RESULT_KEYS}
+        if self._is_writer:
+            figures |= spent(self.folder, self.per_device_hour, self.lost)
         rest = {key: rounded(value) for key, value in figures.items() if key not in result}
         summary = {
             "schema": SCHEMA,
@@ -334,4 +355,5 @@ class RunRecord(Callback):
         }
         if self._is_writer:
             write_json(self.folder / "summary.json", summary)
-        return result | {key: rounded(value) for key, value in (outcome or {}).items()}
+        price = {key: rest[key] for key in COST_KEYS} if "cost" in rest else {}
+        return result | {key: rounded(value) for key, value in (outcome or {}).items()} | price

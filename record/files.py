@@ -38,6 +38,7 @@ OPTIONAL = {
     "start": int,
     "start_sec": NUMBER,
     "seconds": NUMBER,
+    "failed": str,
     "how": dict,
     "lost": list,
     **dict.fromkeys(("fid", "clip"), (*NUMBER, type(None))),
@@ -158,8 +159,12 @@ def check_record(folder: Path) -> None:
 # --- what its starts were ---
 
 
-def seconds_of_starts(folder: Path) -> float:
-    """Return what all clocks of a run's starts had, as far as they left word: at their end, or in their last line."""
+def seconds_of_starts(folder: Path, *, times_devices: bool = False) -> float:
+    """Return what all clocks of a run's starts had, as far as they left word: at their end, or in their last line.
+
+    Args:
+        times_devices: each start's seconds count once for each of its devices.
+    """
     lines, total = read_lines(folder / METRICS), 0.0
     with contextlib.suppress(OSError):
         for text in (folder / CUT).read_bytes().splitlines():
@@ -173,7 +178,8 @@ def seconds_of_starts(folder: Path) -> float:
             said.append(start["seconds"])
         windows = [line for line in own if is_window(line)]
         of_windows = sum(line[clock] for line in windows for clock in CLOCKS)
-        total += max(said) if said else of_windows  # a start of an older version says no more
+        seconds = max(said) if said else of_windows  # a start of an older version says no more
+        total += seconds * (start["num_devices"] if times_devices else 1)
     return total
 
 

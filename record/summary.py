@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from cli.files import write_json
-from record.files import read_summary
+from record.files import METRICS, STARTS, read_summary, seconds_of_starts
 
 RESULT_KEYS = (
     "images_per_sec",
@@ -27,6 +27,23 @@ RESULT_KEYS = (
 )
 VAL_LOSS = "val_loss"
 """Further key of a run with validation: the last one's loss."""
+COST_KEYS = ("device_hours", "cost")
+"""Further keys of a run with a price."""
+
+
+def spent(folder: Path, per_device_hour: float | None, lost: Collection[str] = ()) -> dict[str, Any]:
+    """Return COST_KEYS of a run so far: hours on the clocks of all its starts, times the devices of each, and their price.
+
+    Args:
+        per_device_hour: price of a device for an hour; None: there is no cost.
+        lost: files of the record with missing parts; without the starts or the metrics the hours are None.
+
+    Raises:
+        ConfigError: a file of the record is broken.
+    """
+    hours = None if {STARTS, METRICS} & {*lost} else seconds_of_starts(folder, times_devices=True) / 3600
+    price = {} if per_device_hour is None else {"cost": None if hours is None else hours * per_device_hour}
+    return {key: rounded(value) for key, value in {"device_hours": hours, **price}.items()}
 
 
 def write_outcome(folder: Path, outcome: Mapping[str, Any], *, over: str | None = None) -> None:

@@ -22,7 +22,10 @@ RANDOM = ("inception", "CLIP")
 """random-inception and random-CLIP are networks of random weights, for trials."""
 
 # Keys in which two runs of one result may differ.
-MAY_DIFFER = ("run_name", "run_folder", "seed", "max_duration", "data.local", "loggers.", "measure.", "eval.batch_size")
+MAY_DIFFER = (
+    *("run_name", "run_folder", "seed", "max_duration", "data.local", "loggers.", "measure.", "eval.batch_size"),
+    "cost.",
+)
 SAME_MACHINE = ("device", "num_devices")
 """Keys of environment.json in which they may not."""
 NUM_SHOWN = 6  # differing keys that are named for a run

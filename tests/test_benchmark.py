@@ -14,6 +14,7 @@ from conftest import TINY_RUN
 import benchmark
 from cli.command_line import parse_command_line
 from config import load
+from record.files import read_lines
 from record.summary import RESULT_KEYS
 from training import cost
 from training.run_config import MODEL_NAMES
@@ -159,6 +160,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_batch_and_rank(tmp_path, cap
         said,
     )
     assert not (tmp_path / "a" / "summary.json").exists()
+    [start] = read_lines(tmp_path / "a" / "starts.jsonl")
+    assert start["failed"] == said.rstrip("\n") and start["seconds"] > 0
     assert main(*TINY_RUN, *words, "run_name=b", "loggers.debug=true") == 1
     debug = capsys.readouterr().err
     assert debug.startswith("Traceback (most recent call last):\n") and debug.endswith(said)

@@ -32,6 +32,7 @@ from callbacks.throughput import CLOCKS
 from cli.errors import ConfigError
 from record import checkpoint_files
 from record.checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
+from record.config_file import read_config
 from stages.moments import MomentsStream
 from training.checkpoints import STOP_SIGNALS, Checkpointer, Progress
 from training.resume import RunState, identity_of
@@ -312,7 +313,7 @@ def test_a_disk_without_room_for_the_snapshots_of_the_whole_run_is_refused(words
     assert main(*words, "max_duration=1ba") == 0
 
 
-def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_path, monkeypatch):
+def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_path, monkeypatch, capsys):
     """Killed (as far as a test can be) behind its checkpoint: batches 4 and 5 come again, and their time counts twice."""
     words = words_of(tmp_path, "a", "max_duration=8ba", "measure.window_batches=1")
 
@@ -340,6 +341,19 @@ def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_p
     assert clocks <= first < clocks + 1.0 and 50.0 < lines[-1]["start_sec"] < second["seconds"] < took_sec
     assert summary["wall_seconds"] == pytest.approx(first + second["seconds"], rel=1e-5)
     assert summary["images_per_sec_wall"] == pytest.approx(64 / summary["wall_seconds"], rel=1e-5)
+    assert summary["device_hours"] == pytest.approx(summary["wall_seconds"] / 3600, rel=1e-5) and "cost" not in summary
+    # A price is told, changes nothing else, and may be given to a run that has ended.
+    capsys.readouterr()
+    for price in (3600.0, 7200.0):
+        assert main(*words, f"cost.per_device_hour={price}") == 0
+        result = dict(pair.split("=") for pair in capsys.readouterr().out.split())
+        now = summary_of(tmp_path / "a")
+        assert float(result["cost"]) == now["cost"] == pytest.approx(price * summary["device_hours"], rel=1e-5)
+        assert now == {**summary, "cost": now["cost"]} and read_config(tmp_path / "a")["cost.per_device_hour"] == price
+    assert main(*words, "max_duration=9ba", "cost.per_device_hour=1") == 0
+    longer = summary_of(tmp_path / "a")
+    assert longer["cost"] == longer["device_hours"] > summary["device_hours"]
+    assert f"device_hours={longer['device_hours']} cost={longer['cost']}\n" in capsys.readouterr().out
 
 
 def test_a_record_that_lost_its_history_is_said_at_the_start_and_marked_in_every_summary(words_of, tmp_path, capsys):

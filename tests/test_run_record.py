@@ -20,7 +20,7 @@ from cli.files import write_whole
 from config import load
 from record.config_file import ConfigFiles, found_batch_size, keep_batch_size, keep_keys, read_config, say_what_is_later
 from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
-from record.summary import write_outcome
+from record.summary import spent, write_outcome
 from training.run_config import ALIASES, RunConfig
 
 
@@ -119,6 +119,18 @@ def test_the_seconds_of_earlier_starts_are_those_of_their_end_or_of_their_last_l
     cut = [window(3, start=2, start_sec=31.0), {**EVALUATION, "start": 2, "start_sec": 45.0}, window(5, start=3)]
     (tmp_path / "metrics.cut.jsonl").write_bytes(written(*cut[:2]) + b'{"batch": 9, "sta\n[]\n' + written(cut[2]))
     assert seconds_of_starts(tmp_path) == 10.0 + 45.0 + 3 * 2.0
+
+
+def test_the_device_hours_of_a_run_are_each_starts_seconds_times_its_devices(tmp_path):
+    """36 s on 8 devices, then 90 s on 2."""
+    starts = [start(1, seconds=36.0, num_devices=8), start(2, num_devices=2)]
+    (tmp_path / "starts.jsonl").write_bytes(written(*starts))
+    (tmp_path / "metrics.jsonl").write_bytes(written(window(1), window(2, start=2, start_sec=90.0)))
+    assert spent(tmp_path, None) == {"device_hours": 0.13}
+    assert spent(tmp_path, 2.5) == {"device_hours": 0.13, "cost": 0.325}
+    assert spent(tmp_path, 2.5, ["bad_samples.jsonl"]) == {"device_hours": 0.13, "cost": 0.325}
+    for lost in ("starts.jsonl", "metrics.jsonl"):
+        assert spent(tmp_path, 2.5, [lost]) == {"device_hours": None, "cost": None}
 
 
 def checkpoint(batch: int, **kept) -> dict:

@@ -29,7 +29,7 @@ from record.checkpoint_files import check_whole, find_newest, read
 from record.config_file import found_batch_size, keep_keys, read_config
 from record.files import check_are_files, evaluations_of, lost_history, read_summary
 from record.mlperf_events import lost_events
-from record.summary import RESULT_KEYS, VAL_LOSS, rounded, write_outcome
+from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS, rounded, spent, write_outcome
 from stages.dataset import Stage
 from stages.fetch import INDEX
 from stages.keys import KEYS_FILE
@@ -62,6 +62,7 @@ MAY_CHANGE = (
     "save.",
     "measure.",
     "profile.",
+    "cost.",
     "loggers.",
     "mlperf.",  # the log says how the run began
 )
@@ -105,7 +106,7 @@ def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
 def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[str, Any] | None:
     """Return the result of a finished run and log that it is finished; None if it is not.
 
-    Another target or evaluation setting is written to its record.
+    Another target, evaluation setting or price is written to its record.
 
     Args:
         max_duration: the duration that it has to have finished; None: any.
@@ -125,6 +126,8 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
         found, more = _unmet(folder, summary, lines, config)
         text = f"is finished (max_duration={summary.get('max_duration')}); a longer one would resume it{more}"
     log.info(f"run_name: {folder} {text}.")
+    if config.cost.per_device_hour is not None:
+        found |= spent(folder, config.cost.per_device_hour, summary.get("history_lost", []))
     if dist.get_global_rank() == 0:
         if found:
             write_outcome(folder, found)
@@ -133,11 +136,14 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
             key for key in flat(config) if not any(f"{key}.".startswith(t) or t.startswith(f"{key}.") for t in there)
         ]
         keep_keys(folder, {key: value for key, value in flat(config).items() if key in lost})
+        if "cost" in found:
+            keep_keys(folder, flat(config), ("cost.",))
         if config.eval.when != "off":  # so that eval.py scores with this start's settings
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
     summary |= found
-    return {key: rounded(summary[key]) for key in (*RESULT_KEYS, VAL_LOSS, *TARGET_KEYS) if key in summary}
+    price = COST_KEYS if "cost" in summary else ()
+    return {key: rounded(summary[key]) for key in (*RESULT_KEYS, VAL_LOSS, *TARGET_KEYS, *price) if key in summary}
 
 
 def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: RunConfig) -> tuple[dict[str, Any], str]:

@@ -68,6 +68,7 @@ def build_record(
         losses=losses,
         samples=loader,
         how={key: facts[key] for key in ("device_train_microbatch_size", *speed.values_of(config))},
+        per_device_hour=config.cost.per_device_hour,
     )
 
 

@@ -13,6 +13,7 @@ from composer.utils import dist
 
 from callbacks.mlperf_log import MLPerfConfig
 from callbacks.profile import ProfileConfig
+from callbacks.run_record import CostConfig
 from callbacks.throughput import MeasureConfig
 from cli.command_line import Alias
 from cli.limits import ImageSize, Pixels, duration, limited
@@ -71,6 +72,7 @@ class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
 
