@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import traceback
 from collections.abc import Sequence
 from pathlib import Path

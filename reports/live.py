@@ -100,7 +100,9 @@ class Page:
 def notice(text: str) -> str:
     """Return a page that says why there is no other one."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src ; base-uri 'none'; form-action 'none'"
-    style = "color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: min(40rem, 92vw)"
+    style = (
+        "color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: min(40rem, 92vw)"
+    )
     head = f"""<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>Easel</title><style>body {{ {style} }}</style>"""
     said = f"<h1>Easel</h1><p>{html.escape(printable(text))}</p>"

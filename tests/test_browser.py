@@ -192,7 +192,9 @@ def names_of(opened: Opened) -> list[str]:
 
 def test_the_table_is_sorted_by_a_click_and_by_a_key_and_what_has_no_value_stays_last(chromium, pages):
     with Opened(chromium, pages["index"]) as opened:
-        head = lambda text: opened.tab.locator("#runs thead th", has=opened.tab.get_by_role("button", name=text, exact=True))
+        head = lambda text: opened.tab.locator(
+            "#runs thead th", has=opened.tab.get_by_role("button", name=text, exact=True)
+        )
         sorts = lambda: opened.tab.locator("#runs thead th:not([aria-sort=none])").all_inner_texts()
         assert sorts() == ["started"] and opened.tab.locator("#runs a").count() == 2
         head("cost").locator("button").click()
@@ -200,7 +202,11 @@ def test_the_table_is_sorted_by_a_click_and_by_a_key_and_what_has_no_value_stays
         head("cost").locator("button").press("Enter")
         assert names_of(opened)[0] == NASTY and head("cost").get_attribute("aria-sort") == "descending"
         head("FID").locator("button").press("Space")
-        fids = [float(cell) for cell in opened.tab.locator("#runs tbody tr td:nth-child(5)").all_inner_texts() if cell != "–"]
+        fids = [
+            float(cell)
+            for cell in opened.tab.locator("#runs tbody tr td:nth-child(5)").all_inner_texts()
+            if cell != "–"
+        ]
         assert fids == sorted(fids) and sorts() == ["FID"] and names_of(opened)[-1] == "broken"
         head("run").locator("button").click()
         assert names_of(opened) == sorted(names_of(opened))
@@ -277,7 +283,15 @@ def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, serv
         assert opened.shown() == grids_of(whole)[1]
         # Resumed: the record is cut back, and goes on.
         (running / "metrics.jsonl").write_bytes(b"".join(lines[:20]))
-        (running / "starts.jsonl").write_bytes(b"".join([(running / "starts.jsonl").read_bytes(), json.dumps({**start, "start": 2, "batch": 200}).encode(), b"\n"]))
+        (running / "starts.jsonl").write_bytes(
+            b"".join(
+                [
+                    (running / "starts.jsonl").read_bytes(),
+                    json.dumps({**start, "start": 2, "batch": 200}).encode(),
+                    b"\n",
+                ]
+            )
+        )
         opened.tab.wait_for_function("document.querySelectorAll('#starts tbody tr').length === 2", timeout=20_000)
         assert opened.shown() == grids_of(whole)[1] and opened.wrong == second.wrong == []
         assert {url.split("/")[2] for url in opened.asked} == {address.split("/")[2]}
@@ -303,5 +317,7 @@ def test_axe_core_finds_nothing_wrong_with_what_is_served(chromium, served, tmp_
         assert violations(opened.tab) == []
         copy_run(runs)
         opened.tab.goto(f"{address}shapes_run/page.html")
-        opened.tab.evaluate("document.getElementById('live').hidden = false, document.getElementById('live').textContent = 'Nobody'")
+        opened.tab.evaluate(
+            "document.getElementById('live').hidden = false, document.getElementById('live').textContent = 'Nobody'"
+        )
         assert violations(opened.tab) == []

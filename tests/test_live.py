@@ -94,7 +94,17 @@ def test_a_page_that_takes_long_is_made_seldom(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", ["/x", "/shapes_run", "/shapes_run/config.yaml", "/../shapes_run/page.html", "/%2e%2e/etc/passwd", "//etc/passwd", "/%ff", "*"]
+    "path",
+    [
+        "/x",
+        "/shapes_run",
+        "/shapes_run/config.yaml",
+        "/../shapes_run/page.html",
+        "/%2e%2e/etc/passwd",
+        "//etc/passwd",
+        "/%ff",
+        "*",
+    ],
 )
 def test_only_the_pages_of_runs_are_there(server, runs, path):
     copy_run(runs)
@@ -206,7 +216,11 @@ def test_two_hundred_runs_are_a_table_of_seconds(runs):
     began = time.monotonic()
     text = index.html_of(runs, runs_under(runs))
     first, began = time.monotonic() - began, time.monotonic()
-    assert index.html_of(runs, runs_under(runs), is_live=True).count("<a href=") == 200 == text.count('<tr><th scope="row"')
+    assert (
+        index.html_of(runs, runs_under(runs), is_live=True).count("<a href=")
+        == 200
+        == text.count('<tr><th scope="row"')
+    )
     assert time.monotonic() - began < first / 2  # what has not changed is not read again
     assert len(text) < 400_000
 
@@ -241,7 +255,12 @@ def test_a_run_that_goes_on_has_the_figures_of_its_record_so_far(runs):
     evaluation = [line for line in kept if line.get("evaluation")][-1]
     found = standing_of(folder, runs, signature(folder))
     seconds = max(100.0, *(line["start_sec"] for line in kept))
-    assert (found.state, found.target, found.fid, found.clip) == ("stopped", None, evaluation["fid"], evaluation["clip"])
+    assert (found.state, found.target, found.fid, found.clip) == (
+        "stopped",
+        None,
+        evaluation["fid"],
+        evaluation["clip"],
+    )
     assert found.images == kept[-1]["images"] and found.cost == pytest.approx(8 * seconds) and found.seconds == seconds
 
 
