@@ -80,7 +80,7 @@ def test_processor_time_is_that_of_who_works():
     child = multiprocessing.get_context("fork").Process(target=lambda: (burn(0.2), time.sleep(60)), daemon=True)
     child.start()
     until = time.monotonic() + 30
-    while bench_data.cpu_sec(of_workers=True) - workers < 0.2 and time.monotonic() < until:
+    while bench_data.cpu_sec(of_workers=True) - workers < 0.15 and time.monotonic() < until:
         time.sleep(0.05)
     assert bench_data.cpu_sec(of_workers=True) - workers == pytest.approx(0.2, abs=0.1)  # in ticks of 0.01 s
     child.kill()

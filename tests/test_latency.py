@@ -222,6 +222,14 @@ def test_the_table_stands_between_the_marks_of_its_record_and_nothing_else_chang
     assert report.main([str(path), str(page)]) == 0 and page.read_text() == after
 
 
+def test_what_several_contests_say_together_is_their_median(record):
+    speeds = [c["eager_speedup_vs_pipeline"] for c in record["contests"] if c["preset"] == "tiny" and "eager_sec" in c]
+    [tiny, full] = report.groups_of(record)
+    said = f"{statistics.median(speeds):.2f} times as fast as the pipeline ({min(speeds):.2f} to {max(speeds):.2f})."
+    assert report.notes_of(tiny)[0] == f"eager, over {len(speeds)} contests: {said}"
+    assert report.notes_of(full) == ["fp32 images differ from the pipeline's by 0 at most, of 0 to 1."]
+
+
 def test_a_reason_that_looks_like_markup_stays_text(record):
     contest = record["contests"][0]
     contest["status"]["eager"], contest["reasons"]["eager"] = "failed", "X: <b>|`a`"
@@ -231,7 +239,7 @@ def test_a_reason_that_looks_like_markup_stays_text(record):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{}", "is no record of bench.latency (KeyError: 'contests')."),
+        ("{}", "is no record of bench.latency (KeyError: 'device')."),
         (
             '{"contests": [], "device": 1, "commit": 2, "torch_version": 3, "diffusers_version": 4}',
             "has no contest. Run ",
