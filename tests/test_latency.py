@@ -97,6 +97,13 @@ def test_what_runs_out_of_memory_in_any_turn_is_a_row_that_says_so_and_the_other
     assert any(note.startswith("whole, out of memory: RuntimeError: ") for note in report.left_out([made]))
 
 
+def test_a_model_that_does_not_fit_at_all_is_recorded_as_that(monkeypatch):
+    monkeypatch.setattr(latency_contest, "model_of", lambda case: torch.empty(2**52))
+    made = Contest(CASE, ["eager"]).measure()
+    assert set(made["status"].values()) == {"out_of_memory"} and made["by_round"] == {}
+    assert [row[5] for row in report.rows_of([made])] == ["out of memory"] * 2
+
+
 def test_a_contestant_that_fails_is_named_and_the_command_s_code_is_1(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(latency_contest, "theirs", lambda model, case: lambda: 1 / 0)
     assert latency.main([*FEW, f"results={tmp_path}/l.json"]) == 1
