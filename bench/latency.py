@@ -78,7 +78,7 @@ class LatencyConfig:
     """Turns of each contestant."""
     threads: int = limited(1, 1, 1024)
     """Threads of torch on a CPU."""
-    results: str = "reports/results/latency.json"
+    results: str = "reports/results/latency_cpu.json"
     """File of the record. One of the same commit and device is added to, another one replaced."""
 
 

@@ -274,7 +274,12 @@ class Contest:
         if not self.names():
             return
         torch._dynamo.reset()
-        model = model_of(self.case)
+        try:
+            model = model_of(self.case)
+        except Exception as error:
+            for name in self.names():
+                self._lose(name, error)
+            return
         for name in self.names():
             with self._at_its_own_risk(name):
                 if name == PIPELINE:

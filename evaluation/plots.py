@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from cli.command import command
 from cli.errors import Refused
@@ -177,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
             draw_guidance(rows, Path(out))
         else:
             draw_over_images(rows, Path(out), target)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, YAMLError) as error:
         raise Refused(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)) from error
     print(f"written: {out}")
     return 0

@@ -15,9 +15,11 @@ Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -119,14 +121,21 @@ def largest_difference(contests: Sequence[Contest]) -> float | None:
     return max(values, default=None)
 
 
+def _overviews(contests: Sequence[Contest]) -> Iterator[str]:
+    """Yield what the contests say of a way together, where it was in several."""
+    for way in dict.fromkeys(name for contest in contests for name in contest["status"]):
+        key = f"{way}_speedup_vs_{PIPELINE}"
+        speeds = [contest[key] for contest in contests if key in contest]
+        if len(speeds) > 1:
+            middle, ends = statistics.median(speeds), f"{min(speeds):.2f} to {max(speeds):.2f}"
+            yield f"{way}, over {len(speeds)} contests: {middle:.2f} times as fast as the pipeline ({ends})."
+
+
 def notes_of(contests: Sequence[Contest]) -> list[str]:
     """Return what stands below a table."""
-    difference = largest_difference(contests)
-    said = (
-        []
-        if difference is None
-        else [f"fp32 images differ from the pipeline's by {difference:.2g} at most, of 0 to 1."]
-    )
+    said, difference = list(_overviews(contests)), largest_difference(contests)
+    if difference is not None:
+        said.append(f"fp32 images differ from the pipeline's by {difference:.2g} at most, of 0 to 1.")
     return said + left_out(contests)
 
 
@@ -189,7 +198,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     if not panels:
         raise ValueError("nothing in it was measured, so there is nothing to draw. Measure again.")
     names = list(dict.fromkeys(name for _, contests in panels for each in contests for name in each["status"]))
-    drawn = [name for name in names if any(f"{name}_sec" in each for _, contests in panels for each in contests)]
+    drawn = [name for name in names if any(_is_in(contests, name) for _, contests in panels)]
+    colours = dict(zip(drawn, itertools.cycle(COLOURS), strict=False))
     columns = min(3, len(panels))
     down = math.ceil(len(panels) / columns)
     with matplotlib.rc_context(matplotlib.rcParamsDefault):
@@ -197,7 +207,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         FigureCanvasAgg(figure)
         for number, (title, contests) in enumerate(panels, 1):
             axes = figure.add_subplot(down, columns, number)
-            _draw_panel(axes, contests, drawn)
+            _draw_panel(axes, contests, {name: colour for name, colour in colours.items() if _is_in(contests, name)})
             axes.set_title(title, fontsize=9)
         handles = {}
         for axes in figure.axes:
@@ -209,17 +219,22 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         figure.savefig(path, dpi=DPI, metadata={"Software": None})
 
 
-def _draw_panel(axes: Axes, contests: Sequence[Contest], names: Sequence[str]) -> None:
+def _is_in(contests: Sequence[Contest], name: str) -> bool:
+    """True where a contestant was measured in one of the contests."""
+    return any(f"{name}_sec" in contest for contest in contests)
+
+
+def _draw_panel(axes: Axes, contests: Sequence[Contest], colours: Mapping[str, str]) -> None:
     batches = list(dict.fromkeys(contest["batch_size"] for contest in contests))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
+    width = 0.8 / len(colours)
+    for number, (name, colour) in enumerate(colours.items()):
         there = {contest["batch_size"]: contest for contest in contests if f"{name}_sec" in contest}
-        at = [batches.index(batch) + (number - (len(names) - 1) / 2) * width for batch in there]
+        at = [batches.index(batch) + (number - (len(colours) - 1) / 2) * width for batch in there]
         seconds = [contest[f"{name}_sec"] for contest in there.values()]
         ends = [[contest[f"{name}_sec{end}"] for contest in there.values()] for end in ("_min", "_p95")]
         away = [[abs(end - middle) for end, middle in zip(side, seconds, strict=True)] for side in ends]
         label = "diffusers' pipeline" if name == PIPELINE else name
-        style = {"color": COLOURS[number % len(COLOURS)], "ecolor": "#303030", "error_kw": {"linewidth": 0.8}}
+        style = {"color": colour, "ecolor": "#303030", "error_kw": {"linewidth": 0.8}}
         bars = axes.bar(at, seconds, 0.92 * width, yerr=away, label=label, **style)
         speeds = [contest.get(f"{name}_speedup_vs_{PIPELINE}") for contest in there.values()]
         axes.bar_label(bars, ["" if speed is None else f"x{speed:.2f}" for speed in speeds], fontsize=7, padding=2)

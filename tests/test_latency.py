@@ -97,6 +97,13 @@ def test_what_runs_out_of_memory_in_any_turn_is_a_row_that_says_so_and_the_other
     assert any(note.startswith("whole, out of memory: RuntimeError: ") for note in report.left_out([made]))
 
 
+def test_a_model_that_does_not_fit_at_all_is_recorded_as_that(monkeypatch):
+    monkeypatch.setattr(latency_contest, "model_of", lambda case: torch.empty(2**52))
+    made = Contest(CASE, ["eager"]).measure()
+    assert set(made["status"].values()) == {"out_of_memory"} and made["by_round"] == {}
+    assert [row[5] for row in report.rows_of([made])] == ["out of memory"] * 2
+
+
 def test_a_contestant_that_fails_is_named_and_the_command_s_code_is_1(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(latency_contest, "theirs", lambda model, case: lambda: 1 / 0)
     assert latency.main([*FEW, f"results={tmp_path}/l.json"]) == 1
@@ -222,6 +229,14 @@ def test_the_table_stands_between_the_marks_of_its_record_and_nothing_else_chang
     assert report.main([str(path), str(page)]) == 0 and page.read_text() == after
 
 
+def test_what_several_contests_say_together_is_their_median(record):
+    speeds = [c["eager_speedup_vs_pipeline"] for c in record["contests"] if c["preset"] == "tiny" and "eager_sec" in c]
+    [tiny, full] = report.groups_of(record)
+    said = f"{statistics.median(speeds):.2f} times as fast as the pipeline ({min(speeds):.2f} to {max(speeds):.2f})."
+    assert report.notes_of(tiny)[0] == f"eager, over {len(speeds)} contests: {said}"
+    assert report.notes_of(full) == ["fp32 images differ from the pipeline's by 0 at most, of 0 to 1."]
+
+
 def test_a_reason_that_looks_like_markup_stays_text(record):
     contest = record["contests"][0]
     contest["status"]["eager"], contest["reasons"]["eager"] = "failed", "X: <b>|`a`"
@@ -231,7 +246,7 @@ def test_a_reason_that_looks_like_markup_stays_text(record):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{}", "is no record of bench.latency (KeyError: 'contests')."),
+        ("{}", "is no record of bench.latency (KeyError: 'device')."),
         (
             '{"contests": [], "device": 1, "commit": 2, "torch_version": 3, "diffusers_version": 4}',
             "has no contest. Run ",

@@ -16,7 +16,7 @@ from evaluation import plots
 from evaluation.score_table import write_rows
 
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)\s]+)\)")
-BY_A_BROWSER: tuple[str, ...] = ()
+BY_A_BROWSER = ("reports.screenshot",)
 """Modules of the recipe that need a browser: what they write is looked for in their words, and not drawn here."""
 
 
