@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 
@@ -10,7 +9,7 @@ import pytest
 from composer.loggers import LoggerDestination
 from conftest import TINY_RUN, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_validation import held_out  # noqa: F401
+from test_validation import held_out, made  # noqa: F401
 from wandb_file import offline
 
 import benchmark
@@ -54,7 +53,7 @@ def test_every_metric_has_one_row_and_the_dashboard_names_no_other():
 @pytest.mark.timeout(120, func_only=True)
 def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, held_out, tmp_path):  # noqa: F811
     """Two streams, one with an odd name, validation, grids, an evaluation that meets its target; then the files are read."""
-    shutil.copytree(miniature.moments, tmp_path / "odd name")
+    (made(tmp_path / "other", "num_images=40", "captions=shuffled") / "moments").rename(tmp_path / "odd name")
     parts = ", ".join(f"{{remote: {place}, proportion: 0.5}}" for place in (miniature.moments, tmp_path / "odd name"))
     words = miniature.small(tmp_path, "one", f"validation.remote={held_out / 'moments'}", "validation.every_images=16")
     words = [word for word in words if not word.startswith(("data.remote", "eval.when", "target.fid"))]
