@@ -11,6 +11,7 @@ from conftest import TINY_RUN, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_validation import held_out, made  # noqa: F401
 from wandb_file import offline
+from wandb_server import WandbServer
 
 import benchmark
 from callbacks import stalled_data
@@ -102,14 +103,20 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60, func_only=True)
-def test_a_loss_that_is_not_finite_is_told_by_wandb_though_the_run_fails(tmp_path):
+@pytest.mark.timeout(100, func_only=True)
+def test_a_loss_that_is_not_finite_is_told_by_wandb_though_the_run_fails_and_by_a_sync_later(tmp_path):
     own = ["optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=bad", "--use_synth_data"]
     done = run(sys.executable, "benchmark.py", *TINY_RUN, *own, *OFFLINE)
     assert done.returncode == 1
     [(title, text, level)] = offline(tmp_path / "bad").alerts
     assert (title, level) == ("loss is not finite", "WARN")
     assert text.startswith("loss: nan in batch ") and text in done.stderr
+    with WandbServer() as server:
+        at = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": 8 * "12345", "WANDB_DIR": str(tmp_path)}
+        done = run("wandb", "sync", *map(str, (tmp_path / "bad" / "wandb").glob("offline-run-*")), **at)
+    assert done.returncode == 0 and [(sent["title"], sent["text"]) for sent in server.alerts] == [(title, text)], (
+        done.stderr
+    )
 
 
 class Told(LoggerDestination):

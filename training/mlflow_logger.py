@@ -1,8 +1,8 @@
 """Figures, pictures, configuration and result of a run to MLflow: its server, or a database such as a file of SQLite.
 
-Composer 0.32.1's own logger does not do for a run that is resumed or long (seen with mlflow 3.17): it finds the earlier part
-by the run's name among those of all folders, a changed key ends the run since MLflow's params are never changed, and it skips
-a figure that stays the same.
+Composer 0.32.1's own logger does not do for a run that is resumed (tried with mlflow 3.17): it finds the earlier part by the
+run's name among those of all folders, one key with another value loses the whole configuration of that start, since MLflow's
+params are never changed, and a figure that stays the same is skipped.
 
 What is logged is sent by a thread, so that no step waits for a server. Where the server is away the figures wait, and are
 sent when it is back; what never arrives is in the run's folder anyway.
