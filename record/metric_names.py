@@ -108,8 +108,8 @@ def row_of(name: str) -> str | None:
 
 def as_sent(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return what loggers are sent of some figures: Composer's under our names, and none that the table does not have."""
-    named = {FROM_COMPOSER.get(key, key): value for key, value in metrics.items()}
-    return {name: value for name, value in named.items() if row_of(name)}
+    ours = {FROM_COMPOSER.get(key, key): value for key, value in metrics.items()}
+    return {name: value for name, value in ours.items() if row_of(name)}
 
 
 def named(metrics: Sequence[Metric], line: Mapping[str, Any]) -> dict[str, float]:
@@ -118,11 +118,9 @@ def named(metrics: Sequence[Metric], line: Mapping[str, Any]) -> dict[str, float
 
 
 def streams_named(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of each stream of a window."""
+    """Return the figures of each stream of a window, under names that TensorBoard and MLflow take."""
     streams = line.get("streams", {})
-    names = [
-        re.sub(r"[^\w.-]", "_", stream, flags=re.ASCII).strip(".") or "_" for stream in streams
-    ]  # TensorBoard, MLflow
+    names = [re.sub(r"[^\w.-]", "_", stream, flags=re.ASCII).strip(".") or "_" for stream in streams]
     found = {}
     for number, (name, figures) in enumerate(zip(names, streams.values(), strict=True)):
         place = name if names.count(name) == 1 else f"{number}-{name}"

@@ -386,14 +386,6 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_pictures_go_to_wandb_offline_without_asking_its_server(words_of, tmp_path):
-    words = words_of(tmp_path, "logged", "eval.when=in_training", "max_duration=3ba")
-    words += ["loggers.wandb.project=p", "loggers.wandb.mode=offline"]
-    done = run(sys.executable, "benchmark.py", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list((tmp_path / "logged" / "wandb").rglob("*.png"))
-
-
 def test_statistics_of_another_resize_and_rows_of_another_precision_are_not_taken_for_the_same(
     miniature, watched, tmp_path, capsys
 ):

@@ -136,6 +136,20 @@ def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, outpu
     assert status in ladder.table([record]).splitlines()[1]
 
 
+def test_the_runs_of_a_ladder_are_one_group_where_they_are_logged(monkeypatch):
+    commands: list[list[str]] = []
+    monkeypatch.setattr(ladder, "_run", lambda command, limit: (commands.append(command) or 2, ""))
+    own = ("loggers.group=own",)
+    for rung in (
+        ladder.Rung("a", "x", ()),
+        ladder.Rung("b", "x", own),
+        ladder.Rung("c", "x", (), program="evaluation"),
+    ):
+        ladder.run_rung(rung, 5, group="seeds")
+    groups = [[word for word in command if word.startswith("loggers.group=")] for command in commands]
+    assert groups == [["loggers.group=seeds"], list(own), []]
+
+
 def test_a_rung_with_a_target_shows_what_became_of_it():
     plain = {"rung": "a", "status": "ok", "device": "x"}
     with_target = {**plain, "rung": "b", "target": "reached", "images_to_target": 4096, "fid": 1.5, "clip": 0.5}

@@ -52,13 +52,19 @@ def test_without_mlflow_a_run_is_refused_with_what_to_install(monkeypatch):
     assert LoggersConfig(mlflow=MlflowConfig()).problems() == said
 
 
-def test_an_address_whose_password_was_taken_out_is_refused_and_an_empty_experiment():
+def test_an_address_whose_password_was_taken_out_is_refused_and_an_experiment_without_a_name():
     said = (
         "has a password in it, which no key keeps. Set the variable MLFLOW_TRACKING_URI to the whole address, and leave"
     )
     address = "postgresql://me:***@host/db"
     assert MlflowConfig(tracking_uri=address).problem() == f"tracking_uri: {address} {said} the key out."
-    assert MlflowConfig(experiment=" ").problem() == "experiment: is empty. Give a name, or leave it out."
+    said = "experiment: is no name of 1 to 250 printable characters. Give one, or leave it out."
+    assert [MlflowConfig(experiment=name).problem() for name in (" ", "a\x1b", "x" * 251, "x")] == [
+        said,
+        said,
+        said,
+        None,
+    ]
 
 
 def test_the_key_goes_before_the_variable_and_that_before_the_runs_folder(tmp_path, monkeypatch):
@@ -118,7 +124,10 @@ def test_a_store_that_is_away_for_a_time_costs_no_figure_and_one_line(tmp_path, 
     """Its table has another name for some time; then what waited is sent."""
     monkeypatch.setattr(mlflow_logger, "FLUSH_SEC", -1.0)
     logger, file = as_rank_zero(MlflowConfig(), tmp_path), tmp_path / "mlflow" / "mlflow.db"
-    rename = lambda one, two: sqlite3.connect(file, isolation_level=None).execute(f"ALTER TABLE {one} RENAME TO {two}")  # noqa: E731
+
+    def rename(table: str, name: str) -> None:
+        sqlite3.connect(file, isolation_level=None).execute(f"ALTER TABLE {table} RENAME TO {name}")
+
     rename("metrics", "gone")
     for step in range(3):
         logger.log_metrics({"loss/train/total": step / 2, "time/token": 1}, step)

@@ -49,7 +49,12 @@ def test_the_view_names_what_the_dashboard_says_and_nothing_else(tmp_path, capsy
 @pytest.mark.timeout(120, func_only=True)
 def test_a_server_is_sent_the_view(tmp_path):
     with WandbServer() as server:
-        at = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": 8 * "12345", "WANDB_CONFIG_DIR": str(tmp_path)}
+        at = {
+            "WANDB_BASE_URL": server.address,
+            "WANDB_API_KEY": 8 * "12345",
+            "WANDB_CONFIG_DIR": str(tmp_path),
+            "WANDB_DIR": str(tmp_path),
+        }
         done = run(sys.executable, "-m", "reports.wandb_dashboard", "team/shapes", **at)
     assert done.returncode == 0, done.stderr
     [view] = server.views

@@ -56,7 +56,9 @@ def offline(run: Path) -> Offline:
     found = Offline()
 
     def values(items: Any) -> dict[str, Any]:
-        return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+        return {
+            item.key or item.nested_key[0]: json.loads(item.value_json) for item in items
+        }  # a picture's parts: the last
 
     for record in records(path):
         kind = record.WhichOneof("record_type")

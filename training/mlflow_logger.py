@@ -1,8 +1,8 @@
 """Figures, pictures, configuration and result of a run to MLflow: its server, or a database such as a file of SQLite.
 
-Composer 0.32.1's own logger does not do for a run that is resumed or long (seen with mlflow 3.17): it finds the earlier part
-by the run's name among those of all folders, a changed key ends the run since MLflow's params are never changed, and it skips
-a figure that stays the same.
+Composer 0.32.1's own logger does not do for a run that is resumed (tried with mlflow 3.17): it finds the earlier part by the
+run's name among those of all folders, one key with another value loses the whole configuration of that start, since MLflow's
+params are never changed, and a figure that stays the same is skipped.
 
 What is logged is sent by a thread, so that no step waits for a server. Where the server is away the figures wait, and are
 sent when it is back; what never arrives is in the run's folder anyway.
@@ -54,8 +54,8 @@ class MlflowConfig:
         if self.tracking_uri is not None and MASK in self.tracking_uri:
             given = f"tracking_uri: {self.tracking_uri} has a password in it, which no key keeps"
             return f"{given}. Set the variable {ADDRESS} to the whole address, and leave the key out."
-        if not self.experiment.strip():
-            return "experiment: is empty. Give a name, or leave it out."
+        if not self.experiment.strip() or not self.experiment.isprintable() or len(self.experiment) > 250:
+            return "experiment: is no name of 1 to 250 printable characters. Give one, or leave it out."
         return None
 
     def address(self, folder: Path) -> str:
@@ -186,8 +186,7 @@ class MlflowLogger(Destination):
         """Log one picture, uint8 (H, W, 3)."""
         if self._id is None:
             return
-        send = lambda: self._client.log_image(self._id, images, key=name, step=step or 0)  # noqa: E731
-        self._pool.submit(self._try, name, send)
+        self._pool.submit(self._try, name, lambda: self._client.log_image(self._id, images, key=name, step=step or 0))
 
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Log its figures as metrics, its texts as tags."""
