@@ -172,8 +172,7 @@ def facts_of(
     """Return what export.json says. `shown`: key -> value of the run's files, without secrets."""
     return {
         "schema": SCHEMA,
-        "run_name": run.resolve().name,
-        "run_id": run_id_of(run),
+        **_identity(run),
         **{key: progress[key] for key in ("snapshot", "batch", "images", "weights")},
         "family": model.family.name,
         "variant": model.family.variant,
@@ -224,10 +223,14 @@ def caption_of(run: Path) -> str:
 # --- where it goes ---
 
 
-def place_problem(out: Path, facts: dict[str, Any], need_bytes: int) -> str | None:
-    """Say why an export cannot be written there, or None: it is free, or an earlier export of the same run."""
-    if text := _unlike(out, facts):
-        return f"{out} exists and {text}. Give another name, or remove it."
+def taken(out: Path, run: Path) -> str | None:
+    """Say what is in the way there, or None: nothing is, or an earlier export of the same run."""
+    text = _unlike(out, _identity(run))
+    return f"{out} exists and {text}. Give another name, or remove it." if text else None
+
+
+def no_room(out: Path, need_bytes: int) -> str | None:
+    """Say that an export does not fit the disk, or None."""
     there = out.absolute().parent
     while not there.exists():
         there = there.parent
@@ -241,19 +244,22 @@ def place_problem(out: Path, facts: dict[str, Any], need_bytes: int) -> str | No
     return None
 
 
-def _unlike(out: Path, facts: dict[str, Any]) -> str | None:
-    """Say what is there that is no export of this run; None: there is nothing, or such an export."""
+def _identity(run: Path) -> dict[str, Any]:
+    return {"run_name": run.resolve().name, "run_id": run_id_of(run)}
+
+
+def _unlike(out: Path, identity: dict[str, Any]) -> str | None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if out.is_dir() == is_ldm(out):
         return "is a folder, but its name is an LDM file's" if is_ldm(out) else "is a file"
     try:
         earlier = _facts_in_file(out) if is_ldm(out) else json.loads((out / FACTS).read_bytes())
-        names = {key: earlier[key] for key in ("run_name", "run_id")}
+        names = {key: earlier[key] for key in identity}
         strangers = [] if is_ldm(out) else sorted(_files(out) - {*earlier["files"], FACTS})
     except (OSError, ValueError, KeyError, TypeError):
         return "is no export"
-    if names != {key: facts[key] for key in names}:
+    if names != identity:
         return f"is an export of another run, {masking.printable(str(names['run_name']))[:80]}"
     return f"has files that no export has: {', '.join(map(masking.printable, strangers[:3]))}" if strangers else None
 
@@ -277,6 +283,8 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     """Write a run's model and return what was written. Raises ValueError: it cannot be exported; OSError: nor written."""
     began = time.monotonic()
     run, file = run_of(place)
+    if problem := taken(out, run):
+        raise ConfigError([problem])
     path = file or chosen(run, config.snapshot)
     run_config = read_run(run, config.model.weights)
     run_config = dataclasses.replace(run_config, model=models.fetched(run_config.model))
@@ -287,7 +295,7 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     text = masked_text(run)
     shown = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))
     facts = {**facts_of(run, run_config, model, progress, shown), "dtype": config.dtype}
-    if problem := place_problem(out, facts, pipeline_folder.num_bytes(networks, config.dtype)):
+    if problem := no_room(out, pipeline_folder.num_bytes(networks, config.dtype)):
         raise ConfigError([problem])
     if is_ldm(out):
         tensors = pipeline_folder.ldm_tensors(networks, config.dtype)
