@@ -7,7 +7,7 @@
     python export.py runs/NAME OUT push_to_hub=OWNER/NAME    # and to the Hugging Face Hub, as a private model
 
 The folder has the denoiser, the run's frozen encoders, its tokenizer, the scheduler of its evaluations, a model card
-(README.md), the run's configuration (config.yaml, without secrets) and export.json: what was exported, with fingerprints.
+(README.md), the run's configuration (run_config.yaml, without secrets) and export.json: what was exported, with fingerprints.
 It needs nothing of this project, and makes the images of the run's evaluations.
 
 OUT may be an earlier export of the same run, which is replaced when the new one is whole; anything else there is refused.
@@ -55,7 +55,7 @@ from zoo.sampling import build_scheduler
 from zoo.spec import as_size
 
 SCHEMA = 1
-FACTS = "export.json"
+FACTS, OF_RUN = "export.json", "run_config.yaml"  # not config.yaml: a folder with that is a run
 CAPTION = "a photograph of an astronaut riding a horse"
 UNREAD = ("run_name", "run_folder", "model.denoiser", "data.", "optimizer.", "schedule.", "save.", "target.")
 UNREAD += ("validation.", "samples.", "measure.", "profile.", "loggers.", "mlperf.")
@@ -184,7 +184,7 @@ def facts_of(
         "steps": config.eval.steps,
         "guidance": config.eval.guidances()[0],
         "seed": config.seed,
-        "precision": shown.get("precision") or "fp32",
+        "precision": config.precision or "fp32",
         "encoders": masking.written({"model.weights": config.model.weights})["model.weights"],
         "denoiser_start": shown.get("model.denoiser"),
         "denoiser_fingerprint": fingerprint(model.denoiser),
@@ -310,9 +310,9 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
             ways = dict(size=facts["image_size"], dtype=config.dtype)
             facts["code"] = pipeline_folder.save_folder(folder, model.family, networks, scheduler, **ways)
             scored = dict(scores=scores_of(run, facts), summary=read_summary(run))
-            card = Card(config.push_to_hub or out.name, facts, shown, caption_of(run), **scored)
+            card = Card(config.push_to_hub or out.resolve().name, facts, shown, caption_of(run), **scored)
             write_whole(folder / "README.md", card.text())
-            write_whole(folder / CONFIG, text)
+            write_whole(folder / OF_RUN, text)
             write_json(folder / FACTS, {**facts, "files": sorted(_files(folder))})
             size = sum((folder / name).stat().st_size for name in _files(folder))
     done = {key: facts[key] for key in ("snapshot", "weights", "denoiser_fingerprint")}
@@ -346,6 +346,10 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         log.error(error, extra=EVERY_RANK)
         return 2
+    except OSError as error:
+        said = f"{error.filename or out} cannot be written: {error.strerror}" if error.errno else str(error)
+        log.error(f"{said}. Nothing of a new export is left. Make room, or give another place.", extra=EVERY_RANK)
+        return 1
     except Exception as error:
         errors.tell(error, debug=False)
         return 1

@@ -25,8 +25,10 @@ import eval as scoring
 import export
 from bench.export import CASES, OF_RUNS, drawn_elsewhere, drawn_here
 from cli.files import whole_folder
+from model import ModelConfig
 from record.checkpoint_files import FULL, WEIGHTS, listed
 from reports.model_card import blocks_of
+from training import warm_start
 from weights import ldm
 from weights.tensors import fingerprint
 from zoo import load_family, pipeline_folder
@@ -105,9 +107,20 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     assert zero["prediction_type"] == "v_prediction"
     back_again(outs["sd2_mlperf"], tmp_path)
 
+    def misfit(name: str, **of_model: str) -> list[str]:
+        config = ModelConfig(preset="tiny", denoiser=str(outs[name]), **of_model)
+        return [problem.text for problem in warm_start.problems(config, None)]
+
+    name = "UNet2DConditionMixedNorms"
+    assert (
+        f"_class_name UNet2DConditionModel, this model's has {name}: it is of another model."
+        in misfit("sd2_stock", variant="mlperf")[0]
+    )
+    assert "norm_num_groups 4, this model's has 8: it is of another model." in misfit("sd2_mlperf")[0]
+
 
 def back_again(out: Path, folder: Path) -> None:
-    """A run of mlperf begins with its export, which no other variant does."""
+    """A run of mlperf begins with its export."""
     digest = json.loads((out / "export.json").read_text())["denoiser_fingerprint"]
     begun = train(folder / "runs", "again", *CASES["sd2_mlperf"], f"model.denoiser={out}", f"model.weights={out}")
     assert json.loads((begun / "summary.json").read_text())["denoiser_start_fingerprint"] == digest
@@ -188,8 +201,8 @@ def test_weights_stored_in_half_are_rounded_and_nothing_else(run, tmp_path, caps
 
 @pytest.mark.slow
 def test_a_run_begins_with_an_export_and_an_evaluation_scores_it_as_the_run(miniature, tmp_path, capsys):
-    evaluated = ["eval.when=after", "eval.every_images=16", "max_duration=2ba", "optimizer.lr=1e-2"]
-    assert benchmark.main(miniature.small(tmp_path, "a", *evaluated)) == 0
+    trained = ["save.snapshot_every_images=16", "max_duration=2ba", "optimizer.lr=1e-2"]
+    assert benchmark.main(miniature.small(tmp_path, "a", *trained)) == 0
     assert scoring.main([str(tmp_path / "a")]) == 0
     out = exported(tmp_path / "a", tmp_path / "out")
     [of_run] = [json.loads(line) for line in (tmp_path / "a/eval.jsonl").read_text().splitlines()]
@@ -357,7 +370,9 @@ def test_of_a_full_disk_nothing_is_left(run, tmp_path, capsys, name):
         text = refused(capsys, run, tmp_path / name, code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot be written: " in text and text.endswith("Nothing of it is left. Make room, or give another place.")
+    assert "cannot be written: " in text and text.endswith(
+        ". Nothing of a new export is left. Make room, or give another place."
+    )
     assert "Traceback" not in text and list(tmp_path.iterdir()) == []
 
 
