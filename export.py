@@ -51,7 +51,7 @@ from weights.hub_upload import upload, upload_problem
 from weights.tensors import fingerprint
 from zoo import pipeline_folder
 from zoo.encoders import own_weights
-from zoo.sampling import build_scheduler
+from zoo.sampling import NOT_FROM_PURE_NOISE, build_scheduler
 from zoo.spec import as_size
 
 SCHEMA = 1
@@ -170,6 +170,9 @@ def facts_of(
     run: Path, config: RunConfig, model: LatentDiffusion, progress: dict[str, Any], shown: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what export.json says. `shown`: key -> value of the run's files, without secrets."""
+    zero_terminal_snr, sampler = model.objective.zero_terminal_snr, config.eval.sampler
+    if zero_terminal_snr and sampler in NOT_FROM_PURE_NOISE:  # such a run was never sampled
+        sampler = "ddim"
     return {
         "schema": SCHEMA,
         **_identity(run),
@@ -179,8 +182,8 @@ def facts_of(
         "preset": config.model.preset,
         "image_size": list(as_size(config.eval.image_size or config.image_size)),
         "prediction": model.objective.prediction,
-        "zero_terminal_snr": model.objective.zero_terminal_snr,
-        "sampler": config.eval.sampler,
+        "zero_terminal_snr": zero_terminal_snr,
+        "sampler": sampler,
         "steps": config.eval.steps,
         "guidance": config.eval.guidances()[0],
         "seed": config.seed,
@@ -205,11 +208,8 @@ def scores_of(run: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the scores that a run has of the exported weights, each once."""
     rows = [*evaluations_of(run), *read_rows(run / "eval.jsonl")]
     own = [row for row in rows if (row["images"], row.get("weights")) == (facts["images"], facts["weights"])]
-    return list(
-        {
-            json.dumps([row.get(key) for key in ("guidance", "steps", "sampler", "fid", "clip")]): row for row in own
-        }.values()
-    )
+    unique = {json.dumps([row.get(key) for key in ("guidance", "steps", "sampler", "fid", "clip")]): row for row in own}
+    return list(unique.values())
 
 
 def caption_of(run: Path) -> str:
@@ -285,12 +285,16 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     run, file = run_of(place)
     if problem := taken(out, run):
         raise ConfigError([problem])
+    if file and config.snapshot != "last":
+        raise ConfigError([f"snapshot: {config.snapshot}, but {file} is one. Give the run's folder, or leave it out."])
     path = file or chosen(run, config.snapshot)
     run_config = read_run(run, config.model.weights)
     run_config = dataclasses.replace(run_config, model=models.fetched(run_config.model))
     model = build(run_config)
-    progress = load_snapshot(model, path, config.weights or run_config.eval.weights, key="weights")
+    progress = load_snapshot(model, path, config.weights or run_config.eval.weights, weights_key="weights")
     networks = pipeline_folder.networks_of(model.family, model.denoiser, model.encoders.modules)
+    for note in model.encoders.notes:
+        log.info(f"model.weights: {note}")
 
     text = masked_text(run)
     shown = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -23,15 +24,17 @@ from torch import nn
 import benchmark
 import eval as scoring
 import export
-from bench.export import CASES, OF_RUNS, drawn_elsewhere, drawn_here
+from bench.export import CASES, OF_RUNS, drawn_elsewhere, drawn_here, table
 from cli.files import whole_folder
-from model import ModelConfig
+from model import ModelConfig, build_model
 from record.checkpoint_files import FULL, WEIGHTS, listed
 from reports.model_card import blocks_of
 from training import warm_start
 from weights import ldm
+from weights.hub_upload import upload
 from weights.tensors import fingerprint
 from zoo import load_family, pipeline_folder
+from zoo.objectives import ObjectiveConfig
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 
@@ -63,6 +66,12 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory) -> Path:
+    """Its export, only read."""
+    return exported(run, tmp_path_factory.mktemp("exports") / "folder")
+
+
 @pytest.fixture
 def change(run, tmp_path) -> Iterator[Path]:
     """A copy of the run, to be broken."""
@@ -70,14 +79,14 @@ def change(run, tmp_path) -> Iterator[Path]:
     return tmp_path / "copy/shapes"
 
 
-def exported(run: Path, out: Path, *words: str) -> Path:
-    assert export.main([str(run), str(out), *words]) == 0
+def exported(run: Path, out: Path, *words: object) -> Path:
+    assert export.main([str(run), str(out), *map(str, words)]) == 0
     return out
 
 
-def refused(capsys, *words: str, code: int = 2) -> str:
+def refused(capsys, *words: object, code: int = 2) -> str:
     capsys.readouterr()
-    assert export.main([str(word) for word in words]) == code
+    assert export.main(list(map(str, words))) == code
     return capsys.readouterr().err.rstrip("\n")
 
 
@@ -89,13 +98,11 @@ def refused(capsys, *words: str, code: int = 2) -> str:
 def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run, tmp_path):
     runs = {name: run if name == "shapes" else train(tmp_path / "runs", name, *words) for name, words in CASES.items()}
     outs = {name: exported(one, tmp_path / name) for name, one in runs.items()}
-    outs["training"] = exported(run, tmp_path / "training", "weights=training")
     images = drawn_elsewhere(outs, tmp_path, num_prompts=2)
     for name, image in images.items():
-        ours = drawn_here(runs.get(name, run), num_prompts=2, weights="training" if name == "training" else "ema")
+        ours = drawn_here(runs[name], num_prompts=2)
         assert ours.std() > 0.05 and float((ours[0] - ours[1]).abs().max()) > 0.05, name
         assert image.shape == ours.shape and float((ours - image).abs().max()) < 1e-4, name
-    assert float((images["training"] - images["shapes"]).abs().max()) > 0.01
     # mlperf's norms have no stock class: its card runs the file beside the weights, and nobody else's does.
     trusts = {name for name, out in outs.items() if "trust_remote_code" in (out / "README.md").read_text()}
     assert trusts == {"sd2_mlperf"} == {name for name, out in outs.items() if list(out.rglob("*.py"))}
@@ -105,32 +112,29 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     zero = json.loads((outs["sd2_zero_snr"] / "scheduler/scheduler_config.json").read_text())
     assert zero["rescale_betas_zero_snr"] and zero["timestep_spacing"] == "trailing"
     assert zero["prediction_type"] == "v_prediction"
-    back_again(outs["sd2_mlperf"], tmp_path)
+    # And back: mlperf begins with its own export, and with no other.
+    own, stock = (ModelConfig(preset="tiny", variant=name) for name in ("mlperf", "stock"))
+    model = build_model(own, ObjectiveConfig(), size=(64, 64), normalize="unit", seed=0)
+    warm_start.load(model, str(outs["sd2_mlperf"]))
+    facts = json.loads((outs["sd2_mlperf"] / "export.json").read_text())
+    assert fingerprint(model.denoiser) == facts["denoiser_fingerprint"]
 
-    def misfit(name: str, **of_model: str) -> list[str]:
-        config = ModelConfig(preset="tiny", denoiser=str(outs[name]), **of_model)
-        return [problem.text for problem in warm_start.problems(config, None)]
+    def misfits(config: ModelConfig, name: str) -> str:
+        config = dataclasses.replace(config, denoiser=str(outs[name]))
+        return "\n".join(problem.text for problem in warm_start.problems(config, "v" if config is own else "epsilon"))
 
     name = "UNet2DConditionMixedNorms"
-    assert (
-        f"_class_name UNet2DConditionModel, this model's has {name}: it is of another model."
-        in misfit("sd2_stock", variant="mlperf")[0]
+    assert f"has _class_name UNet2DConditionModel, this model's has {name}: it is of another" in misfits(
+        own, "sd2_stock"
     )
-    assert "norm_num_groups 4, this model's has 8: it is of another model." in misfit("sd2_mlperf")[0]
+    assert "has norm_num_groups 4, this model's has 8: it is of another model." in misfits(stock, "sd2_mlperf")
+    assert warm_start.problems(dataclasses.replace(own, denoiser=str(outs["sd2_mlperf"])), None) == []
 
 
-def back_again(out: Path, folder: Path) -> None:
-    """A run of mlperf begins with its export."""
-    digest = json.loads((out / "export.json").read_text())["denoiser_fingerprint"]
-    begun = train(folder / "runs", "again", *CASES["sd2_mlperf"], f"model.denoiser={out}", f"model.weights={out}")
-    assert json.loads((begun / "summary.json").read_text())["denoiser_start_fingerprint"] == digest
-
-
-def test_the_scheduler_is_the_evaluations_and_other_samplers_can_be_made_of_it(run, tmp_path):
+def test_the_scheduler_is_the_evaluations_and_other_samplers_can_be_made_of_it(folder):
     from diffusers import DDIMScheduler
 
-    out = exported(run, tmp_path / "out")
-    stated = json.loads((out / "scheduler/scheduler_config.json").read_text())
+    stated = json.loads((folder / "scheduler/scheduler_config.json").read_text())
     wanted = {
         "_class_name": "DPMSolverMultistepScheduler",
         "algorithm_type": "dpmsolver++",
@@ -143,7 +147,7 @@ def test_the_scheduler_is_the_evaluations_and_other_samplers_can_be_made_of_it(r
         "set_alpha_to_one": False,
     }
     assert wanted.items() <= stated.items()
-    ddim = DDIMScheduler.from_pretrained(out, subfolder="scheduler").config
+    ddim = DDIMScheduler.from_pretrained(folder, subfolder="scheduler").config
     assert not ddim.clip_sample and not ddim.set_alpha_to_one and ddim.prediction_type == "v_prediction"
 
 
@@ -166,10 +170,10 @@ def test_the_tokenizers_files_give_the_familys_tokens(name, variant, tmp_path):
 # --- an LDM file ---
 
 
-def test_an_ldm_file_is_read_back_by_ours_and_by_diffusers_as_it_was(run, tmp_path):
+def test_an_ldm_file_is_read_back_by_ours_and_by_diffusers_as_it_was(run, folder, tmp_path):
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
-    file, folder = exported(run, tmp_path / "model.safetensors"), exported(run, tmp_path / "folder")
+    file = exported(run, tmp_path / "model.safetensors")
     facts = json.loads((folder / "export.json").read_text())
     family = load_family("shapes", "tiny", "stock")
     modules = {"denoiser": family.build_denoiser(), **family.build_encoders()}
@@ -182,11 +186,11 @@ def test_an_ldm_file_is_read_back_by_ours_and_by_diffusers_as_it_was(run, tmp_pa
         assert fingerprint(theirs) == facts[f"{label}_fingerprint"]
 
 
-def test_weights_stored_in_half_are_rounded_and_nothing_else(run, tmp_path, capsys):
+def test_weights_stored_in_half_are_rounded_and_nothing_else(run, folder, tmp_path):
     from safetensors.torch import load_file
 
-    whole, half = exported(run, tmp_path / "a"), exported(run, tmp_path / "b", "dtype=bf16")
-    stored = [load_file(out / "unet/diffusion_pytorch_model.safetensors") for out in (whole, half)]
+    half = exported(run, tmp_path / "half", "dtype=bf16")
+    stored = [load_file(out / "unet/diffusion_pytorch_model.safetensors") for out in (folder, half)]
     assert all(torch.equal(stored[0][name].bfloat16(), tensor) for name, tensor in stored[1].items())
     card = (half / "README.md").read_text()
     assert ", torch_dtype=torch.bfloat16)" in card and "- Its weights are rounded to bf16" in card
@@ -232,21 +236,21 @@ def test_a_run_begins_with_an_export_and_an_evaluation_scores_it_as_the_run(mini
 # --- which weights ---
 
 
-def test_the_newest_snapshot_one_by_name_and_a_full_checkpoint_are_taken(run, change, tmp_path, capsys):
-    def taken(*words: str) -> tuple[str, int]:
-        facts = json.loads((exported(*words[:1], tmp_path / "out", *words[1:]) / "export.json").read_text())
-        shutil.rmtree(tmp_path / "out")
-        return facts["snapshot"], facts["images"]
-
+def test_the_newest_snapshot_one_by_name_and_a_full_checkpoint_are_taken(run, change, folder, capsys):
     weights, full = (listed(run / "checkpoints", kind) for kind in (WEIGHTS, FULL))
-    assert taken(str(run)) == taken(str(weights[0])) == taken(str(run / "checkpoints")) == (weights[0].name, 32)
-    assert taken(str(run), "snapshot=im16") == taken(str(weights[1])) == (weights[1].name, 16)
-    assert taken(str(run), "snapshot=ba2") == (full[1].name, 16)
-    (change / "checkpoints" / weights[0].name).unlink()
-    assert taken(str(change)) == (full[0].name, 32)  # newer than the snapshot that is left
-    assert refused(capsys, change, tmp_path / "out", "snapshot=im7") == (
-        f"snapshot: {change} has no 'im7'. It has: last, im16, ba4, ba2."
+    assert json.loads((folder / "export.json").read_text())["snapshot"] == weights[0].name
+    assert export.chosen(run, "last") == weights[0] and export.chosen(run, "im16") == weights[1]
+    assert export.chosen(run, "ba2") == full[1]
+    assert export.run_of(str(weights[1])) == (run, weights[1])
+    assert refused(capsys, weights[1], "out", "snapshot=ba2") == (
+        f"snapshot: ba2, but {weights[1]} is one. Give the run's folder, or leave it out."
     )
+    assert export.run_of(str(run)) == export.run_of(str(run / "checkpoints")) == (run, None)
+    (change / "checkpoints" / weights[0].name).unlink()
+    assert export.chosen(change, "last").name == full[0].name  # newer than the snapshot that is left
+    with pytest.raises(ValueError) as caught:
+        export.chosen(change, "im7")
+    assert str(caught.value) == f"snapshot: {change} has no 'im7'. It has: last, im16, ba4, ba2."
 
 
 def test_a_run_of_an_older_version_is_exported(tmp_path):
@@ -299,6 +303,7 @@ def test_weights_and_encoders_that_are_not_there_are_named(change, tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_ema_has_training_weights_alone(tmp_path, capsys):
     run = train(tmp_path, "plain", *SHAPES, "ema.enabled=false", "ema.decay=null")
     assert json.loads((exported(run, tmp_path / "a") / "export.json").read_text())["weights"] == "training"
@@ -324,35 +329,35 @@ def test_a_network_of_no_known_class_is_named():
 # --- where it goes ---
 
 
-def test_an_earlier_export_of_the_run_is_replaced_and_nothing_else(run, change, tmp_path, capsys):
-    out = exported(run, tmp_path / "out")
-    before = tree(out)
+def test_an_earlier_export_of_the_run_is_replaced_and_nothing_else(run, folder, change, tmp_path, capsys):
+    out = Path(shutil.copytree(folder, tmp_path / "out"))
     exported(run, out, "weights=training")
-    after = tree(out)
-    assert before.keys() == after.keys() and before["export.json"] != after["export.json"]
+    before, after = tree(folder), tree(out)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"export.json", "README.md", "unet/diffusion_pytorch_model.safetensors"}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
+    way = "Give another name, or remove it."
+    starts = (change / "starts.jsonl").read_text()
+    (change / "starts.jsonl").write_text(re.sub(r'"run_id": "\w+"', '"run_id": "another"', starts))
+    assert refused(capsys, change, out) == f"{out} exists and is an export of another run, shapes. {way}"
     (out / "notes.txt").touch()
-    assert refused(capsys, run, out) == (
-        f"{out} exists and has files that no export has: notes.txt. Give another name, or remove it."
-    )
-    (out / "notes.txt").unlink()
-    other = train(tmp_path, "other", *SHAPES)
-    assert (
-        refused(capsys, other, out)
-        == f"{out} exists and is an export of another run, shapes. Give another name, or remove it."
-    )
-    assert tree(out) == after
+    assert refused(capsys, run, out) == f"{out} exists and has files that no export has: notes.txt. {way}"
+    assert tree(out) == {**after, "notes.txt": b""}
     for place in (run, ROOT / "docs"):
-        assert refused(capsys, run, place) == f"{place} exists and is no export. Give another name, or remove it."
-    file = exported(run, tmp_path / "one.safetensors")
-    exported(run, file)
-    assert "is an export of another run, shapes" in refused(capsys, other, file)
-    assert oct(file.stat().st_mode & 0o777) == oct(0o666 & ~_umask())
-    (tmp_path / "empty").mkdir()
-    exported(run, tmp_path / "empty")
+        assert refused(capsys, run, place) == f"{place} exists and is no export. {way}"
     (tmp_path / "plain").touch()
-    assert refused(capsys, run, tmp_path / "plain").startswith(f"{tmp_path}/plain exists and is a file. ")
+    assert refused(capsys, run, tmp_path / "plain") == f"{tmp_path}/plain exists and is a file. {way}"
+    (tmp_path / "empty").mkdir()
+    assert export.taken(tmp_path / "empty", run) is None
+
+    file = exported(run, tmp_path / "one.safetensors")
+    assert export.taken(file, run) is None
+    assert export.taken(file, change) == f"{file} exists and is an export of another run, shapes. {way}"
+    assert file.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    file.write_bytes(b"")
+    assert export.taken(file, run) == f"{file} exists and is no export. {way}"
 
 
 def _umask() -> int:
@@ -436,40 +441,48 @@ def test_an_export_is_brought_to_the_hub_and_comes_back(hub: Hub, run, tmp_path,
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    out, words = tmp_path / "out", ["push_to_hub=easel/tiny"]
-    name = hub.address.removeprefix("http://")
-    assert refused(capsys, run, out, *words) == (
-        f"push_to_hub: easel/tiny, but no token is set for {name}. Log in: hf auth login, or set HF_TOKEN to a token that "
-        "may write."
-    )
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert refused(capsys, run, out, *words) == (
-        f"push_to_hub: easel/tiny: {name} did not take it (HTTP 401). Log in: hf auth login, or set HF_TOKEN to a token that "
-        "may write."
+    out, name = tmp_path / "out", hub.address.removeprefix("http://")
+    log_in = "Log in: hf auth login, or set HF_TOKEN to a token that may write."
+    words = [run, out, "push_to_hub=easel/tiny"]
+    assert refused(capsys, *words) == f"push_to_hub: easel/tiny, but no token is set for {name}. {log_in}"
+    assert refused(capsys, *words[:2], "push_to_hub=tiny") == (
+        "push_to_hub: 'tiny' is not a model's name. Possible: OWNER/NAME."
     )
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.status = 503
-    assert refused(capsys, run, out, *words).endswith(
-        f"did not take it (HTTP 503). {out} is whole: the same command uploads it again."
+    assert refused(capsys, run, f"{out}.safetensors", words[2]) == (
+        f"push_to_hub: easel/tiny, but {out}.safetensors is a single file. Give a folder: its model card goes with it."
     )
-    hub.status = 200
-    exported(run, out, *words)
-    assert f"hub={hub.address}/easel/tiny" in capsys.readouterr().out
-    [commit] = hub.models["easel/tiny"].commits.values()
-    assert commit == tree(out) and hub.models["easel/tiny"].private
-    exported(run, out, *words, "weights=training", "private=false")  # again: it stays private
-    model = hub.models["easel/tiny"]
-    assert model.commits[model.refs["main"]] == tree(out) and model.private
-    assert "from_pretrained('easel/tiny')" in (out / "README.md").read_text()
+    assert not out.exists() and hub.asked == []
 
+    exported(*words)
+    assert f"hub={hub.address}/easel/tiny" in capsys.readouterr().out
+    model = hub.models["easel/tiny"]
+    assert list(model.commits.values()) == [tree(out)] and model.private
+    assert "from_pretrained('easel/tiny')" in (out / "README.md").read_text()
     moved = exported(run, tmp_path / "again", "model.weights=easel/tiny")
     commit = model.refs["main"]
     assert json.loads((moved / "export.json").read_text())["encoders"] == f"easel/tiny@{commit}"
-    assert refused(capsys, run, tmp_path / "one.safetensors", *words) == (
-        f"push_to_hub: easel/tiny, but {tmp_path}/one.safetensors is a single file. Give a folder: its model card goes "
-        "with it."
-    )
-    assert (
-        refused(capsys, run, out, "push_to_hub=tiny")
-        == "push_to_hub: 'tiny' is not a model's name. Possible: OWNER/NAME."
-    )
+
+    (out / "README.md").write_text("another\n")  # what is there is replaced, and stays private
+    upload(out, "easel/tiny", private=False, message="again")
+    assert model.commits[model.refs["main"]] == tree(out) and model.private
+    for token, status, way in (
+        ("hf_wrong", 200, log_in),
+        (TOKEN, 503, f"{out} is whole: the same command uploads it again."),
+    ):
+        monkeypatch.setenv("HF_TOKEN", token)
+        hub.status = status
+        with pytest.raises(ValueError) as caught:
+            upload(out, "easel/tiny", private=True, message="again")
+        said = f"push_to_hub: easel/tiny: {name} did not take it (HTTP {401 if status == 200 else status})"
+        assert str(caught.value) == f"{said}. {way}"
+
+
+# --- what was measured ---
+
+
+def test_the_pages_table_is_that_of_the_committed_record():
+    record = json.loads((ROOT / "reports/results/export_difference.json").read_text())
+    assert set(record["models"]) == set(CASES)
+    assert all(model["max_abs_difference"] < 1e-4 and model["image_std"] > 0.1 for model in record["models"].values())
+    assert f"```text\n{table(record)}\n```" in (ROOT / "docs/weights.md").read_text()
