@@ -407,6 +407,10 @@ def test_a_killed_export_leaves_no_half_folder_and_the_next_one_clears_up(tmp_pa
     with pytest.raises(ZeroDivisionError), whole_folder(place):
         1 / 0  # noqa: B018
     assert tree(tmp_path) == {"out [1].x/b": b""}
+    place.rename(tmp_path / f".out [1].x.before.{process.pid}.tmp")  # as if killed while it took an earlier one's place
+    with pytest.raises(ZeroDivisionError), whole_folder(place):
+        1 / 0  # noqa: B018
+    assert tree(tmp_path) == {"out [1].x/b": b""}
 
 
 # --- the card ---
