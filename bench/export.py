@@ -149,12 +149,11 @@ def measure(config: ExportBenchConfig, work: Path) -> dict[str, Any]:
 
 def table(record: Mapping[str, Any]) -> str:
     """Format a record for the terminal."""
-    keys = ("sampler", "max_abs_difference", "mean_abs_difference", "image_std", "export_seconds", "bytes")
-    rows = [
-        (name, *(f"{row[key]:.3g}" if key != "sampler" else row[key] for key in keys))
-        for name, row in record["models"].items()
-    ]
-    titles = ("model", "sampler", "greatest difference", "mean", "std of images", "seconds", "bytes")
+    rows = []
+    for name, row in record["models"].items():
+        figures = (row["max_abs_difference"], row["mean_abs_difference"], row["image_std"], row["export_seconds"])
+        rows.append((name, row["sampler"], *(f"{figure:.2g}" for figure in (*figures, row["bytes"] / 2**20))))
+    titles = ("model", "sampler", "greatest difference", "mean", "std of images", "export, s", "MiB")
     return as_table(titles, rows, "llrrrrr")
 
 
