@@ -7,7 +7,7 @@
     python export.py runs/NAME OUT push_to_hub=OWNER/NAME    # and to the Hugging Face Hub, as a private model
 
 The folder has the denoiser, the run's frozen encoders, its tokenizer, the scheduler of its evaluations, a model card
-(README.md), the run's configuration (config.yaml, without secrets) and export.json: what was exported, with fingerprints.
+(README.md), the run's configuration (run_config.yaml, without secrets) and export.json: what was exported, with fingerprints.
 It needs nothing of this project, and makes the images of the run's evaluations.
 
 OUT may be an earlier export of the same run, which is replaced when the new one is whole; anything else there is refused.
@@ -51,11 +51,11 @@ from weights.hub_upload import upload, upload_problem
 from weights.tensors import fingerprint
 from zoo import pipeline_folder
 from zoo.encoders import own_weights
-from zoo.sampling import build_scheduler
+from zoo.sampling import NOT_FROM_PURE_NOISE, build_scheduler
 from zoo.spec import as_size
 
 SCHEMA = 1
-FACTS = "export.json"
+FACTS, OF_RUN = "export.json", "run_config.yaml"  # not config.yaml: a folder with that is a run
 CAPTION = "a photograph of an astronaut riding a horse"
 UNREAD = ("run_name", "run_folder", "model.denoiser", "data.", "optimizer.", "schedule.", "save.", "target.")
 UNREAD += ("validation.", "samples.", "measure.", "profile.", "loggers.", "mlperf.")
@@ -170,22 +170,24 @@ def facts_of(
     run: Path, config: RunConfig, model: LatentDiffusion, progress: dict[str, Any], shown: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what export.json says. `shown`: key -> value of the run's files, without secrets."""
+    zero_terminal_snr, sampler = model.objective.zero_terminal_snr, config.eval.sampler
+    if zero_terminal_snr and sampler in NOT_FROM_PURE_NOISE:  # such a run was never sampled
+        sampler = "ddim"
     return {
         "schema": SCHEMA,
-        "run_name": run.resolve().name,
-        "run_id": run_id_of(run),
+        **_identity(run),
         **{key: progress[key] for key in ("snapshot", "batch", "images", "weights")},
         "family": model.family.name,
         "variant": model.family.variant,
         "preset": config.model.preset,
         "image_size": list(as_size(config.eval.image_size or config.image_size)),
         "prediction": model.objective.prediction,
-        "zero_terminal_snr": model.objective.zero_terminal_snr,
-        "sampler": config.eval.sampler,
+        "zero_terminal_snr": zero_terminal_snr,
+        "sampler": sampler,
         "steps": config.eval.steps,
         "guidance": config.eval.guidances()[0],
         "seed": config.seed,
-        "precision": shown.get("precision") or "fp32",
+        "precision": config.precision or "fp32",
         "encoders": masking.written({"model.weights": config.model.weights})["model.weights"],
         "denoiser_start": shown.get("model.denoiser"),
         "denoiser_fingerprint": fingerprint(model.denoiser),
@@ -206,11 +208,8 @@ def scores_of(run: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the scores that a run has of the exported weights, each once."""
     rows = [*evaluations_of(run), *read_rows(run / "eval.jsonl")]
     own = [row for row in rows if (row["images"], row.get("weights")) == (facts["images"], facts["weights"])]
-    return list(
-        {
-            json.dumps([row.get(key) for key in ("guidance", "steps", "sampler", "fid", "clip")]): row for row in own
-        }.values()
-    )
+    unique = {json.dumps([row.get(key) for key in ("guidance", "steps", "sampler", "fid", "clip")]): row for row in own}
+    return list(unique.values())
 
 
 def caption_of(run: Path) -> str:
@@ -224,10 +223,14 @@ def caption_of(run: Path) -> str:
 # --- where it goes ---
 
 
-def place_problem(out: Path, facts: dict[str, Any], need_bytes: int) -> str | None:
-    """Say why an export cannot be written there, or None: it is free, or an earlier export of the same run."""
-    if text := _unlike(out, facts):
-        return f"{out} exists and {text}. Give another name, or remove it."
+def taken(out: Path, run: Path) -> str | None:
+    """Say what is in the way there, or None: nothing is, or an earlier export of the same run."""
+    text = _unlike(out, _identity(run))
+    return f"{out} exists and {text}. Give another name, or remove it." if text else None
+
+
+def no_room(out: Path, need_bytes: int) -> str | None:
+    """Say that an export does not fit the disk, or None."""
     there = out.absolute().parent
     while not there.exists():
         there = there.parent
@@ -241,19 +244,22 @@ def place_problem(out: Path, facts: dict[str, Any], need_bytes: int) -> str | No
     return None
 
 
-def _unlike(out: Path, facts: dict[str, Any]) -> str | None:
-    """Say what is there that is no export of this run; None: there is nothing, or such an export."""
+def _identity(run: Path) -> dict[str, Any]:
+    return {"run_name": run.resolve().name, "run_id": run_id_of(run)}
+
+
+def _unlike(out: Path, identity: dict[str, Any]) -> str | None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if out.is_dir() == is_ldm(out):
         return "is a folder, but its name is an LDM file's" if is_ldm(out) else "is a file"
     try:
         earlier = _facts_in_file(out) if is_ldm(out) else json.loads((out / FACTS).read_bytes())
-        names = {key: earlier[key] for key in ("run_name", "run_id")}
+        names = {key: earlier[key] for key in identity}
         strangers = [] if is_ldm(out) else sorted(_files(out) - {*earlier["files"], FACTS})
     except (OSError, ValueError, KeyError, TypeError):
         return "is no export"
-    if names != {key: facts[key] for key in names}:
+    if names != identity:
         return f"is an export of another run, {masking.printable(str(names['run_name']))[:80]}"
     return f"has files that no export has: {', '.join(map(masking.printable, strangers[:3]))}" if strangers else None
 
@@ -277,17 +283,23 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     """Write a run's model and return what was written. Raises ValueError: it cannot be exported; OSError: nor written."""
     began = time.monotonic()
     run, file = run_of(place)
+    if problem := taken(out, run):
+        raise ConfigError([problem])
+    if file and config.snapshot != "last":
+        raise ConfigError([f"snapshot: {config.snapshot}, but {file} is one. Give the run's folder, or leave it out."])
     path = file or chosen(run, config.snapshot)
     run_config = read_run(run, config.model.weights)
     run_config = dataclasses.replace(run_config, model=models.fetched(run_config.model))
     model = build(run_config)
-    progress = load_snapshot(model, path, config.weights or run_config.eval.weights, key="weights")
+    progress = load_snapshot(model, path, config.weights or run_config.eval.weights, weights_key="weights")
     networks = pipeline_folder.networks_of(model.family, model.denoiser, model.encoders.modules)
+    for note in model.encoders.notes:
+        log.info(f"model.weights: {note}")
 
     text = masked_text(run)
     shown = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))
     facts = {**facts_of(run, run_config, model, progress, shown), "dtype": config.dtype}
-    if problem := place_problem(out, facts, pipeline_folder.num_bytes(networks, config.dtype)):
+    if problem := no_room(out, pipeline_folder.num_bytes(networks, config.dtype)):
         raise ConfigError([problem])
     if is_ldm(out):
         tensors = pipeline_folder.ldm_tensors(networks, config.dtype)
@@ -302,9 +314,9 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
             ways = dict(size=facts["image_size"], dtype=config.dtype)
             facts["code"] = pipeline_folder.save_folder(folder, model.family, networks, scheduler, **ways)
             scored = dict(scores=scores_of(run, facts), summary=read_summary(run))
-            card = Card(config.push_to_hub or out.name, facts, shown, caption_of(run), **scored)
+            card = Card(config.push_to_hub or out.resolve().name, facts, shown, caption_of(run), **scored)
             write_whole(folder / "README.md", card.text())
-            write_whole(folder / CONFIG, text)
+            write_whole(folder / OF_RUN, text)
             write_json(folder / FACTS, {**facts, "files": sorted(_files(folder))})
             size = sum((folder / name).stat().st_size for name in _files(folder))
     done = {key: facts[key] for key in ("snapshot", "weights", "denoiser_fingerprint")}
@@ -338,6 +350,10 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         log.error(error, extra=EVERY_RANK)
         return 2
+    except OSError as error:
+        said = f"{error.filename or out} cannot be written: {error.strerror}" if error.errno else str(error)
+        log.error(f"{said}. Nothing of a new export is left. Make room, or give another place.", extra=EVERY_RANK)
+        return 1
     except Exception as error:
         errors.tell(error, debug=False)
         return 1

@@ -36,12 +36,16 @@ def whole(path: Path, final: Callable[[], Path] | None = None) -> Iterator[Path]
 def whole_folder(path: Path) -> Iterator[Path]:
     """Give an empty folder to write into, which takes its name when the block ends; where that fails, nothing is left of it.
 
-    An earlier folder of the name stays until then. What a killed process has left beside it is removed.
+    An earlier folder of the name stays until then. What a killed process has left beside it is cleared up.
     """
     place = path.resolve()
     for left in place.parent.glob(f".{glob.escape(place.name)}.*.tmp"):
-        if not psutil.pid_exists(int(left.suffixes[-2][1:])):
-            shutil.rmtree(left, ignore_errors=True)
+        number = left.suffixes[-2][1:]
+        if not number.isdecimal() or psutil.pid_exists(int(number)):
+            continue
+        if left.name.endswith(f".before.{number}.tmp") and not place.exists():  # killed between the two renames
+            left.rename(place)
+        shutil.rmtree(left, ignore_errors=True)
     temporary, before = (place.with_name(f".{place.name}.{kind}{os.getpid()}.tmp") for kind in ("", "before."))
     temporary.mkdir(parents=True)
     try:

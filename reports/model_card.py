@@ -78,7 +78,8 @@ def _sources(card: Card) -> dict[str, str]:
 
 
 def _licence_of(place: str) -> tuple[str, str]:
-    return next((names for begin, names in LICENCES.items() if place.startswith(begin)), (OTHER, "not known here"))
+    name = place.removeprefix("hf://")
+    return next((names for begin, names in LICENCES.items() if name.startswith(begin)), (OTHER, "not known here"))
 
 
 def _head(card: Card) -> str:
@@ -100,7 +101,7 @@ def _what(card: Card) -> str:
         f"# Run {code(facts['run_name'])}\n\n"
         f"A text-to-image diffusion model ({network}) for images of {width} x {height} px. Easel trained its denoiser from "
         f"{start} on {facts['images']:,} images, repeats included. These are the {kind} of {code(facts['snapshot'])}.\n\n"
-        "`config.yaml` is the run's configuration as it was recorded, and `export.json` has the facts below.\n"
+        "`run_config.yaml` is the run's configuration as it was recorded, and `export.json` has the facts below.\n"
     )
 
 
@@ -148,7 +149,7 @@ def _result(card: Card) -> str:
         goal = ", ".join(f"{key} {code(value)}" for key, value in wanted.items() if value is not None)
         met = card.summary.get("target", "not decided")
         after = f" after {card.summary['images_to_target']:,} images" if card.summary.get("images_to_target") else ""
-        lines.append(f"\nThe run's target ({goal}; FID at most, CLIP score at least): {printable(str(met))}{after}.")
+        lines.append(f"\nThe run's target ({goal}; FID at most, CLIP score at least): {code(met)}{after}.")
     return "\n".join([*lines, ""])
 
 

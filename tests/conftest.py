@@ -112,7 +112,18 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
 
 PART_1 = {
     *("adopt", "adopt_run", "batch_wait", "bench_data", "benchmark", "buckets", "checkpoints", "copy_stream"),
-    *("data", "draws", "encoders", "end_to_end", "evaluation", "hub_runs", "latents", "masking", "metric_names"),
+    *(
+        "data",
+        "draws",
+        "encoders",
+        "end_to_end",
+        "evaluation",
+        "export",
+        "hub_runs",
+        "latents",
+        "masking",
+        "metric_names",
+    ),
     *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "pictures", "places"),
     *("prepare", "prepare_parts", "profile", "resume", "run_folder", "shared_memory", "sources", "starts"),
     *("stops", "stream", "tables", "unfinished", "validation", "yamls"),

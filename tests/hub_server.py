@@ -3,7 +3,7 @@
 The facts of a model, its branches, a search, and files: small ones as they are, large ones over a redirect to a second
 address, with the headers of the real hub (ETag, X-Repo-Commit, X-Linked-Etag, X-Linked-Size, X-Error-Code), ranges included.
 It also takes uploads: a model is made, small files come in the commit, large ones by git-LFS before it.
-Not there: Xet, by which the real hub sends and takes large files for those who have hf_xet (HF_HUB_DISABLE_XET=1 goes without).
+Not there: Xet, by which the real hub moves large files for those who have hf_xet; HF_HUB_DISABLE_XET=1 does without.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def commands() -> Iterator[tuple[str, str]]:
     for page, block in blocks("bash"):
         yield from ((page, line.split(" #")[0].strip()) for line in block.splitlines() if line.strip())
     for page, text in PAGES.items():
-        begins = re.compile(r"([A-Z_]+=\S+ )*(composer|python -m|make) ")
+        begins = re.compile(r"([A-Z_]+=\S+ )*(composer|python -m|python export.py|make) ")
         yield from ((page, span) for span in spans(text) if begins.match(span))
 
 
@@ -87,6 +87,8 @@ COMMANDS = {
     "bench.latency": ("LatencyConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
+    "bench.export": ("ExportBenchConfig", range(1)),
+    "export": ("ExportConfig", range(2, 3)),
 }
 """Command -> the dataclass of its keys, and how many places it takes."""
 
@@ -114,7 +116,7 @@ RUN_BY = {
 
 def kind_of(command: str) -> str:
     words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
-    if words[0] in ("composer", "pip"):
+    if words[0] in ("composer", "pip") or words[:2] == ["python", "export.py"]:
         return "parsed"
     if words[:2] == ["python", "-m"]:
         return "module" if words[2].startswith(("mlperf_logging.", "pytest")) else "parsed"

@@ -35,12 +35,14 @@ def snapshots_of(run: Path) -> list[Path]:
     return found
 
 
-def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None, key: str = "eval.weights") -> dict[str, Any]:
+def load_snapshot(
+    model: LatentDiffusion, path: Path, weights: str | None, weights_key: str = "eval.weights"
+) -> dict[str, Any]:
     """Copy a snapshot's weights into a model's denoiser.
 
     Args:
         weights: ema or training; None: the EMA weights if there are any.
-        key: that chooses them, for messages.
+        weights_key: the key that chooses them, for messages.
 
     Returns:
         The run's progress (batch, images, seconds of training), and which weights were loaded.
@@ -66,7 +68,7 @@ def load_snapshot(model: LatentDiffusion, path: Path, weights: str | None, key: 
             differing.append(f"objective.{key}: {text}")
     average: Any = (content.get("ema") or {}).get("weights") or None
     if weights == "ema" and content.get("ema") is None:
-        differing.append(f"{key}: ema, but {path} has no EMA weights. Say {key}=training.")
+        differing.append(f"{weights_key}: ema, but {path} has no EMA weights. Say {weights_key}=training.")
     use = "ema" if average is not None and weights != "training" else "training"
     tensors = average if use == "ema" else content["model"]
     own = {canonical_name(name): tensor for name, tensor in model.state_dict().items()}

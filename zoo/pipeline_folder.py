@@ -103,9 +103,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -
     try:
         save_file(dict(tensors), path, metadata={"format": "pt", **about})
     except SafetensorError as error:
-        raise OSError(
-            f"{path.name} cannot be written: {error}. Nothing of it is left. Make room, or give another place."
-        ) from error
+        raise OSError(f"{path.name} cannot be written: {error}") from error
     path.chmod(mode)  # safetensors leaves it to its writer alone
 
 
