@@ -235,10 +235,9 @@ def test_a_caption_has_the_same_image_as_in_the_grid_of_its_run_and_whatever_is_
     assert same(drawn(tmp_path / "seed"), {key: two[key] for key in two if key[1] == 19})
     assert len({image.tobytes() for image in two.values()}) == 6
 
-    for batch in (1, 3):
-        assert eval_command.main([*words, f"images={tmp_path}/of{batch}", f"eval.batch_size={batch}"]) == 0
-        other = drawn(tmp_path / f"of{batch}")
-        assert max(np.abs(other[key].astype(int) - two[key]).max() for key in two) <= 1
+    assert eval_command.main([*words, f"images={tmp_path}/of3", "eval.batch_size=3"]) == 0
+    other = drawn(tmp_path / "of3")
+    assert max(np.abs(other[key].astype(int) - two[key]).max() for key in two) <= 1
 
 
 @pytest.mark.slow
@@ -270,7 +269,7 @@ def test_what_is_there_is_not_drawn_again_and_nothing_is_overwritten(trained, tm
 
 @pytest.mark.slow
 def test_a_stopped_command_goes_on(trained, all_six, tmp_path):
-    words = [str(trained), f"images={tmp_path}/out", f"prompts={trained.parent}/captions.txt", "eval.steps=400"]
+    words = [str(trained), f"images={tmp_path}/out", f"prompts={trained.parent}/captions.txt", "eval.steps=60"]
     with started("composer", "-n", "1", "eval.py", *words, "eval.batch_size=1") as process:
         end = time.monotonic() + 60
         while not list(tmp_path.glob("out/0*.png")) and process.poll() is None and time.monotonic() < end:
@@ -329,7 +328,8 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_built(trained, tmp_p
     ]
     shutil.copy(snapshot, tmp_path / snapshot.name)
     assert refused(f"{tmp_path}/{snapshot.name}", out, given) == [
-        f"{tmp_path}/{snapshot.name} is a run's checkpoint, without its run's config.yaml. Give it in checkpoints/ of its run."
+        f"{tmp_path}/{snapshot.name} is a run's checkpoint, without its run's config.yaml. "
+        "Give it in checkpoints/ of its run."
     ]
     [said] = refused(str(trained), f"images={trained}", given)
     assert said.startswith(f"images: {trained} has other files: checkpoints, config.yaml, environment.json and ")

@@ -150,7 +150,7 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
     try:
         found = ldm.problems(str(path), _placed(family, module, path)[0])
     except ValueError as error:
-        return [str(error)]
+        found = [str(error)]
     if any("its keys are schema, identity, progress" in text for text in found):
         return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
     stated, words = trained_on(path).get("prediction"), scheduler_config(path).get("prediction_type")
@@ -178,8 +178,8 @@ def trained_on(path: Path) -> dict[str, Any]:
 
 
 def scheduler_config(path: Path) -> dict[str, Any]:
-    """Return what a diffusers folder says of its scheduler; that of its UNet alone may have it beside itself; {}: nothing."""
-    beside = [path.parent] if path.name == "unet" else []
+    """Return what a diffusers folder says of its scheduler; one of its files, or its UNet alone, has it beside itself."""
+    beside = [path.parent] if path.name == "unet" or path.is_file() else []
     return _first_json([folder / "scheduler" / "scheduler_config.json" for folder in (path, *beside)])
 
 

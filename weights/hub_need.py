@@ -45,7 +45,7 @@ class Need:
         """Return the files to take of those of a repository, weights first. Raises Refused: some are missing."""
         if name.file or not self.networks:
             file = self._one_file(name, digests)
-            beside = [str(Path(file).with_name(more)) for more in self.more]
+            beside = [str(Path(file).parent / more) for more in self.more]
             return [file, *(path for path in beside if path in digests)]
         files, absent = [], []
         for folder, stems in self.networks:
