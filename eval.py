@@ -138,7 +138,8 @@ def _size_problems(config: EvalCommand) -> list[Problem]:
 
 
 def _completed(config: EvalCommand, place: Place, given: set[str]) -> EvalCommand:
-    plain = {key.name: key.default for key in dataclasses.fields(speed.SpeedKeys) if key.name in speed.OF_TRAINING}
+    keys = [key for key in dataclasses.fields(speed.SpeedKeys) if key.name in speed.OF_TRAINING]
+    plain: dict[str, Any] = {key.name: key.default for key in keys}
     config = dataclasses.replace(config, **plain)  # they change no score, and may want a GPU
     return config if place.kind == "run" else places.of_published(config, place, given)
 
@@ -157,6 +158,7 @@ def evaluate(command: CommandLine) -> None:
         raise ConfigError(["out: not given. Several models in one table want a folder for it: out=FOLDER."])
     configs = [read(place, command) for place in found]
     device = build_device(configs[0].precision or "fp32")
+    on: Any = device._device  # declared None, and set in each kind
     ranks.meet(device, DIST_TIMEOUT_SEC)
     ranks.watch_for_abort()
     rows: list[Row] = []
@@ -167,10 +169,10 @@ def evaluate(command: CommandLine) -> None:
         if "objective.prediction" not in typed:
             places.say_what_is_assumed(config, place)
         if draws:
-            pictures.draw(config, place, device._device)
+            pictures.draw(config, place, on)
             continue
         table = Table(Path(config.out or place.path, "eval.jsonl"))
-        rows += score(config, place, table, device._device)
+        rows += score(config, place, table, on)
         folder = table.path.parent
     with ranks.stopping_together():
         if dist.get_global_rank() == 0 and draws:

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from composer.utils import dist
@@ -37,6 +37,8 @@ from weights.hub_names import parse
 from weights.tensors import fingerprint, is_out_of_memory
 from zoo.sampling import MAX_STEPS, MIN_STEPS, SamplerName, prompt_noise, shard
 from zoo.spec import MAX_SIDE_PX, Family, as_size
+
+T = TypeVar("T")
 
 NEEDS = {"inception": inception.NEED, "clip": clip_score.NEED}
 EVERY_IMAGES = 512_000  # of the MLPerf benchmark
@@ -440,7 +442,7 @@ def as_bytes(images: Tensor) -> Tensor:
     return (images.float().clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).cpu()
 
 
-def chunks_of(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+def chunks_of(prompts: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     """Yield the prompts in order, so many at a time."""
     for begin in range(0, len(prompts), size):
         yield prompts[begin : begin + size]

@@ -82,7 +82,7 @@ class WandBLogger(Destination, composer.loggers.WandBLogger):
         import wandb
 
         if self._enabled and wandb.run is not None:
-            wandb.run.alert(title, text, level=wandb.AlertLevel.WARN)
+            wandb.run.alert(title, text, level="WARN")
 
 
 class TensorboardLogger(Destination, composer.loggers.TensorboardLogger):

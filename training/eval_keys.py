@@ -47,8 +47,8 @@ EFFECTIVE: Mapping[Kind, tuple[str, ...]] = {
     "file": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_SPEED, "model.weights", "eval.weights"),
     "run": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_SPEED, *OF_RUNS),
 }
-OF_DRAWING = ("images", "prompts", "images_per_prompt", "eval.batch_size", "loggers.debug", "model.weights")
-OF_DRAWING += (*OF_MODELS, *OF_GENERATING, *OF_SPEED)
+DRAWN = ("images", "prompts", "images_per_prompt", "eval.batch_size", "loggers.debug", "model.weights")
+OF_DRAWING = (*DRAWN, *OF_MODELS, *OF_GENERATING, *OF_SPEED)
 DRAWING: Mapping[Kind, tuple[str, ...]] = {
     "images": OF_DRAWING,
     "diffusers": OF_DRAWING,
@@ -57,8 +57,8 @@ DRAWING: Mapping[Kind, tuple[str, ...]] = {
 }
 """The same where images are drawn."""
 
-UNREAD = ("run_name", "run_folder", "data.remote", "data.local", "data.facts", "data.streams", "model.denoiser")
-UNREAD += ("validation.", "loggers.", "mlperf.")
+UNREAD: tuple[str, ...] = ("run_name", "run_folder", "data.remote", "data.local", "data.facts", "data.streams")
+UNREAD += ("model.denoiser", "validation.", "loggers.", "mlperf.")
 """Of a run's files: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
 DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "loggers.debug"}

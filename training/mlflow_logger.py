@@ -10,6 +10,7 @@ sent when it is back; what never arrives is in the run's folder anyway.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -170,9 +171,8 @@ class MlflowLogger(Destination):
         self._params |= new
         for start in range(0, max(len(params), len(tags)), 100):  # MLflow's most at once
             some = {"params": params[start : start + 100], "tags": tags[start : start + 100]}
-            self._pool.submit(
-                self._try, "the configuration", lambda some=some: self._client.log_batch(self._id, **some)
-            )
+            send = functools.partial(self._client.log_batch, self._id, **some)
+            self._pool.submit(self._try, "the configuration", send)
 
     def log_images(
         self,
@@ -195,7 +195,7 @@ class MlflowLogger(Destination):
         now = int(1000 * time.time())
         self._waiting.extend((name, float(value), now, self._step) for name, value in figures_of(result).items())
         for key, text in texts_of(result).items():
-            self._pool.submit(self._try, key, lambda key=key, text=text: self._client.set_tag(self._id, key, text))
+            self._pool.submit(self._try, key, functools.partial(self._client.set_tag, self._id, key, text))
         self._is_whole = True
 
     def post_close(self) -> None:

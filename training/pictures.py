@@ -191,7 +191,7 @@ def told_by(path: Path) -> dict[str, Any] | None:
     """Return the metadata of a PNG that was written here; None: it is no such file."""
     with contextlib.suppress(Exception):  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
         with Image.open(path, formats=("PNG",)) as image:
-            told = json.loads(image.text["easel"])
+            told = json.loads(image.info["easel"])
         return told if isinstance(told, dict) else None
     return None
 
@@ -229,7 +229,7 @@ def _draw(
 ) -> None:
     """Draw what one model is asked for."""
     size = config.size if config.eval.image_size is None else as_size(config.eval.image_size)
-    settings = {"steps": config.eval.steps, "sampler": config.eval.sampler, "image_size": list(size)}
+    settings: dict[str, Any] = {"steps": config.eval.steps, "sampler": config.eval.sampler, "image_size": list(size)}
     settings |= {"precision": config.precision, **config.objective.of_scores()}
     settings |= {key: value for key, value in of_model.items() if key.endswith("_fingerprint")}
     about = {key: value for key, value in of_model.items() if key not in settings} | {"commit": commit()}
@@ -276,7 +276,7 @@ def _draw(
 
 
 @contextlib.contextmanager
-def _progress(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
+def _progress(total: int, is_shown: bool) -> Iterator[Callable[[int], object]]:
     """Show rank 0's progress, in images of all ranks; gives what is told how many this rank has drawn."""
     if not (is_shown and total and dist.get_global_rank() == 0):
         yield lambda num: None

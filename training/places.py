@@ -23,7 +23,7 @@ from evaluation.image_folder import SUFFIXES as OF_IMAGES
 from model import ModelConfig
 from record.checkpoint_files import NAME
 from training import warm_start
-from training.run_config import RunConfig
+from training.run_config import Config, RunConfig
 from weights import hub, hub_names
 from weights.files import SUFFIXES as OF_WEIGHTS
 from weights.files import Refused, open_weights, shown
@@ -181,7 +181,7 @@ def has_encoders(place: Place) -> bool:
         return True  # said where its weights are read
 
 
-def of_published(config: RunConfig, place: Place, given: set[str]) -> RunConfig:
+def of_published(config: Config, place: Place, given: set[str]) -> Config:
     """Return the configuration of others' weights: size and prediction come from their folder, unless keys set them.
 
     Args:

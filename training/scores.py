@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,15 @@ def score_run(config: EvalCommand, place: Place, table: Table, device: torch.dev
         where = {**name, **load_snapshot(model, path, config.eval.weights)}
         return [_scored(table, where, scorer, model, guidance) for guidance in guidances]
 
+    def first(path: Path) -> Row:
+        return scored(path)[0]
+
     kind = "last" if place.snapshot else which(config)
     if kind != "to_target":
         rows = [row for path in (paths if kind == "all" else paths[-1:]) for row in scored(path)]
     else:
         begin = next((n for n, path in enumerate(paths) if _images(path) >= config.from_images), len(paths) - 1)
-        rows = list(to_target([lambda path=path: scored(path)[0] for path in paths], begin, config.target.is_met))
+        rows = list(to_target([functools.partial(first, path) for path in paths], begin, config.target.is_met))
     if config.target.is_given and len(guidances) == 1 and kind != "last":
         conclude(config, place.path, rows)
     return rows
@@ -137,7 +141,8 @@ def fingerprints(model: LatentDiffusion) -> Row:
 
 def score_images(config: EvalCommand, place: Place, table: Table, device: torch.device) -> list[Row]:
     """Score a folder of images; their captions are those of the prompts that their names give."""
-    paths, facts = ranks.on_rank_zero(lambda: list_images(place.path)), {"partial": False}
+    paths = ranks.on_rank_zero(lambda: list_images(place.path))
+    facts: Row = {"partial": False}
     captions = dict.fromkeys(paths, "")
     numbers: dict[Path, Any] = {path: path.name for path in paths}
     if config.eval.prompts is not None:

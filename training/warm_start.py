@@ -93,10 +93,10 @@ def load(model: LatentDiffusion, place: str, weights: Literal["ema", "training"]
         damaged = f"{own} is damaged: its bytes do not have the digest in its name"
         raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])
     content = _read_whole(own)
-    weights, progress = content["model"], content["progress"]
+    tensors, progress = content["model"], content["progress"]
     with torch.no_grad():
         for name, tensor in model.denoiser.state_dict().items():
-            tensor.copy_(weights[PREFIX + canonical_name(name)])
+            tensor.copy_(tensors[PREFIX + canonical_name(name)])
     return [f"begins with {own} (batch {progress['batch']:,}, {progress['images']:,} images)"]
 
 

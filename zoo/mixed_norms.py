@@ -21,8 +21,8 @@ from torch import nn
 class UNet2DConditionMixedNorms(UNet2DConditionModel):
     """UNet2DConditionModel whose transformers' input norms have twice the groups of its residual blocks' norms."""
 
-    @functools.wraps(UNet2DConditionModel.__init__)  # diffusers reads the names of a class's settings there
-    def __init__(self, *args: Any, **kwargs: Any):
+    @functools.wraps(UNet2DConditionModel.__init__)  # type: ignore[misc]  # diffusers reads the names of a class's settings there
+    def __init__(self: Any, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, Transformer2DModel):

@@ -74,7 +74,8 @@ def save_folder(
     index |= {"requires_safety_checker": False, **dict.fromkeys(("safety_checker", "feature_extractor"), NONE)}
     index |= {"image_encoder": NONE, "scheduler": ["diffusers", type(scheduler).__name__]}
     _, height, width = family.latent_shape(size)
-    networks["denoiser"][0].register_to_config(sample_size=height if height == width else [height, width])
+    denoiser: Any = networks["denoiser"][0]
+    denoiser.register_to_config(sample_size=height if height == width else [height, width])
     for label, (module, network) in networks.items():
         (folder / network.folder).mkdir()
         index[network.folder] = _save_network(folder / network.folder, _bare(module), label)
@@ -115,14 +116,14 @@ def in_type(name: str, tensor: Tensor, dtype: str) -> Tensor:
     return stored
 
 
-def _save_network(folder: Path, module: nn.Module, label: str) -> list[str]:
+def _save_network(folder: Path, module: Any, label: str) -> list[str]:
     """Write a network's settings, and its code where diffusers does not have it; return where its class is."""
     name = type(module).__name__
     if _library(module) == "transformers":
         module.config.architectures = [name]
         write_json(folder / "config.json", json.loads(module.config.to_json_string(use_diff=True)))
         return ["transformers", name]
-    module.save_config(folder)  # type: ignore[operator]
+    module.save_config(folder)
     if _library(module) == "diffusers":
         return ["diffusers", name]
     code = Path(str(sys.modules[type(module).__module__].__file__))
