@@ -20,8 +20,8 @@ class EvalCommand(RunConfig):
     """A run's keys, and those of this command."""
 
     snapshots: Literal["all", "to_target", "last"] | None = None
-    """all; last; to_target: up to the first that meets the target. null: last for a list of guidances or for images,
-    to_target with a target, else all."""
+    """all; last; to_target: up to the first that meets the target. null: last for images or several guidances, to_target
+    with a target, else all."""
     from_images: int = limited(0, 0)
     """Images seen where to_target begins: a hint that saves scoring early snapshots."""
     out: str | None = None
