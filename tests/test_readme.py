@@ -47,7 +47,8 @@ PAGES = {
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
-    "mlperf miniature evaluation data-and-stores configuration measuring checkpoints speed benchmarks weights versions"
+    "mlperf miniature evaluation data-and-stores configuration measuring checkpoints speed benchmarks weights versions "
+    "licences"
 )
 
 
@@ -97,6 +98,8 @@ RUN_BY = {
     "test-tables": "tests/test_tables.py",
     "test-slow": "tests/conftest.py",
     "mutants": "tests/test_mutants.py",
+    "hooks": "tests/test_contributing.py",
+    "audit": "tests/test_contributing.py",  # by hand: it asks PyPI
     "test-gpu": "tests/gpu/test_on_gpu.py",
     "controls": "tests/test_shapes_records.py",  # an hour: its records are compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
