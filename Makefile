@@ -97,9 +97,10 @@ audit: $(CHECKS)/whole  ## known faults of the locked packages; asks PyPI
 	$(CHECKS)/bin/pip-audit --disable-pip --no-deps $(foreach lock,requirements-dev.lock $(LOCK),-r $(lock))
 
 # Two halves of the tests beside each other, one for each of two cores; what the second says is shown when the first has ended.
-# Where it may, the second has shared memory and a temporary folder of its own: --apart, see tests/conftest.py.
+# Where it may, the second has shared memory and a temporary folder of its own: --apart, see tests/conftest.py. A hook of git's
+# has variables that lead to its repository; tests have others.
 define both_halves
-@export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); own=$$(mktemp -d); failed=; apart=; \
+@unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); own=$$(mktemp -d); failed=; apart=; \
   ! unshare -m mount -t tmpfs tmpfs /dev/shm 2>$$said || apart=--apart; \
   half() { $(PY) -m pytest -q -m "$(1)" $$apart "$$@"; }; export -f half; export apart; \
   $${apart:+env TMPDIR=$$own unshare -m} bash -c 'test -z "$$apart" || mount -t tmpfs tmpfs /dev/shm && half --part=2' >$$said 2>&1 & \
@@ -108,7 +109,8 @@ define both_halves
 endef
 
 test-quick: $(STAMP)  ## the tests of the layout, the configuration, the locks and the pages: half a minute
-	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q -m "not slow" tests/test_layout.py tests/test_config.py \
+	@unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; \
+	  $(PY) -m pytest -q -m "not slow" tests/test_layout.py tests/test_config.py \
 	  tests/test_locks.py tests/test_readme.py tests/test_contributing.py
 
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
