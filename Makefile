@@ -64,7 +64,8 @@ $(CHECKS)/whole: | $(STAMP)
 	@$(call ALONE,$(VENV)) bash -euc 'test -e $@ || { set -x; $(PY) -m venv $(@D); \
 	  $(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r requirements-dev.lock; touch $@; }'
 
-lint: $(addprefix lint-,$(LINTS))  ## each check of .pre-commit-config.yaml: format, rules, spelling, YAML, large files, secrets, types
+lint: $(CHECKS)/whole  ## each check of .pre-commit-config.yaml: format, rules, spelling, YAML, large files, secrets, types
+	@$(MAKE) --no-print-directory -s -k -j2 -O $(addprefix lint-,$(LINTS))
 
 lint-format: $(STAMP)
 	$(VENV)/bin/ruff format --check -q .
