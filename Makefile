@@ -25,6 +25,8 @@ TABLES = tables-$(shell sha256sum requirements-tables.lock | cut -c1-12)
 LOGGERS = loggers-$(shell sha256sum requirements-loggers.lock | cut -c1-12)
 BROWSER = browser-$(shell sha256sum requirements-browser.lock | cut -c1-12)
 ONLY ?=
+CHECKS = $(VENV)/checks-$(shell sha256sum requirements-dev.lock | cut -c1-12)
+LINTS := format rules spelling yaml large secrets types
 ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
@@ -35,7 +37,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint test test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation gpu-latency report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation gpu-latency report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -57,20 +59,63 @@ lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.1
 	grep -vE '^(torch|torchvision|xformers)==' requirements.txt | $(UV_COMPILE) --override overrides.txt -c requirements-newest.txt - \
 	  requirements-newest.txt -o requirements-newest.lock
 	$(UV_COMPILE) requirements-prepare.txt -o requirements-prepare.lock
+	$(UV_COMPILE) requirements-dev.txt -o requirements-dev.lock
 	for extra in tables loggers browser; do $(UV_COMPILE) --no-annotate -c requirements.lock requirements-$$extra.txt | \
 	  awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' requirements.lock - > requirements-$$extra.lock; done
 
-lint: $(STAMP)  ## ruff: format and rules
+$(CHECKS)/whole: | $(STAMP)
+	@$(call ALONE,$(VENV)) bash -euc 'test -e $@ || { set -x; $(PY) -m venv $(@D); \
+	  $(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r requirements-dev.lock; touch $@; }'
+
+lint: $(CHECKS)/whole  ## each check of .pre-commit-config.yaml: format, rules, spelling, YAML, large files, secrets, types
+	@$(MAKE) --no-print-directory -s -k -j2 -O $(addprefix lint-,$(LINTS))
+
+lint-format: $(STAMP)
 	$(VENV)/bin/ruff format --check -q .
+
+lint-rules: $(STAMP)
 	$(VENV)/bin/ruff check -q .
 
+lint-spelling: $(CHECKS)/whole
+	git ls-files -z | xargs -0 $(CHECKS)/bin/codespell
+
+lint-yaml: $(CHECKS)/whole
+	git ls-files -z '*.yaml' '*.cff' | xargs -0 $(CHECKS)/bin/yamllint --strict -d '{extends: relaxed, rules: {line-length: disable}}'
+
+lint-large: $(CHECKS)/whole
+	git ls-files -z | xargs -0 $(CHECKS)/bin/check-added-large-files --enforce-all --maxkb=2048
+
+# Left out: records, the passwords that tests make up, and digests of files that are published.
+lint-secrets: $(CHECKS)/whole
+	git ls-files -z | xargs -0 $(CHECKS)/bin/detect-secrets-hook --no-verify --exclude-files '^reports/results/' \
+	  --exclude-secrets '^(secret|SECRET|test|test:tester|another|hunter2(pw/[+]x)?|pw[12]?|plain|short)$$' \
+	  --exclude-lines '^(PUBLISHED_SHA1|CAUSE) = '
+
+lint-types: $(CHECKS)/whole
+	flock $(CHECKS) $(CHECKS)/bin/mypy --cache-dir $(CHECKS)/mypy --python-executable $(PY) --no-error-summary
+
+hooks: $(CHECKS)/whole  ## lint and the quickest tests before each commit, the fast ones before a push (git commit -n leaves them out)
+	$(CHECKS)/bin/pre-commit install
+
+audit: $(CHECKS)/whole  ## known faults of the locked packages; asks PyPI
+	$(CHECKS)/bin/pip-audit --disable-pip --no-deps $(foreach lock,requirements-dev.lock $(LOCK),-r $(lock))
+
 # Two halves of the tests beside each other, one for each of two cores; what the second says is shown when the first has ended.
+# Where it may, the second has shared memory and a temporary folder of its own: --apart, see tests/conftest.py. A hook of git's
+# has variables that lead to its repository; tests have others.
 define both_halves
-@export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); failed=; \
-  $(PY) -m pytest -q -m "$(1)" --part=2 >$$said 2>&1 & \
-  $(PY) -m pytest -q -m "$(1)" --part=1 || failed=1; \
-  wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"
+@unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); own=$$(mktemp -d); failed=; apart=; \
+  ! unshare -m mount -t tmpfs tmpfs /dev/shm 2>$$said || apart=--apart; \
+  half() { $(PY) -m pytest -q -m "$(1)" $$apart "$$@"; }; export -f half; export apart; \
+  $${apart:+env TMPDIR=$$own unshare -m} bash -c 'test -z "$$apart" || mount -t tmpfs tmpfs /dev/shm && half --part=2' >$$said 2>&1 & \
+  half --part=1 || failed=1; \
+  wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"; rm -rf $$own
 endef
+
+test-quick: $(STAMP)  ## the tests of the layout, the configuration, the locks and the pages: half a minute
+	@unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; \
+	  $(PY) -m pytest -q -m "not slow" tests/test_layout.py tests/test_config.py \
+	  tests/test_locks.py tests/test_readme.py tests/test_contributing.py
 
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 	$(call both_halves,not slow and not gpu)

@@ -130,15 +130,25 @@ PART_1 = {
 }
 """Tests that stream, whose shared memory is the machine's, are all in one half."""
 
+SLOW_IN_PART_2 = {"end_to_end", "evaluation", "unfinished", "validation", "yamls"}
+"""Those of them whose slow tests are in the other half where that has shared memory of its own: so both take equally long."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "one half of the tests: `make test` runs both beside each other; those that stream are all in the first"
     parser.addoption("--part", choices=("1", "2"), help=text)
+    parser.addoption("--apart", action="store_true", help="the second half has its own /dev/shm and temporary folder")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if part := config.getoption("--part"):
-        others = [item for item in items if (item.path.stem.removeprefix("test_") in PART_1) != (part == "1")]
+        moved = SLOW_IN_PART_2 if config.getoption("--apart") else set()
+
+        def part_of(item: pytest.Item) -> str:
+            name = item.path.stem.removeprefix("test_")
+            return "2" if name not in PART_1 or (name in moved and item.get_closest_marker("slow")) else "1"
+
+        others = [item for item in items if part_of(item) != part]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
 

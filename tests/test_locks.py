@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from training.fp8 import RELEASES
 
-LOCKS = ["requirements.lock", "requirements-newest.lock", "requirements-prepare.lock"]
+LOCKS = ["requirements.lock", "requirements-newest.lock", "requirements-prepare.lock", "requirements-dev.lock"]
 VERSIONS = ["3.11", "3.12", "3.13"]
 
 
@@ -140,8 +140,9 @@ def test_what_loggers_need_beside_is_in_their_lock_or_in_that_of_a_set(lock, pyt
                 assert wanted.specifier.contains(version, prereleases=True), f"{package}: {wanted} but {version}"
 
 
-def test_every_upper_bound_has_its_reason():
-    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")]
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+def test_every_upper_bound_has_its_reason(name):
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
     bounded = [line for line in lines if re.search(r"[<=]=?\d|==", line.split("#")[0])]
     assert bounded and [line for line in bounded if " # " not in line.replace("  #", " #")] == []
 

@@ -49,7 +49,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration measuring checkpoints speed benchmarks weights versions "
 )
-NAMES += "metrics"
+NAMES += "licences metrics"
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:
@@ -101,6 +101,8 @@ RUN_BY = {
     "test-loggers": "tests/test_mlflow.py",
     "test-slow": "tests/conftest.py",
     "mutants": "tests/test_mutants.py",
+    "hooks": "tests/test_contributing.py",
+    "audit": "tests/test_contributing.py",  # by hand: it asks PyPI
     "test-gpu": "tests/gpu/test_on_gpu.py",
     "controls": "tests/test_shapes_records.py",  # an hour: its records are compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
