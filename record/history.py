@@ -31,6 +31,8 @@ COLUMNS = (
 )
 """What of a window's line is kept."""
 
+MOST = 1e100  # sums and products of such numbers are finite
+
 Line = Mapping[str, Any]
 
 
@@ -79,12 +81,9 @@ class History:
 
 
 def number_of(line: Line, key: str) -> float | None:
-    """Return a line's number, or None where there is none or it is not finite."""
+    """Return a line's number, or None where there is none, or one that no figure can be (not finite, or beyond MOST)."""
     value = line.get(key)
-    try:
-        return float(value) if is_number(value) and math.isfinite(value) else None  # type: ignore[arg-type]
-    except OverflowError:  # JSON has integers of any length
-        return None
+    return float(value) if is_number(value) and abs(value) <= MOST else None  # type: ignore[arg-type]
 
 
 def is_run(folder: Path) -> bool:

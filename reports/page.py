@@ -36,6 +36,7 @@ from reports.page_text import moment, plain
 
 MOST_BYTES = 6_000_000  # of all sample grids of a page; the rest stays far below 3 MB
 MOST_RUNS = 16
+MOST_OF_A_SENTENCE = 3000  # characters; what it quotes is cut to less
 PAGE, COMPARISON = "page.html", "comparison.html"
 
 
@@ -144,7 +145,7 @@ def _template() -> Any:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else plain(value),
+        finalize=lambda value: value if isinstance(value, Markup) else plain(value, MOST_OF_A_SENTENCE),
     )
 
 

@@ -122,8 +122,8 @@ def later_scores(run: History) -> list[Line]:
     rows = [
         row for row in run.scores if number_of(row, "images") is not None and row.get("guidance") in (guidance, None)
     ]
-    known = {(line.get("images"), line.get("fid"), line.get("clip")) for line in run.evaluations}
-    rows = [row for row in rows if (row.get("images"), row.get("fid"), row.get("clip")) not in known]
+    known = [[line.get(key) for key in ("images", *LABELS)] for line in run.evaluations]
+    rows = [row for row in rows if [row.get(key) for key in ("images", *LABELS)] not in known]
     return sorted(rows, key=lambda row: number_of(row, "images") or 0.0)
 
 

@@ -308,7 +308,7 @@ def times_of(run: History) -> list[tuple[str, str, str, str]]:
     if state_of(run) in ("open", "stopped") and whole and 0 < images < whole and run.seconds:
         rest = run.seconds * whole / images
         rows.append(("to max_duration, at this speed (estimate)", rest, None if not hours else hours * whole / images))
-    return [(name, span(seconds), figure(of, 3), figure(cost_of(run, of), 4)) for name, seconds, of in rows]
+    return [(name, span(seconds), figure(of), figure(cost_of(run, of))) for name, seconds, of in rows]
 
 
 def images_in_all(run: History) -> float | None:

@@ -255,9 +255,9 @@ def words_of(plot: Plot) -> str:
         low = series.y if series.low is None else series.low
         high = series.y if series.high is None else series.high
         if len(series.x) == 1:
-            said.append(f"{name}{figure(float(series.y[0]))} at {figure(float(series.x[0]))}.")
+            said.append(f"{name}{figure(float(series.y[0]))} at {_whole(float(series.x[0]))}.")
             continue
-        ends = [f"{figure(float(series.y[place]))} at {figure(float(series.x[place]))}" for place in (0, -1)]
+        ends = [f"{figure(float(series.y[place]))} at {_whole(float(series.x[place]))}" for place in (0, -1)]
         said.append(
             f"{name}from {ends[0]} to {ends[1]}; least {figure(float(low.min()))}, greatest {figure(float(high.max()))}."
         )
@@ -281,13 +281,18 @@ def table_of(plot: Plot) -> Table:
     bands = any(series.low is not None for series in thin)
     for series in thin:
         for place in range(len(series.x)):
-            cells = [figure(float(series.x[place]), 6), figure(float(series.y[place]), 6)]
+            cells = [_whole(float(series.x[place])), figure(float(series.y[place]), 6)]
             if bands:
                 cells += ["" if series.low is None else figure(float(of[place]), 6) for of in (series.low, series.high)]
             label = [f" ({series.labels[place]})"] if series.labels else [""]
             rows.append([series.name + label[0], *cells] if several or series.labels else cells)
     name = ["series"] if several or any(series.labels for series in shown) else []
     return Table([*name, plot.x_label, plot.y_label, *(["least", "greatest"] if bands else [])], rows)
+
+
+def _whole(value: float) -> str:
+    """Return a number of images, or a time, as it is."""
+    return figure(int(value) if value.is_integer() else value, 6)
 
 
 def _shorter(series: Series) -> Series:
