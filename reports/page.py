@@ -79,7 +79,7 @@ def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: i
         _template()
         .get_template("page.html.j2")
         .render(
-            title=" and ".join(plain(run.name) for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
+            title=_title([plain(run.name) for run in runs]),
             runs=told,
             several=several,
             groups=[
@@ -99,6 +99,12 @@ def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: i
             refresh_sec=refresh_sec,
         )
     )
+
+
+def _title(names: Sequence[str]) -> str:
+    if len(names) > 4:
+        return f"{len(names)} runs"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _told(run: History, place: int, num: int) -> dict[str, Any]:

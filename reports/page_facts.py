@@ -234,6 +234,11 @@ def figures_of(run: History) -> dict[str, float | None]:
     return found | {"device_hours": device_hours(run), "cost": cost_of(run, device_hours(run))}
 
 
+def _memory_of(run: History) -> str:
+    device = run.environment.get("device")
+    return "" if not device else "resident" if str(device).startswith("CPU") else "of the fullest GPU"
+
+
 def cards_of(run: History) -> list[Card]:
     """Return the figures that stand on top."""
     found, target = figures_of(run), target_of(run)
@@ -259,7 +264,7 @@ def cards_of(run: History) -> list[Card]:
             "Peak memory",
             figure(found["peak_mem_gib"], 3),
             "GiB",
-            "resident" if str(run.environment.get("device")).startswith("CPU") else "a GPU",
+            _memory_of(run),
         ),
         Card("Data wait", share(found["data_wait_frac"]), "", "of training and waiting"),
         Card("MFU", share(found["mfu"])),

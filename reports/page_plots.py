@@ -158,7 +158,7 @@ def svg_of(plot: Plot) -> Markup:
         if plot.series and plot.series[0].kind == "area":
             _draw_areas(axes, plot.series)
         for series in plot.series:
-            _draw(axes, series)
+            _draw(axes, series, breaks=[*(end for _, end in plot.spans), *plot.marks])
         for value, _ in plot.targets:
             axes.axhline(value, color=COLOURS["ink"], linewidth=1.2, linestyle=(0, (4, 3)))
         _scale(axes, plot)
@@ -167,7 +167,8 @@ def svg_of(plot: Plot) -> Markup:
     return Markup(_for_page(file.getvalue(), plot))
 
 
-def _draw(axes: Any, series: Series) -> None:
+def _draw(axes: Any, series: Series, breaks: Sequence[float] = ()) -> None:
+    """Draw a series; its line is broken before each of `breaks`, where something else took the time."""
     colour = COLOURS[series.colour]
     if series.kind == "area" or not len(series.x):
         return
@@ -182,7 +183,8 @@ def _draw(axes: Any, series: Series) -> None:
         style |= {"linewidth": 0.7, "alpha": 0.45, "linestyle": "-"}
     elif len(series.x) == 1:
         style |= {"marker": "o", "markersize": 4.0}
-    axes.plot(series.x, series.y, color=colour, **style)
+    places = np.searchsorted(series.x, breaks)
+    axes.plot(np.insert(series.x, places, math.nan), np.insert(series.y, places, math.nan), color=colour, **style)
     for x, y, label in zip(series.x, series.y, series.labels, strict=False):
         place = {"textcoords": "offset points", "xytext": (5, 5), "fontsize": 9.0}
         axes.annotate(label, (x, y), color=COLOURS["muted"], **place)
