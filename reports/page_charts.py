@@ -74,7 +74,7 @@ def _score(runs: Sequence[History], key: str, bands: Mapping[int, Mapping[str, B
     series = []
     for batch in sorted({run.config.get("global_batch_size") for run in runs if is_mlperf(run)} & bands.keys()):
         band = bands[batch][key]
-        at, low, mean, high = map(np.array, (band.images, band.low, band.mean, band.high))
+        at, low, mean, high = (np.array(of, float) for of in (band.images, band.low, band.mean, band.high))
         name = f"MLPerf reference, batch {batch}: {band.num_runs} runs"
         series.append(Series(name, at, mean, low=low, high=high, kind="reference", colour="muted"))
     for place, run in enumerate(runs):

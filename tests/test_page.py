@@ -20,7 +20,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
-import benchmark
+from bench import page as bench_page
 from record.history import COLUMNS, read_history
 from record.writing import append_lines
 from reports import page
@@ -649,6 +649,24 @@ def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys, words, te
     assert capsys.readouterr().err == f"{text}\n"
 
 
+def test_the_bench_lengthens_a_record_and_says_seconds_and_bytes(tmp_path):
+    run = make(tmp_path / "mine", [*map(window, range(4)), evaluation(640, 60.0, 0.7)], summary={"loss": 1.0})
+    bench_page.lengthened(run, tmp_path / "long", 10)
+    history = read_history(tmp_path / "long")
+    assert history.windows["batch"].tolist() == [10.0 * n for n in range(1, 11)]
+    assert history.windows["elapsed_sec"].tolist() == [5.0 * n for n in range(1, 11)]
+    assert history.missing == [] and len(history.evaluations) == 1
+    assert bench_page.main([str(run), "windows=[3,5]", "rounds=2", f"results={tmp_path}/speed.json"]) == 0
+    made = json.loads((tmp_path / "speed.json").read_text())
+    assert made["windows_3_bytes"] > 10_000 and len(made["by_round"]["windows_5_sec"]) == 2 and made["commit"]
+    assert made["windows_5_sec_min"] <= made["windows_5_sec"] <= made["windows_5_sec_max"]
+
+
+def test_the_bench_wants_one_run(tmp_path, capsys):
+    assert bench_page.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"command line: '{tmp_path}' is no run. Give one, finished: runs/NAME.\n"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
 def test_the_page_of_a_very_long_run_stays_small(tmp_path):
@@ -661,29 +679,6 @@ def test_the_page_of_a_very_long_run_stays_small(tmp_path):
     assert "greatest 50.00" in next(
         own["aria-label"] for own, _ in Parsed(place.read_text()).all("svg") if "loss" in own["aria-label"]
     )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_the_page_of_a_real_run(miniature, tmp_path):
-    more = ["eval.when=in_training", "eval.every_images=16", "save.every_images=16", "target.fid=1", "eval.samples=4"]
-    assert benchmark.main(miniature.small(tmp_path, "real", *more)) == 0
-    assert page.main([str(tmp_path / "real")]) == 0
-    shown = Parsed((tmp_path / "real/page.html").read_text())
-    assert (
-        shown.all("section", id="result")[0][0]["data-state"] == "missed" and shown.all("section", id="missing") == []
-    )
-    assert {
-        "plot-fid-over-images",
-        "plot-clip-over-images",
-        "plot-loss",
-        "plot-lr",
-        "plot-images-per-sec",
-        "plot-clocks",
-    } <= set(shown.ids())
-    summary = json.loads((tmp_path / "real/summary.json").read_text())
-    assert f"FID {figure(summary['fid'])}" in shown.text("section", id="result")
-    assert [own["data-images"] for own, _ in shown.all("img")] == ["16", "32"]
 
 
 def test_a_long_text_says_how_long_it_is():
