@@ -69,10 +69,12 @@ class History:
     """When the record was last written, in seconds since 1970."""
     missing: Sequence[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
+    label: str = ""
+    """Its name beside others of the same name."""
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        return self.label or self.folder.resolve().name
 
     @property
     def seconds(self) -> float:

@@ -19,6 +19,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from markupsafe import Markup
 from cli.command import command
 from cli.errors import ConfigError, Refused
 from cli.files import write_whole
+from cli.limits import kind_of_path, shown, text_possible
 from record.history import History, read_history
 from reports import page_compare, page_facts
 from reports.page_charts import groups_of
@@ -72,7 +74,7 @@ def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: i
         now: when it is written, in seconds since 1970; None: now.
         refresh_sec: a browser that shows it asks for it again after so long; None: it does not.
     """
-    several = len(runs) > 1
+    several, runs = len(runs) > 1, _told_apart(runs)
     script = _template().loader.get_source(_template(), "page.js")[0]  # type: ignore[union-attr]
     told = [_told(run, place, len(runs)) for place, run in enumerate(runs)]
     return (
@@ -99,6 +101,15 @@ def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: i
             refresh_sec=refresh_sec,
         )
     )
+
+
+def _told_apart(runs: Sequence[History]) -> list[History]:
+    """Return the runs with the folder above in the name of those that have the name of another one."""
+    names = [run.name for run in runs]
+    return [
+        replace(run, label="/".join(run.folder.resolve().parts[-2:])) if names.count(run.name) > 1 else run
+        for run in runs
+    ]
 
 
 def _title(names: Sequence[str]) -> str:
@@ -158,9 +169,15 @@ def _template() -> Any:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    keys = dict(word.split("=", 1) for word in argv if "=" in word and not Path(word).exists())
-    places = list(dict.fromkeys(Path(word) for word in argv if "=" not in word or Path(word).exists()))
-    problems = [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
+    folders = [word for word in argv if "=" not in word or kind_of_path(word) == "folder"]
+    keys = dict(word.split("=", 1) for word in argv if word not in folders)
+    places = list(dict.fromkeys(map(Path, folders)))
+    problems = [
+        f"command line: '{shown(word)}' is not a path. Possible: {text}."
+        for word in argv
+        if (text := text_possible(word))
+    ]
+    problems += [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
     problems += ["out: nothing given. Give a file: out=FILE."] if keys.get("out") == "" else []
     if not places:
         problems.append("command line: no run given. Give a run's folder: runs/NAME.")

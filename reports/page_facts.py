@@ -47,7 +47,6 @@ class Card:
     value: str
     unit: str = ""
     hint: str = ""
-    key: str = ""
 
 
 # --- the run ---
@@ -157,7 +156,7 @@ def result_of(run: History) -> Result:
     elif state == "finished":
         text = f"{ended}. {_without_target(run, wanted)}"
     elif state == "stopped":
-        text = f"Its last process ended in good order, but not at the run's end, after {ended}. {_wants(wanted)}"
+        text = f"A signal or an error ended its last process before the run's end: {ended}. {_wants(wanted)}"
     else:
         text = f"It is still running, or was killed: {ended} until {moment(run.changed_at)}. {_wants(wanted)}"
     return Result(state, text)
@@ -251,7 +250,6 @@ def cards_of(run: History) -> list[Card]:
                 figure(found[key]),
                 "",
                 f"target {SIDE[key]} {target[key]:g}" if key in target else "",
-                key,
             )
             for key in SIDE
         ),
@@ -335,7 +333,7 @@ def starts_of(run: History) -> list[list[str]]:
         number = int(start["start"])
         said = number_of(start, "seconds") is not None
         is_last = place == len(run.starts) - 1
-        end = "in good order" if said else ("no end recorded" if is_last else "killed, or it crashed")
+        end = "ended" if said else "no end recorded" if is_last else "killed"
         device = f"{figure(_int(start, 'num_devices'))} {TIMES} {plain(start.get('device'))}"
         changed = _changed(run.starts[place - 1].get("how"), start.get("how")) if place else ""
         cells = [

@@ -267,7 +267,7 @@ AT_MOST = "The target is FID at most 45 and CLIP at least 0.9."
             [start(seconds=21.0)],
             None,
             "stopped",
-            "Its last process ended in good order, but not at the run's end, after ",
+            "A signal or an error ended its last process before the run's end: 1,280 images in 21.0 s. ",
         ),
         (None, None, NO_TARGET, "open", "It is still running, or was killed: 1,280 images in 20.0 s until "),
     ],
@@ -322,7 +322,7 @@ def test_time_goes_on_over_starts_and_a_resume_is_on_record(tmp_path):
     assert history.seconds == 33.0 and device_hours(history) == pytest.approx(33.0 * 2 / 3600)
     text = parsed(run).text("section", id="starts")
     assert "Resumes: 1. 2 windows were trained again or closed anew after a resume (batch 30 to 40)." in text
-    assert "19.0 s killed, or it crashed" in text and "14.0 s in good order; compile: off → whole" in text
+    assert "19.0 s killed" in text and "14.0 s ended; compile: off → whole" in text
 
 
 def test_time_and_cost(tmp_path):
@@ -575,6 +575,11 @@ def test_results_stand_beside_each_other_with_their_ratios(tmp_path):
     assert "one" in text and "two" in text
 
 
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    one, two = make(tmp_path / "a/seed17", []), make(tmp_path / "b/seed17", [])
+    assert parsed(one, two).text("h1") == "a/seed17 and b/seed17"
+
+
 def test_only_the_keys_that_differ_are_shown(tmp_path):
     one = make(tmp_path / "one")
     two = make(tmp_path / "two", config={"seed": 18, "ema.enabled": True})
@@ -638,6 +643,7 @@ def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch
         (["out=x.html"], "command line: no run given. Give a run's folder: runs/NAME."),
         (["mine", "out=mine"], "out: mine cannot be written: Is a directory. Give another file: out=FILE."),
         (["mine", "out=no/x"], "out: no/x cannot be written: No such file or directory. Give another file: out=FILE."),
+        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path. Possible: at most 1,024 bytes, 255 between slashes."),
         ([str(n) for n in range(17)], "command line: 17 runs given. Possible: 1 to 16 on a page. Give fewer."),
     ],
 )  # fmt: skip
@@ -656,9 +662,9 @@ def test_the_bench_lengthens_a_record_and_says_seconds_and_bytes(tmp_path):
     assert history.windows["batch"].tolist() == [10.0 * n for n in range(1, 11)]
     assert history.windows["elapsed_sec"].tolist() == [5.0 * n for n in range(1, 11)]
     assert history.missing == [] and len(history.evaluations) == 1
-    assert bench_page.main([str(run), "windows=[3,5]", "rounds=2", f"results={tmp_path}/speed.json"]) == 0
+    assert bench_page.main([str(run), "windows=[5]", "rounds=2", f"results={tmp_path}/speed.json"]) == 0
     made = json.loads((tmp_path / "speed.json").read_text())
-    assert made["windows_3_bytes"] > 10_000 and len(made["by_round"]["windows_5_sec"]) == 2 and made["commit"]
+    assert made["windows_5_bytes"] > 10_000 and len(made["by_round"]["windows_5_sec"]) == 2 and made["commit"]
     assert made["windows_5_sec_min"] <= made["windows_5_sec"] <= made["windows_5_sec_max"]
 
 

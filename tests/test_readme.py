@@ -532,6 +532,13 @@ def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, 
     assert f"| {spread(made, key, digits)}" in PAGES["docs/benchmarks.md"] and made["commit"]
 
 
+def test_seconds_and_bytes_of_a_page_are_those_of_the_record():
+    made = record("page_speed")
+    for num in made["windows"]:
+        row = f"| {num:,} | {spread(made, f'windows_{num}_sec', '.1f')} | {made[f'windows_{num}_bytes'] / 1e6:.2f} |"
+        assert row in PAGES["docs/looking.md"] and made["commit"]
+
+
 def test_the_other_figures_of_data_and_store_are_those_of_their_records():
     data, page = record("data_speed"), PAGES["docs/benchmarks.md"]
     for kind in ("webdataset", "webdataset16", "files"):
