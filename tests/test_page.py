@@ -643,7 +643,8 @@ def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch
         (["out=x.html"], "command line: no run given. Give a run's folder: runs/NAME."),
         (["mine", "out=mine"], "out: mine cannot be written: Is a directory. Give another file: out=FILE."),
         (["mine", "out=no/x"], "out: no/x cannot be written: No such file or directory. Give another file: out=FILE."),
-        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path. Possible: at most 1,024 bytes, 255 between slashes."),
+        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path. "
+         "Possible: at most 1,024 bytes, 255 between slashes."),
         ([str(n) for n in range(17)], "command line: 17 runs given. Possible: 1 to 16 on a page. Give fewer."),
     ],
 )  # fmt: skip
