@@ -1,4 +1,4 @@
-"""Reports on runs: MLPerf results and submissions, and sample pictures.
+"""Reports on runs: their pages, MLPerf results and submissions, and sample pictures.
 
-No room imports it. Imports cli/ and record/; a run's files are read in record/ alone.
+Rooms above it may import it. Imports cli/ and record/; a run's files are read in record/ alone.
 """

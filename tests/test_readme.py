@@ -47,7 +47,8 @@ PAGES = {
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
-    "mlperf miniature evaluation data-and-stores configuration measuring checkpoints speed benchmarks weights versions"
+    "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
+    "benchmarks weights versions"
 )
 
 
@@ -86,6 +87,7 @@ COMMANDS = {
     "bench.generate": ("GenerateConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
+    "bench.page": ("PageBenchConfig", range(1, 2)),
 }
 """Command -> the dataclass of its keys, and how many places it takes."""
 
@@ -134,6 +136,8 @@ def read(module: str, words: list[str]) -> None:
         assert set(words) == {"--train_encoders", "OUT"}  # tests/test_shapes_training.py runs it
     elif module == "reports.mlperf":
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
+    elif module == "reports.page":
+        assert words and all(word.startswith("runs/") or word.endswith(".html") for word in words)
     elif module == "reports.samples":
         assert len([word for word in words if "=" not in word]) == 3
     else:
@@ -526,6 +530,13 @@ def spread(made: dict, key: str, digits: str) -> str:
 def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
     made = record(name)
     assert f"| {spread(made, key, digits)}" in PAGES["docs/benchmarks.md"] and made["commit"]
+
+
+def test_seconds_and_bytes_of_a_page_are_those_of_the_record():
+    made = record("page_speed")
+    for num in made["windows"]:
+        row = f"| {num:,} | {spread(made, f'windows_{num}_sec', '.1f')} | {made[f'windows_{num}_bytes'] / 1e6:.2f} |"
+        assert row in PAGES["docs/looking.md"] and made["commit"]
 
 
 def test_the_other_figures_of_data_and_store_are_those_of_their_records():

@@ -1,0 +1,292 @@
+"""All that a run has left for those who look at it: as much as can be read, and in words what cannot.
+
+A reader of this kind changes nothing and refuses nothing but a folder that is no run: lines that a killed writer left, keys
+that an older version did not write, values that are not finite and files that are broken are passed over, and named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cli import masking
+from record.config_file import CONFIG, LATER, read_files
+from record.files import BAD_SAMPLES, CLOCKS, CUT, METRICS, STARTS, SUMMARY
+from record.mlperf_events import is_number
+
+SCHEMA = 1
+"""Of lines that this version writes (callbacks/run_record.py)."""
+SCORES = "eval.jsonl"
+FLAGS = ("warmup", "profiled", "unfinished")
+COLUMNS = (
+    *("batch", "images", "loss", "lr", "gradient_norm", "images_per_sec", "peak_mem_gib", "window_batches", "start"),
+    *(*CLOCKS, "start_sec", *FLAGS),
+)
+"""What of a window's line is kept."""
+
+MOST = 1e100  # sums and products of such numbers are finite
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run has left."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """Key -> value as it was written, without secrets; `${...}` stays."""
+    later: Mapping[str, Any]
+    """Those of them that are otherwise than the run was begun with, or were found."""
+    environment: Line
+    summary: Line
+    """Empty where the run is not finished."""
+    starts: Sequence[Line]
+    windows: Mapping[str, np.ndarray]
+    """COLUMNS and `elapsed_sec` -> float64 (N,), nan for what a line does not have or is not finite."""
+    streams: Mapping[str, np.ndarray]
+    """Stream -> its loss, float64 (N,)."""
+    evaluations: Sequence[Line]
+    validations: Sequence[Line]
+    scores: Sequence[Line]
+    """Of eval.jsonl."""
+    cut: Sequence[Line]
+    """The windows that resumes removed."""
+    bad_samples: Sequence[Line]
+    seconds_of: Mapping[int, float]
+    """Start -> all of its clocks, as far as it left word."""
+    grids: Sequence[tuple[int, Path]]
+    """(images seen, picture), ascending."""
+    captions: Sequence[str]
+    changed_at: float | None
+    """When the record was last written, in seconds since 1970."""
+    missing: Sequence[str] = field(default_factory=list)
+    """What could not be read, a sentence each."""
+    label: str = ""
+    """Its name beside others of the same name."""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.folder.resolve().name
+
+    @property
+    def seconds(self) -> float:
+        """All clocks of all starts."""
+        return sum(self.seconds_of.values())
+
+
+def number_of(line: Line, key: str) -> float | None:
+    """Return a line's number, or None where there is none, or one that no figure can be (not finite, or beyond MOST)."""
+    value = line.get(key)
+    return float(value) if is_number(value) and abs(value) <= MOST else None  # type: ignore[arg-type]
+
+
+def is_run(folder: Path) -> bool:
+    """True for a folder that has what tells a run."""
+    return any((folder / name).is_file() for name in (CONFIG, METRICS, SUMMARY))
+
+
+def read_history(folder: Path) -> History:
+    """Read a run's record. Raises ValueError: the folder is no run's."""
+    if not is_run(folder):
+        said = "is no run: it has no config.yaml" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {said}. Give a run's folder: runs/NAME.")
+    missing: list[str] = []
+    config, later = _config(folder, missing)
+    starts = [line for line in _lines(folder / STARTS, missing) if number_of(line, "start") is not None]
+    kept, cut = _Lines(folder / METRICS, missing), _Lines(folder / CUT, missing, is_scrap=True)
+    seconds_of = _seconds_of(starts, kept, cut)
+    windows = kept.columns()
+    found = History(
+        folder=folder,
+        config=config,
+        later=later,
+        environment=_object(folder / "environment.json", missing),
+        summary=_object(folder / SUMMARY, missing, is_needed=False),
+        starts=starts,
+        windows={**windows, "elapsed_sec": _elapsed(windows, seconds_of)},
+        streams={name: _padded(values, len(windows["batch"])) for name, values in kept.streams.items()},
+        evaluations=kept.evaluations,
+        validations=kept.validations,
+        scores=list(_lines(folder / SCORES, missing, is_needed=False)),
+        cut=cut.windows_cut,
+        bad_samples=list(_lines(folder / BAD_SAMPLES, missing, is_needed=False)),
+        seconds_of=seconds_of,
+        grids=_grids(folder),
+        captions=_captions(folder, missing),
+        changed_at=max(
+            (path.stat().st_mtime for name in (METRICS, STARTS, SUMMARY) if (path := folder / name).is_file()),
+            default=None,
+        ),
+        missing=missing,
+    )
+    if not len(windows["batch"]) and not kept.evaluations and (folder / METRICS).is_file():
+        missing.append("metrics.jsonl has no window yet: the run has not come to the end of its first one.")
+    return found
+
+
+def grid_bytes(path: Path) -> bytes:
+    """Return a picture of sample images. Raises OSError: it cannot be read."""
+    return path.read_bytes()
+
+
+# --- lines ---
+
+
+def _lines(path: Path, missing: list[str], *, is_needed: bool = True, is_scrap: bool = False) -> Iterator[Line]:
+    """Yield the objects of a .jsonl file; name once how many of its lines are none.
+
+    Args:
+        is_needed: every run has this file.
+        is_scrap: what killed writers left belongs into it.
+    """
+    if not path.exists():
+        missing += [f"There is no {path.name}."] if is_needed else []
+        return
+    broken, is_unfinished, newest = 0, False, SCHEMA
+    try:
+        with open(path, "rb") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except (ValueError, RecursionError):
+                    line = None
+                if isinstance(line, dict):
+                    newest = max(newest, int(number_of(line, "schema") or 0))
+                    yield line
+                elif text.strip():
+                    is_unfinished = not text.endswith(b"\n")
+                    broken += not is_unfinished
+    except OSError as error:
+        missing.append(f"{path.name} cannot be read: {error.strerror}.")
+    if is_unfinished and not is_scrap:
+        missing.append(f"The last line of {path.name} is cut off: its writer was stopped in the middle of it.")
+    if broken and not is_scrap:
+        missing.append(f"{path.name}: {broken:,} of its lines cannot be read. They are left out.")
+    if newest > SCHEMA:
+        missing.append(f"{path.name} was written by a newer version (schema {newest}): some of it may be missing here.")
+
+
+class _Lines:
+    """The lines of a metrics.jsonl by kind; windows as columns, for there may be very many."""
+
+    def __init__(self, path: Path, missing: list[str], *, is_scrap: bool = False):
+        self.evaluations: list[Line] = []
+        self.validations: list[Line] = []
+        self.windows_cut: list[Line] = []
+        self.streams: dict[str, array[float]] = {}
+        self.last_sec: dict[int, float] = {}
+        self._columns: dict[str, array[float]] = {key: array("d") for key in COLUMNS}
+        for line in _lines(path, missing, is_needed=not is_scrap, is_scrap=is_scrap):
+            own, since = int(number_of(line, "start") or 1), number_of(line, "start_sec")
+            if since is not None:
+                self.last_sec[own] = max(since, self.last_sec.get(own, 0.0))
+            if line.get("evaluation"):
+                self.evaluations.append(line)
+            elif line.get("validation"):
+                self.validations.append(line)
+            elif is_scrap:
+                self.windows_cut.append(line)
+            elif number_of(line, "batch") is not None:
+                self._add(line)
+
+    def _add(self, line: Line) -> None:
+        for key, column in self._columns.items():
+            value = float(line.get(key) is True) if key in FLAGS else number_of(line, key)
+            column.append(math.nan if value is None else value)
+        place, streams = len(self._columns["batch"]), line.get("streams")
+        for name, of in streams.items() if isinstance(streams, dict) else ():
+            column = self.streams.setdefault(name, array("d"))
+            column.extend([math.nan] * (place - 1 - len(column)))
+            value = number_of(of, "loss") if isinstance(of, dict) else None
+            column.append(math.nan if value is None else value)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        found = {key: np.array(column) for key, column in self._columns.items()}
+        found["start"] = np.nan_to_num(found["start"], nan=1.0)
+        return found
+
+
+def _padded(values: array[float], num: int) -> np.ndarray:
+    return np.concatenate([np.array(values), np.full(num - len(values), math.nan)])
+
+
+def _seconds_of(starts: Sequence[Line], *found: _Lines) -> dict[int, float]:
+    """Return all clocks of each start: what it said at its end, else in its last line, else its windows' clocks."""
+    seconds: dict[int, float] = {}
+    for lines in found:
+        for start, last in lines.last_sec.items():
+            seconds[start] = max(last, seconds.get(start, 0.0))
+    for line in starts:
+        start = int(line["start"])
+        seconds[start] = max(number_of(line, "seconds") or 0.0, seconds.get(start, 0.0))
+    windows = found[0].columns()
+    of_windows = np.nansum([windows[clock] for clock in CLOCKS], axis=0)
+    for start in map(int, np.unique(windows["start"])):  # an older version says no more
+        seconds[start] = seconds.get(start) or float(of_windows[windows["start"] == start].sum())
+    return dict(sorted(seconds.items()))
+
+
+def _elapsed(windows: Mapping[str, np.ndarray], seconds_of: Mapping[int, float]) -> np.ndarray:
+    """Return the seconds of all clocks of all starts at each window's end."""
+    of_windows = np.nansum([windows[clock] for clock in CLOCKS], axis=0)
+    elapsed, before = np.full(len(of_windows), math.nan), 0.0
+    for start, seconds in seconds_of.items():
+        own = windows["start"] == start
+        within = np.where(np.isnan(windows["start_sec"][own]), np.cumsum(of_windows[own]), windows["start_sec"][own])
+        elapsed[own], before = before + within, before + seconds
+    return elapsed
+
+
+# --- other files ---
+
+
+def _config(folder: Path, missing: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return key -> value of a run as both files have it, and those of the later one."""
+    if not (folder / CONFIG).is_file():
+        missing.append(f"There is no {CONFIG}: what the run was given is not known.")
+    given, problems = read_files(folder)
+    missing += [masking.masked(problem.text) for problem in problems]
+    later = {at.key: at.value for at in given if Path(at.where).name == LATER}
+    return masking.written({at.key: at.value for at in given}), masking.written(later)
+
+
+def _object(path: Path, missing: list[str], *, is_needed: bool = True) -> dict[str, Any]:
+    """Return the object of a JSON file, or nothing where there is none."""
+    if not path.exists():
+        missing += [f"There is no {path.name}."] if is_needed else []
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        said = error.strerror
+    except (ValueError, RecursionError):
+        said = "it is no whole JSON"
+    else:
+        if isinstance(content, dict):
+            return content
+        said = f"it holds a {type(content).__name__}"
+    missing.append(f"{path.name} cannot be read: {said}.")
+    return {}
+
+
+def _grids(folder: Path) -> list[tuple[int, Path]]:
+    """Return a run's pictures of samples, by images seen."""
+    found = [(path.stem[2:], path) for path in (folder / "samples").glob("im*.png")]
+    return sorted((int(images), path) for images, path in found if images.isdecimal() and path.is_file())
+
+
+def _captions(folder: Path, missing: list[str]) -> list[str]:
+    path = folder / "samples/captions.txt"
+    try:
+        return path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
+    except OSError as error:
+        missing.append(f"{path.name} cannot be read: {error.strerror}.")
+        return []

@@ -1,0 +1,193 @@
+"""Write the page of a run, or of several beside each other: one HTML file that opens from disk, without a network.
+
+    python -m reports.page runs/NAME                        # -> runs/NAME/page.html
+    python -m reports.page runs/NAME runs/OTHER             # -> comparison.html
+    python -m reports.page runs/NAME runs/OTHER out=FILE
+
+The page has the result and its target, FID and CLIP score over the images seen, losses, speed, memory, sample grids,
+configuration, environment, starts and faults, time and cost. Of several runs it has their curves together, their results
+side by side with ratios to the first, and the keys that differ. What cannot be read is said on the page.
+
+Exit code: 0, or 2 where a folder is no run, or the file cannot be written (each problem on a line of stderr).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from cli.command import command
+from cli.errors import ConfigError, Refused
+from cli.files import write_whole
+from cli.limits import kind_of_path, shown, text_possible
+from record.history import History, read_history
+from reports import page_compare, page_facts
+from reports.page_charts import groups_of
+from reports.page_plots import NUM_COLOURS, svg_of, table_of
+from reports.page_samples import samples_of
+from reports.page_text import moment, plain
+
+MOST_BYTES = 6_000_000  # of all sample grids of a page; the rest stays far below 3 MB
+MOST_RUNS = 16
+MOST_OF_A_SENTENCE = 3000  # characters; what it quotes is cut to less
+PAGE, COMPARISON = "page.html", "comparison.html"
+
+
+def write(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of these runs. `out`: the file; None: in the run's folder, or of several in the current one.
+
+    Returns:
+        the file.
+
+    Raises:
+        ConfigError: folders are no runs'. Refused: the file cannot be written.
+    """
+    runs, problems = [], []
+    for folder in folders:
+        try:
+            runs.append(read_history(folder))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+    place = out or (folders[0] / PAGE if len(folders) == 1 else Path(COMPARISON))
+    try:
+        write_whole(place, html_of(runs))
+    except OSError as error:
+        raise Refused(f"out: {place} cannot be written: {error.strerror}. Give another file: out=FILE.") from error
+    return place
+
+
+def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: int | None = None) -> str:
+    """Return the page of these runs.
+
+    Args:
+        now: when it is written, in seconds since 1970; None: now.
+        refresh_sec: a browser that shows it asks for it again after so long; None: it does not.
+    """
+    several, runs = len(runs) > 1, _told_apart(runs)
+    script = _template().loader.get_source(_template(), "page.js")[0]  # type: ignore[union-attr]
+    told = [_told(run, place, len(runs)) for place, run in enumerate(runs)]
+    return (
+        _template()
+        .get_template("page.html.j2")
+        .render(
+            title=_title([plain(run.name) for run in runs]),
+            runs=told,
+            several=several,
+            groups=[
+                (group, [(plot, svg_of(plot), table_of(plot)) for plot in group.plots]) for group in groups_of(runs)
+            ],
+            results=page_compare.results(runs) if several else [],
+            not_comparable=page_compare.not_comparable(runs) if several else [],
+            differences=[
+                ("Configuration", page_compare.differing_config(runs)),
+                ("Environment", page_compare.differing_environment(runs)),
+            ]
+            if several
+            else [],
+            written=moment(time.time() if now is None else now),
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            refresh_sec=refresh_sec,
+        )
+    )
+
+
+def _told_apart(runs: Sequence[History]) -> list[History]:
+    """Return the runs with the folder above in the name of those that have the name of another one."""
+    names = [run.name for run in runs]
+    return [
+        replace(run, label="/".join(run.folder.resolve().parts[-2:])) if names.count(run.name) > 1 else run
+        for run in runs
+    ]
+
+
+def _title(names: Sequence[str]) -> str:
+    if len(names) > 4:
+        return f"{len(names)} runs"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _told(run: History, place: int, num: int) -> dict[str, Any]:
+    """Return what the template says of a run."""
+    return {
+        "name": run.name,
+        "number": place + 1,
+        "colour": f"s{place % NUM_COLOURS}",
+        "sentence": page_facts.sentence_of(run),
+        "result": page_facts.result_of(run),
+        "cards": page_facts.cards_of(run),
+        "shares": page_facts.clock_shares(run),
+        "times": page_facts.times_of(run),
+        "has_cost": page_facts.PRICE in run.config,
+        "price": run.config.get(page_facts.PRICE),
+        "samples": samples_of(run, MOST_BYTES // num),
+        "sections": _sections(run.config, run.later),
+        "environment": run.environment,
+        "starts": page_facts.starts_of(run),
+        "faults": page_facts.faults_of(run),
+        "bad_samples": page_facts.bad_samples_of(run),
+        "num_bad_samples": len(run.bad_samples),
+        "missing": run.missing,
+    }
+
+
+def _sections(config: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, list[tuple[str, Any, bool]]]:
+    """Return section -> (key, value, whether it is otherwise than the run was begun with); keys of the run itself first."""
+    found: dict[str, list[tuple[str, Any, bool]]] = {"run": []}
+    for key, value in config.items():
+        section, _, rest = key.partition(".")
+        found.setdefault(section if rest else "run", []).append((key, value, key in later))
+    return {section: keys for section, keys in found.items() if keys}
+
+
+@functools.cache
+def _template() -> Any:
+    """Return the environment of the page's files; every text on the page goes through `plain` and is escaped."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else plain(value, MOST_OF_A_SENTENCE),
+    )
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    folders = [word for word in argv if "=" not in word or kind_of_path(word) == "folder"]
+    keys = dict(word.split("=", 1) for word in argv if word not in folders)
+    places = list(dict.fromkeys(map(Path, folders)))
+    problems = [
+        f"command line: '{shown(word)}' is not a path. Possible: {text}."
+        for word in argv
+        if (text := text_possible(word))
+    ]
+    problems += [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
+    problems += ["out: nothing given. Give a file: out=FILE."] if keys.get("out") == "" else []
+    if not places:
+        problems.append("command line: no run given. Give a run's folder: runs/NAME.")
+    if len(places) > MOST_RUNS:
+        problems.append(f"command line: {len(places)} runs given. Possible: 1 to {MOST_RUNS} on a page. Give fewer.")
+    if problems:
+        raise ConfigError(problems)
+    print(f"written: {write(places, Path(keys['out']) if 'out' in keys else None)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

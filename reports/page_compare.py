@@ -1,0 +1,144 @@
+"""Several runs beside each other: results with their ratios to the first, what differs, and what cannot be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from record.history import History, Line
+from reports.page_facts import figures_of, result_of
+from reports.page_text import NONE, TIMES, figure, plain, share, span
+
+OWN_KEYS = ("run_name", "run_folder")
+"""What every run has for itself."""
+FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("fid", "FID", figure),
+    ("clip", "CLIP score", figure),
+    ("images_to_target", "images to the target", lambda value: figure(int(value))),
+    ("seconds_to_target", "training to the target", span),
+    ("seconds_with_eval_to_target", "time to the target, with evaluation", span),
+    ("images", "images seen", lambda value: figure(int(value))),
+    ("seconds", "time, all clocks", span),
+    ("images_per_sec", "images/s", figure),
+    ("images_per_sec_per_device", "images/s a device", figure),
+    ("mfu", "MFU", share),
+    ("data_wait_frac", "data wait", share),
+    ("peak_mem_gib", "peak memory, GiB", figure),
+    ("loss", "training loss, last window", figure),
+    ("val_loss", "validation loss, last", figure),
+    ("device_hours", "device-hours", figure),
+    ("cost", "cost", figure),
+)
+OF_SCORES = {
+    "fid": (
+        ("statistics_sha256", "other reference statistics"),
+        ("inception_fingerprint", "other Inception weights"),
+        ("resize", "another way of resizing"),
+    ),
+    "clip": (("clip_fingerprint", "other CLIP weights"),),
+}
+OF_BOTH = (
+    ("prompts_sha256", "other prompts"),
+    ("num_prompts", "another number of prompts"),
+    ("eval_image_size", "images of another size"),
+    ("partial", "some of the prompts only in one of them"),
+)
+OF_LOSS = (
+    ("model.family", "other families"),
+    ("objective.prediction", "another prediction"),
+    ("objective.weighting", "another weighting"),
+    ("objective.timesteps", "other timesteps"),
+    ("image_size", "images of another size"),
+)
+OF_SPEED = (
+    ("model.family", "other families"),
+    ("model.preset", "other presets"),
+    ("image_size", "images of another size"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: (text, hint) for each run."""
+
+    name: str
+    cells: Sequence[tuple[str, str | None]]
+
+
+def results(runs: Sequence[History]) -> list[Row]:
+    """Return the figures of all runs that any of them has, each with its ratio to the first run's."""
+    found = [figures_of(run) for run in runs]
+    rows = [Row("result", [(result_of(run).head, "" if place else None) for place, run in enumerate(runs)])]
+    for key, name, said in FIGURES:
+        values = [of.get(key) for of in found]
+        if any(value is not None for value in values):
+            rows.append(
+                Row(
+                    name,
+                    [
+                        (NONE if value is None else said(value), _ratio(values, place))
+                        for place, value in enumerate(values)
+                    ],
+                )
+            )
+    return rows
+
+
+def _ratio(values: Sequence[float | None], place: int) -> str | None:
+    """Return a value's ratio to the first run's, nothing where there is none, None for the first run itself."""
+    first, value = values[0], values[place]
+    if not place:
+        return None
+    return f"{TIMES} {figure(value / first, 3)}" if first and value is not None else ""
+
+
+def differing(all_of: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> list[Row]:
+    """Return the keys that are not the same in all of several mappings, in their order."""
+    keys = dict.fromkeys(key for of in all_of for key in of if key not in without)
+    rows = []
+    for key in keys:
+        values = [of.get(key, _ABSENT) for of in all_of]
+        if any(value != values[0] or (value is _ABSENT) != (values[0] is _ABSENT) for value in values):
+            rows.append(Row(key, [("not there" if value is _ABSENT else plain(value), None) for value in values]))
+    return rows
+
+
+_ABSENT = object()
+
+
+def differing_config(runs: Sequence[History]) -> list[Row]:
+    """Return the keys of the configuration that differ, but for those that every run has for itself."""
+    return differing([run.config for run in runs], OWN_KEYS)
+
+
+def differing_environment(runs: Sequence[History]) -> list[Row]:
+    """Return what differs of machine, versions and commit."""
+    return differing([run.environment for run in runs], ("schema",))
+
+
+def not_comparable(runs: Sequence[History]) -> list[str]:
+    """Say which figures do not compare between these runs, and why."""
+    scored = [run.evaluations[-1] for run in runs if run.evaluations]
+    configs = [run.config for run in runs]
+    found = []
+    for what, lines, keys in (
+        ("FID", scored, (*OF_SCORES["fid"], *OF_BOTH)),
+        ("CLIP scores", scored, (*OF_SCORES["clip"], *OF_BOTH)),
+        ("Losses", configs, OF_LOSS),
+        ("Images/s", configs, OF_SPEED),
+    ):
+        why = [words for key, words in keys if _differs(lines, key)]
+        if what == "Images/s" and _differs([run.environment for run in runs], "device"):
+            why.append("other devices")
+        if why:
+            found.append(f"{what} do{'es' * (what == 'FID')} not compare: {', '.join(why)}.")
+    ways = [key for key in ("guidance", "steps", "sampler", "weights") if _differs(scored, key)]
+    if ways:
+        found.append(f"Scores were taken in other ways: {', '.join(ways)} differ.")
+    return found
+
+
+def _differs(lines: Sequence[Line], key: str) -> bool:
+    values = [line[key] for line in lines if key in line]
+    return any(value != values[0] for value in values)

@@ -1,0 +1,309 @@
+"""Plots of the page: SVG that takes its colours and its font from the page, words for who cannot see it, and its figures.
+
+matplotlib draws; its colours stand for variables of page.css, so that one picture is right in light, in dark and on paper.
+Every run of points is thinned to what can be seen: of a bucket of windows stay least, mean and greatest, so that a spike
+is never lost.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from markupsafe import Markup, escape
+
+from reports.page_text import figure
+
+WIDE_PX, TALL_PX = 360, 232
+MOST_POINTS, MOST_ROWS = 400, 40
+NUM_COLOURS = 8
+COLOURS = {
+    "ink": "#000101",
+    "grid": "#000102",
+    "muted": "#000103",
+    **{f"s{number}": f"#0002{number:02x}" for number in range(NUM_COLOURS)},
+}
+"""Variable of page.css -> the colour that stands for it in what matplotlib writes."""
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "easel",
+    "font.size": 11.0,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": COLOURS["grid"],
+    "axes.labelcolor": COLOURS["muted"],
+    "xtick.color": COLOURS["grid"],
+    "ytick.color": COLOURS["grid"],
+    "xtick.labelcolor": COLOURS["muted"],
+    "ytick.labelcolor": COLOURS["muted"],
+    "text.color": COLOURS["ink"],
+    "grid.color": COLOURS["grid"],
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "path.simplify": True,
+}
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+Array = np.ndarray
+Kind = Literal["line", "points", "reference", "faint", "area"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """What is drawn in one colour.
+
+    x, y: float64 (N,). low, high: what the values of a thinned point lie between, float64 (N,), or None.
+    """
+
+    name: str
+    x: Array
+    y: Array
+    colour: str = "s0"
+    kind: Kind = "line"
+    low: Array | None = None
+    high: Array | None = None
+    labels: Sequence[str] = ()
+    """Written at its points."""
+    dash: int = 0
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot: what is on its axes, its lines, and what is marked."""
+
+    key: str
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    targets: Sequence[tuple[float, str]] = ()
+    """(value, words) of horizontal lines."""
+    spans: Sequence[tuple[float, float]] = ()
+    """(from, to) on x of what is shaded: evaluations."""
+    marks: Sequence[float] = ()
+    """Places on x of resumes."""
+    note: str = ""
+    is_log: bool = False
+    y_range: tuple[float, float] | None = None
+
+    @property
+    def legend(self) -> list[tuple[str, str, str]]:
+        """(variable of the colour, kind of the swatch, words) for what is named in it."""
+        named = [
+            (series.colour, series.kind, series.name)
+            for series in self.series
+            if series.name and len(series.x) and series.kind != "faint"
+        ]
+        found = [*dict.fromkeys(named)] if len(named) > 1 or "reference" in [kind for _, kind, _ in named] else []
+        found += [("ink", "target", words) for _, words in self.targets]
+        found += [("grid", "span", "evaluation")] if self.spans else []
+        return found + ([("muted", "mark", "resume")] if self.marks else [])
+
+
+# --- thinning ---
+
+
+def thinned(name: str, x: Array, y: Array, most: int = MOST_POINTS, **more: Any) -> Series:
+    """Return a series of `most` points at most; of each bucket of equally many points: mean of x, least, mean and greatest y.
+
+    Points without x or y are left out.
+    """
+    there = np.isfinite(x) & np.isfinite(y)
+    x, y = x[there], y[there]
+    if len(x) <= most:
+        return Series(name, x, y, **more)
+    begins = np.linspace(0, len(x), most, endpoint=False).astype(int)
+    sizes = np.diff([*begins, len(x)])
+    means = [np.add.reduceat(values, begins) / sizes for values in (x, y)]
+    low, high = np.minimum.reduceat(y, begins), np.maximum.reduceat(y, begins)
+    return Series(name, *means, low=low, high=high, **more)
+
+
+def smoothed(values: Array, width: int) -> Array:
+    """Return the mean over `width` neighbours, fewer at the ends."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    begins, ends = np.maximum(0, places - width // 2), np.minimum(len(values), places + (width + 1) // 2)
+    return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+# --- SVG ---
+
+
+def svg_of(plot: Plot) -> Markup:
+    """Return a plot as an SVG element for a page, without ids that another one has."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+        drawn = Figure(figsize=(WIDE_PX / 72, TALL_PX / 72), layout="constrained")
+        canvas = FigureCanvasSVG(drawn)
+        axes = drawn.add_subplot()
+        axes.grid(axis="y")
+        axes.tick_params(length=0)
+        for begin, end in plot.spans:
+            axes.axvspan(begin, end, color=COLOURS["grid"], alpha=0.55, linewidth=0.0)
+        for mark in plot.marks:
+            axes.axvline(mark, color=COLOURS["muted"], linewidth=1.0, linestyle=(0, (1, 2)))
+        if plot.series and plot.series[0].kind == "area":
+            _draw_areas(axes, plot.series)
+        for series in plot.series:
+            _draw(axes, series, breaks=[*(end for _, end in plot.spans), *plot.marks])
+        for value, _ in plot.targets:
+            axes.axhline(value, color=COLOURS["ink"], linewidth=1.2, linestyle=(0, (4, 3)))
+        _scale(axes, plot)
+        file = io.StringIO()
+        canvas.print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return Markup(_for_page(file.getvalue(), plot))
+
+
+def _draw(axes: Any, series: Series, breaks: Sequence[float] = ()) -> None:
+    """Draw a series; its line is broken before each of `breaks`, where something else took the time."""
+    colour = COLOURS[series.colour]
+    if series.kind == "area" or not len(series.x):
+        return
+    if series.low is not None:
+        axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.25, linewidth=0.0)
+    style: dict[str, Any] = {"linestyle": DASHES[series.dash % len(DASHES)]}
+    if series.kind == "points":
+        style |= {"marker": "o", "markersize": 4.0, "linewidth": 1.4}
+    elif series.kind == "reference":
+        style |= {"linewidth": 1.2}
+    elif series.kind == "faint":
+        style |= {"linewidth": 0.7, "alpha": 0.45, "linestyle": "-"}
+    elif len(series.x) == 1:
+        style |= {"marker": "o", "markersize": 4.0}
+    places = np.searchsorted(series.x, breaks)
+    axes.plot(np.insert(series.x, places, math.nan), np.insert(series.y, places, math.nan), color=colour, **style)
+    for x, y, label in zip(series.x, series.y, series.labels, strict=False):
+        place = {"textcoords": "offset points", "xytext": (5, 5), "fontsize": 9.0}
+        axes.annotate(label, (x, y), color=COLOURS["muted"], **place)
+
+
+def _draw_areas(axes: Any, areas: Sequence[Series]) -> None:
+    """Draw shares of a whole over each other."""
+    floor = np.zeros(len(areas[0].x))
+    for series in areas:
+        axes.fill_between(series.x, floor, floor + series.y, step="mid", color=COLOURS[series.colour], linewidth=0.0)
+        floor = floor + series.y
+    axes.margins(x=0.0)
+
+
+def _scale(axes: Any, plot: Plot) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if plot.is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    if plot.y_range:
+        axes.set_ylim(*plot.y_range)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axes.set_xlabel(plot.x_label)
+    axes.set_ylabel(plot.y_label)
+
+
+def tick(value: float) -> str:
+    """Return a number for an axis: 12800 -> 12.8 k; 0.0004 -> 4e-4."""
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    if not value or abs(value) >= 1e-2:
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)) + 1e-9)
+    return f"{value / 10**exponent:.3g}e{exponent}"
+
+
+def _for_page(text: str, plot: Plot) -> str:
+    """Make a file of matplotlib's an element of a page: own ids, the page's colours and font, words for who cannot see it."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.S)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r'id="([^"]+)"', rf'id="{plot.key}-\1"', text)
+    text = re.sub(r'((?:xlink:)?href="#|url\(#)([^")]+)', rf"\1{plot.key}-\2", text).replace("xlink:href", "href")
+    text = re.sub(r'font: ([\d.]+)px [^;"]*', r"font-size: \1px", text)
+    for name, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    words = f'role="img" aria-label="{escape(words_of(plot))}"'
+    text = re.sub(r"<svg[^>]*>", f'<svg class="plot" viewBox="0 0 {WIDE_PX} {TALL_PX}" {words}>', text, count=1)
+    return re.sub(r">\s+<", "><", text).strip()
+
+
+# --- words and figures ---
+
+
+def words_of(plot: Plot) -> str:
+    """Say what a plot shows."""
+    said = [f"{plot.title}: {plot.y_label} over {plot.x_label}."]
+    for series in plot.series:
+        if not len(series.x):
+            continue
+        name = f"{series.name}: " if series.name else ""
+        low = series.y if series.low is None else series.low
+        high = series.y if series.high is None else series.high
+        if len(series.x) == 1:
+            said.append(f"{name}{figure(float(series.y[0]))} at {_whole(float(series.x[0]))}.")
+            continue
+        ends = [f"{figure(float(series.y[place]))} at {_whole(float(series.x[place]))}" for place in (0, -1)]
+        said.append(
+            f"{name}from {ends[0]} to {ends[1]}; least {figure(float(low.min()))}, greatest {figure(float(high.max()))}."
+        )
+    said += [f"Dashed line: {words}." for _, words in plot.targets]
+    return " ".join(said)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The figures of a plot."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def table_of(plot: Plot) -> Table:
+    """Return the figures of a plot, thinned once more where they are many: a mean then, with the least and the greatest."""
+    shown = [series for series in plot.series if len(series.x)]
+    several, rows = len(shown) > 1, []
+    thin = [_shorter(series) for series in shown]
+    bands = any(series.low is not None for series in thin)
+    for series in thin:
+        for place in range(len(series.x)):
+            cells = [_whole(float(series.x[place])), figure(float(series.y[place]), 6)]
+            if bands:
+                cells += ["" if series.low is None else figure(float(of[place]), 6) for of in (series.low, series.high)]
+            label = [f" ({series.labels[place]})"] if series.labels else [""]
+            rows.append([series.name + label[0], *cells] if several or series.labels else cells)
+    name = ["series"] if several or any(series.labels for series in shown) else []
+    return Table([*name, plot.x_label, plot.y_label, *(["least", "greatest"] if bands else [])], rows)
+
+
+def _whole(value: float) -> str:
+    """Return a number of images, or a time, as it is."""
+    return figure(int(value) if value.is_integer() else value, 6)
+
+
+def _shorter(series: Series) -> Series:
+    """Return a series of MOST_ROWS points at most, the extremes kept."""
+    if len(series.x) <= MOST_ROWS:
+        return series
+    low = series.y if series.low is None else series.low
+    high = series.y if series.high is None else series.high
+    begins = np.linspace(0, len(series.x), MOST_ROWS, endpoint=False).astype(int)
+    sizes = np.diff([*begins, len(series.x)])
+    x, y = (np.add.reduceat(values, begins) / sizes for values in (series.x, series.y))
+    return Series(series.name, x, y, low=np.minimum.reduceat(low, begins), high=np.maximum.reduceat(high, begins))

@@ -1,0 +1,702 @@
+"""python -m reports.page: what the page of a run says, of several runs, and of records that are broken.
+
+The records are written by the record's own writer; tests that look at the page parse it as a browser does.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+from bench import page as bench_page
+from record.history import COLUMNS, read_history
+from record.writing import append_lines
+from reports import page
+from reports.page_compare import differing, not_comparable, results
+from reports.page_facts import device_hours, figures_of, images_in_all, result_of, times_of
+from reports.page_plots import Plot, Series, smoothed, svg_of, table_of, thinned, tick
+from reports.page_samples import samples_of, spread
+from reports.page_text import figure, plain, span
+
+VOID = {"meta", "input", "img", "br", "hr", "link"}
+
+
+class Parsed(HTMLParser):
+    """A page as its elements: (tag, attributes, text below it), in order; refuses what is not nested well."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.open: list[int] = []
+        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs), (tag, attrs)
+        self.elements.append((tag, dict(attrs), []))
+        if tag not in VOID:
+            self.open.append(len(self.elements) - 1)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), []))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.handle_data("" if tag in ("script", "style", "text") else " ")
+        assert self.elements[self.open.pop()][0] == tag
+
+    def handle_data(self, data: str) -> None:
+        for place in self.open:
+            self.elements[place][2].append(data)
+
+    def all(self, tag: str, **attrs: str) -> list[tuple[dict[str, str | None], str]]:
+        wanted = attrs.items()
+        found = [(own, text) for name, own, text in self.elements if name == tag and wanted <= own.items()]
+        return [(own, " ".join("".join(text).split())) for own, text in found]
+
+    def text(self, tag: str, **attrs: str) -> str:
+        ((_, text),) = self.all(tag, **attrs)
+        return text
+
+    def ids(self) -> list[str]:
+        return [own["id"] or "" for _, own, _ in self.elements if "id" in own]
+
+
+CONFIG = {
+    "run_name": "mine",
+    "max_duration": "40ba",
+    "global_batch_size": 32,
+    "image_size": 32,
+    "precision": "fp32",
+    "seed": 17,
+    "model.family": "shapes",
+    "model.preset": "full",
+    "data.stage": "moments",
+    "data.remote": "cache/moments",
+    "target.fid": 45.0,
+    "target.clip": 0.9,
+}
+ENVIRONMENT = {"schema": 1, "device": "CPU somewhat", "num_devices": 2, "torch_version": "2.10.0", "commit": "a" * 40}
+
+
+def window(number: int, **more: Any) -> dict[str, Any]:
+    """The line of window `number`, from 0: 10 batches of 32 in 4 s of training, 1 s of waiting."""
+    clocks = {"train_sec": 4.0, "data_wait_sec": 1.0, "eval_sec": 0.0, "other_sec": 0.0}
+    of_speed = {"images_per_sec": 80.0, "images_per_sec_wall": 64.0, "data_wait_frac": 0.2, "peak_mem_gib": 1.5}
+    where = {"schema": 1, "start": 1, "start_sec": 5.0 * (number + 1), "batch": 10 * (number + 1)}
+    flags = {"warmup": number == 0, "profiled": False, "unfinished": False, "window_batches": 10}
+    learnt = {"loss": 1.0 / (number + 1), "lr": 1e-4, "gradient_norm": 0.5, "bad_samples": 0}
+    return {**where, "images": 320 * (number + 1), **flags, **of_speed, **clocks, **learnt, **more}
+
+
+def evaluation(images: int, fid: float | None, clip: float | None, **more: Any) -> dict[str, Any]:
+    seconds = {"seconds": images / 80, "seconds_with_eval": images / 80 + 10.0, "eval_sec": 10.0}
+    where = {"schema": 1, "start": 1, "evaluation": True, "batch": images // 32, "images": images, **seconds}
+    return {**where, "fid": fid, "clip": clip, "partial": False, "num_images": 256, **more}
+
+
+def start(number: int = 1, **more: Any) -> dict[str, Any]:
+    where = {"device": "CPU somewhat", "num_devices": 2, "commit": "a" * 40, "how": {"compile": "off"}}
+    return {"start": number, "run_id": "abcdef12", "unix_time": 1795377146.6, "batch": 0, **where, **more}
+
+
+def make(
+    folder: Path,
+    lines: list[dict[str, Any]] | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    starts: list[dict[str, Any]] | None = None,
+    summary: dict[str, Any] | None = None,
+) -> Path:
+    """Write a run's folder."""
+    folder.mkdir(parents=True)
+    found = {**CONFIG, "run_name": folder.name, **(config or {})}
+    (folder / "config.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in found.items()))
+    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    append_lines(folder / "starts.jsonl", [start()] if starts is None else starts)
+    append_lines(folder / "metrics.jsonl", [window(number) for number in range(4)] if lines is None else lines)
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps({"schema": 1, "trained_parameters": 2_765_540, **summary}))
+    return folder
+
+
+def parsed(*folders: Path) -> Parsed:
+    return Parsed(page.html_of([read_history(folder) for folder in folders], now=0.0))
+
+
+def grid(folder: Path, images: int, side: int = 8, captions: str = "a red circle\n") -> None:
+    (folder / "samples").mkdir(exist_ok=True)
+    Image.new("RGB", (side, side), (images % 256, 20, 30)).save(folder / f"samples/im{images:012d}.png")
+    (folder / "samples/captions.txt").write_text(captions)
+
+
+# --- numbers and thinning ---
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *[(172.963, "173.0"), (51200, "51,200"), (51234.5, "51,234"), (0.895, "0.895"), (0.09174, "0.0917")],
+        *[
+            (1e-4, "1.000e-4"),
+            (0.0, "0"),
+            (math.nan, "\u2013"),
+            (None, "\u2013"),
+            (True, "\u2013"),
+            (-3.14159, "-3.142"),
+        ],
+        *[(2.5e16, "2.500e16"), (10**400, "\u2013")],
+    ],
+)
+def test_a_figure_has_four_digits(value, text):
+    assert figure(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (4.26, "4.3 s"),
+        (285.4, "4 min 45 s"),
+        (3600, "1 h"),
+        (7265, "2 h 1 min"),
+        (90061, "1 d 1 h"),
+        (math.nan, "\u2013"),
+    ],
+)
+def test_a_time_has_its_two_largest_units(seconds, text):
+    assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12800, "12.8 k"), (4e-4, "4e-4"), (2.5e-5, "2.5e-5"), (0, "0"), (2e6, "2 M")]
+)
+def test_a_tick_is_short(value, text):
+    assert tick(value) == text
+
+
+def test_thinning_keeps_every_extreme_and_the_mean():
+    rng = np.random.default_rng(0)
+    x, y = np.arange(100_000.0), rng.normal(size=100_000)
+    y[77_777], y[3] = 1e6, -1e6
+    thin = thinned("loss", x, y, 400)
+    assert len(thin.x) == 400 and thin.low is not None and thin.high is not None
+    assert thin.high.max() == 1e6 and thin.low.min() == -1e6
+    assert thin.high[77_777 // 250] == 1e6  # 250 points a bucket
+    np.testing.assert_allclose(thin.y, y.reshape(400, 250).mean(1), rtol=1e-12, atol=1e-6)
+    np.testing.assert_allclose(thin.x, x.reshape(400, 250).mean(1))
+    assert table_of(Plot("a", "A", "x", "y", [thin])).head == ["x", "y", "least", "greatest"]
+    greatest = [float(row[3].replace(",", "")) for row in table_of(Plot("a", "A", "x", "y", [thin])).rows]
+    assert len(greatest) == 40 and max(greatest) == 1e6
+
+
+def test_few_points_stay_as_they_are_and_those_that_are_no_numbers_go():
+    thin = thinned("loss", np.array([1.0, 2.0, np.nan, 4.0]), np.array([1.0, np.inf, 3.0, 5.0]))
+    assert thin.x.tolist() == [1.0, 4.0] and thin.y.tolist() == [1.0, 5.0] and thin.low is None
+
+
+def test_smoothing_is_the_mean_of_the_neighbours():
+    values = np.random.default_rng(1).normal(size=50)
+    expected = [values[max(0, n - 3) : n + 4].mean() for n in range(50)]  # 7 wide
+    np.testing.assert_allclose(smoothed(values, 7), expected, rtol=1e-12)
+    np.testing.assert_allclose(smoothed(np.full(9, 2.0), 4), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("num", "most", "places"), [(3, 5, [0, 1, 2]), (5, 3, [0, 2, 4]), (100, 1, [99]), (9, 2, [0, 8])]
+)
+def test_grids_are_left_out_evenly_and_never_the_last(num, most, places):
+    assert spread(num, most) == places
+
+
+# --- a run ---
+
+
+def test_the_result_and_its_target_stand_on_top(tmp_path):
+    lines = [*map(window, range(4)), evaluation(640, 60.0, 0.7), evaluation(1280, 40.0, 0.95)]
+    run = make(
+        tmp_path / "mine", lines, summary={"target": "reached", "images_per_sec": 80.0}, starts=[start(seconds=40.0)]
+    )
+    shown = parsed(run)
+    (own, text) = shown.all("section", id="result")[0]
+    assert own["data-state"] == "reached" and shown.text("h1") == "mine"
+    said = "FID 40.00 and CLIP 0.950 after 1,280 images: 16.0 s of training, 26.0 s with evaluation."
+    assert text.startswith(f"Target reached {said} The target is FID at most 45 and CLIP at least 0.9. FID 40.00")
+    assert (
+        "shapes (full, 2.77 M trained parameters), moments from cache/moments at 32 \u00d7 32 px, global batch 32, fp32"
+        in (shown.text("header"))
+    )
+    assert shown.text("header").endswith("on 2 \u00d7 CPU somewhat.")
+
+
+NO_TARGET = {"target.fid": None, "target.clip": None}
+AT_MOST = "The target is FID at most 45 and CLIP at least 0.9."
+
+
+@pytest.mark.parametrize(
+    ("summary", "starts", "config", "state", "text"),
+    [
+        (
+            {"target": "missed"},
+            None,
+            None,
+            "missed",
+            f"{AT_MOST} The run ended after 1,280 images in 20.0 s; its last scores: ",
+        ),
+        (
+            {"target": "pending"},
+            None,
+            None,
+            "pending",
+            f"{AT_MOST} The run ended after 1,280 images in 20.0 s; composer eval.py ",
+        ),
+        ({"loss": 1.0}, None, NO_TARGET, "finished", "1,280 images in 20.0 s. No target was set."),
+        (
+            None,
+            [start(seconds=21.0)],
+            None,
+            "stopped",
+            "A signal or an error ended its last process before the run's end: 1,280 images in 21.0 s. ",
+        ),
+        (None, None, NO_TARGET, "open", "It is still running, or was killed: 1,280 images in 20.0 s until "),
+    ],
+)
+def test_how_a_run_ended_is_said(tmp_path, summary, starts, config, state, text):
+    run = make(tmp_path / "mine", summary=summary, starts=starts, config=config)
+    result = result_of(read_history(run))
+    assert (result.state, result.text[: len(text)]) == (state, text)
+    assert parsed(run).all("section", id="result")[0][0]["data-state"] == state
+
+
+def test_a_partial_score_meets_no_target(tmp_path):
+    run = read_history(make(tmp_path / "mine", [*map(window, range(4)), evaluation(1280, 1.0, 1.0, partial=True)]))
+    assert result_of(run).state == "open"
+    assert "1 evaluations are of some of the prompts only" in parsed(run.folder).text("section", id="starts")
+
+
+def test_figures_are_those_of_the_record(tmp_path):
+    lines = [window(n, loss=3.0 - n) for n in range(3)] + [evaluation(640, 60.5, 0.71), evaluation(960, 50.25, 0.8)]
+    shown = parsed(make(tmp_path / "mine", lines))
+    head, *rows = re.findall(
+        r"FID over|[\d.,]+ [\d.]+", shown.text("figure", id="plot-fid-over-images").split("Figures")[1]
+    )
+    assert "images seen FID" in shown.text("figure", id="plot-fid-over-images") and [head, *rows] == [
+        "640 60.5000",
+        "960 50.2500",
+    ]
+    words = shown.all("svg")[0][0]["aria-label"]
+    assert words == (
+        "FID: FID over images seen. in training: from 60.50 at 640 to 50.25 at 960; least 50.25, greatest 60.50. "
+        "Dashed line: target: at most 45."
+    )
+
+
+def test_the_line_of_a_target_lies_where_its_value_is():
+    points = Series("", np.array([0.0, 10.0]), np.array([100.0, 50.0]), kind="points")
+    svg = str(svg_of(Plot("fid", "FID", "images", "FID", [points], [(75.0, "target: at most 75")])))
+    marks = [float(y) for y in re.findall(r'<use [^>]*y="([\d.]+)"', svg)]
+    line = re.search(r'<path d="M [\d.]+ ([\d.]+) L [\d.]+ ([\d.]+) ?"[^>]*stroke-dasharray[^>]*var\(--ink\)', svg)
+    line = line or re.search(r'<path d="M [\d.]+ ([\d.]+) \nL [\d.]+ ([\d.]+) \n"[^>]*var\(--ink\)', svg)
+    assert line and line[1] == line[2]
+    first, last = (y for y in marks if any(abs(y - other) > 30 for other in marks)) if len(marks) == 2 else marks[-2:]
+    assert float(line[1]) == pytest.approx((first + last) / 2, abs=0.01)
+
+
+def test_time_goes_on_over_starts_and_a_resume_is_on_record(tmp_path):
+    lines = [window(0), window(1), window(2, start=2, start_sec=8.0), window(3, start=2, start_sec=13.0)]
+    run = make(tmp_path / "mine", lines, starts=[start(), start(2, batch=20, seconds=14.0, how={"compile": "whole"})])
+    append_lines(run / "metrics.cut.jsonl", [window(2, start_sec=15.0), window(3, start_sec=19.0)])
+    history = read_history(run)
+    assert history.windows["elapsed_sec"].tolist() == [5.0, 10.0, 27.0, 32.0]  # the first one had come to 19 s
+    assert history.seconds == 33.0 and device_hours(history) == pytest.approx(33.0 * 2 / 3600)
+    text = parsed(run).text("section", id="starts")
+    assert "Resumes: 1. 2 windows were trained again or closed anew after a resume (batch 30 to 40)." in text
+    assert "19.0 s killed" in text and "14.0 s ended; compile: off → whole" in text
+
+
+def test_time_and_cost(tmp_path):
+    run = read_history(make(tmp_path / "mine", config={"cost.per_device_hour": 3.6, "max_duration": "80ba"}))
+    assert images_in_all(run) == 2560.0
+    hours = 20.0 * 2 / 3600  # 20 s on two devices
+    assert figures_of(run)["cost"] == pytest.approx(hours * 3.6)
+    assert times_of(run) == [
+        ("so far", "20.0 s", "0.0111", "0.0400"),
+        ("to max_duration, at this speed (estimate)", "40.0 s", "0.0222", "0.0800"),
+    ]
+    assert "At 3.6 a device-hour (cost.per_device_hour)." in parsed(run.folder).text("section", id="time")
+    free = parsed(make(tmp_path / "free")).text("section", id="time")
+    assert "device-hours so far 20.0 s 0.0111 With cost.per_device_hour" in free
+
+
+def test_the_benchmarks_recipe_has_the_references_band(tmp_path):
+    own = {"model.variant": "mlperf", "global_batch_size": 512, "target.fid": 90.0, "target.clip": 0.15}
+    run = make(tmp_path / "mine", [window(0), evaluation(1_536_000, 110.0, 0.14)], config=own)
+    shown = parsed(run)
+    assert "MLPerf reference, batch 512: 14 runs" in shown.text("figure", id="plot-fid-over-images")
+    assert "At 1,536,000 images: FID 110, among 14 of the reference" in shown.text("section", id="quality")
+    assert "reference" not in parsed(make(tmp_path / "other", [window(0), evaluation(640, 9.0, 0.5)])).text(
+        "section", id="quality"
+    )
+
+
+def test_the_guidance_curve_is_that_of_the_scores(tmp_path):
+    run = make(tmp_path / "mine")
+    rows = [
+        {"model": "mine", "images": 640, "guidance": scale, "fid": 40.0 + scale, "clip": 0.9}
+        for scale in (4.0, 1.5, 2.0)
+    ]
+    append_lines(run / "eval.jsonl", rows)
+    text = parsed(run).text("figure", id="plot-guidance")
+    assert re.findall(r"640 images \(([\d.]+)\) 0.90000 ([\d.]+)", text) == [
+        ("1.5", "41.5000"),
+        ("2", "42.0000"),
+        ("4", "44.0000"),
+    ]
+
+
+def test_the_slider_has_a_picture_for_each_grid_and_shows_the_last(tmp_path):
+    run = make(tmp_path / "mine")
+    for images in (0, 320, 640):
+        grid(run, images)
+    shown = parsed(run)
+    pictures = [own for own, _ in shown.all("img")]
+    assert [own["data-images"] for own in pictures] == ["0", "320", "640"]
+    assert [("hidden" in own) for own in pictures] == [True, True, False]
+    slider = shown.all("input", id="samples-slider")[0][0]
+    assert (slider["min"], slider["max"], slider["value"]) == ("0", "2", "2") and "hidden" in slider
+    assert shown.text("output", id="samples-seen") == "640"
+    kind, _, content = pictures[2]["src"].removeprefix("data:image/").partition(";base64,")
+    with Image.open(io.BytesIO(base64.b64decode(content))) as image:
+        assert image.format.lower() == kind and image.convert("RGB").getpixel((3, 3)) == (640 % 256, 20, 30)
+
+
+def test_grids_that_are_too_many_or_broken_are_left_out_and_that_is_said(tmp_path):
+    run = make(tmp_path / "mine")
+    for images in range(80):
+        grid(run, images)
+    (run / "samples/im000000000000.png").write_bytes(b"no picture")
+    found = samples_of(read_history(run), 10**6)
+    assert [grid.images for grid in found.grids][-1] == 79 and len(found.grids) == 59
+    assert found.left_out == [
+        "im000000000000.png cannot be read.",
+        "59 of 80 sample grids are shown, evenly over training.",
+    ]
+    assert sum(len(grid.address) for grid in samples_of(read_history(run), 1000).grids) <= 1000
+
+
+# --- the page itself ---
+
+
+def test_the_page_asks_no_network_and_runs_only_its_own_script(tmp_path):
+    run = make(tmp_path / "mine")
+    grid(run, 320)
+    shown = parsed(run)
+    (script,) = ["".join(text) for tag, _, text in shown.elements if tag == "script"]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(own["content"] for own, _ in shown.all("meta") if own.get("http-equiv") == "Content-Security-Policy")
+    assert policy == (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
+    for _, own, _ in shown.elements:
+        for name, value in own.items():
+            assert not name.startswith("on") and (name not in ("src", "href") or value.startswith(("data:", "#"))), (
+                name,
+                value,
+            )
+    styles = "".join("".join(text) for tag, _, text in shown.elements if tag == "style")
+    assert "url(" not in styles and "@import" not in styles
+
+
+def test_no_two_elements_have_one_id_and_every_reference_is_there(tmp_path):
+    lines = [*map(window, range(40)), evaluation(640, 60.0, 0.7), evaluation(960, 50.0, 0.8)]
+    one, two = make(tmp_path / "one", lines), make(tmp_path / "two", lines)
+    for run in (one, two):
+        grid(run, 0), grid(run, 320)
+    for shown in (parsed(one), parsed(one, two)):
+        assert len(set(shown.ids())) == len(shown.ids())
+        for _, own, _ in shown.elements:
+            for name in ("aria-labelledby", "for"):
+                assert own.get(name) is None or own[name] in shown.ids()
+            for name in re.findall(r"url\(#([^)]+)\)", own.get("clip-path") or ""):
+                assert name in shown.ids()
+
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31mred\x1b[0m \u202egnp.exe $x^2$ {{ 7 * 7 }} \"'`"
+
+
+def test_texts_of_others_are_shown_and_do_nothing(tmp_path):
+    config = {"data.remote": EVIL, "model.family": "</style><b>"}
+    run = make(tmp_path / "<i>$a_b$ &amp;", config=config, starts=[start(device=EVIL, commit=EVIL, lost=[EVIL])])
+    grid(run, 320, captions=f"{EVIL}\n{'x' * 10_000}\n")
+    append_lines(run / "bad_samples.jsonl", [{"sample": 3, "key": EVIL, "reason": EVIL}])
+    append_lines(
+        run / "metrics.jsonl",
+        [window(4, streams={EVIL: {"samples": 1, "loss": 1.0}, "b": {"samples": 2, "loss": 2.0}})],
+    )
+    text = page.html_of([read_history(run)])
+    shown = Parsed(text)
+    assert [len(shown.all(tag)) for tag in ("script", "style", "title", "b", "i")] == [1, 1, 1, 0, 0]
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202e]", text)
+    assert "alert(1)" in shown.text("section", id="samples") and "49" not in shown.text("section", id="samples")
+    assert f"{'x' * 400}\u2026 (10,000 characters)" in shown.text("section", id="samples") and "x" * 401 not in text
+    assert shown.text("h1") == "<i>$a_b$ &amp;" and "<img src=x onerror" in shown.text("section", id="configuration")
+    assert "alert(1)" in shown.text("figure", id="plot-streams")
+    both = Parsed(page.html_of([read_history(run), read_history(run)]))
+    assert len(both.all("script")) == 1 and "alert(1)" in both.text("section", id="time") + both.text("header")
+
+
+def test_a_password_of_an_older_record_is_not_shown(tmp_path):
+    run = make(
+        tmp_path / "mine",
+        config={"data.remote": "sftp://me:hunter2@host/x", "loggers.wandb.project": "${oc.env:SECRET}"},
+    )
+    text = page.html_of([read_history(run)])
+    assert "hunter2" not in text and "sftp://me:***@host/x" in text and "${oc.env:SECRET}" in text
+
+
+# --- broken records ---
+
+
+def lacks(folder: Path) -> list[str]:
+    found = parsed(folder).all("section", id="missing")
+    return list(read_history(folder).missing) if found else []
+
+
+def test_a_whole_record_lacks_nothing(tmp_path):
+    assert lacks(make(tmp_path / "mine", summary={"target": "missed"})) == []
+
+
+def test_a_run_without_metrics_says_so(tmp_path):
+    run = make(tmp_path / "mine")
+    (run / "metrics.jsonl").unlink()
+    (run / "environment.json").unlink()
+    assert lacks(run) == ["There is no metrics.jsonl.", "There is no environment.json."]
+    shown = parsed(run)
+    assert shown.all("svg") == [] and "an unknown device" in shown.text("header")
+
+
+def test_a_run_before_its_first_window_says_so(tmp_path):
+    run = make(tmp_path / "mine", [])
+    assert lacks(run) == ["metrics.jsonl has no window yet: the run has not come to the end of its first one."]
+
+
+def test_a_line_that_is_cut_off_and_lines_that_are_none(tmp_path):
+    run = make(tmp_path / "mine", [window(0), window(1)])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{nothing}\n[1, 2]\n\n"text"\n' + json.dumps(window(2)) + "\n" + json.dumps(window(3))[:50])
+    assert lacks(run) == [
+        "The last line of metrics.jsonl is cut off: its writer was stopped in the middle of it.",
+        "metrics.jsonl: 3 of its lines cannot be read. They are left out.",
+    ]
+    assert read_history(run).windows["batch"].tolist() == [10.0, 20.0, 30.0]
+
+
+def test_an_older_version_and_a_newer_one(tmp_path):
+    old = {"batch": 10, "images": 320, "loss": 1.0, "images_per_sec": 80.0, "train_sec": 4.0}
+    run = make(tmp_path / "old", [old, {**old, "batch": 20, "images": 640}], starts=[{"start": 1}])
+    history = read_history(run)
+    assert history.windows["elapsed_sec"].tolist() == [4.0, 8.0] and history.seconds == 8.0
+    assert set(history.windows) == {*COLUMNS, "elapsed_sec"} and np.isnan(history.windows["lr"]).all()
+    shown = parsed(run)
+    assert "plot-loss" in shown.ids() and "plot-lr" not in shown.ids()
+    new = make(tmp_path / "new", [window(0, schema=9, images=None, loss={"much": 1})])
+    assert lacks(new) == ["metrics.jsonl was written by a newer version (schema 9): some of it may be missing here."]
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path):
+    run = make(tmp_path / "mine", [window(0), window(1)])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(window(2, loss=math.nan, lr=math.inf, gradient_norm=10**400)) + "\n")
+        file.write(json.dumps(evaluation(960, math.nan, -math.inf)) + "\n")
+    shown = parsed(run)
+    assert "1 windows have no finite training loss." in shown.text("section", id="starts")
+    assert "nan" not in page.html_of([read_history(run)]).lower().replace("finance", "")
+
+
+def test_files_that_are_broken_or_folders_are_named(tmp_path):
+    run = make(tmp_path / "mine")
+    (run / "summary.json").write_text('{"target": ')
+    (run / "environment.json").write_text("[1]")
+    (run / "starts.jsonl").unlink()
+    (run / "starts.jsonl").mkdir()
+    (run / "config.yaml").write_text("a: [1\n")
+    said = lacks(run)
+    assert said[0].startswith(f"{run}/config.yaml: cannot be read as YAML: line 2")
+    assert said[1:] == [
+        "starts.jsonl cannot be read: Is a directory.",
+        "environment.json cannot be read: it holds a list.",
+        "summary.json cannot be read: it is no whole JSON.",
+    ]
+
+
+def test_odd_values_in_a_record_give_a_page(tmp_path):
+    odd: list[Any] = [None, "text", [], {}, True, -1, 1e308]
+    for number, value in enumerate(odd):
+        line = dict.fromkeys(window(0), value) | {"batch": 1}
+        lines = [line, dict.fromkeys(evaluation(1, 1.0, 1.0), value) | {"evaluation": True}]
+        lines.append({"validation": True, "val_loss_bins": [value], "val_loss": value, "images": value})
+        config = dict.fromkeys(CONFIG, value) | {"cost.per_device_hour": value, "eval.guidance": value}
+        starts = [dict.fromkeys(start(), value) | {"start": 1}, start(2, lost=value, unix_time=value)]
+        run = make(
+            tmp_path / str(number), lines, config=config, starts=starts, summary=dict.fromkeys(["target", "fid"], value)
+        )
+        append_lines(run / "eval.jsonl", [dict.fromkeys(["images", "fid", "clip", "guidance", "steps"], value)] * 2)
+        assert parsed(run).text("h1") == str(number)
+        assert "Results" in parsed(run, tmp_path / "0").text("section", id="results")
+
+
+# --- several runs ---
+
+
+def test_results_stand_beside_each_other_with_their_ratios(tmp_path):
+    one = make(tmp_path / "one", [*map(window, range(4)), evaluation(1280, 40.0, 0.95)])
+    two = make(tmp_path / "two", [*(window(n, images_per_sec=160.0) for n in range(4)), evaluation(640, 60.0, 0.5)])
+    rows = {row.name: row.cells for row in results([read_history(one), read_history(two)])}
+    assert rows["result"] == [("Target reached", None), ("No end recorded", "")]
+    assert rows["FID"] == [("40.00", None), ("60.00", "\u00d7 1.50")]
+    assert rows["images/s"] == [("80.00", None), ("160.0", "\u00d7 2.00")]
+    assert rows["images to the target"] == [("1,280", None), ("\u2013", "")]
+    shown = parsed(one, two)
+    assert "FID 40.00 60.00 \u00d7 1.50" in shown.text("section", id="results")
+    assert shown.text("h1") == "one and two" and shown.all("section", id="result") == []
+    text = shown.text("figure", id="plot-loss")
+    assert "one" in text and "two" in text
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    one, two = make(tmp_path / "a/seed17", []), make(tmp_path / "b/seed17", [])
+    assert parsed(one, two).text("h1") == "a/seed17 and b/seed17"
+
+
+def test_only_the_keys_that_differ_are_shown(tmp_path):
+    one = make(tmp_path / "one")
+    two = make(tmp_path / "two", config={"seed": 18, "ema.enabled": True})
+    text = parsed(one, two).text("section", id="differences")
+    assert text == "What differs Configuration one two seed 17 18 ema.enabled not there true Environment Nothing."
+    assert [row.name for row in differing([{"a": 1, "b": [1]}, {"a": 1, "b": [2]}, {"a": 1, "b": [1]}])] == ["b"]
+    assert differing([{"a": None}, {}])[0].cells == [("\u2013", None), ("not there", None)]
+
+
+def test_what_cannot_be_compared_is_said(tmp_path):
+    how = {
+        "statistics_sha256": "1",
+        "prompts_sha256": "2",
+        "eval_image_size": [32, 32],
+        "clip_fingerprint": "3",
+        "guidance": 2.0,
+    }
+    other = {**how, "statistics_sha256": "9", "eval_image_size": [512, 512], "guidance": 8.0}
+    one = make(tmp_path / "one", [window(0), evaluation(640, 60.0, 0.7, **how)])
+    two = make(
+        tmp_path / "two",
+        [window(0), evaluation(640, 9.0, 0.2, **other)],
+        config={"model.family": "sd2", "image_size": 512},
+    )
+    runs = [read_history(one), read_history(two)]
+    assert not_comparable(runs) == [
+        "FID does not compare: other reference statistics, images of another size.",
+        "CLIP scores do not compare: images of another size.",
+        "Losses do not compare: other families, images of another size.",
+        "Images/s do not compare: other families, images of another size.",
+        "Scores were taken in other ways: guidance differ.",
+    ]
+    assert "FID does not compare" in parsed(one, two).text("section", id="results")
+    assert not_comparable(runs[:1] * 2) == []
+
+
+# --- the command ---
+
+
+def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, _ = make(tmp_path / "one"), make(tmp_path / "two")
+    assert page.main([str(one)]) == 0 and capsys.readouterr().out == f"written: {one}/page.html\n"
+    assert page.main(["one", "two"]) == 0 and capsys.readouterr().out == "written: comparison.html\n"
+    assert page.main(["one", "two", f"out={tmp_path}/x.html"]) == 0
+    assert Parsed((tmp_path / "x.html").read_text()).text("h1") == "one and two"
+    assert sorted(path.name for path in one.iterdir()) == [
+        *("config.yaml", "environment.json", "metrics.jsonl", "page.html", "starts.jsonl"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["nowhere"], "nowhere is no folder. Give a run's folder: runs/NAME."),
+        (["empty"], "empty is no run: it has no config.yaml. Give a run's folder: runs/NAME."),
+        (["nowhere", "empty"], "nowhere is no folder. Give a run's folder: runs/NAME.\n"
+         "empty is no run: it has no config.yaml. Give a run's folder: runs/NAME."),
+        (["mine", "to=x"], "to: unknown key. Possible: out=FILE."),
+        (["mine", "out="], "out: nothing given. Give a file: out=FILE."),
+        (["out=x.html"], "command line: no run given. Give a run's folder: runs/NAME."),
+        (["mine", "out=mine"], "out: mine cannot be written: Is a directory. Give another file: out=FILE."),
+        (["mine", "out=no/x"], "out: no/x cannot be written: No such file or directory. Give another file: out=FILE."),
+        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path. "
+         "Possible: at most 1,024 bytes, 255 between slashes."),
+        ([str(n) for n in range(17)], "command line: 17 runs given. Possible: 1 to 16 on a page. Give fewer."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys, words, text):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "mine")
+    (tmp_path / "empty").mkdir()
+    assert page.main(words) == 2
+    assert capsys.readouterr().err == f"{text}\n"
+
+
+def test_the_bench_lengthens_a_record_and_says_seconds_and_bytes(tmp_path):
+    run = make(tmp_path / "mine", [*map(window, range(4)), evaluation(640, 60.0, 0.7)], summary={"loss": 1.0})
+    bench_page.lengthened(run, tmp_path / "long", 10)
+    history = read_history(tmp_path / "long")
+    assert history.windows["batch"].tolist() == [10.0 * n for n in range(1, 11)]
+    assert history.windows["elapsed_sec"].tolist() == [5.0 * n for n in range(1, 11)]
+    assert history.missing == [] and len(history.evaluations) == 1
+    assert bench_page.main([str(run), "windows=[5]", "rounds=2", f"results={tmp_path}/speed.json"]) == 0
+    made = json.loads((tmp_path / "speed.json").read_text())
+    assert made["windows_5_bytes"] > 10_000 and len(made["by_round"]["windows_5_sec"]) == 2 and made["commit"]
+    assert made["windows_5_sec_min"] <= made["windows_5_sec"] <= made["windows_5_sec_max"]
+
+
+def test_the_bench_wants_one_run(tmp_path, capsys):
+    assert bench_page.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"command line: '{tmp_path}' is no run. Give one, finished: runs/NAME.\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_the_page_of_a_very_long_run_stays_small(tmp_path):
+    run = make(tmp_path / "mine", [])
+    append_lines(run / "metrics.jsonl", (window(n, loss=50.0 if n == 66_666 else 1.0) for n in range(100_000)))
+    for images in range(0, 400_000, 1000):
+        grid(run, images, side=256)
+    place = page.write([run])
+    assert place.stat().st_size < 10_000_000
+    assert "greatest 50.00" in next(
+        own["aria-label"] for own, _ in Parsed(place.read_text()).all("svg") if "loss" in own["aria-label"]
+    )
+
+
+def test_a_long_text_says_how_long_it_is():
+    assert (
+        plain("a\n\tb\x00c") == "a b c"
+        and plain(0.5) == "0.5"
+        and plain([1, None]) == "[1, null]"
+        and plain(None) == "\u2013"
+    )
+    assert plain("y" * 401) == f"{'y' * 400}\u2026 (401 characters)"
+
+
+def test_the_files_of_the_page_are_beside_its_code():
+    assert all((ROOT / "reports" / name).is_file() for name in ("page.html.j2", "page.css", "page.js"))
