@@ -3,6 +3,7 @@
     python -m reports.page runs/NAME                        # -> runs/NAME/page.html
     python -m reports.page runs/NAME runs/OTHER             # -> comparison.html
     python -m reports.page runs/NAME runs/OTHER out=FILE
+    python -m reports.page runs                             # -> runs/index.html: a table of all runs
 
 The page has the result and its target, FID and CLIP score over the images seen, losses, speed, memory, sample grids,
 configuration, environment, starts and faults, time and cost. Of several runs it has their curves together, their results
@@ -30,7 +31,8 @@ from cli.errors import ConfigError, Refused
 from cli.files import write_whole
 from cli.limits import kind_of_path, shown, text_possible
 from record.history import History, read_history
-from reports import page_compare, page_facts
+from reports import index, page_compare, page_facts
+from reports.index import PAGE
 from reports.page_charts import groups_of
 from reports.page_plots import NUM_COLOURS, svg_of, table_of
 from reports.page_samples import samples_of
@@ -39,7 +41,7 @@ from reports.page_text import moment, plain
 MOST_BYTES = 6_000_000  # of all sample grids of a page; the rest stays far below 3 MB
 MOST_RUNS = 16
 MOST_OF_A_SENTENCE = 3000  # characters; what it quotes is cut to less
-PAGE, COMPARISON = "page.html", "comparison.html"
+COMPARISON = "comparison.html"
 
 
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -185,6 +187,8 @@ def main(argv: Sequence[str]) -> int:
         problems.append(f"command line: {len(places)} runs given. Possible: 1 to {MOST_RUNS} on a page. Give fewer.")
     if problems:
         raise ConfigError(problems)
+    if len(places) == 1 and index.is_folder_of_runs(places[0]):
+        return index.command_of(places[0], keys.get("out"))
     print(f"written: {write(places, Path(keys['out']) if 'out' in keys else None)}")
     return 0
 
