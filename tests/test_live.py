@@ -1,0 +1,291 @@
+"""reports.live, reports.index and record.standing: what is served to whom, what a table of runs says; without a browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser_pages import HTML, NASTY, broken_run, copy_run, other_run
+from conftest import ROOT
+from filelock import FileLock
+
+from record import standing
+from record.standing import runs_under, signature, standing_of, state_of
+from reports import index, live, page, screenshot
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def server(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[live.Server]:
+    monkeypatch.setattr(live, "PAUSE", 0.0)
+    monkeypatch.setattr(live, "LEAST_SEC", 0.0)
+    with live.Server("127.0.0.1", 0, live.Site(runs)) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def ask(server: live.Server, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str, str]:
+    """Status, ETag and text of an answer."""
+    client = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+    client.request(method, path, headers=headers)
+    answer = client.getresponse()
+    return answer.status, answer.getheader("ETag", ""), answer.read().decode()
+
+
+# --- who is answered what ---
+
+
+def test_a_page_is_made_again_only_when_the_record_has_changed(server, runs, monkeypatch):
+    folder, made = copy_run(runs), []
+    monkeypatch.setattr(live, "page_of", lambda run, real=live.page_of: (made.append(run), real(run))[1])
+    status, tag, text = ask(server, "/shapes_run/page.html")
+    assert (status, made) == (200, [folder]) and "Target reached" in text
+    for headers in ({}, {"If-None-Match": tag}):
+        again = ask(server, "/shapes_run/page.html", **headers)
+        assert again[:2] == (304 if headers else 200, tag) and again[2] == ("" if headers else text)
+    assert ask(server, "/shapes_run/page.html", "HEAD") == (200, tag, "") and len(made) == 1
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"batch": 1610, "ima')  # a line that is being written
+    status, newer, text = ask(server, "/shapes_run/page.html", **{"If-None-Match": tag})
+    assert status == 200 and newer != tag and len(made) == 2 and "The last line of metrics.jsonl is cut off" in text
+
+
+def test_many_tabs_at_once_share_one_page(server, runs, monkeypatch):
+    made = []
+    copy_run(runs)
+    monkeypatch.setattr(live, "page_of", lambda run: (made.append(run), time.sleep(0.2), "<body></body>")[2])
+    found: list[tuple[int, str, str]] = []
+    tabs = [threading.Thread(target=lambda: found.append(ask(server, "/shapes_run/page.html"))) for _ in range(8)]
+    for tab in tabs:
+        tab.start()
+    for tab in tabs:
+        tab.join(30)
+    assert len(found) == 8 and len({*found}) == len(made) == 1
+
+
+def test_a_page_that_takes_long_is_made_seldom(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    made = []
+
+    def make() -> str:
+        made.append(now[0])
+        now[0] += 2.0
+        return "<body></body>"
+
+    shown = live.Page(lambda: now[0], make)
+    for now[0] in (0.0, 2.1, 19.9, 20.1, 22.2):
+        shown.current()
+    assert made == [0.0, 20.1]  # 2 s of work, 18 s of rest
+
+
+def test_only_the_pages_of_runs_are_there(server, runs):
+    copy_run(runs)
+    assert ask(server, "/shapes_run/page.html?a=b")[0] == 200
+    others = [
+        "/x",
+        "/shapes_run",
+        "/shapes_run/config.yaml",
+        "/../shapes_run/page.html",
+        "/%2e%2e/etc/passwd",
+        "//etc/passwd",
+    ]
+    for path in (*others, "/shapes_run/../shapes_run/page.html", "/%ff", "*", "/shapes_run/page.html/"):
+        assert ask(server, path)[0] == 404, path
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_nothing_can_be_changed(server, method):
+    status, _, text = ask(server, "/", method)
+    assert status == 405 and "Possible: GET and HEAD." in text
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(("evil.example", 421), ("127.0.0.1.evil.example:80", 421), ("", 421), ("[::1", 421), ("localhost:9000", 200)),
+        *(("LOCALHOST", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("192.168.0.7:8765", 200)),
+    ],
+)
+def test_a_page_of_another_site_cannot_ask_under_its_own_name(server, host, status):
+    """DNS rebinding: its name leads here, and its scripts could read what is answered."""
+    found, _, text = ask(server, Host=host)
+    assert found == status and ("Host: not a name of this machine." in text) == (status == 421)
+
+
+def test_a_name_with_html_is_a_name(server, runs):
+    other_run(runs)
+    text = ask(server)[2]
+    assert "a&lt;b&gt;&amp;&#39;q&#34; \U0001f600" in text and "a<b>" not in text
+    [link] = [part.partition('"')[0] for part in text.split('<a href="')[1:]]
+    assert link == "a%3Cb%3E%26%27q%22%20%F0%9F%98%80/page.html" and ask(server, f"/{link}")[0] == 200
+
+
+def test_a_folder_that_is_not_there_is_waited_for_and_may_become_a_run_or_one_of_runs(server, runs):
+    status, first, text = ask(server)
+    assert status == 200 and f"{runs}: there is no run yet. The page shows it as soon as there is." in text
+    copy_run(runs)
+    status, second, text = ask(server)
+    assert "Runs in runs" in text and second != first
+    (runs / "config.yaml").write_text("seed: 1\n")
+    assert "<title>runs</title>" in ask(server)[2]
+
+
+def test_a_page_that_cannot_be_made_says_why_and_the_next_one_may(server, runs, monkeypatch):
+    folder = copy_run(runs)
+
+    def refuse(run: Path) -> str:
+        raise ValueError("a <b>reason</b>")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live, "page_of", refuse)
+        assert "<p>a &lt;b&gt;reason&lt;/b&gt;</p>" in ask(server, "/shapes_run/page.html")[2]
+    os.utime(folder / "metrics.jsonl")
+    assert "Target reached" in ask(server, "/shapes_run/page.html")[2]
+
+
+@pytest.mark.timeout(60, func_only=True)
+def test_the_command_says_where_it_serves_and_ends_quietly(runs):
+    words = [sys.executable, "-m", "reports.live", str(runs), "port=0", "host=0.0.0.0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(words, **pipes, start_new_session=True) as process:
+        assert process.stdout.readline().startswith("http://0.0.0.0:")
+        said = [process.stderr.readline() for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=30)
+    assert (process.returncode, rest) == (130, ("", ""))
+    assert said == [
+        "host: 0.0.0.0: everyone who reaches this machine there sees these pages, without a password.\n",
+        f"{runs}: there is no run yet. The page shows it as soon as there is.\n",
+        "Ctrl-C ends it.\n",
+    ]
+
+
+def test_what_cannot_be_served_is_refused(server, tmp_path, capsys):
+    host, port = server.server_address[:2]
+    assert live.main(["runs", f"port={port}"]) == 2
+    taken = f"port: {port} on {host} cannot be had: Address already in use. Possible: another port, 0 for any that is free, "
+    assert capsys.readouterr().err == f"{taken}an address of this machine. Give port= or host=.\n"
+    (tmp_path / "file").touch()
+    assert live.main([str(tmp_path / "file"), "port=x", "host=", "name=a"]) == 2
+    assert capsys.readouterr().err == (
+        f"name: unknown key. Possible: port, host.\n{tmp_path / 'file'}: a file. Possible: a run's folder, or that of all "
+        "runs. Give one.\nhost: nothing given. Give an address: host=127.0.0.1.\n"
+        "port: 'x'. Possible: 0 to 65,535. Give such a number.\n"
+    )
+    assert live.main(["a", "b"]) == 2
+    given = "command line: 2 folders given. Possible: one. Give a run's folder, or that of all runs.\n"
+    assert capsys.readouterr().err == given
+
+
+# --- the table of all runs ---
+
+
+def test_the_table_has_every_run_under_a_folder_with_its_figures(runs, capsys):
+    copy_run(runs, "one")
+    other_run(runs)
+    broken_run(runs / "group")
+    assert page.main([str(runs / "one")]) == page.main([str(runs)]) == 0
+    assert capsys.readouterr().out == f"written: {runs / 'one/page.html'}\nwritten: {runs / 'index.html'}\n"
+    text = (runs / "index.html").read_text()
+    for row in (
+        "reached",
+        "missed",
+        "38.11",
+        "52.50",
+        "125.1",
+        "51,200",
+        "16 min 6 s",
+        "1.250",
+        "2026-11-22 19:59 UTC",
+    ):
+        assert f">{row}</td>" in text
+    assert '<a href="one/page.html">one</a>' in text and text.count("<a ") == 1 and "group/broken" in text
+    assert "2 finished, 1 failed." in text and "2 without a link have no page yet" in text
+    assert HTML not in text and "loss: nan &lt;img" in text
+
+
+@pytest.mark.timeout(60, func_only=True)
+def test_two_hundred_runs_are_a_table_of_seconds(runs):
+    for number in range(200):
+        copy_run(runs, f"run{number:03d}", num_grids=0)
+    began = time.monotonic()
+    text = index.html_of(runs, runs_under(runs))
+    first, began = time.monotonic() - began, time.monotonic()
+    assert (
+        index.html_of(runs, runs_under(runs), is_live=True).count("<a href=")
+        == 200
+        == text.count('<tr><th scope="row"')
+    )
+    assert time.monotonic() - began < first / 2  # what has not changed is not read again
+    assert len(text) < 400_000
+
+
+def test_a_state_is_what_the_lock_and_the_record_say(tmp_path, monkeypatch):
+    folder, ended = copy_run(tmp_path), {"seconds": 5.0}
+    assert state_of(folder, [ended], {"batches": 1}) == "finished"
+    assert state_of(folder, [ended], {}) == "stopped"
+    assert state_of(folder, [{**ended, "failed": "loss: nan"}], {}) == "failed"
+    assert state_of(folder, [{}], {}) == "running"  # written a moment ago, by a machine whose locks are not to be seen
+    os.utime(folder / "metrics.jsonl", (0, 0))
+    os.utime(folder / "starts.jsonl", (0, 0))
+    assert state_of(folder, [{}], {}) == "stopped"
+    before = signature(folder)
+    with FileLock(folder / ".lock"):
+        assert state_of(folder, [{}], {}) == state_of(folder, [ended], {}) == "running" and signature(folder) != before
+        monkeypatch.setattr(standing, "LOCKS", tmp_path / "none")
+        assert state_of(folder, [{}], {}) == "stopped"
+    with FileLock(folder / ".lock", timeout=0):
+        pass
+
+
+def test_a_run_that_goes_on_has_the_figures_of_its_record_so_far(runs):
+    folder = copy_run(runs)
+    (folder / "summary.json").unlink()
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:60]) + lines[60][:40])
+    (folder / "later.yaml").write_text("cost:\n  per_device_hour: 3600\n")
+    start = json.loads((folder / "starts.jsonl").read_text())
+    (folder / "starts.jsonl").write_text(json.dumps({**start, "seconds": 100.0, "num_devices": 8}) + "\n")
+    kept = [json.loads(line) for line in lines[:60]]
+    evaluation = [line for line in kept if line.get("evaluation")][-1]
+    found = standing_of(folder, runs, signature(folder))
+    seconds = max(100.0, *(line["start_sec"] for line in kept))
+    assert (found.state, found.target, found.fid, found.clip) == (
+        "stopped",
+        None,
+        evaluation["fid"],
+        evaluation["clip"],
+    )
+    assert found.images == kept[-1]["images"] and found.cost == pytest.approx(8 * seconds) and found.seconds == seconds
+
+
+# --- the picture ---
+
+
+def test_a_picture_that_cannot_be_taken_is_refused(tmp_path, monkeypatch, capsys):
+    assert screenshot.main([str(tmp_path / "a.html"), "a.png", "width=0", "dark=x"]) == 2
+    assert capsys.readouterr().err == (
+        f"{tmp_path / 'a.html'}: no such file. Possible: a page, or its address. python -m reports.page writes one.\n"
+        "width: '0'. Possible: 1 to 8,192. Give such a number.\ndark: 'x'. Possible: true, false. Give one.\n"
+    )
+    (tmp_path / "a.html").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert screenshot.main([str(tmp_path / "a.html"), "a.png"]) == 2
+    none = "browser: none of chromium, chromium-browser, google-chrome is there. Possible: Chromium. "
+    assert capsys.readouterr().err == f"{none}Install it (Debian: apt-get install chromium), or name it by CHROMIUM=.\n"
+    assert NASTY and not (tmp_path / "a.png").exists()
