@@ -1,0 +1,327 @@
+"""The pages as people see them, in Chromium, driven by playwright, which `make test-browser` has beside the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser_pages import NASTY, RECORD, broken_run, copy_run, other_run
+
+from reports import live, page
+from reports.page_text import NONE
+from reports.screenshot import find_browser, words_for_browser
+
+HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120, func_only=True),
+    pytest.mark.skipif(not HAS_PLAYWRIGHT, reason="playwright: make test-browser has it"),
+    pytest.mark.skipif(find_browser() is None, reason="no Chromium: apt-get install chromium"),
+]
+PAGES = ("one", "compared", "broken", "index")
+FOCUSABLE = "a[href], button, input:not([hidden]), summary, [tabindex='0']"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_browser(), args=words_for_browser())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Each page's address: of a run, of two compared, of a broken one, and the table of all three."""
+    runs = tmp_path_factory.mktemp("pages") / "runs"
+    one, other, broken = copy_run(runs), other_run(runs), broken_run(runs)
+    assert page.main([str(one)]) == page.main([str(broken)]) == 0
+    assert page.main([str(one), str(other), f"out={runs / 'compared.html'}"]) == page.main([str(runs)]) == 0
+    places = (one / "page.html", runs / "compared.html", broken / "page.html", runs / "index.html")
+    return {name: place.as_uri() for name, place in zip(PAGES, places, strict=True)}
+
+
+class Opened:
+    """A page in a tab of its own, what went wrong in it and what it has asked for."""
+
+    def __init__(self, chromium: Any, address: str, width: int = 1200, height: int = 900, **more: Any):
+        self.context = chromium.new_context(viewport={"width": width, "height": height}, **more)
+        self.tab = self.context.new_page()
+        self.wrong: list[str] = []
+        self.asked: list[str] = []
+        self.tab.on("console", lambda said: self.wrong.append(said.text) if said.type in ("error", "warning") else None)
+        self.tab.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.tab.on("request", lambda one: None if one.url.startswith("data:") else self.asked.append(one.url))
+        self.tab.goto(address)
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self.context.close()
+
+    def shown(self, end: str = "") -> str:
+        """Images seen at the one sample grid that can be seen."""
+        pictures = self.tab.locator(f"#samples-image{end} img")
+        [image] = [one for one in pictures.all() if one.is_visible()]
+        assert image.evaluate("one => one.complete && one.naturalWidth > 0")
+        return image.get_attribute("data-images")
+
+
+def grids_of(folder: Path) -> list[str]:
+    return [str(int(path.stem[2:])) for path in sorted((folder / "samples").glob("*.png"))]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_loads_without_an_error_and_asks_nothing_of_a_network(chromium, pages, name):
+    with Opened(chromium, pages[name]) as opened:
+        assert opened.wrong == [] and opened.asked == [pages[name]]
+        assert opened.tab.locator("h1").count() == 1 and opened.tab.title() not in ("", "hit")
+
+
+def test_short_the_slider_moves_by_keys_and_by_mouse_and_shows_another_picture(chromium, pages):
+    """The one that `make test-slow` runs."""
+    grids = grids_of(RECORD)
+    with Opened(chromium, pages["one"]) as opened:
+        slider, seen = opened.tab.locator("#samples-slider"), opened.tab.locator("#samples-seen")
+        assert opened.shown() == grids[-1] and len(grids) == 4
+        slider.focus()
+        for key, place in (("ArrowLeft", -2), ("Home", 0), ("ArrowRight", 1), ("End", -1)):
+            slider.press(key)
+            assert opened.shown() == grids[place] and seen.inner_text() == f"{int(grids[place]):,}"
+            assert slider.get_attribute("aria-valuetext") == f"{int(grids[place]):,} images"
+        box = slider.bounding_box()
+        opened.tab.mouse.click(box["x"] + 4, box["y"] + box["height"] / 2)
+        assert opened.shown() == grids[0]
+        assert opened.wrong == []
+
+
+def test_two_runs_are_beside_each_other_each_with_its_slider(chromium, pages):
+    with Opened(chromium, pages["compared"]) as opened:
+        results, differences = (opened.tab.locator(place).inner_text() for place in ("#results", "#differences"))
+        assert all(text in results for text in ("shapes_run", NASTY, "38.11", "52.50"))
+        assert all(text in differences for text in ("seed", "17", "18", "optimizer.lr"))
+        first, second = grids_of(RECORD)[-1], grids_of(RECORD)[2]
+        assert (opened.shown(), opened.shown("-2")) == (first, second)
+        opened.tab.locator("#samples-slider-2").press("Home")
+        assert (opened.shown(), opened.shown("-2")) == (first, grids_of(RECORD)[0])
+
+
+def test_a_broken_runs_page_says_what_is_missing_and_runs_nothing_of_a_caption(chromium, pages):
+    with Opened(chromium, pages["broken"]) as opened:
+        said = opened.tab.locator("body").inner_text()
+        assert "There is no config.yaml" in said and "<script>document.title='hit'</script>" in said
+        assert "\x1b" not in said and opened.tab.title() == "broken" and opened.wrong == []
+
+
+@pytest.mark.parametrize("width", [360, 390])
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_scrolls_sideways_on_a_phone(chromium, pages, name, width):
+    with Opened(chromium, pages[name], width=width, height=780, is_mobile=True, has_touch=True) as opened:
+        assert opened.tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+        opened.tab.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+        assert opened.tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+
+
+def violations(tab: Any) -> list[str]:
+    """What axe-core finds, everything that is folded away unfolded."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    tab.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    found = Axe().run(tab).response["violations"]
+    return [f"{one['id']}: {node['html'][:200]}" for one in found for node in one["nodes"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_core_finds_nothing_wrong(chromium, pages, name, scheme):
+    with Opened(chromium, pages[name], color_scheme=scheme, bypass_csp=True) as opened:
+        assert violations(opened.tab) == []
+
+
+def test_axe_core_would_find_a_text_without_contrast(chromium, pages):
+    with Opened(chromium, pages["one"], bypass_csp=True) as opened:
+        opened.tab.evaluate("document.querySelector('h1').style.color = '#ddd'")
+        assert [text.partition(":")[0] for text in violations(opened.tab)] == ["color-contrast"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_everything_is_reached_by_tab_in_the_pages_order_and_the_focus_is_seen(chromium, pages, name):
+    about = f"""() => {{
+      const all = [...document.querySelectorAll("{FOCUSABLE}")].filter(one => one.checkVisibility());
+      const at = document.activeElement, style = getComputedStyle(at);
+      return [all.indexOf(at), all.length, style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1];
+    }}"""
+    with Opened(chromium, pages[name]) as opened:
+        reached, num = [], opened.tab.evaluate(about)[1]
+        for _ in range(num):
+            opened.tab.keyboard.press("Tab")
+            place, _, is_seen = opened.tab.evaluate(about)
+            assert is_seen, f"the focus on number {place} cannot be seen"
+            reached.append(place)
+        assert reached == list(range(num)) and num > 3
+        if name == "one":  # what is folded away opens by a key
+            opened.tab.locator("summary").first.press("Enter")
+            assert opened.tab.locator("details").first.get_attribute("open") == ""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_prints(chromium, pages, name):
+    """On white, whatever the screen; no plot and no table is wider than the paper."""
+    with Opened(chromium, pages[name], width=720, color_scheme="dark") as opened:
+        assert opened.tab.pdf(format="A4").startswith(b"%PDF-")
+        opened.tab.emulate_media(media="print", color_scheme="dark")
+        colours = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+        assert opened.tab.evaluate(colours) == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
+        assert opened.tab.locator("input[type=range]:visible").count() == 0
+
+
+# --- the table of all runs ---
+
+
+def names_of(opened: Opened) -> list[str]:
+    return opened.tab.locator("#runs tbody th > :first-child, #runs tbody th:not(:has(*))").all_inner_texts()
+
+
+def test_the_table_is_sorted_by_a_click_and_by_a_key_and_what_has_no_value_stays_last(chromium, pages):
+    with Opened(chromium, pages["index"]) as opened:
+
+        def head(text: str) -> Any:
+            return opened.tab.locator("#runs thead th", has=opened.tab.get_by_role("button", name=text, exact=True))
+
+        def sorts() -> list[str]:
+            return opened.tab.locator("#runs thead th:not([aria-sort=none])").all_inner_texts()
+
+        assert sorts() == ["started"] and opened.tab.locator("#runs a").count() == 2
+        head("cost").locator("button").click()
+        assert names_of(opened)[0] == NASTY and head("cost").get_attribute("aria-sort") == "ascending"
+        head("cost").locator("button").press("Enter")
+        assert names_of(opened)[0] == NASTY and head("cost").get_attribute("aria-sort") == "descending"
+        head("FID").locator("button").press("Space")
+        fids = [
+            float(cell)
+            for cell in opened.tab.locator("#runs tbody tr td:nth-child(5)").all_inner_texts()
+            if cell != NONE
+        ]
+        assert fids == sorted(fids) and sorts() == ["FID"] and names_of(opened)[-1] == "broken"
+        head("run").locator("button").click()
+        assert names_of(opened) == sorted(names_of(opened))
+        opened.tab.reload()
+        assert sorts() == ["run"] and opened.wrong == []
+        opened.tab.get_by_role("link", name="shapes_run").click()
+        assert opened.tab.locator("#result").get_attribute("data-state") == "reached"
+
+
+def test_without_scripts_the_pages_show_all_that_they_have(chromium, pages):
+    with Opened(chromium, pages["index"], java_script_enabled=False) as opened:
+        assert len(opened.tab.locator("#runs tbody tr").all()) == 3
+    with Opened(chromium, pages["one"], java_script_enabled=False) as opened:
+        assert opened.tab.locator("#samples-image img:visible").count() == 1
+
+
+# --- a run that goes on ---
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """A folder of runs that is not there yet, and the address at which it is served."""
+    monkeypatch.setattr(live, "POLL_MS", 100)
+    monkeypatch.setattr(live, "PAUSE", 0.0)
+    monkeypatch.setattr(live, "LEAST_SEC", 0.0)
+    with live.Server("127.0.0.1", 0, live.Site(tmp_path / "runs")) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield tmp_path / "runs", server.address
+        server.shutdown()
+
+
+def grow(folder: Path, lines: list[bytes], grid: Path | None = None, end: bytes = b"") -> None:
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b"".join(lines) + end)
+    if grid is not None:
+        shutil.copy(grid, folder / "samples")
+
+
+def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, served, tmp_path):
+    runs, address = served
+    whole, running = copy_run(tmp_path), tmp_path / "later" / "now"
+    shutil.copytree(whole, running)
+    (running / "summary.json").unlink()
+    lines = (running / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (running / "metrics.jsonl").write_bytes(b"".join(lines[:40]))
+    start = json.loads((running / "starts.jsonl").read_text())
+    (running / "starts.jsonl").write_text(json.dumps({key: of for key, of in start.items() if key != "seconds"}) + "\n")
+    *_, last = sorted((running / "samples").glob("*.png"))
+    last.unlink()
+    with Opened(chromium, address, height=500) as opened, Opened(chromium, address) as second:
+        assert "there is no run yet" in opened.tab.locator("main").inner_text()
+        running.parent.rename(runs)
+        running = runs / "now"
+        opened.tab.locator("#runs").wait_for(timeout=20_000)
+        assert opened.tab.locator("#runs tbody td").first.inner_text() == "running"
+        opened.tab.get_by_role("link", name="now").click()
+        second.tab.goto(opened.tab.url)
+        opened.tab.locator("#samples-slider").press("Home")
+        opened.tab.locator("#configuration summary").nth(1).press("Enter")
+        opened.tab.locator("#samples-slider").focus()
+        at = opened.tab.evaluate("scrollTo(0, 700), scrollY")
+        assert at == 700 and opened.shown() == grids_of(whole)[0] and second.shown() == grids_of(whole)[2]
+        opened.asked.clear()
+        opened.tab.evaluate("document.body.firstElementChild.id = 'old'")
+        grow(running, lines[40:80], whole / "samples" / last.name, end=lines[80][:30])
+        for tab in (opened.tab, second.tab):
+            tab.locator("#samples-image img").nth(3).wait_for(state="attached", timeout=20_000)
+        assert opened.tab.locator("#old").count() == 0
+        # The reader's slider stays where it was put; one that stood at the end shows the newest.
+        assert opened.shown() == grids_of(whole)[0] and second.shown() == grids_of(whole)[3]
+        assert opened.tab.evaluate("[scrollY, document.activeElement.id]") == [at, "samples-slider"]
+        assert opened.tab.locator("#configuration details").nth(1).get_attribute("open") == ""
+        opened.tab.locator("#samples-slider").press("ArrowRight")
+        assert opened.shown() == grids_of(whole)[1]
+        # Resumed: the record is cut back, and goes on.
+        (running / "metrics.jsonl").write_bytes(b"".join(lines[:20]))
+        (running / "starts.jsonl").write_bytes(
+            b"".join(
+                [
+                    (running / "starts.jsonl").read_bytes(),
+                    json.dumps({**start, "start": 2, "batch": 200}).encode(),
+                    b"\n",
+                ]
+            )
+        )
+        opened.tab.locator("#starts tbody tr").nth(1).wait_for(state="attached", timeout=20_000)
+        assert opened.shown() == grids_of(whole)[1] and opened.wrong == second.wrong == []
+        assert {url.split("/")[2] for url in opened.asked} == {address.split("/")[2]}
+
+
+def test_a_page_whose_server_has_ended_stays_and_says_so(chromium, tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "POLL_MS", 100)
+    server = live.Server("127.0.0.1", 0, live.Site(copy_run(tmp_path)))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    with Opened(chromium, server.address) as opened:
+        assert opened.tab.locator("#live").is_hidden()
+        server.shutdown()
+        server.server_close()
+        opened.tab.locator("#live").wait_for(timeout=20_000)
+        assert opened.tab.locator("#live").inner_text().startswith("Nobody answers there since ")
+        assert opened.tab.locator("#result").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_core_finds_nothing_wrong_with_what_is_served(chromium, served, tmp_path, scheme):
+    runs, address = served
+    with Opened(chromium, address, color_scheme=scheme, bypass_csp=True) as opened:
+        assert violations(opened.tab) == []
+        copy_run(runs)
+        opened.tab.goto(f"{address}shapes_run/page.html")
+        opened.tab.evaluate(
+            "document.getElementById('live').hidden = false, document.getElementById('live').textContent = 'Nobody'"
+        )
+        assert violations(opened.tab) == []
