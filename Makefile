@@ -22,6 +22,8 @@ SHAPES := cache/miniature
 ROUNDS ?= 10
 TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
 TABLES = tables-$(shell sha256sum requirements-tables.lock | cut -c1-12)
+BROWSER = browser-$(shell sha256sum requirements-browser.lock | cut -c1-12)
+ONLY ?=
 ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
@@ -32,7 +34,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint test test-slow test-fp8 test-tables test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation docs clean
+.PHONY: help env lock lint test test-slow test-fp8 test-tables test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation docs page-picture clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -56,6 +58,8 @@ lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.1
 	$(UV_COMPILE) requirements-prepare.txt -o requirements-prepare.lock
 	$(UV_COMPILE) --no-annotate -c requirements.lock requirements-tables.txt | awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' \
 	  requirements.lock - > requirements-tables.lock
+	$(UV_COMPILE) --no-annotate -c requirements.lock requirements-browser.txt | awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' \
+	  requirements.lock - > requirements-browser.lock
 
 lint: $(STAMP)  ## ruff: format and rules
 	$(VENV)/bin/ruff format --check -q .
@@ -77,6 +81,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-fp8
 	$(MAKE) --no-print-directory test-tables
 	$(MAKE) --no-print-directory test-store ROUNDS=1
+	$(MAKE) --no-print-directory test-browser ONLY=short
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.
 test-fp8: $(STAMP)  ## the experiment precision=fp8 on a CPU, with torchao, which is installed beside the environment for it
@@ -86,6 +91,10 @@ test-fp8: $(STAMP)  ## the experiment precision=fp8 on a CPU, with torchao, whic
 test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data sets, with pyarrow and datasets, installed beside the environment
 	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements-tables.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TABLES) $(PY) -m pytest -q tests/test_tables.py
+
+test-browser: $(STAMP)  ## the pages in Chromium (Debian: apt-get install chromium), with playwright, installed beside the environment
+	test -e $(VENV)/$(BROWSER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(BROWSER) -r requirements-browser.lock
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(BROWSER) $(PY) -m pytest -q tests/test_browser.py -k "$(ONLY)"
 
 test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none)
@@ -126,7 +135,9 @@ miniature: $(STAMP)  ## the data of demo
 
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
+	@# Its page is named on stderr: the result stays the last line of stdout. Without a page there is the result all the same.
 	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
+	@$(PY) -m reports.page runs/$(NAME) >&2 || true
 
 $(SHAPES)/shuffled-tars:
 	$(PY) -m prepare.shapes $@ num_images=8192 captions=shuffled
@@ -169,6 +180,11 @@ gpu-evaluation:  ## on a GPU machine: how fast SD2 at 512 px is scored, eager an
 docs: $(STAMP)  ## write the tables of keys in docs/ and the picture of the README anew
 	$(PY) -m cli.describe docs/*.md
 	$(PY) -m reports.samples reports/results/shapes_samples.png reports/results/shapes_samples.txt docs/pictures/samples.png gap_px=6
+
+page-picture: $(STAMP)  ## the picture of a run's page in the README, from a committed record (needs Chromium)
+	@mkdir -p cache
+	$(PY) -m reports.page reports/results/shapes_run out=cache/page.html
+	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230
 
 clean:  ## remove the data of demo and controls; runs stay in runs/
 	rm -rf $(SHAPES)

@@ -36,7 +36,7 @@ from config import load, schema_keys
 from eval import EvalCommand
 from prepare.words import split_words
 from record.summary import rounded
-from reports import samples
+from reports import live, samples
 from tests.store.__main__ import table as table_of_faults
 from zoo import FAMILIES, load_family
 from zoo.sampling import SAMPLERS, SamplerName
@@ -97,6 +97,7 @@ RUN_BY = {
     "test-store": "tests/store/test_harness.py",
     "test-fp8": "tests/test_fp8.py",
     "test-tables": "tests/test_tables.py",
+    "test-browser": "tests/test_browser.py",
     "test-slow": "tests/conftest.py",
     "mutants": "tests/test_mutants.py",
     "test-gpu": "tests/gpu/test_on_gpu.py",
@@ -136,8 +137,12 @@ def read(module: str, words: list[str]) -> None:
         assert set(words) == {"--train_encoders", "OUT"}  # tests/test_shapes_training.py runs it
     elif module == "reports.mlperf":
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
+    elif module == "reports.live":
+        assert live.read_words(words)
     elif module == "reports.page":
-        assert words and all(word.startswith("runs/") or word.endswith(".html") for word in words)
+        assert words and all(word == "runs" or word.startswith("runs/") or word.endswith(".html") for word in words)
+    elif module == "reports.screenshot":
+        assert len([word for word in words if "=" not in word]) == 2
     elif module == "reports.samples":
         assert len([word for word in words if "=" not in word]) == 3
     else:
@@ -325,6 +330,8 @@ def test_every_key_that_is_named_exists():
                 "key",
                 "results",
                 "runs",
+                "port",
+                "host",
             }:
                 unknown.append((page, span))
     assert unknown == []
@@ -406,6 +413,16 @@ def test_the_picture_of_the_readme_is_what_make_docs_would_draw(tmp_path):
         box = (0, 0, made.width, samples.MARGIN_PX + 128)
         difference = ImageChops.difference(made.convert("RGB").crop(box), committed.convert("RGB").crop(box))
         assert difference.getbbox() is None
+
+
+def test_the_picture_of_a_runs_page_is_of_a_committed_record_and_small():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "reports.page reports/results/shapes_run out=" in makefile and "docs/pictures/page.png" in makefile
+    made = record("shapes_run/summary")
+    assert (made["target"], "+" in made["commit"]) == ("reached", False)
+    path = ROOT / "docs/pictures/page.png"
+    with Image.open(path) as picture:
+        assert picture.width == 1200 and path.stat().st_size <= 200_000
 
 
 @pytest.mark.parametrize(
