@@ -31,7 +31,9 @@ def other_run(runs: Path) -> Path:
     worse = [{**line, "fid": line["fid"] + 14.3941} if line.get("evaluation") else line for line in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in worse))
     summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps({**summary, "fid": worse[-1]["fid"], "target": "missed", "cost": 1.25}))
+    (folder / "summary.json").write_text(
+        json.dumps({**summary, "fid": worse[-1]["fid"], "target": "missed", "cost": 1.25})
+    )
     return folder
 
 
