@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.command import head, write_record
+from bench.command import head, read_keys, write_record
 from bench.contest import Figures, take_turns
 from cli.command import command
-from cli.command_line import parse_command_line
 from cli.errors import ConfigError
-from cli.limits import limited
-from config import as_written, load
+from cli.limits import limited, shown
+from config import as_written
 from record.files import METRICS, is_window, read_lines
 from record.history import is_run
 from record.writing import append_lines
@@ -94,17 +93,17 @@ def measured(folders: Mapping[int, Path], rounds: int) -> Figures:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    line = parse_command_line(argv, {}, takes_places=True)
-    config = load(PageBenchConfig, line, not_yet={}, check=lambda given: [])
-    if line.print_config:
+    places, keys = [word for word in argv if "=" not in word], [word for word in argv if "=" in word]
+    if len(places) != 1 or not is_run(Path(places[0])):
+        raise ConfigError([f"command line: '{shown(' '.join(places))}' is no run. Give one, finished: runs/NAME."])
+    config = read_keys(PageBenchConfig, keys)
+    if config is None:
         return 0
-    if len(line.places) != 1 or not is_run(Path(line.places[0])):
-        raise ConfigError([f"command line: {len(line.places)} places given. Give one, a finished run: runs/NAME."])
     begun = head(SCHEMA)
     with tempfile.TemporaryDirectory() as work:
         folders = {num: Path(work, str(num)) for num in config.windows}
         for num, folder in folders.items():
-            lengthened(Path(line.places[0]), folder, num)
+            lengthened(Path(places[0]), folder, num)
         figures = measured(folders, config.rounds)
     write_record(config.results, {**begun, **as_written(config), **figures.flat, "by_round": figures.by_round})
     print(f"written: {config.results}")

@@ -31,6 +31,8 @@ COLUMNS = (
 )
 """What of a window's line is kept."""
 
+MOST = 1e100  # sums and products of such numbers are finite
+
 Line = Mapping[str, Any]
 
 
@@ -67,10 +69,12 @@ class History:
     """When the record was last written, in seconds since 1970."""
     missing: Sequence[str] = field(default_factory=list)
     """What could not be read, a sentence each."""
+    label: str = ""
+    """Its name beside others of the same name."""
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        return self.label or self.folder.resolve().name
 
     @property
     def seconds(self) -> float:
@@ -79,12 +83,9 @@ class History:
 
 
 def number_of(line: Line, key: str) -> float | None:
-    """Return a line's number, or None where there is none or it is not finite."""
+    """Return a line's number, or None where there is none, or one that no figure can be (not finite, or beyond MOST)."""
     value = line.get(key)
-    try:
-        return float(value) if is_number(value) and math.isfinite(value) else None  # type: ignore[arg-type]
-    except OverflowError:  # JSON has integers of any length
-        return None
+    return float(value) if is_number(value) and abs(value) <= MOST else None  # type: ignore[arg-type]
 
 
 def is_run(folder: Path) -> bool:

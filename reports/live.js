@@ -31,6 +31,8 @@
   };
   const show = text => {
     const newer = new DOMParser().parseFromString(text, "text/html"), was = kept();
+    const policy = page => page.querySelector("meta[http-equiv]").content;
+    if (policy(newer) !== policy(document)) return location.reload();  // another kind of page, whose scripts are not allowed here
     const [scripts, tag] = [[...newer.querySelectorAll("script:not([data-live])")], newer.getElementById("live").dataset.tag];
     newer.querySelectorAll("script, #live").forEach(one => one.remove());
     document.title = newer.title;

@@ -17,6 +17,7 @@ Only pages are served, by GET, and nothing else of a folder. Exit code: 130 afte
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import http.server
@@ -36,7 +37,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from cli.command import command
-from cli.errors import ConfigError, Refused
+from cli.errors import ConfigError, Refused, text_of
 from cli.limits import shown
 from cli.log import log
 from cli.masking import printable
@@ -88,8 +89,9 @@ class Page:
                     began = time.monotonic()
                     try:
                         made = self.make()
-                    except (OSError, ValueError) as error:  # gone or broken meanwhile
-                        made = notice(str(error))
+                    except Exception as error:  # gone or broken meanwhile: the next one may be whole again
+                        made = notice(text_of(error))
+                        log.error(text_of(error))
                     took = time.monotonic() - began
                 self.tag, self._signed = secrets.token_hex(8), signed
                 self.body = with_renewal(made, self.tag).encode()
@@ -132,12 +134,8 @@ class Site:
         """Return the page at a path of an address, or None. It is looked up: nothing of it reaches the file system."""
         if path == "/":
             return self._kept(self.folder, Page(self._sign, self._make))
-        runs = (
-            {}
-            if is_run(self.folder)
-            else {f"/{index.link_of(self.folder, run)}": run for run in runs_under(self.folder)}
-        )
-        run = runs.get(path)
+        found = [] if is_run(self.folder) else runs_under(self.folder)
+        run = next((run for run in found if path == f"/{index.link_of(self.folder, run)}"), None)
         return None if run is None else self._kept(run, Page(lambda: signature(run), lambda: page_of(run)))
 
     def _kept(self, folder: Path, new: Page) -> Page:
@@ -271,19 +269,17 @@ def main(argv: Sequence[str]) -> int:
         server = Server(host, port, Site(folder))
     except OSError as error:
         taken = f"port: {port} on {host} cannot be had: {error.strerror or error}"
-        raise Refused(f"{taken}. Possible: another port, or 0 for any that is free. Give port=NUMBER.") from error
-    with server:
+        ways = "Possible: another port, 0 for any that is free, an address of this machine. Give port= or host="
+        raise Refused(f"{taken}. {ways}.") from error
+    with server, contextlib.suppress(KeyboardInterrupt):
         print(server.address, flush=True)
         if not is_loopback(host):
             log.warning(f"host: {host}: everyone who reaches this machine there sees these pages, without a password.")
         if not is_run(folder) and not runs_under(folder):
             log.info(WAITING.format(folder))
         log.info("Ctrl-C ends it.")
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-    return 0
+        server.serve_forever()
+    return 128 + signal.SIGINT
 
 
 def read_words(argv: Sequence[str]) -> tuple[Path, str, int]:

@@ -20,6 +20,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from markupsafe import Markup
 from cli.command import command
 from cli.errors import ConfigError, Refused
 from cli.files import write_whole
+from cli.limits import kind_of_path, shown, text_possible
 from record.history import History, read_history
 from reports import index, page_compare, page_facts
 from reports.index import PAGE
@@ -38,6 +40,7 @@ from reports.page_text import moment, plain
 
 MOST_BYTES = 6_000_000  # of all sample grids of a page; the rest stays far below 3 MB
 MOST_RUNS = 16
+MOST_OF_A_SENTENCE = 3000  # characters; what it quotes is cut to less
 COMPARISON = "comparison.html"
 
 
@@ -73,14 +76,14 @@ def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: i
         now: when it is written, in seconds since 1970; None: now.
         refresh_sec: a browser that shows it asks for it again after so long; None: it does not.
     """
-    several = len(runs) > 1
+    several, runs = len(runs) > 1, _told_apart(runs)
     script = _template().loader.get_source(_template(), "page.js")[0]  # type: ignore[union-attr]
     told = [_told(run, place, len(runs)) for place, run in enumerate(runs)]
     return (
         _template()
         .get_template("page.html.j2")
         .render(
-            title=" and ".join(plain(run.name) for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
+            title=_title([plain(run.name) for run in runs]),
             runs=told,
             several=several,
             groups=[
@@ -100,6 +103,21 @@ def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: i
             refresh_sec=refresh_sec,
         )
     )
+
+
+def _told_apart(runs: Sequence[History]) -> list[History]:
+    """Return the runs with the folder above in the name of those that have the name of another one."""
+    names = [run.name for run in runs]
+    return [
+        replace(run, label="/".join(run.folder.resolve().parts[-2:])) if names.count(run.name) > 1 else run
+        for run in runs
+    ]
+
+
+def _title(names: Sequence[str]) -> str:
+    if len(names) > 4:
+        return f"{len(names)} runs"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _told(run: History, place: int, num: int) -> dict[str, Any]:
@@ -146,16 +164,22 @@ def _template() -> Any:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else plain(value),
+        finalize=lambda value: value if isinstance(value, Markup) else plain(value, MOST_OF_A_SENTENCE),
     )
 
 
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    keys = dict(word.split("=", 1) for word in argv if "=" in word and not Path(word).exists())
-    places = list(dict.fromkeys(Path(word) for word in argv if "=" not in word or Path(word).exists()))
-    problems = [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
+    folders = [word for word in argv if "=" not in word or kind_of_path(word) == "folder"]
+    keys = dict(word.split("=", 1) for word in argv if word not in folders)
+    places = list(dict.fromkeys(map(Path, folders)))
+    problems = [
+        f"command line: '{shown(word)}' is not a path. Possible: {text}."
+        for word in argv
+        if (text := text_possible(word))
+    ]
+    problems += [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
     problems += ["out: nothing given. Give a file: out=FILE."] if keys.get("out") == "" else []
     if not places:
         problems.append("command line: no run given. Give a run's folder: runs/NAME.")

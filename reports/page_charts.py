@@ -74,7 +74,7 @@ def _score(runs: Sequence[History], key: str, bands: Mapping[int, Mapping[str, B
     series = []
     for batch in sorted({run.config.get("global_batch_size") for run in runs if is_mlperf(run)} & bands.keys()):
         band = bands[batch][key]
-        at, low, mean, high = map(np.array, (band.images, band.low, band.mean, band.high))
+        at, low, mean, high = (np.array(of, float) for of in (band.images, band.low, band.mean, band.high))
         name = f"MLPerf reference, batch {batch}: {band.num_runs} runs"
         series.append(Series(name, at, mean, low=low, high=high, kind="reference", colour="muted"))
     for place, run in enumerate(runs):
@@ -122,8 +122,8 @@ def later_scores(run: History) -> list[Line]:
     rows = [
         row for row in run.scores if number_of(row, "images") is not None and row.get("guidance") in (guidance, None)
     ]
-    known = {(line.get("images"), line.get("fid"), line.get("clip")) for line in run.evaluations}
-    rows = [row for row in rows if (row.get("images"), row.get("fid"), row.get("clip")) not in known]
+    known = [[line.get(key) for key in ("images", *LABELS)] for line in run.evaluations]
+    rows = [row for row in rows if [row.get(key) for key in ("images", *LABELS)] not in known]
     return sorted(rows, key=lambda row: number_of(row, "images") or 0.0)
 
 

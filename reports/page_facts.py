@@ -47,7 +47,6 @@ class Card:
     value: str
     unit: str = ""
     hint: str = ""
-    key: str = ""
 
 
 # --- the run ---
@@ -157,7 +156,7 @@ def result_of(run: History) -> Result:
     elif state == "finished":
         text = f"{ended}. {_without_target(run, wanted)}"
     elif state == "stopped":
-        text = f"Its last process ended in good order, but not at the run's end, after {ended}. {_wants(wanted)}"
+        text = f"A signal or an error ended its last process before the run's end: {ended}. {_wants(wanted)}"
     else:
         text = f"It is still running, or was killed: {ended} until {moment(run.changed_at)}. {_wants(wanted)}"
     return Result(state, text)
@@ -234,6 +233,11 @@ def figures_of(run: History) -> dict[str, float | None]:
     return found | {"device_hours": device_hours(run), "cost": cost_of(run, device_hours(run))}
 
 
+def _memory_of(run: History) -> str:
+    device = run.environment.get("device")
+    return "" if not device else "resident" if str(device).startswith("CPU") else "of the fullest GPU"
+
+
 def cards_of(run: History) -> list[Card]:
     """Return the figures that stand on top."""
     found, target = figures_of(run), target_of(run)
@@ -246,7 +250,6 @@ def cards_of(run: History) -> list[Card]:
                 figure(found[key]),
                 "",
                 f"target {SIDE[key]} {target[key]:g}" if key in target else "",
-                key,
             )
             for key in SIDE
         ),
@@ -259,7 +262,7 @@ def cards_of(run: History) -> list[Card]:
             "Peak memory",
             figure(found["peak_mem_gib"], 3),
             "GiB",
-            "resident" if str(run.environment.get("device")).startswith("CPU") else "a GPU",
+            _memory_of(run),
         ),
         Card("Data wait", share(found["data_wait_frac"]), "", "of training and waiting"),
         Card("MFU", share(found["mfu"])),
@@ -308,7 +311,7 @@ def times_of(run: History) -> list[tuple[str, str, str, str]]:
     if state_of(run) in ("open", "stopped") and whole and 0 < images < whole and run.seconds:
         rest = run.seconds * whole / images
         rows.append(("to max_duration, at this speed (estimate)", rest, None if not hours else hours * whole / images))
-    return [(name, span(seconds), figure(of, 3), figure(cost_of(run, of), 4)) for name, seconds, of in rows]
+    return [(name, span(seconds), figure(of), figure(cost_of(run, of))) for name, seconds, of in rows]
 
 
 def images_in_all(run: History) -> float | None:
@@ -330,7 +333,7 @@ def starts_of(run: History) -> list[list[str]]:
         number = int(start["start"])
         said = number_of(start, "seconds") is not None
         is_last = place == len(run.starts) - 1
-        end = "in good order" if said else ("no end recorded" if is_last else "killed, or it crashed")
+        end = "ended" if said else "no end recorded" if is_last else "killed"
         device = f"{figure(_int(start, 'num_devices'))} {TIMES} {plain(start.get('device'))}"
         changed = _changed(run.starts[place - 1].get("how"), start.get("how")) if place else ""
         cells = [

@@ -158,7 +158,7 @@ def svg_of(plot: Plot) -> Markup:
         if plot.series and plot.series[0].kind == "area":
             _draw_areas(axes, plot.series)
         for series in plot.series:
-            _draw(axes, series)
+            _draw(axes, series, breaks=[*(end for _, end in plot.spans), *plot.marks])
         for value, _ in plot.targets:
             axes.axhline(value, color=COLOURS["ink"], linewidth=1.2, linestyle=(0, (4, 3)))
         _scale(axes, plot)
@@ -167,7 +167,8 @@ def svg_of(plot: Plot) -> Markup:
     return Markup(_for_page(file.getvalue(), plot))
 
 
-def _draw(axes: Any, series: Series) -> None:
+def _draw(axes: Any, series: Series, breaks: Sequence[float] = ()) -> None:
+    """Draw a series; its line is broken before each of `breaks`, where something else took the time."""
     colour = COLOURS[series.colour]
     if series.kind == "area" or not len(series.x):
         return
@@ -182,7 +183,8 @@ def _draw(axes: Any, series: Series) -> None:
         style |= {"linewidth": 0.7, "alpha": 0.45, "linestyle": "-"}
     elif len(series.x) == 1:
         style |= {"marker": "o", "markersize": 4.0}
-    axes.plot(series.x, series.y, color=colour, **style)
+    places = np.searchsorted(series.x, breaks)
+    axes.plot(np.insert(series.x, places, math.nan), np.insert(series.y, places, math.nan), color=colour, **style)
     for x, y, label in zip(series.x, series.y, series.labels, strict=False):
         place = {"textcoords": "offset points", "xytext": (5, 5), "fontsize": 9.0}
         axes.annotate(label, (x, y), color=COLOURS["muted"], **place)
@@ -255,9 +257,9 @@ def words_of(plot: Plot) -> str:
         low = series.y if series.low is None else series.low
         high = series.y if series.high is None else series.high
         if len(series.x) == 1:
-            said.append(f"{name}{figure(float(series.y[0]))} at {figure(float(series.x[0]))}.")
+            said.append(f"{name}{figure(float(series.y[0]))} at {_whole(float(series.x[0]))}.")
             continue
-        ends = [f"{figure(float(series.y[place]))} at {figure(float(series.x[place]))}" for place in (0, -1)]
+        ends = [f"{figure(float(series.y[place]))} at {_whole(float(series.x[place]))}" for place in (0, -1)]
         said.append(
             f"{name}from {ends[0]} to {ends[1]}; least {figure(float(low.min()))}, greatest {figure(float(high.max()))}."
         )
@@ -281,13 +283,18 @@ def table_of(plot: Plot) -> Table:
     bands = any(series.low is not None for series in thin)
     for series in thin:
         for place in range(len(series.x)):
-            cells = [figure(float(series.x[place]), 6), figure(float(series.y[place]), 6)]
+            cells = [_whole(float(series.x[place])), figure(float(series.y[place]), 6)]
             if bands:
                 cells += ["" if series.low is None else figure(float(of[place]), 6) for of in (series.low, series.high)]
             label = [f" ({series.labels[place]})"] if series.labels else [""]
             rows.append([series.name + label[0], *cells] if several or series.labels else cells)
     name = ["series"] if several or any(series.labels for series in shown) else []
     return Table([*name, plot.x_label, plot.y_label, *(["least", "greatest"] if bands else [])], rows)
+
+
+def _whole(value: float) -> str:
+    """Return a number of images, or a time, as it is."""
+    return figure(int(value) if value.is_integer() else value, 6)
 
 
 def _shorter(series: Series) -> Series:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +42,6 @@ class Samples:
     @property
     def is_small(self) -> bool:
         return max(self.width, self.height) <= SMALL_SIDE_PX
-
-    @property
-    def columns(self) -> int:
-        return math.ceil(math.sqrt(max(1, len(self.captions))))
 
 
 def samples_of(run: History, most_bytes: int) -> Samples | None:
@@ -88,7 +83,7 @@ def _packed(path: Path) -> tuple[tuple[int, int], str] | None:
         content = grid_bytes(path)
         with Image.open(io.BytesIO(content)) as picture:
             image = picture.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError):
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
     image.thumbnail((MOST_SIDE_PX, MOST_SIDE_PX), Image.Resampling.LANCZOS)
     ways: list[dict[str, object]] = [{"format": "png", "optimize": True}, {"format": "webp", "quality": WEBP_QUALITY}]

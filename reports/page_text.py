@@ -16,11 +16,14 @@ TIMES = "\u00d7"
 
 def figure(value: Any, digits: int = 4) -> str:
     """Return a number with so many digits, at least all before its point: 172.963 -> 173.0; 51200 -> 51,200."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return NONE
+    except OverflowError:  # JSON has integers of any length
         return NONE
-    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
-        return f"{int(value):,}" if abs(value) < 1e15 else f"{value:.3e}"
-    if value and not 1e-3 <= abs(value) < 1e15:
+    if isinstance(value, int) or value == 0.0 or (value == int(value) and 1000 <= abs(value) < 1e15):
+        return f"{int(value):,}"
+    if not 1e-3 <= abs(value) < 1e15:
         return f"{value:.{digits - 1}e}".replace("e-0", "e-").replace("e+0", "e+").replace("e+", "e")
     before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
     after = digits - before if before else digits - 1 - math.floor(math.log10(abs(value))) - 1 if value else 0
@@ -53,7 +56,7 @@ def moment(unix_sec: Any) -> str:
         return NONE
 
 
-def plain(value: Any) -> str:
+def plain(value: Any, most: int = MOST_CHARACTERS) -> str:
     """Return any value of a record on one line, without control characters, and not the whole of a very long one."""
     if value is None:
         return NONE
@@ -65,4 +68,4 @@ def plain(value: Any) -> str:
         else json.dumps(value, default=str)
     )
     text = printable(text)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"

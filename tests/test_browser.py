@@ -1,4 +1,4 @@
-"""The pages as people see them: in Debian's Chromium, driven by playwright, which `make test-browser` has beside the environment."""
+"""The pages as people see them, in Chromium, driven by playwright, which `make test-browser` has beside the environment."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from browser_pages import NASTY, RECORD, broken_run, copy_run, other_run
 
 from reports import live, page
+from reports.page_text import NONE
 from reports.screenshot import find_browser, words_for_browser
 
 HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
@@ -106,7 +107,7 @@ def test_short_the_slider_moves_by_keys_and_by_mouse_and_shows_another_picture(c
 def test_two_runs_are_beside_each_other_each_with_its_slider(chromium, pages):
     with Opened(chromium, pages["compared"]) as opened:
         results, differences = (opened.tab.locator(place).inner_text() for place in ("#results", "#differences"))
-        assert all(text in results for text in ("shapes_run", NASTY, "38.1", "52.5"))
+        assert all(text in results for text in ("shapes_run", NASTY, "38.11", "52.50"))
         assert all(text in differences for text in ("seed", "17", "18", "optimizer.lr"))
         first, second = grids_of(RECORD)[-1], grids_of(RECORD)[2]
         assert (opened.shown(), opened.shown("-2")) == (first, second)
@@ -192,10 +193,13 @@ def names_of(opened: Opened) -> list[str]:
 
 def test_the_table_is_sorted_by_a_click_and_by_a_key_and_what_has_no_value_stays_last(chromium, pages):
     with Opened(chromium, pages["index"]) as opened:
-        head = lambda text: opened.tab.locator(
-            "#runs thead th", has=opened.tab.get_by_role("button", name=text, exact=True)
-        )
-        sorts = lambda: opened.tab.locator("#runs thead th:not([aria-sort=none])").all_inner_texts()
+
+        def head(text: str) -> Any:
+            return opened.tab.locator("#runs thead th", has=opened.tab.get_by_role("button", name=text, exact=True))
+
+        def sorts() -> list[str]:
+            return opened.tab.locator("#runs thead th:not([aria-sort=none])").all_inner_texts()
+
         assert sorts() == ["started"] and opened.tab.locator("#runs a").count() == 2
         head("cost").locator("button").click()
         assert names_of(opened)[0] == NASTY and head("cost").get_attribute("aria-sort") == "ascending"
@@ -205,7 +209,7 @@ def test_the_table_is_sorted_by_a_click_and_by_a_key_and_what_has_no_value_stays
         fids = [
             float(cell)
             for cell in opened.tab.locator("#runs tbody tr td:nth-child(5)").all_inner_texts()
-            if cell != "–"
+            if cell != NONE
         ]
         assert fids == sorted(fids) and sorts() == ["FID"] and names_of(opened)[-1] == "broken"
         head("run").locator("button").click()
@@ -254,7 +258,7 @@ def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, serv
     (running / "metrics.jsonl").write_bytes(b"".join(lines[:40]))
     start = json.loads((running / "starts.jsonl").read_text())
     (running / "starts.jsonl").write_text(json.dumps({key: of for key, of in start.items() if key != "seconds"}) + "\n")
-    *grids, last = sorted((running / "samples").glob("*.png"))
+    *_, last = sorted((running / "samples").glob("*.png"))
     last.unlink()
     with Opened(chromium, address, height=500) as opened, Opened(chromium, address) as second:
         assert "there is no run yet" in opened.tab.locator("main").inner_text()
@@ -273,7 +277,7 @@ def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, serv
         opened.tab.evaluate("document.body.firstElementChild.id = 'old'")
         grow(running, lines[40:80], whole / "samples" / last.name, end=lines[80][:30])
         for tab in (opened.tab, second.tab):
-            tab.wait_for_function("document.querySelectorAll('#samples-image img').length === 4", timeout=20_000)
+            tab.locator("#samples-image img").nth(3).wait_for(state="attached", timeout=20_000)
         assert opened.tab.locator("#old").count() == 0
         # The reader's slider stays where it was put; one that stood at the end shows the newest.
         assert opened.shown() == grids_of(whole)[0] and second.shown() == grids_of(whole)[3]
@@ -292,7 +296,7 @@ def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, serv
                 ]
             )
         )
-        opened.tab.wait_for_function("document.querySelectorAll('#starts tbody tr').length === 2", timeout=20_000)
+        opened.tab.locator("#starts tbody tr").nth(1).wait_for(state="attached", timeout=20_000)
         assert opened.shown() == grids_of(whole)[1] and opened.wrong == second.wrong == []
         assert {url.split("/")[2] for url in opened.asked} == {address.split("/")[2]}
 
@@ -311,13 +315,14 @@ def test_a_page_whose_server_has_ended_stays_and_says_so(chromium, tmp_path, mon
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_core_finds_nothing_wrong_with_what_is_served(chromium, served, tmp_path, scheme):
+def test_axe_core_finds_nothing_wrong_with_what_is_served(chromium, served, monkeypatch, scheme):
+    """While a run is waited for, and when the server has ended: the words that say so are shown here without an end."""
     runs, address = served
+    monkeypatch.setattr(live, "POLL_MS", 10**8)
     with Opened(chromium, address, color_scheme=scheme, bypass_csp=True) as opened:
         assert violations(opened.tab) == []
         copy_run(runs)
         opened.tab.goto(f"{address}shapes_run/page.html")
-        opened.tab.evaluate(
-            "document.getElementById('live').hidden = false, document.getElementById('live').textContent = 'Nobody'"
-        )
-        assert violations(opened.tab) == []
+        said = "document.getElementById('live')"
+        opened.tab.evaluate(f"{said}.hidden = false, {said}.textContent = 'Nobody answers there'")
+        assert opened.tab.locator("#live").is_visible() and violations(opened.tab) == []

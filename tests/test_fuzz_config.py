@@ -38,6 +38,7 @@ import eval as evaluation
 from bench.adopt import AdoptBenchConfig
 from bench.fid import FidConfig
 from bench.mixture import MixtureConfig
+from bench.page import PageBenchConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
@@ -399,6 +400,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),
+    "bench.page": (PageBenchConfig, command_of(PageBenchConfig)),
     "prepare.buckets": (BucketsConfig, command_of(BucketsConfig)),
     "bench.store": (StoreConfig, command_of(StoreConfig)),
     "bench.evaluation": (RunConfig, flagged(bench.evaluation.problems_of)),

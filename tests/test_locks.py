@@ -109,20 +109,27 @@ def test_an_override_is_no_wider_than_the_bound_that_it_takes_the_place_of():
         assert name in ("torch", "torchvision") or wanted.specifier == (asked.get(name) or wanted.specifier), name
 
 
+BESIDE = {
+    "tables": {"datasets", "dill", "multiprocess", "pyarrow"},
+    "browser": {"axe-playwright-python", "greenlet", "playwright"},
+}
+"""What is installed beside the environment -> all packages of its lock."""
+
+
 @pytest.mark.parametrize("python", VERSIONS)
 @pytest.mark.parametrize("lock", LOCKS[:2])
-def test_what_reads_tables_needs_nothing_beyond_its_lock_and_that_of_a_set(lock, python):
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_beside_the_environment_needs_nothing_beyond_its_lock_and_that_of_a_set(name, lock, python):
     """It is installed without looking at what it needs, into an environment that stays what its lock says."""
-    tables, of_set = pins("requirements-tables.lock", python), pins(lock, python)
-    assert tables.keys() == {"datasets", "dill", "multiprocess", "pyarrow"} and not tables.keys() & of_set.keys()
-    for wanted in requirements("requirements-tables.txt"):
-        assert wanted.specifier.contains(*tables[canonical(wanted.name)])
-    if not is_installed("datasets"):
-        return
-    for wanted in map(Requirement, importlib.metadata.requires("datasets") or []):
-        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-            [version] = {**of_set, **tables}[canonical(wanted.name)]
-            assert wanted.specifier.contains(version), f"{wanted} but {version}"
+    beside, of_set = pins(f"requirements-{name}.lock", python), pins(lock, python)
+    assert beside.keys() == BESIDE[name] and not beside.keys() & of_set.keys()
+    for asked in requirements(f"requirements-{name}.txt"):
+        assert asked.specifier.contains(*beside[canonical(asked.name)])
+        needs = importlib.metadata.requires(asked.name) or [] if is_installed(asked.name) else []
+        for wanted in map(Requirement, needs):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                [version] = {**of_set, **beside}[canonical(wanted.name)]
+                assert wanted.specifier.contains(version), f"{wanted} but {version}"
 
 
 @pytest.mark.parametrize("python", VERSIONS)

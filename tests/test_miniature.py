@@ -13,12 +13,14 @@ import pytest
 from conftest import ROOT, run
 from miniature import READER
 from PIL import Image
+from test_page import Parsed
 
 import benchmark
 from eval import main as eval_main
 from evaluation.score_table import read_rows
 from prepare.shapes import command
-from reports import mlperf
+from reports import mlperf, page
+from reports.page_text import figure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90, func_only=True)]
 
@@ -52,6 +54,24 @@ def test_a_network_that_has_hardly_begun_misses_the_target_and_has_a_worse_fid_t
     assert re.search(r"^short +17 +aborted +256 ", said, re.MULTILINE) and "no result: 1 runs of 10.\n" in said
     assert "short (batch 32, 32 images a score, scored by shapes-CLIP and shapes-reader) at 256 images: " in said
     assert Image.open(tmp_path / "report/band.png").size > (1000, 500)
+    assert page.main([str(tmp_path / "short")]) == 0
+    shown = Parsed((tmp_path / "short/page.html").read_text())
+    assert (
+        shown.all("section", id="result")[0][0]["data-state"] == "missed" and shown.all("section", id="missing") == []
+    )
+    plots = (
+        "fid-over-images",
+        "clip-over-images",
+        "loss",
+        "lr",
+        "gradient-norm",
+        "images-per-sec",
+        "clocks",
+        "peak-mem-gib",
+    )
+    assert [own["id"] for own, _ in shown.all("figure")] == [f"plot-{name}" for name in plots]
+    assert f"FID {figure(summary['fid'])} and CLIP {figure(summary['clip'])}" in shown.text("section", id="result")
+    assert [own["data-images"] for own, _ in shown.all("img")] == ["128", "256"]
     # Pictures of the prompts' own scenes, drawn: what a perfect model would make.
     assert command.main([str(tmp_path / "drawn"), "num_images=600", "part=prompts", "layout=files"]) == 0
     scored = [f"eval.statistics={miniature.statistics}", f"eval.{READER}"]

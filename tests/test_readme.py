@@ -36,7 +36,7 @@ from config import load, schema_keys
 from eval import EvalCommand
 from prepare.words import split_words
 from record.summary import rounded
-from reports import samples
+from reports import live, samples
 from tests.store.__main__ import table as table_of_faults
 from zoo import FAMILIES, load_family
 from zoo.sampling import SAMPLERS, SamplerName
@@ -47,9 +47,9 @@ PAGES = {
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
-    "mlperf miniature evaluation data-and-stores configuration measuring checkpoints speed benchmarks weights versions "
+    "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
+    "benchmarks weights versions licences metrics"
 )
-NAMES += "licences metrics"
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:
@@ -89,6 +89,7 @@ COMMANDS = {
     "bench.data": ("DataBenchConfig", range(1)),
     "bench.export": ("ExportBenchConfig", range(1)),
     "export": ("ExportConfig", range(2, 3)),
+    "bench.page": ("PageBenchConfig", range(1, 2)),
 }
 """Command -> the dataclass of its keys, and how many places it takes."""
 
@@ -99,6 +100,7 @@ RUN_BY = {
     "test-fp8": "tests/test_fp8.py",
     "test-tables": "tests/test_tables.py",
     "test-loggers": "tests/test_mlflow.py",
+    "test-browser": "tests/test_browser.py",
     "test-slow": "tests/conftest.py",
     "mutants": "tests/test_mutants.py",
     "hooks": "tests/test_contributing.py",
@@ -145,6 +147,12 @@ def read(module: str, words: list[str]) -> None:
         assert words[0].count("/") == 1 and {word.partition("=")[0] for word in words[1:]} <= {"grouped", "out"}
     elif module == "reports.latency":
         assert [Path(word).suffix for word in words] == [".json"]
+    elif module == "reports.live":
+        assert live.read_words(words)
+    elif module == "reports.page":
+        assert words and all(word == "runs" or word.startswith("runs/") or word.endswith(".html") for word in words)
+    elif module == "reports.screenshot":
+        assert len([word for word in words if "=" not in word]) == 2
     elif module == "reports.samples":
         assert len([word for word in words if "=" not in word]) == 3
     else:
@@ -333,6 +341,8 @@ def test_every_key_that_is_named_exists():
                 "results",
                 "runs",
                 "grouped",
+                "port",
+                "host",
             }:
                 unknown.append((page, span))
     assert unknown == []
@@ -402,6 +412,16 @@ def test_a_page_that_names_no_class_is_refused():
 
 
 # --- the picture of samples; tests/test_report.py compares it ---
+
+
+def test_the_picture_of_a_runs_page_is_of_a_committed_record_and_small():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "reports.page reports/results/shapes_run out=" in makefile and "docs/pictures/page.png" in makefile
+    made = record("shapes_run/summary")
+    assert (made["target"], "+" in made["commit"]) == ("reached", False)
+    path = ROOT / "docs/pictures/page.png"
+    with Image.open(path) as picture:
+        assert picture.width == 1200 and path.stat().st_size <= 200_000
 
 
 @pytest.mark.parametrize(
@@ -524,6 +544,13 @@ def spread(made: dict, key: str, digits: str) -> str:
 def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
     made = record(name)
     assert f"| {spread(made, key, digits)}" in PAGES["docs/benchmarks.md"] and made["commit"]
+
+
+def test_seconds_and_bytes_of_a_page_are_those_of_the_record():
+    made = record("page_speed")
+    for num in made["windows"]:
+        row = f"| {num:,} | {spread(made, f'windows_{num}_sec', '.1f')} | {made[f'windows_{num}_bytes'] / 1e6:.2f} |"
+        assert row in PAGES["docs/looking.md"] and made["commit"]
 
 
 def test_the_other_figures_of_data_and_store_are_those_of_their_records():

@@ -616,8 +616,8 @@ def test_reports_read_runs_through_the_record_and_import_no_room_that_makes_them
         assert own <= {"reports", "record", "config", "cli"}, path
 
 
-READS_ITSELF = {"mlperf.py:_read_system", "mlperf_band.py:read_bands", "samples.py:main"}
-"""Of no run's folder: a report's own file, the reference's curves, a picture with its captions."""
+READS_ITSELF = {"mlperf.py:_read_system", "mlperf_band.py:read_bands", "samples.py:main", "page_samples.py:_packed"}
+"""Of no run's folder: a report's own file, the reference's curves, a picture with its captions; the bytes of a picture."""
 
 
 def test_reports_open_no_file_of_a_run_themselves():
