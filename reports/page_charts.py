@@ -72,7 +72,8 @@ def _scores(runs: Sequence[History]) -> list[Plot]:
 
 def _score(runs: Sequence[History], key: str, bands: Mapping[int, Mapping[str, Band]]) -> Plot:
     series = []
-    for batch in sorted({run.config.get("global_batch_size") for run in runs if is_mlperf(run)} & bands.keys()):
+    batches = {number_of(run.config, "global_batch_size") for run in runs if is_mlperf(run)}
+    for batch in [batch for batch in bands if batch in batches]:
         band = bands[batch][key]
         at, low, mean, high = (np.array(of, float) for of in (band.images, band.low, band.mean, band.high))
         name = f"MLPerf reference, batch {batch}: {band.num_runs} runs"
@@ -137,11 +138,11 @@ def _band_note(runs: Sequence[History]) -> str:
     said = []
     for run in runs:
         lines = [line for line in run.evaluations if number_of(line, "images") is not None]
-        if is_mlperf(run) and lines:
-            batch = run.config.get("global_batch_size")
+        batch = number_of(run.config, "global_batch_size")
+        if is_mlperf(run) and lines and batch is not None:
             text = standing(
                 {key: number_of(lines[-1], key) for key in LABELS} | {"images": int(lines[-1]["images"])},
-                batch,
+                int(batch),
                 read_bands(),
             )
             said.append(f"{plain(run.name)}, {text}." if len(runs) > 1 else f"{text[0].upper()}{text[1:]}.")
@@ -171,7 +172,7 @@ def _way(row: Line) -> str:
     images = number_of(row, "images")
     parts = [f"{figure(int(images))} images" if images is not None else plain(row.get("model"))]
     parts += [plain(row[key]) for key in ("weights", "sampler") if row.get(key)]
-    return ", ".join([*parts, *([f"{row['steps']} steps"] if row.get("steps") else [])])
+    return ", ".join([*parts, *([f"{plain(row['steps'])} steps"] if row.get("steps") else [])])
 
 
 # --- loss ---

@@ -547,7 +547,11 @@ def test_odd_values_in_a_record_give_a_page(tmp_path):
         line = dict.fromkeys(window(0), value) | {"batch": 1}
         lines = [line, dict.fromkeys(evaluation(1, 1.0, 1.0), value) | {"evaluation": True}]
         lines.append({"validation": True, "val_loss_bins": [value], "val_loss": value, "images": value})
-        config = dict.fromkeys(CONFIG, value) | {"cost.per_device_hour": value, "eval.guidance": value}
+        config = dict.fromkeys(CONFIG, value) | {
+            "model.variant": "mlperf",
+            "cost.per_device_hour": value,
+            "eval.guidance": value,
+        }
         starts = [dict.fromkeys(start(), value) | {"start": 1}, start(2, lost=value, unix_time=value)]
         run = make(
             tmp_path / str(number), lines, config=config, starts=starts, summary=dict.fromkeys(["target", "fid"], value)
