@@ -46,7 +46,7 @@ from record.summary import result_line
 from reports.model_card import Card
 from training.run_config import NOT_YET, RunConfig, build
 from training.snapshots import load_snapshot
-from weights.files import open_weights
+from weights.files import SUFFIXES, open_weights
 from weights.hub_upload import upload, upload_problem
 from weights.tensors import fingerprint
 from zoo import pipeline_folder
@@ -249,7 +249,7 @@ def _identity(run: Path) -> dict[str, Any]:
 
 
 def _unlike(out: Path, identity: dict[str, Any]) -> str | None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not out.exists() or (out.is_dir() and not any(out.iterdir()) and not is_ldm(out)):
         return None
     if out.is_dir() == is_ldm(out):
         return "is a folder, but its name is an LDM file's" if is_ldm(out) else "is a file"
@@ -282,6 +282,8 @@ def _files(folder: Path) -> set[str]:
 def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     """Write a run's model and return what was written. Raises ValueError: it cannot be exported; OSError: nor written."""
     began = time.monotonic()
+    if out.suffix in SUFFIXES and not is_ldm(out):
+        raise ConfigError([f"{out}: no {out.suffix} file is written. Give FILE.safetensors, or a folder."])
     run, file = run_of(place)
     if problem := taken(out, run):
         raise ConfigError([problem])

@@ -351,6 +351,9 @@ def test_an_earlier_export_of_the_run_is_replaced_and_nothing_else(run, folder, 
     assert refused(capsys, run, tmp_path / "plain") == f"{tmp_path}/plain exists and is a file. {way}"
     (tmp_path / "empty").mkdir()
     assert export.taken(tmp_path / "empty", run) is None
+    assert refused(capsys, run, tmp_path / "a.ckpt") == (
+        f"{tmp_path}/a.ckpt: no .ckpt file is written. Give FILE.safetensors, or a folder."
+    )
 
     file = exported(run, tmp_path / "one.safetensors")
     assert export.taken(file, run) is None
