@@ -37,7 +37,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation gpu-latency report page-picture clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation gpu-latency report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -236,11 +236,9 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	  docs/pictures/scores.png target=yamls/shapes.yaml
 	$(PY) -m evaluation.plots reports/results/shapes/guidance/eval.jsonl reports/results/shapes/guidance/guidance.png
 	$(PY) -m reports.latency reports/results/latency_cpu.json docs/pictures/latency.png docs/speed.md
-
-page-picture: $(STAMP)  ## the picture of a run's page in the README, from a committed record (needs Chromium)
 	@mkdir -p cache
 	$(PY) -m reports.page reports/results/shapes_run out=cache/page.html
-	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230
+	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230  # last: it needs Chromium, and says so
 
 clean:  ## remove the data of demo and controls; runs stay in runs/
 	rm -rf $(SHAPES)
