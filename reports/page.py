@@ -126,6 +126,7 @@ def _told(run: History, place: int, num: int) -> dict[str, Any]:
         "name": run.name,
         "number": place + 1,
         "colour": f"s{place % NUM_COLOURS}",
+        "line": "line" if place < NUM_COLOURS else "dashed",
         "sentence": page_facts.sentence_of(run),
         "result": page_facts.result_of(run),
         "cards": page_facts.cards_of(run),

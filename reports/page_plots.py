@@ -99,7 +99,7 @@ class Plot:
     def legend(self) -> list[tuple[str, str, str]]:
         """(variable of the colour, kind of the swatch, words) for what is named in it."""
         named = [
-            (series.colour, series.kind, series.name)
+            (series.colour, "dashed" if series.dash else series.kind, series.name)
             for series in self.series
             if series.name and len(series.x) and series.kind != "faint"
         ]
