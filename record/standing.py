@@ -25,7 +25,6 @@ from record.history import History, is_run, number_of, read_history
 State = Literal["running", "finished", "failed", "stopped"]
 FRESH_SEC = 600.0  # so long a record may rest while its run goes on where its lock cannot be seen: on another machine
 LOCKS = Path("/proc/locks")
-NUM_WINDOWS = 10  # whose median is the speed of a run that goes on
 MOST_DEPTH = 3  # of runs under their folder: runs/controls/seed17 is at 2
 
 
@@ -151,9 +150,9 @@ def standing_of(folder: Path, parent: Path, signed: tuple[Any, ...]) -> Standing
 
 
 def _so_far(history: History) -> dict[str, Any]:
-    """Return the figures of a run that is not finished: its newest evaluation's, and those of its last windows."""
+    """Return the figures of a run that is not finished: its newest evaluation's, and those of its windows."""
     windows = history.windows
-    measured = windows["images_per_sec"][windows["warmup"] == 0.0][-NUM_WINDOWS:]
+    measured = windows["images_per_sec"][windows["warmup"] + windows["profiled"] == 0.0]
     speed = float(np.median(measured)) if len(measured) else None
     last = {"images": float(windows["images"][-1])} if len(windows["images"]) else {}
     scores = history.evaluations[-1] if history.evaluations else {}

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -271,6 +272,8 @@ def test_a_run_that_goes_on_has_the_figures_of_its_record_so_far(runs):
         evaluation["fid"],
         evaluation["clip"],
     )
+    speeds = [line["images_per_sec"] for line in kept if line.get("warmup") is False]
+    assert found.images_per_sec == pytest.approx(statistics.median(speeds))
     assert found.images == kept[-1]["images"] and found.cost == pytest.approx(8 * seconds) and found.seconds == seconds
 
 
