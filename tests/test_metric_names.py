@@ -16,8 +16,8 @@ from wandb_server import WandbServer
 import benchmark
 from callbacks import stalled_data
 from callbacks.stalled_data import StalledData
-from record.metric_names import METRICS, SAMPLES, alert, as_sent, bins_named, row_of, streams_named
 from record.files import read_summary
+from record.metric_names import METRICS, SAMPLES, alert, as_sent, bins_named, row_of, streams_named
 from record.summary import rounded
 from reports import wandb_dashboard
 from stages import batch_wait
@@ -98,7 +98,7 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
     tags = {*events.Tags()["scalars"], *events.Tags()["images"]}
     texts = {"result/target"}
     assert {tag for tag in tags if not tag.startswith("_hparams_")} == logged.names() - texts
-    assert [event.step for event in events.Images(SAMPLES)] == [0, 2] or events.Images(SAMPLES)[-1].step == 2
+    assert events.Images(SAMPLES)[-1].step == 2
     [started] = [
         metadata.plugin_data.content
         for tag, metadata in events.summary_metadata.items()
