@@ -16,8 +16,9 @@ from wandb_server import WandbServer
 import benchmark
 from callbacks import stalled_data
 from callbacks.stalled_data import StalledData
+from record.files import read_summary
 from record.metric_names import METRICS, SAMPLES, alert, as_sent, bins_named, row_of, streams_named
-from record.summary import read_summary
+from record.summary import rounded
 from reports import wandb_dashboard
 from stages import batch_wait
 from stages.stream import BatchStream
@@ -86,9 +87,7 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
         "_timestamp",
         "_runtime",
     }
-    assert logged.summary["result/target"] == "reached" and logged.summary["result/fid"] == pytest.approx(
-        summary["fid"]
-    )
+    assert logged.summary["result/target"] == "reached" and logged.summary["result/fid"] == rounded(summary["fid"])
     assert logged.group == "seeds" and logged.config["optimizer"]["lr"] == 1.25e-5
     [(title, text, level)] = logged.alerts
     assert (title, level) == ("target reached", "WARN") and text.startswith("reached with FID ")
@@ -99,7 +98,7 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
     tags = {*events.Tags()["scalars"], *events.Tags()["images"]}
     texts = {"result/target"}
     assert {tag for tag in tags if not tag.startswith("_hparams_")} == logged.names() - texts
-    assert [event.step for event in events.Images(SAMPLES)] == [0, 2] or events.Images(SAMPLES)[-1].step == 2
+    assert events.Images(SAMPLES)[-1].step == 2
     [started] = [
         metadata.plugin_data.content
         for tag, metadata in events.summary_metadata.items()
