@@ -128,7 +128,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             resume_from=run.checkpoint,
         )
         stalled = StalledData(checkpointer.all_ready, config.loggers.stalled_sec)
-        data = build_batches(config, networks, device, run.progress, stalled.all_ready)
+        data = build_batches(config, networks, run.progress, stalled.all_ready)
         held_out = open_held_out(config, model.family, networks.held_out, networks.stages)
 
         # Optimizer: with schedule and EMA, brought to where the run stands.
@@ -245,13 +245,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     return Networks(config, model, scorer, cost, graphs, stages, sizes, held_out, identity)
 
 
-def build_batches(
-    config: RunConfig,
-    networks: Networks,
-    device: Device,
-    at: Progress,
-    all_ready: Callable[[bool], bool],
-) -> DataSpec:
+def build_batches(config: RunConfig, networks: Networks, at: Progress, all_ready: Callable[[bool], bool]) -> DataSpec:
     """Build the run's data, from where it stands on. `all_ready`: see stages.loader."""
     data = build_data(
         config.data,

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from composer.utils import dist
@@ -29,16 +29,15 @@ from torch import Tensor
 from cli.limits import MOST, ImageSize, Pixels, Scales, file_problem, limited
 from cli.ranks import Hearing, Signalled
 from evaluation import clip_score, inception
-from evaluation.meter import Meter, Pace
+from evaluation.drawing import Generator, Heard, as_bytes, chunks_of, gathered, generate
+from evaluation.meter import Meter
 from evaluation.prompts import Prompt, PromptSet, read_prompts
 from evaluation.unfinished import Parts, Work
 from weights import hub
 from weights.hub_names import parse
 from weights.tensors import fingerprint, is_out_of_memory
-from zoo.sampling import MAX_STEPS, MIN_STEPS, SamplerName, prompt_noise, shard
-from zoo.spec import MAX_SIDE_PX, Family, as_size
-
-T = TypeVar("T")
+from zoo.sampling import MAX_STEPS, MIN_STEPS, SamplerName, shard
+from zoo.spec import MAX_SIDE_PX, as_size
 
 NEEDS = {"inception": inception.NEED, "clip": clip_score.NEED}
 EVERY_IMAGES = 512_000  # of the MLPerf benchmark
@@ -178,33 +177,6 @@ class TargetConfig:
                 other = "eval.statistics and eval.inception" if key == "fid" else "eval.clip"
                 found.append((f"target.{key}", f"given, but {key} is not measured. Give {other}, or leave it out."))
         return found
-
-
-class Generator(Protocol):
-    """The interface of a model that can be scored, e.g. `model.LatentDiffusion`."""
-
-    family: Family
-    device: torch.device
-    encoders: Any
-    """Frozen, with `fingerprints`."""
-
-    def parameters(self) -> Iterator[Tensor]: ...
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-
-    def generate(
-        self,
-        text: Mapping[str, Tensor],
-        noise: Tensor,
-        *,
-        sampler: str,
-        steps: int,
-        guidance: float,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Tensor: ...
-
-
-class Heard(Exception):
-    """A signal arrived while a batch was generated."""
 
 
 class Scorer:
@@ -397,55 +369,6 @@ class Scorer:
     def _gather_samples(self, mine: list[tuple[str, Tensor]]) -> None:
         """Gather the sample grid's images on rank 0, in the order of the prompts."""
         self.samples = gathered(mine) if self.config.samples else []
-
-
-def generate(
-    model: Generator,
-    chunk: Sequence[Prompt],
-    batch_size: int,
-    size: ImageSize,
-    seed: int | Sequence[int],
-    ways: Mapping[str, Any],
-    hearing: Hearing,
-) -> Tensor:
-    """Return the images of a chunk and, in the rest of the batch, of its last prompt: so every pass has one shape.
-
-    `seed`: of the noise, or one for each prompt. Raises Heard: a rank has received a signal.
-    """
-    padded = list(zip(chunk, [seed] * len(chunk) if isinstance(seed, int) else seed, strict=True))
-    padded, shape = padded + padded[-1:] * (batch_size - len(chunk)), model.family.latent_shape(size)
-    text = model.family.tokenize([prompt.caption for prompt, _ in padded])
-    noise = torch.cat([prompt_noise(own, [prompt.number], shape) for prompt, own in padded])
-    if model.device.type == "cuda":
-        # Only pinned memory is copied without the host waiting for the batch before.
-        text, noise = {name: tokens.pin_memory() for name, tokens in text.items()}, noise.pin_memory()
-    pace = Pace() if model.device.type == "cuda" else None
-
-    def listen(step: int, num_steps: int) -> None:
-        if pace is not None:
-            pace.step()
-        if hearing.heard():
-            raise Heard
-
-    return model.generate(text, noise, **ways, progress=listen)
-
-
-def gathered(mine: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return all ranks' captions and images in the order of the prompts, which are strided over the ranks."""
-    of_ranks = dist.all_gather_object(mine)
-    longest = max(map(len, of_ranks), default=0)
-    return [part[place] for place in range(longest) for part in of_ranks if place < len(part)]
-
-
-def as_bytes(images: Tensor) -> Tensor:
-    """# (B, 3, H, W) float in [0, 1] -> uint8 on the CPU, rounded."""
-    return (images.float().clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).cpu()
-
-
-def chunks_of(prompts: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Yield the prompts in order, so many at a time."""
-    for begin in range(0, len(prompts), size):
-        yield prompts[begin : begin + size]
 
 
 def rounded_up(every_images: int, global_batch_size: int) -> int:

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from cli.masking import hidden
 
@@ -134,16 +134,8 @@ def bins_named(losses: Sequence[float | None]) -> dict[str, float]:
     return {f"val/loss_t{width * number:03d}": loss for number, loss in enumerate(losses) if loss is not None}
 
 
-@runtime_checkable
-class CanAlert(Protocol):
-    """A logger that can tell people at once."""
-
-    def alert(self, title: str, text: str) -> None:
-        """Tell them. `title`: less than 64 characters."""
-
-
 def alert(destinations: Sequence[Any], title: str, text: str) -> None:
-    """Have each logger that can tell people at once. The text is on stderr, or in an error, too."""
+    """Have each logger that can tell people at once do so. `title`: less than 64 characters. The text is on stderr too."""
     for destination in destinations:
-        if isinstance(destination, CanAlert):
-            destination.alert(title, hidden(text))
+        if tell := getattr(destination, "alert", None):
+            tell(title, hidden(text))

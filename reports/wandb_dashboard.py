@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from cli.command import command
 from cli.errors import Refused
 from cli.files import write_whole
+from cli.private_api import require_private_api
 from record.metric_names import IMAGES, SAMPLES, bins_named
 
 if TYPE_CHECKING:
@@ -118,6 +119,9 @@ def workspace(entity: str, project: str, *, grouped: bool = False) -> Workspace:
 
 def as_json(view: Workspace) -> dict[str, Any]:
     """Return what the server is sent."""
+    require_private_api(
+        "wandb_workspaces.workspaces", "Workspace._to_model", why="the dashboard is written without a server"
+    )
     return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
 

@@ -19,8 +19,8 @@ def test_the_batches_of_a_stage_are_copied_by_it_where_it_is_asked_for(stage, mo
     monkeypatch.setattr(benchmark, "CopyStream", lambda device: lambda batch: ("copied to", device))
     data = DataConfig(remote=str(stage), workers=0)
     config = RunConfig(global_batch_size=8, image_size=64, async_loss=True, copy_stream=is_asked_for, data=data)
-    networks = SimpleNamespace(model=SimpleNamespace(family=load_family("sd2", "tiny", "stock")), stages=[])
-    spec = benchmark.build_batches(config, networks, SimpleNamespace(_device=cpu), SimpleNamespace(batch=0), bool)
+    networks = SimpleNamespace(model=SimpleNamespace(family=load_family("sd2", "tiny", "stock"), device=cpu), stages=[])
+    spec = benchmark.build_batches(config, networks, SimpleNamespace(batch=0), bool)
     try:
         batch = {"images": torch.zeros(1)}
         assert spec.batch_transforms(batch) == (("copied to", cpu) if is_asked_for else batch)

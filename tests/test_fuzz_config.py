@@ -47,6 +47,8 @@ from preflight import run as checks
 from prepare import adopt, fid_statistics, latents, look, shards
 from prepare.buckets import BucketsConfig
 from stages import dataset as stage
+from training import eval_keys
+from training.places import Place
 from training.run_config import ALIASES, NOT_YET, RunConfig, resolve
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
@@ -368,8 +370,8 @@ def scored(kind: Literal["run", "images"]) -> Callable[[list[str]], Any]:
     def read(words: list[str]) -> Any:
         command = parse_command_line(words, ALIASES, takes_places=True)
         place = "RUN" if kind == "run" else "IMAGES"
-        evaluation._vain(command, [kind])
-        return evaluation.read(str(PLACES[place]), kind, command)
+        eval_keys.vain(command, [kind])
+        return evaluation.read(Place(str(PLACES[place]), PLACES[place], kind), command)
 
     return read
 
@@ -384,8 +386,8 @@ def flagged(check: Callable[[Any], Any]) -> Callable[[list[str]], Any]:
 
 COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "benchmark": (RunConfig, run_of),
-    "eval run": (evaluation.EvalCommand, scored("run")),
-    "eval images": (evaluation.EvalCommand, scored("images")),
+    "eval run": (eval_keys.EvalCommand, scored("run")),
+    "eval images": (eval_keys.EvalCommand, scored("images")),
     "latents": (latents.LatentsConfig, command_of(latents.LatentsConfig, latents.check)),
     "shards": (shards.ShardsConfig, command_of(shards.ShardsConfig, lambda config: [])),
     "statistics": (

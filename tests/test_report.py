@@ -24,7 +24,7 @@ def recipe() -> list[tuple[str, list[str]]]:
     """Return (module, words) of each line of the target `report`."""
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     lines = re.search(r"^report:.*\n((?:\t.*\n)+)", text, re.M)[1].splitlines()
-    commands = [shlex.split(line.strip()) for line in lines]
+    commands = [shlex.split(line.strip(), comments=True) for line in lines if "mkdir" not in line]
     assert all(words[:2] == ["$(PY)", "-m"] for words in commands)
     return [(words[2], words[3:]) for words in commands]
 
@@ -52,6 +52,7 @@ def written(tmp_path_factory) -> Path:
         (copy / picture).unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(copy)
+        Path("cache").mkdir()
         for module, words in recipe():
             if module not in BY_A_BROWSER:
                 expanded = [

@@ -15,7 +15,8 @@ from cli import ranks
 from cli.log import log
 from cli.masking import printable
 from data import open_stages
-from evaluation.scoring import CPU_BATCH_SIZE, Generator
+from evaluation.drawing import Generator
+from evaluation.scoring import CPU_BATCH_SIZE
 from model import LatentDiffusion
 from stages.dataset import Stage
 from stages.mixture import opened

@@ -74,14 +74,14 @@ class WandBLogger(Destination, composer.loggers.WandBLogger):
         """Write it into the run's summary."""
         import wandb
 
-        if self._enabled and wandb.run is not None:
+        if wandb.run is not None:  # the first rank alone has one
             wandb.run.summary.update({**figures_of(result), **texts_of(result)})
 
     def alert(self, title: str, text: str) -> None:
         """Have W&B tell those who asked for it, by mail or Slack."""
         import wandb
 
-        if self._enabled and wandb.run is not None:
+        if wandb.run is not None:  # the first rank alone has one
             wandb.run.alert(title, text, level="WARN")
 
 

@@ -39,8 +39,8 @@ from cli.limits import MAX_CAPTION, file_problem, kind_of_path, shown
 from cli.log import log
 from cli.masking import printable
 from cli.ranks import Hearing, Signalled
+from evaluation.drawing import Heard, as_bytes, chunks_of, generate
 from evaluation.prompts import Prompt
-from evaluation.scoring import Heard, as_bytes, chunks_of, generate
 from model import LatentDiffusion
 from record.environment import commit
 from record.summary import result_line

@@ -21,17 +21,9 @@ from torch import Tensor
 from cli.limits import MAX_CAPTION, ImageSize, file_problem, limited
 from cli.log import log
 from cli.ranks import Hearing, Signalled
+from evaluation.drawing import Generator, Heard, as_bytes, chunks_of, gathered, generate
 from evaluation.prompts import Prompt, read_prompts
-from evaluation.scoring import (
-    EvalConfig,
-    Generator,
-    Heard,
-    as_bytes,
-    chunks_of,
-    gathered,
-    generate,
-    rounded_up,
-)
+from evaluation.scoring import EvalConfig, rounded_up
 from reports.samples import captioned
 from zoo.sampling import shard
 
