@@ -14,18 +14,18 @@ SHELL := bash
 ifneq ($(filter-out newest,$(SET))$(word 2,$(SET)),)
 $(error SET: '$(SET)' is no set of packages. Possible: newest, or leave it out)
 endif
-LOCK := requirements$(addprefix -,$(SET)).lock
+LOCK := requirements$(addprefix /,$(SET)).lock
 LOCK_SUM := $(shell sha256sum $(LOCK) | cut -c1-12)
 STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
 SHAPES := cache/miniature
 ROUNDS ?= 10
 TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
-TABLES = tables-$(shell sha256sum requirements-tables.lock | cut -c1-12)
-LOGGERS = loggers-$(shell sha256sum requirements-loggers.lock | cut -c1-12)
-BROWSER = browser-$(shell sha256sum requirements-browser.lock | cut -c1-12)
+TABLES = tables-$(shell sha256sum requirements/tables.lock | cut -c1-12)
+LOGGERS = loggers-$(shell sha256sum requirements/loggers.lock | cut -c1-12)
+BROWSER = browser-$(shell sha256sum requirements/browser.lock | cut -c1-12)
 ONLY ?=
-CHECKS = $(VENV)/checks-$(shell sha256sum requirements-dev.lock | cut -c1-12)
+CHECKS = $(VENV)/checks-$(shell sha256sum requirements/dev.lock | cut -c1-12)
 LINTS := format rules spelling yaml large secrets types
 ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
@@ -54,18 +54,18 @@ $(STAMP): $(LOCK)
 
 UV_COMPILE = $(VENV)/bin/uv pip compile -q --universal --python-version 3.11 --only-binary :all: --custom-compile-command "make lock"
 
-lock: $(STAMP)  ## resolve requirements*.txt anew into the locks, for Python 3.11 to 3.13
-	$(UV_COMPILE) --override overrides.txt -c requirements.txt requirements.txt -o requirements.lock
-	grep -vE '^(torch|torchvision|xformers)==' requirements.txt | $(UV_COMPILE) --override overrides.txt -c requirements-newest.txt - \
-	  requirements-newest.txt -o requirements-newest.lock
-	$(UV_COMPILE) requirements-prepare.txt -o requirements-prepare.lock
-	$(UV_COMPILE) requirements-dev.txt -o requirements-dev.lock
-	for extra in tables loggers browser; do $(UV_COMPILE) --no-annotate -c requirements.lock requirements-$$extra.txt | \
-	  awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' requirements.lock - > requirements-$$extra.lock; done
+lock: $(STAMP)  ## resolve requirements.txt and requirements/ anew into the locks, for Python 3.11 to 3.13
+	$(UV_COMPILE) --override requirements/overrides.txt -c requirements.txt requirements.txt -o requirements.lock
+	grep -vE '^(torch|torchvision|xformers)==' requirements.txt | $(UV_COMPILE) --override requirements/overrides.txt -c requirements/newest.txt - \
+	  requirements/newest.txt -o requirements/newest.lock
+	$(UV_COMPILE) requirements/prepare.txt -o requirements/prepare.lock
+	$(UV_COMPILE) requirements/dev.txt -o requirements/dev.lock
+	for extra in tables loggers browser; do $(UV_COMPILE) --no-annotate -c requirements.lock requirements/$$extra.txt | \
+	  awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' requirements.lock - > requirements/$$extra.lock; done
 
 $(CHECKS)/whole: | $(STAMP)
 	@$(call ALONE,$(VENV)) bash -euc 'test -e $@ || { set -x; $(PY) -m venv $(@D); \
-	  $(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r requirements-dev.lock; touch $@; }'
+	  $(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r requirements/dev.lock; touch $@; }'
 
 lint: $(CHECKS)/whole  ## each check of .pre-commit-config.yaml: format, rules, spelling, YAML, large files, secrets, types
 	@$(MAKE) --no-print-directory -s -k -j2 -O $(addprefix lint-,$(LINTS))
@@ -98,7 +98,7 @@ hooks: $(CHECKS)/whole  ## lint and the quickest tests before each commit, the f
 	$(CHECKS)/bin/pre-commit install
 
 audit: $(CHECKS)/whole  ## known faults of the locked packages; asks PyPI
-	$(CHECKS)/bin/pip-audit --disable-pip --no-deps $(foreach lock,requirements-dev.lock $(LOCK),-r $(lock))
+	$(CHECKS)/bin/pip-audit --disable-pip --no-deps $(foreach lock,requirements/dev.lock $(LOCK),-r $(lock))
 
 # Two halves of the tests beside each other, one for each of two cores; what the second says is shown when the first has ended.
 # Where it may, the second has shared memory and a temporary folder of its own: --apart, see tests/conftest.py. A hook of git's
@@ -134,15 +134,15 @@ test-fp8: $(STAMP)  ## the experiment precision=fp8 on a CPU, with torchao, whic
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_fp8.py
 
 test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data sets, with pyarrow and datasets, installed beside the environment
-	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements-tables.lock
+	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements/tables.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TABLES) $(PY) -m pytest -q tests/test_tables.py
 
 test-loggers: $(STAMP)  ## loggers.mlflow and the dashboard of W&B, with mlflow and wandb-workspaces, installed beside the environment
-	test -e $(VENV)/$(LOGGERS) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(LOGGERS) -r requirements-loggers.lock
+	test -e $(VENV)/$(LOGGERS) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(LOGGERS) -r requirements/loggers.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(LOGGERS) PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_mlflow.py tests/test_wandb_dashboard.py
 
 test-browser: $(STAMP)  ## the pages in Chromium (Debian: apt-get install chromium), with playwright, installed beside the environment
-	test -e $(VENV)/$(BROWSER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(BROWSER) -r requirements-browser.lock
+	test -e $(VENV)/$(BROWSER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(BROWSER) -r requirements/browser.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(BROWSER) $(PY) -m pytest -q tests/test_browser.py -k "$(ONLY)"
 
 test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours

@@ -60,7 +60,7 @@ def check_private_api() -> None:
     _begun.set()
     if _missing:
         given = "; ".join(f"{library} has no {', no '.join(texts)}" for library, texts in _missing.items())
-        possible = "Possible: the versions of requirements.lock or requirements-newest.lock"
+        possible = "Possible: the versions of requirements.lock or requirements/newest.lock"
         todo = f"{possible}. Install one: pip install --no-deps -r LOCK"
         raise PrivateAPIMissing(f"libraries: {given}. {todo}")
 

@@ -28,7 +28,7 @@ PACKAGES = (
 )
 SETS = {  # lock -> the files whose bounds it was resolved with; a later one's line takes the place of an earlier one's
     "requirements.lock": ("requirements.txt",),
-    "requirements-newest.lock": ("requirements.txt", "requirements-newest.txt"),
+    "requirements/newest.lock": ("requirements.txt", "requirements/newest.txt"),
 }
 NEWER_HAS_RUN = ("torch", "torchvision")  # docs/versions.md: torch 2.11 on a CPU
 FIRST_PYTHON, LAST_PYTHON = (3, 11), (3, 13)

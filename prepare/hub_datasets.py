@@ -3,7 +3,7 @@
     hf://datasets/OWNER/NAME     on the hub, with config=, split= and revision= where there are several
     FOLDER split=train           a folder that `datasets` reads, such as a clone of one on the hub
 
-The library `datasets` reads them (requirements-tables.lock). A part is one of the data set's own files, as it cuts them. A
+The library `datasets` reads them (requirements/tables.lock). A part is one of the data set's own files, as it cuts them. A
 branch of the hub moves, so the plan has its commit, and every part is read from that. A data set whose making needs code of
 its own is refused: the library runs none.
 """

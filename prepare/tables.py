@@ -3,7 +3,7 @@
 A Parquet or Arrow file is a part. A CSV file or JSON lines are cut into parts of ROWS_PER_PART rows, each known by a digest
 of its lines. Paths are relative to the table's folder, absolute, or s3://; what lies at a path is not in the plan.
 
-Parquet and Arrow need pyarrow, which requirements-tables.lock has.
+Parquet and Arrow need pyarrow, which requirements/tables.lock has.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def needed(module: str) -> Any:
     except ModuleNotFoundError as error:
         name = module.partition(".")[0]
         text = f"SOURCE: {name} is not installed, which reads Parquet and Arrow files and Hugging Face data sets"
-        raise Refused(f"{text}. Run: pip install --no-deps -r requirements-tables.lock") from error
+        raise Refused(f"{text}. Run: pip install --no-deps -r requirements/tables.lock") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
     grouped     true: a line for each group of runs, as those of several seeds, with its range
     out         write the view's JSON into a file instead of sending it; asks no server
 
-It needs wandb-workspaces (requirements-loggers.lock), and a login at W&B unless `out` is given. Each call makes another view.
+It needs wandb-workspaces (requirements/loggers.lock), and a login at W&B unless `out` is given. Each call makes another view.
 Exit code: 0, or 2 where a word is not known, the package is missing or W&B does not take the view.
 """
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
                 f"command line: '{key}={value}' is not known. Possible: grouped=true, grouped=false, out=FILE."
             )
     if importlib.util.find_spec("wandb_workspaces") is None:
-        todo = "Run: pip install --no-deps -r requirements-loggers.lock"
+        todo = "Run: pip install --no-deps -r requirements/loggers.lock"
         raise Refused(f"wandb-workspaces is not installed, which the dashboard is made with. {todo}.")
     view = workspace(*argv[0].split("/"), grouped=keys.get("grouped") == "true")
     if "out" in keys:

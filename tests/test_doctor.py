@@ -240,11 +240,11 @@ def test_a_newer_torch_and_another_patch_than_the_locks_are_warnings(examine, mo
 
 def test_the_set_whose_torch_is_there_is_compared(only_error, monkeypatch):
     """Tested on its own by `make test SET=newest`; here one package of it is another."""
-    newest = {name: pins[0][0].specifier for name, pins in versions._pins(ROOT / "requirements-newest.lock").items()}
+    newest = {name: pins[0][0].specifier for name, pins in versions._pins(ROOT / "requirements/newest.lock").items()}
     here = {name: str(newest[versions._plain(name)]).removeprefix("==") for name in versions.PACKAGES}
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: here.get(name) or real(name))
-    assert [finding.text[-24:] for finding in versions.versions(wandb=False)] == ["requirements-newest.lock"]
+    assert [finding.text[-24:] for finding in versions.versions(wandb=False)] == ["requirements/newest.lock"]
     here |= {"torch": "2.15.1", "torchvision": "0.25.0"}
     assert [(finding.level, finding.text[:28]) for finding in versions.versions(wandb=False)] == [
         (WARNING, "torch 2.15.1 is not torch==2"),
@@ -253,7 +253,7 @@ def test_the_set_whose_torch_is_there_is_compared(only_error, monkeypatch):
     here["torch"] = "2.15.0"
     assert only_error("versions") == (
         "torchvision 0.25.0 is not torchvision==0.29.2: the release that belongs to torch 2.15.0. Install what was tested: "
-        "pip install --no-deps -r requirements-newest.lock"
+        "pip install --no-deps -r requirements/newest.lock"
     )
 
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from training.fp8 import RELEASES
 
-LOCKS = ["requirements.lock", "requirements-newest.lock", "requirements-prepare.lock", "requirements-dev.lock"]
+LOCKS = ["requirements.lock", "requirements/newest.lock", "requirements/prepare.lock", "requirements/dev.lock"]
 VERSIONS = ["3.11", "3.12", "3.13"]
 
 
@@ -68,7 +68,7 @@ def test_every_package_has_one_version_on_every_python(lock, python):
 def test_the_lock_holds_what_is_asked_for_within_its_bounds(lock, python):
     found = pins(lock, python)
     asked = {canonical(wanted.name): wanted for wanted in requirements(lock.replace(".lock", ".txt"))}
-    if lock == "requirements-newest.lock":
+    if lock == "requirements/newest.lock":
         rest = {canonical(wanted.name): wanted for wanted in requirements("requirements.txt")}
         assert asked.keys() == {"torch", "torchvision"} and "xformers" not in found
         asked = {**{name: wanted for name, wanted in rest.items() if name != "xformers"}, **asked}
@@ -78,7 +78,7 @@ def test_the_lock_holds_what_is_asked_for_within_its_bounds(lock, python):
 
 
 def test_the_bounds_that_are_set_aside_are_those_that_the_installed_packages_declare():
-    """A release of Composer or streaming that declares others is noticed here: look at its line of overrides.txt."""
+    """A release of Composer or streaming that declares others is noticed here: look at its line of requirements/overrides.txt."""
     declared: dict[str, set[str]] = {}
     for package in ("mosaicml", "mosaicml-streaming"):
         version = importlib.metadata.version(package)
@@ -92,7 +92,7 @@ def test_the_bounds_that_are_set_aside_are_those_that_the_installed_packages_dec
                     if not bound.contains(here):
                         declared.setdefault(name, set()).add(f"{package} {version} declares {name}{bound}")
     lines = {}
-    for line in (ROOT / "overrides.txt").read_text().splitlines():
+    for line in (ROOT / "requirements/overrides.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             bound, reason = line.split(" # ")
             lines[canonical(Requirement(bound.strip()).name)] = set(
@@ -104,7 +104,7 @@ def test_the_bounds_that_are_set_aside_are_those_that_the_installed_packages_dec
 def test_an_override_is_no_wider_than_the_bound_that_it_takes_the_place_of():
     """For the resolver it replaces those of requirements.txt too. torch and torchvision are given by `-c`."""
     asked = {canonical(wanted.name): wanted.specifier for wanted in requirements("requirements.txt")}
-    for wanted in requirements("overrides.txt"):
+    for wanted in requirements("requirements/overrides.txt"):
         name = canonical(wanted.name)
         assert name in ("torch", "torchvision") or wanted.specifier == (asked.get(name) or wanted.specifier), name
 
@@ -121,9 +121,9 @@ BESIDE = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_is_beside_the_environment_needs_nothing_beyond_its_lock_and_that_of_a_set(name, lock, python):
     """It is installed without looking at what it needs, into an environment that stays what its lock says."""
-    beside, of_set = pins(f"requirements-{name}.lock", python), pins(lock, python)
+    beside, of_set = pins(f"requirements/{name}.lock", python), pins(lock, python)
     assert beside.keys() == BESIDE[name] and not beside.keys() & of_set.keys()
-    for asked in requirements(f"requirements-{name}.txt"):
+    for asked in requirements(f"requirements/{name}.txt"):
         assert asked.specifier.contains(*beside[canonical(asked.name)])
         needs = importlib.metadata.requires(asked.name) or [] if is_installed(asked.name) else []
         for wanted in map(Requirement, needs):
@@ -136,9 +136,9 @@ def test_what_is_beside_the_environment_needs_nothing_beyond_its_lock_and_that_o
 @pytest.mark.parametrize("lock", LOCKS[:2])
 def test_what_loggers_need_beside_is_in_their_lock_or_in_that_of_a_set(lock, python):
     """They are installed as those of tables are: nothing of the environment changes."""
-    loggers, of_set = pins("requirements-loggers.lock", python), pins(lock, python)
+    loggers, of_set = pins("requirements/loggers.lock", python), pins(lock, python)
     assert not loggers.keys() & of_set.keys()
-    for wanted in requirements("requirements-loggers.txt"):
+    for wanted in requirements("requirements/loggers.txt"):
         assert wanted.specifier.contains(*loggers[canonical(wanted.name)])
     for package in filter(is_installed, loggers):
         for wanted in map(Requirement, importlib.metadata.requires(package) or []):
@@ -147,7 +147,7 @@ def test_what_loggers_need_beside_is_in_their_lock_or_in_that_of_a_set(lock, pyt
                 assert wanted.specifier.contains(version, prereleases=True), f"{package}: {wanted} but {version}"
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements/dev.txt"])
 def test_every_upper_bound_has_its_reason(name):
     lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
     bounded = [line for line in lines if re.search(r"[<=]=?\d|==", line.split("#")[0])]

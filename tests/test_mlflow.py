@@ -47,7 +47,7 @@ def history(client, found, name: str) -> list[tuple[int, float]]:
 def test_without_mlflow_a_run_is_refused_with_what_to_install(monkeypatch):
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else there(name))
-    todo = "Run: pip install --no-deps -r requirements-loggers.lock. Or leave the section out."
+    todo = "Run: pip install --no-deps -r requirements/loggers.lock. Or leave the section out."
     said = [("loggers.mlflow", f"the package mlflow is not installed. {todo}")]
     assert LoggersConfig(mlflow=MlflowConfig()).problems() == said
 

@@ -178,7 +178,7 @@ def test_one_line_names_all_that_is_missing_with_the_libraries_versions(at_the_s
         f"libraries: torch {torch.__version__.split('+')[0]} has no _gone, _lost of torch (the average), no "
         "_BaseDataLoaderIter._old of torch.utils.data.dataloader (waits), no _all of torch.gone (nothing); "
         f"Python {sys.version.split()[0]} has no _register of threading (threads). Possible: the versions of "
-        "requirements.lock or requirements-newest.lock. Install one: pip install --no-deps -r LOCK"
+        "requirements.lock or requirements/newest.lock. Install one: pip install --no-deps -r LOCK"
     )
 
 

@@ -73,7 +73,7 @@ def test_a_library_that_is_missing_is_named_with_how_to_install_it(tmp_path, cap
     what = "" if module == "pyarrow" else "owner/name: no such file or folder here. To look for it on the hub: "
     assert capsys.readouterr().err == (
         f"SOURCE: {what}{module} is not installed, which reads Parquet and Arrow files and Hugging Face data sets. Run: pip "
-        f"install --no-deps -r requirements-tables.lock\n"
+        f"install --no-deps -r requirements/tables.lock\n"
     )
 
 

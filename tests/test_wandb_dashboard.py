@@ -85,5 +85,5 @@ def test_other_words_are_refused(words, said, capsys):
 def test_without_the_package_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert wandb_dashboard.main(["a/b"]) == 2
-    todo = "Run: pip install --no-deps -r requirements-loggers.lock."
+    todo = "Run: pip install --no-deps -r requirements/loggers.lock."
     assert capsys.readouterr().err == f"wandb-workspaces is not installed, which the dashboard is made with. {todo}\n"

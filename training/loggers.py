@@ -75,7 +75,7 @@ class LoggersConfig:
             if wanted is not None and importlib.util.find_spec(section) is None:
                 found.append((f"loggers.{section}", f"the package {section} is not installed. Leave the section out."))
         if self.mlflow is not None and importlib.util.find_spec("mlflow") is None:
-            todo = "Run: pip install --no-deps -r requirements-loggers.lock. Or leave the section out"
+            todo = "Run: pip install --no-deps -r requirements/loggers.lock. Or leave the section out"
             found.append(("loggers.mlflow", f"the package mlflow is not installed. {todo}."))
         if self.mlflow is not None and (text := self.mlflow.problem()):
             found.append(("loggers.mlflow", text))

@@ -43,7 +43,7 @@ ADDRESS = "MLFLOW_TRACKING_URI"
 
 @dataclass(frozen=True)
 class MlflowConfig:
-    """MLflow; used if this section is given. It is installed apart: requirements-loggers.lock."""
+    """MLflow; used if this section is given. It is installed apart: requirements/loggers.lock."""
 
     tracking_uri: str | None = None
     """Server or database. null: the variable MLFLOW_TRACKING_URI, else mlflow/mlflow.db in the run's folder."""
