@@ -78,7 +78,7 @@ def test_the_lock_holds_what_is_asked_for_within_its_bounds(lock, python):
 
 
 def test_the_bounds_that_are_set_aside_are_those_that_the_installed_packages_declare():
-    """A release of Composer or streaming that declares others is noticed here: look at its line of requirements/overrides.txt."""
+    """A release of Composer or streaming that declares others is noticed here: look at its line of overrides.txt."""
     declared: dict[str, set[str]] = {}
     for package in ("mosaicml", "mosaicml-streaming"):
         version = importlib.metadata.version(package)
