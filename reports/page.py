@@ -178,6 +178,7 @@ def main(argv: Sequence[str]) -> int:
         for word in argv
         if (text := text_possible(word))
     ]
+    problems += ["command line: a folder without a name. Give a run's folder: runs/NAME."] * ("" in argv)
     problems += [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
     problems += ["out: nothing given. Give a file: out=FILE."] if keys.get("out") == "" else []
     if not places:

@@ -689,6 +689,8 @@ def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch
         (["out=x.html"], "command line: no run given. Give a run's folder: runs/NAME."),
         (["mine", "out=mine"], "out: mine cannot be written: Is a directory. Give another file: out=FILE."),
         (["mine", "out=no/x"], "out: no/x cannot be written: No such file or directory. Give another file: out=FILE."),
+        (["mine", "out=pipe"], "out: pipe cannot be written: it is no regular file. Give another file: out=FILE."),
+        ([""], "command line: a folder without a name. Give a run's folder: runs/NAME."),
         (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path. "
          "Possible: at most 1,024 bytes, 255 between slashes."),
         ([str(n) for n in range(17)], "command line: 17 runs given. Possible: 1 to 16 on a page. Give fewer."),
@@ -698,8 +700,10 @@ def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys, words, te
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "mine")
     (tmp_path / "empty").mkdir()
+    os.mkfifo("pipe")  # as /dev/null, which root would replace for everybody
     assert page.main(words) == 2
     assert capsys.readouterr().err == f"{text}\n"
+    assert Path("pipe").is_fifo()
 
 
 def test_the_bench_lengthens_a_record_and_says_seconds_and_bytes(tmp_path):
