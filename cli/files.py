@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -21,8 +22,12 @@ def whole(path: Path, final: Callable[[], Path] | None = None) -> Iterator[Path]
     Args:
         path: the file; one that is there stays until then.
         final: its name, where that is known only at the end.
+
+    Raises OSError: it cannot be written, or is a device or a pipe.
     """
     place = path.resolve() if path.is_symlink() else path  # a link stays one
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        raise OSError(errno.EINVAL, "it is no regular file", str(place))  # /dev/null would be a page for everybody
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -293,6 +293,8 @@ def read_words(argv: Sequence[str]) -> tuple[Path, str, int]:
         problems.append(
             f"command line: {len(places)} folders given. Possible: one. Give a run's folder, or that of all runs."
         )
+    elif not places[0]:
+        problems.append("command line: a folder without a name. Give a run's folder, or that of all runs.")
     elif Path(places[0]).is_file():
         problems.append(f"{places[0]}: a file. Possible: a run's folder, or that of all runs. Give one.")
     if not keys["host"]:

@@ -69,12 +69,11 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     return place
 
 
-def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: int | None = None) -> str:
+def html_of(runs: Sequence[History], *, now: float | None = None) -> str:
     """Return the page of these runs.
 
     Args:
         now: when it is written, in seconds since 1970; None: now.
-        refresh_sec: a browser that shows it asks for it again after so long; None: it does not.
     """
     several, runs = len(runs) > 1, _told_apart(runs)
     script = _template().loader.get_source(_template(), "page.js")[0]  # type: ignore[union-attr]
@@ -100,7 +99,6 @@ def html_of(runs: Sequence[History], *, now: float | None = None, refresh_sec: i
             written=moment(time.time() if now is None else now),
             script=Markup(script),
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-            refresh_sec=refresh_sec,
         )
     )
 
@@ -180,6 +178,7 @@ def main(argv: Sequence[str]) -> int:
         for word in argv
         if (text := text_possible(word))
     ]
+    problems += ["command line: a folder without a name. Give a run's folder: runs/NAME."] * ("" in argv)
     problems += [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
     problems += ["out: nothing given. Give a file: out=FILE."] if keys.get("out") == "" else []
     if not places:

@@ -94,12 +94,13 @@ def _ratio(values: Sequence[float | None], place: int) -> str | None:
 
 
 def differing(all_of: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> list[Row]:
-    """Return the keys that are not the same in all of several mappings, in their order."""
+    """Return the keys that are not the same in all of several mappings, in their order; an empty one differs in none."""
     keys = dict.fromkeys(key for of in all_of for key in of if key not in without)
     rows = []
     for key in keys:
         values = [of.get(key, _ABSENT) for of in all_of]
-        if any(value != values[0] or (value is _ABSENT) != (values[0] is _ABSENT) for value in values):
+        told = [value for of, value in zip(all_of, values, strict=True) if of]
+        if any(value != told[0] or (value is _ABSENT) != (told[0] is _ABSENT) for value in told):
             rows.append(Row(key, [("not there" if value is _ABSENT else plain(value), None) for value in values]))
     return rows
 

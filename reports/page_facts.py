@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from record import standing
 from record.files import CLOCKS
 from record.history import History, Line, number_of
 from reports.page_charts import CLOCK_COLOURS, CLOCK_NAMES, SIDE
@@ -20,8 +21,9 @@ HEADS = {
     "missed": "Target not reached",
     "pending": "Not measured yet",
     "finished": "Finished",
+    "running": "Running",
+    "failed": "Failed",
     "stopped": "Stopped before its end",
-    "open": "No end recorded",
 }
 """State of a run -> what stands on top."""
 PRICE = "cost.per_device_hour"
@@ -127,15 +129,12 @@ def reached_by(run: History) -> Line | None:
 
 
 def state_of(run: History) -> str:
-    """Return one of HEADS: what summary.json says, else what can be seen without it."""
+    """Return one of HEADS: what summary.json says, else how the run stands (record/standing.py)."""
     said = run.summary.get("target")
     if said in ("reached", "missed", "pending"):
         return str(said)
-    if run.summary:
-        return "finished"
-    if reached_by(run) is not None:
-        return "reached"
-    return "stopped" if run.starts and number_of(run.starts[-1], "seconds") is not None else "open"
+    state = standing.state_of(run.folder, run.starts, run.summary)
+    return "reached" if state in ("running", "stopped") and reached_by(run) is not None else state
 
 
 def result_of(run: History) -> Result:
@@ -155,11 +154,20 @@ def result_of(run: History) -> Result:
         text += f"composer eval.py {plain(run.folder)} scores its snapshots."
     elif state == "finished":
         text = f"{ended}. {_without_target(run, wanted)}"
-    elif state == "stopped":
+    elif state == "failed":
+        text = f"{_sentence(run.starts[-1]['failed'])} It had seen {ended}. {_wants(wanted)}"
+    elif state == "running":
+        text = f"{ended} until {moment(run.changed_at)}. {_wants(wanted)}"
+    elif number_of(run.starts[-1] if run.starts else {}, "seconds") is not None:
         text = f"A signal or an error ended its last process before the run's end: {ended}. {_wants(wanted)}"
     else:
-        text = f"It is still running, or was killed: {ended} until {moment(run.changed_at)}. {_wants(wanted)}"
+        text = f"Its last process was killed: {ended} until {moment(run.changed_at)}. {_wants(wanted)}"
     return Result(state, text)
+
+
+def _sentence(text: Any) -> str:
+    said = plain(text)
+    return said if said.endswith((".", ")")) else f"{said}."
 
 
 def _without_target(run: History, wanted: str) -> str:
@@ -308,7 +316,7 @@ def times_of(run: History) -> list[tuple[str, str, str, str]]:
             if (seconds := number_of(line, key)) is not None:
                 rows.append((name, seconds, None if now is None else seconds * now / 3600.0))
     images, whole = images_of(run), images_in_all(run)
-    if state_of(run) in ("open", "stopped") and whole and 0 < images < whole and run.seconds:
+    if state_of(run) in ("running", "failed", "stopped") and whole and 0 < images < whole and run.seconds:
         rest = run.seconds * whole / images
         rows.append(("to max_duration, at this speed (estimate)", rest, None if not hours else hours * whole / images))
     return [(name, span(seconds), figure(of), figure(cost_of(run, of))) for name, seconds, of in rows]
@@ -327,23 +335,20 @@ def images_in_all(run: History) -> float | None:
 
 
 def starts_of(run: History) -> list[list[str]]:
-    """Return a row for each start: number, when, from which batch, on what, commit, how long, how it ended."""
+    """Return a row for each start: number, when, how it ended, how long, from which batch, on what, commit."""
     rows = []
     for place, start in enumerate(run.starts):
         number = int(start["start"])
-        said = number_of(start, "seconds") is not None
-        is_last = place == len(run.starts) - 1
-        end = "ended" if said else "no end recorded" if is_last else "killed"
+        is_running = (
+            place == len(run.starts) - 1 and standing.state_of(run.folder, run.starts, run.summary) == "running"
+        )
+        end = "ended" if number_of(start, "seconds") is not None else "running" if is_running else "killed"
+        end = f"failed: {plain(start['failed'])}" if "failed" in start else end
         device = f"{figure(_int(start, 'num_devices'))} {TIMES} {plain(start.get('device'))}"
         changed = _changed(run.starts[place - 1].get("how"), start.get("how")) if place else ""
-        cells = [
-            str(number),
-            moment(start.get("unix_time")),
-            figure(_int(start, "batch")),
-            device,
-            plain(start.get("commit"))[:12],
-        ]
-        rows.append([*cells, span(run.seconds_of.get(number)), f"{end}{changed}"])
+        came_to = [f"{end}{changed}", span(run.seconds_of.get(number))]
+        on = [figure(_int(start, "batch")), device, plain(start.get("commit"))[:12]]
+        rows.append([str(number), moment(start.get("unix_time")), *came_to, *on])
     return rows if len(rows) <= 2 * MOST_ROWS else [*rows[:MOST_ROWS], ["…"] * 7, *rows[-MOST_ROWS:]]
 
 
@@ -357,6 +362,9 @@ def _changed(before: Any, now: Any) -> str:
 def faults_of(run: History) -> list[str]:
     """Return a sentence for each thing that went wrong and is on record."""
     found = []
+    failed = sum("failed" in start for start in run.starts)
+    if failed:
+        found.append(f"Starts that ended with an error: {failed:,}.")
     if len(run.starts) > 1:
         found.append(f"Resumes: {len(run.starts) - 1:,}.")
     batches = [value for line in run.cut if (value := number_of(line, "batch")) is not None]

@@ -188,6 +188,9 @@ def test_what_cannot_be_served_is_refused(server, tmp_path, capsys):
         "runs. Give one.\nhost: nothing given. Give an address: host=127.0.0.1.\n"
         "port: 'x'. Possible: 0 to 65,535. Give such a number.\n"
     )
+    assert live.main([""]) == 2
+    given = "command line: a folder without a name. Give a run's folder, or that of all runs.\n"
+    assert capsys.readouterr().err == given
     assert live.main(["a", "b"]) == 2
     given = "command line: 2 folders given. Possible: one. Give a run's folder, or that of all runs.\n"
     assert capsys.readouterr().err == given

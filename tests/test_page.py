@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -269,7 +270,21 @@ AT_MOST = "The target is FID at most 45 and CLIP at least 0.9."
             "stopped",
             "A signal or an error ended its last process before the run's end: 1,280 images in 21.0 s. ",
         ),
-        (None, None, NO_TARGET, "open", "It is still running, or was killed: 1,280 images in 20.0 s until "),
+        (None, None, NO_TARGET, "running", "1,280 images in 20.0 s until "),
+        (
+            None,
+            [start(seconds=21.0, failed="loss: it is nan. Give a lower optimizer.lr.")],
+            None,
+            "failed",
+            f"loss: it is nan. Give a lower optimizer.lr. It had seen 1,280 images in 21.0 s. {AT_MOST}",
+        ),
+        (
+            None,
+            [start(seconds=21.0, failed="RuntimeError"), start(2)],
+            NO_TARGET,
+            "running",
+            "1,280 images in 21.0 s until ",
+        ),
     ],
 )
 def test_how_a_run_ended_is_said(tmp_path, summary, starts, config, state, text):
@@ -279,9 +294,35 @@ def test_how_a_run_ended_is_said(tmp_path, summary, starts, config, state, text)
     assert parsed(run).all("section", id="result")[0][0]["data-state"] == state
 
 
+def test_a_failed_run_says_its_error_on_top_and_at_its_start_whatever_it_had_reached(tmp_path):
+    text = "ValueError: <b>it</b> broke\nhere"
+    lines = [*map(window, range(4)), evaluation(1280, 40.0, 0.95)]
+    run = make(tmp_path / "mine", lines, starts=[start(), start(2, seconds=9.0, failed=text)])
+    shown = parsed(run)
+    assert shown.text("section", id="result").startswith(
+        "Failed ValueError: <b>it</b> broke here. It had seen 1,280 images in 29.0 s."
+    )
+    starts = shown.text("section", id="starts")
+    assert "Starts that ended with an error: 1." in starts and " UTC killed 20.0 s " in starts
+    assert " UTC failed: ValueError: <b>it</b> broke here 9.0 s " in starts
+    other = result_of(read_history(make(tmp_path / "other", lines, starts=[start()])))
+    assert other.state == "reached"
+
+
+def test_a_run_that_was_killed_long_ago_does_not_go_on(tmp_path):
+    run = make(tmp_path / "mine", config=NO_TARGET)
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        os.utime(run / name, (0.0, 0.0))
+    shown = parsed(run)
+    assert shown.text("section", id="result").startswith(
+        "Stopped before its end Its last process was killed: 1,280 images in 20.0 s until 1970-01-01 00:00 UTC."
+    )
+    assert " UTC killed 20.0 s 0 " in shown.text("section", id="starts")
+
+
 def test_a_partial_score_meets_no_target(tmp_path):
     run = read_history(make(tmp_path / "mine", [*map(window, range(4)), evaluation(1280, 1.0, 1.0, partial=True)]))
-    assert result_of(run).state == "open"
+    assert result_of(run).state == "running"
     assert "1 evaluations are of some of the prompts only" in parsed(run.folder).text("section", id="starts")
 
 
@@ -322,7 +363,7 @@ def test_time_goes_on_over_starts_and_a_resume_is_on_record(tmp_path):
     assert history.seconds == 33.0 and device_hours(history) == pytest.approx(33.0 * 2 / 3600)
     text = parsed(run).text("section", id="starts")
     assert "Resumes: 1. 2 windows were trained again or closed anew after a resume (batch 30 to 40)." in text
-    assert "19.0 s killed" in text and "14.0 s ended; compile: off → whole" in text
+    assert "killed 19.0 s" in text and "ended; compile: off → whole 14.0 s" in text
 
 
 def test_time_and_cost(tmp_path):
@@ -568,7 +609,7 @@ def test_results_stand_beside_each_other_with_their_ratios(tmp_path):
     one = make(tmp_path / "one", [*map(window, range(4)), evaluation(1280, 40.0, 0.95)])
     two = make(tmp_path / "two", [*(window(n, images_per_sec=160.0) for n in range(4)), evaluation(640, 60.0, 0.5)])
     rows = {row.name: row.cells for row in results([read_history(one), read_history(two)])}
-    assert rows["result"] == [("Target reached", None), ("No end recorded", "")]
+    assert rows["result"] == [("Target reached", None), ("Running", "")]
     assert rows["FID"] == [("40.00", None), ("60.00", "\u00d7 1.50")]
     assert rows["images/s"] == [("80.00", None), ("160.0", "\u00d7 2.00")]
     assert rows["images to the target"] == [("1,280", None), ("\u2013", "")]
@@ -590,7 +631,8 @@ def test_only_the_keys_that_differ_are_shown(tmp_path):
     text = parsed(one, two).text("section", id="differences")
     assert text == "What differs Configuration one two seed 17 18 ema.enabled not there true Environment Nothing."
     assert [row.name for row in differing([{"a": 1, "b": [1]}, {"a": 1, "b": [2]}, {"a": 1, "b": [1]}])] == ["b"]
-    assert differing([{"a": None}, {}])[0].cells == [("\u2013", None), ("not there", None)]
+    assert differing([{"a": None, "b": 1}, {"b": 1}])[0].cells == [("\u2013", None), ("not there", None)]
+    assert differing([{"a": 1}, {}, {"a": 1}]) == []  # a run without that file: the page says so elsewhere
 
 
 def test_what_cannot_be_compared_is_said(tmp_path):
@@ -647,6 +689,8 @@ def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch
         (["out=x.html"], "command line: no run given. Give a run's folder: runs/NAME."),
         (["mine", "out=mine"], "out: mine cannot be written: Is a directory. Give another file: out=FILE."),
         (["mine", "out=no/x"], "out: no/x cannot be written: No such file or directory. Give another file: out=FILE."),
+        (["mine", "out=pipe"], "out: pipe cannot be written: it is no regular file. Give another file: out=FILE."),
+        ([""], "command line: a folder without a name. Give a run's folder: runs/NAME."),
         (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path. "
          "Possible: at most 1,024 bytes, 255 between slashes."),
         ([str(n) for n in range(17)], "command line: 17 runs given. Possible: 1 to 16 on a page. Give fewer."),
@@ -656,8 +700,10 @@ def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys, words, te
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "mine")
     (tmp_path / "empty").mkdir()
+    os.mkfifo("pipe")  # as /dev/null, which root would replace for everybody
     assert page.main(words) == 2
     assert capsys.readouterr().err == f"{text}\n"
+    assert Path("pipe").is_fifo()
 
 
 def test_the_bench_lengthens_a_record_and_says_seconds_and_bytes(tmp_path):
