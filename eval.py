@@ -74,6 +74,7 @@ def read(place: Place, command: CommandLine) -> EvalCommand:
         of_run, unreadable = read_files(place.path)
         if unreadable:
             raise ConfigError([problem.text for problem in unreadable])
+    of_run += [Assignment(place.given, key, value, key) for key, value in places.of_export(place).items()]
     command = dataclasses.replace(command, yaml=None, assignments=[*of_run, *command.assignments, *more])
 
     def check(config: EvalCommand) -> list[Problem]:

@@ -8,17 +8,21 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import ROOT, cost_made_up, started, tree
 from hub_server import TOKEN, Hub
+from PIL import Image
 from torch import nn
 
 import benchmark
@@ -112,7 +116,16 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     zero = json.loads((outs["sd2_zero_snr"] / "scheduler/scheduler_config.json").read_text())
     assert zero["rescale_betas_zero_snr"] and zero["timestep_spacing"] == "trailing"
     assert zero["prediction_type"] == "v_prediction"
-    # And back: mlperf begins with its own export, and with no other.
+    # And back: each is a place of eval.py, which knows its network and size; its first image is that of the run.
+    for name, out in outs.items():
+        facts = json.loads((out / "export.json").read_text())
+        ways = [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
+        words = [str(out), f"images={tmp_path}/look/{name}", f"prompts=[{export.caption_of(runs[name])}]", *ways]
+        assert scoring.main(words) == 0, name
+        [path] = (tmp_path / "look" / name).glob("0*.png")
+        drawn = torch.from_numpy(np.asarray(Image.open(path)) / 255.0).permute(2, 0, 1)
+        assert drawn.shape == images[name][1].shape and float((drawn - images[name][1]).abs().max()) < 1.5 / 255, name
+    # mlperf begins with its own export, and with no other.
     own, stock = (ModelConfig(preset="tiny", variant=name) for name in ("mlperf", "stock"))
     model = build_model(own, ObjectiveConfig(), size=(64, 64), normalize="unit", seed=0)
     warm_start.load(model, str(outs["sd2_mlperf"]))
@@ -414,6 +427,20 @@ def test_a_killed_export_leaves_no_half_folder_and_the_next_one_clears_up(tmp_pa
     with pytest.raises(ZeroDivisionError), whole_folder(place):
         1 / 0  # noqa: B018
     assert tree(tmp_path) == {"out [1].x/b": b""}
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_the_imports_is_told_in_a_line(tmp_path):
+    words = [sys.executable, "export.py", "runs/none", str(tmp_path / "out")]
+    with subprocess.Popen(
+        words, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:  # cold, so that it has imports
+        while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert said == "export.py: interrupted. Nothing of a new export is left. The same command begins anew.\n"
 
 
 # --- the card ---

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import benchmark
 import eval as eval_command
 from evaluation.score_table import read_rows
 from model import ModelConfig
-from training import warm_start
+from training import places, warm_start
 from training.pictures import told_by
 from weights import ldm
 from weights.hub import _listing
@@ -230,6 +232,36 @@ def test_a_model_of_other_classes_is_named_with_them(tmp_path, capsys):
         f"model.denoiser: {tmp_path}/dit/config.json has _class_name DiTTransformer2DModel, this model's has "
         "UNet2DConditionModel: it is of another model. Give this model's."
     )
+
+
+def test_the_config_beside_a_unets_file_is_compared(theirs, tmp_path):
+    folder = tmp_path / "unet"
+    shutil.copytree(theirs / "alone/unet", folder)
+    file, config = folder / "diffusion_pytorch_model.safetensors", folder / "config.json"
+    place = dataclasses.replace(MODEL, denoiser=str(file))
+    assert warm_start.problems(place, "v") == []
+    stated = json.loads(config.read_text())
+    config.write_text(json.dumps({**stated, "norm_num_groups": 1}))
+    [problem] = warm_start.problems(place, "v")
+    assert problem.text == (
+        f"model.denoiser: {config} has norm_num_groups 1, this model's has {stated['norm_num_groups']}: it is of another "
+        "model. Give this model's."
+    )
+    for other in ("[", "[1]", '{"norm_num_groups": 1}'):  # a config.json of something else
+        config.write_text(other)
+        assert warm_start.problems(place, "v") == []
+
+
+def test_an_export_says_which_network_it_has(tmp_path, capsys):
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "model_index.json").write_text('{"unet": ["mixed_norms", "UNet2DConditionMixedNorms"]}')
+    (tmp_path / "export.json").write_text('{"family": "sd2", "variant": "mlperf", "preset": 7, "seed": 1}')
+    place = places.find(str(tmp_path), ModelConfig(), encoders=True)
+    assert places.of_export(place) == {"model.family": "sd2", "model.variant": "mlperf"}
+    (tmp_path / "export.json").write_text('{"family": "flux"}')
+    said = "model.family: unknown family 'flux'. Known: sd2, shapes."
+    assert eval_command.main([str(tmp_path), f"images={tmp_path}/x", "prompts=[a]"]) == 2
+    assert said in capsys.readouterr().err.splitlines()
 
 
 def test_a_folder_with_nothing_to_score_is_told_by_what_it_has(tmp_path, capsys):

@@ -38,6 +38,9 @@ OTHERS = "others' weights (diffusers folder, LDM file, name on the hub)"
 POSSIBLE = f"a run (runs/NAME) or its snapshot, {OTHERS}, a folder of images"
 CLASSES = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
 """Part of a diffusers folder -> the class that a family here has for it."""
+OWN_CLASSES = {"unet": "UNet2DConditionMixedNorms"}
+"""The same in an export of ours (zoo/mixed_norms.py)."""
+EXPORT = "export.json"
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "safety_checker", "image_encoder")
 OF_ENCODERS = ("first_stage_model.", "cond_stage_model.")
 
@@ -121,20 +124,14 @@ def _kind_of_folder(given: str, folder: Path) -> Kind:
 
 def _fetched(given: str, family: Family, *, encoders: bool) -> hub_names.Name:
     """Fetch a model, or what it has of one: its UNet, or a single file. Raises Refused."""
-    if need_of_denoiser(family) is None:
-        stock = "model.variant=stock is the one of Stable Diffusion 2"
-        raise Refused(
-            f"{given}: no published model has the network of {family.name}'s variant {family.variant}. {stock}."
-        )
     name = hub_names.parse(given)
     if name is not None and not name.file:
-        index = hub.Need(one_of=("model_index.json",))
+        index = hub.Need(one_of=("model_index.json",), more=(EXPORT,))
         with contextlib.suppress(Refused):  # it has none, or cannot be had at all, which is said below
             hub.look(given, index)
             found = hub.fetch(given, index, key="eval.py").name
             _check_classes(given, hub_names.place(str(found)))
     network = need_of_denoiser(family)
-    assert network is not None
     more = ("model_index.json", *network.more)
     needs = [dataclasses.replace(network, more=more)]
     if encoders:
@@ -153,7 +150,8 @@ def _check_classes(given: str, index: Path) -> None:
     """Raises ValueError: a diffusers folder's model_index.json names a class that no family here has."""
     stated = _json(index)
     parts = {part: kind[1] for part, kind in stated.items() if isinstance(kind, list) and len(kind) == 2 and kind[1]}
-    other = {part: kind for part, kind in parts.items() if CLASSES.get(part, kind if _has_none(part) else None) != kind}
+    own = {**CLASSES, **{part: kind for part, kind in OWN_CLASSES.items() if parts.get(part) == kind}}
+    other = {part: kind for part, kind in parts.items() if own.get(part, kind if _has_none(part) else None) != kind}
     if other:
         named = ", ".join(f"{part} {shown(str(kind))}" for part, kind in other.items())
         possible = ", ".join(f"{part} {kind}" for part, kind in CLASSES.items())
@@ -169,6 +167,13 @@ class UnknownClass(ValueError):
 
 def _has_none(part: str) -> bool:
     return part.startswith(WITHOUT_WEIGHTS)
+
+
+def of_export(place: Place) -> dict[str, str]:
+    """Return what an export says of its network, as keys of a run; {}: it is no export, which has to be told them."""
+    stated = _json(place.path / EXPORT) if place.kind == "diffusers" else {}
+    keys = ("family", "preset", "variant")
+    return {f"model.{key}": stated[key] for key in keys if isinstance(stated.get(key), str)}
 
 
 def has_encoders(place: Place) -> bool:
@@ -201,8 +206,10 @@ def of_published(config: Config, place: Place, given: set[str]) -> Config:
     sample_size = warm_start.unet_config(place.path).get("sample_size")
     with contextlib.suppress(ValueError):  # of the family: reported elsewhere
         family = load_family(model.family, model.preset, model.variant)
-        if type(sample_size) is int and "image_size" not in given:
-            size = sample_size * (512 // family.latent_shape((512, 512))[-1])
+        sides = sample_size[::-1] if isinstance(sample_size, list) else [sample_size] * 2  # it has the height first
+        if [type(side) for side in sides] == [int, int] and "image_size" not in given:
+            scale = 512 // family.latent_shape((512, 512))[-1]
+            size = (sides[0] * scale, sides[1] * scale)
     return dataclasses.replace(config, model=model, objective=objective, image_size=size, eval=evaluation)
 
 

@@ -154,6 +154,7 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
             found.append(f"{label}: {_no_such_prefix(weights, network.prefix)}")
             continue
         left_over = [name for rest, name in rests.items() if not network.unused.match(rest)]
+        found += _facts_beside(label, path, network)
         found += _misfits(label, module, places[label], left_over, network.contradiction(rests.keys()))
     return places, found
 
@@ -209,6 +210,15 @@ def _other_facts(label: str, folder: Path, network: Network) -> list[str]:
         for key, ours in network.facts.items()
         if key in stated and not _same(stated[key], ours)
     ]
+
+
+def _facts_beside(label: str, path: Path, network: Network) -> list[str]:
+    """Compare the config.json beside the file of one network alone, e.g. unet/diffusion_pytorch_model.safetensors."""
+    try:
+        is_its = network.prefix == "" and "_class_name" in json.loads((path.parent / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        is_its = False
+    return _other_facts(label, path.parent, network) if is_its else []
 
 
 def _same(stated: Any, ours: Any) -> bool:

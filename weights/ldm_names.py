@@ -139,7 +139,7 @@ def unet(module: nn.Module) -> Network:
 def unet_of_class(module: nn.Module) -> Network:
     """Return the place of a UNet whose class has more to it than its settings, e.g. other norms: config.json names it."""
     place = unet(module)
-    return replace(place, facts={"_class_name": type(module).__name__, **place.facts}, only_folders=True)
+    return replace(place, facts={**place.facts, "_class_name": type(module).__name__}, only_folders=True)
 
 
 def forms(network: Network) -> dict[str, Network]:
