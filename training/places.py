@@ -203,11 +203,10 @@ def of_published(config: Config, place: Place, given: set[str]) -> Config:
         evaluation = dataclasses.replace(
             evaluation, weights="ema" if warm_start.has_average(place.path) else "training"
         )
-    sample_size = warm_start.unet_config(place.path).get("sample_size")
+    sample_size: Any = warm_start.unet_config(place.path).get("sample_size")
     with contextlib.suppress(ValueError):  # of the family: reported elsewhere
         family = load_family(model.family, model.preset, model.variant)
-        is_list = isinstance(sample_size, list)  # it has the height first
-        sides: list[Any] = sample_size[::-1] if is_list else [sample_size] * 2
+        sides = sample_size[::-1] if isinstance(sample_size, list) else [sample_size] * 2  # it has the height first
         if [type(side) for side in sides] == [int, int] and "image_size" not in given:
             scale = 512 // family.latent_shape((512, 512))[-1]
             size = (sides[0] * scale, sides[1] * scale)
