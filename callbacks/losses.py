@@ -128,9 +128,10 @@ class Losses:
         ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
         where = f"rank {ranks}" if ranks else "an earlier microbatch of some rank"
         newest = next(iter(listed(self.checkpoints, FULL)), None)
+        kept = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
         text = (
             f"loss: {loss} in batch {batch} (counted from 0), first seen on {where}. The run stops before anything of this "
-            f"batch is kept; the last good checkpoint is {newest}. Lower optimizer.lr, set optimizer.clip_norm=1, or use "
+            f"batch is kept; {kept}. Lower optimizer.lr, set optimizer.clip_norm=1, or use "
             f"precision=bf16 instead of fp16."
         )
         alert(self._loggers, "loss is not finite", text)

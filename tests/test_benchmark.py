@@ -155,7 +155,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_by_batch_and_rank(tmp_path, cap
     said = capsys.readouterr().err
     assert re.fullmatch(
         r"loss: (nan|inf) in batch [12] \(counted from 0\), first seen on rank 0\. The run stops before anything of this "
-        r"batch is kept; the last good checkpoint is None\. Lower optimizer\.lr, set optimizer\.clip_norm=1, or use "
+        r"batch is kept; there is no checkpoint yet\. Lower optimizer\.lr, set optimizer\.clip_norm=1, or use "
         r"precision=bf16 instead of fp16\.\n",
         said,
     )
