@@ -33,7 +33,7 @@ from cli.files import whole_folder
 from model import ModelConfig, build_model
 from record.checkpoint_files import FULL, WEIGHTS, listed
 from reports.model_card import blocks_of
-from training import warm_start
+from training import places, warm_start
 from weights import ldm
 from weights.hub_upload import upload
 from weights.tensors import fingerprint
@@ -500,6 +500,8 @@ def test_an_export_is_brought_to_the_hub_and_comes_back(hub: Hub, run, tmp_path,
     assert "from_pretrained('easel/tiny')" in (out / "README.md").read_text()
     moved = exported(run, tmp_path / "again", "model.weights=easel/tiny")
     commit = model.refs["main"]
+    place = places.find("easel/tiny", ModelConfig(), encoders=True)  # as a place of eval.py it knows its network
+    assert places.of_export(place) == {"model.family": "shapes", "model.preset": "tiny", "model.variant": "stock"}
     assert json.loads((moved / "export.json").read_text())["encoders"] == f"easel/tiny@{commit}"
 
     (out / "README.md").write_text("another\n")  # what is there is replaced, and stays private
