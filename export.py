@@ -95,7 +95,8 @@ class ExportConfig:
     def problems(self, out: Path) -> list[Problem]:
         """Return what cannot be, whatever the run is."""
         if self.push_to_hub is None:
-            return []
+            text = "private: false, but nothing is brought to the hub. Give push_to_hub=OWNER/NAME, or leave it out."
+            return [] if self.private else [Problem(text, ("private",))]
         text = upload_problem(self.push_to_hub)
         if is_ldm(out):
             text = f"{self.push_to_hub}, but {out} is a single file. Give a folder: its model card goes with it."
@@ -104,7 +105,7 @@ class ExportConfig:
 
 def is_ldm(out: Path) -> bool:
     """True for the name of an LDM file; any other is a folder's."""
-    return out.suffix == ".safetensors"
+    return out.suffix.lower() == ".safetensors"
 
 
 # --- which run, which weights ---

@@ -166,7 +166,9 @@ def written_into(page: str, place: str, record: Mapping[str, Any]) -> str:
     """Return a page with the table of one record made anew. Raises ValueError: it has no marks for it."""
     block = re.compile(rf"(<!-- latency of {re.escape(place)} -->\n).*?(<!-- end of latency -->)", re.S)
     if not block.search(page):
-        raise ValueError(f"no place for the table. Add <!-- latency of {place} --> and <!-- end of latency -->.")
+        raise ValueError(
+            f"the page has no place for the table. Add <!-- latency of {place} --> and <!-- end of latency -->."
+        )
     return block.sub(lambda found: found[1] + markdown_of(record) + found[2], page)
 
 
@@ -276,7 +278,9 @@ def main(argv: Sequence[str]) -> int:
         for path in kinds[".png"]:
             draw(record, Path(path))
             print(f"written: {path}")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
+    except ValueError as error:
         raise Refused(str(error)) from error
     if len(argv) == 1:
         print(text_of(record))

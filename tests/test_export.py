@@ -33,7 +33,7 @@ from cli.files import whole_folder
 from model import ModelConfig, build_model
 from record.checkpoint_files import FULL, WEIGHTS, listed
 from reports.model_card import blocks_of
-from training import warm_start
+from training import places, warm_start
 from weights import ldm
 from weights.hub_upload import upload
 from weights.tensors import fingerprint
@@ -43,6 +43,7 @@ from zoo.objectives import ObjectiveConfig
 pytestmark = pytest.mark.timeout(120, func_only=True)
 
 SHAPES = CASES["shapes"]
+SHORT = ("max_duration=2ba", "save.every_images=1000", "measure.warmup_batches=1", "measure.window_batches=1")
 CAPTIONS = (
     "",
     "a large RED triangle, at the top!",
@@ -100,7 +101,8 @@ def refused(capsys, *words: object, code: int = 2) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(240, func_only=True)
 def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run, tmp_path):
-    runs = {name: run if name == "shapes" else train(tmp_path / "runs", name, *words) for name, words in CASES.items()}
+    others = {name: words for name, words in CASES.items() if name != "shapes"}
+    runs = {"shapes": run} | {name: train(tmp_path / "runs", name, *words, *SHORT) for name, words in others.items()}
     outs = {name: exported(one, tmp_path / name) for name, one in runs.items()}
     images = drawn_elsewhere(outs, tmp_path, num_prompts=2)
     for name, image in images.items():
@@ -116,9 +118,9 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     zero = json.loads((outs["sd2_zero_snr"] / "scheduler/scheduler_config.json").read_text())
     assert zero["rescale_betas_zero_snr"] and zero["timestep_spacing"] == "trailing"
     assert zero["prediction_type"] == "v_prediction"
-    # And back: each is a place of eval.py, which knows its network and size; its first image is that of the run.
-    for name, out in outs.items():
-        facts = json.loads((out / "export.json").read_text())
+    # And back: an export is a place of eval.py, which knows its network and size; its first image is that of the run.
+    for name in ("shapes", "sd2_mlperf"):
+        out, facts = outs[name], json.loads((outs[name] / "export.json").read_text())
         ways = [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
         words = [str(out), f"images={tmp_path}/look/{name}", f"prompts=[{export.caption_of(runs[name])}]", *ways]
         assert scoring.main(words) == 0, name
@@ -318,7 +320,7 @@ def test_weights_and_encoders_that_are_not_there_are_named(change, tmp_path, cap
 
 @pytest.mark.slow
 def test_a_run_without_ema_has_training_weights_alone(tmp_path, capsys):
-    run = train(tmp_path, "plain", *SHAPES, "ema.enabled=false", "ema.decay=null")
+    run = train(tmp_path, "plain", *SHAPES, *SHORT, "ema.enabled=false", "ema.decay=null")
     assert json.loads((exported(run, tmp_path / "a") / "export.json").read_text())["weights"] == "training"
     newest = listed(run / "checkpoints", WEIGHTS)[0]
     assert refused(capsys, run, tmp_path / "b", "weights=ema") == (
@@ -486,6 +488,9 @@ def test_an_export_is_brought_to_the_hub_and_comes_back(hub: Hub, run, tmp_path,
     assert refused(capsys, run, f"{out}.safetensors", words[2]) == (
         f"push_to_hub: easel/tiny, but {out}.safetensors is a single file. Give a folder: its model card goes with it."
     )
+    assert refused(capsys, *words[:2], "private=false") == (
+        "private: false, but nothing is brought to the hub. Give push_to_hub=OWNER/NAME, or leave it out."
+    )
     assert not out.exists() and hub.asked == []
 
     exported(*words)
@@ -495,6 +500,8 @@ def test_an_export_is_brought_to_the_hub_and_comes_back(hub: Hub, run, tmp_path,
     assert "from_pretrained('easel/tiny')" in (out / "README.md").read_text()
     moved = exported(run, tmp_path / "again", "model.weights=easel/tiny")
     commit = model.refs["main"]
+    place = places.find("easel/tiny", ModelConfig(), encoders=True)  # as a place of eval.py it knows its network
+    assert places.of_export(place) == {"model.family": "shapes", "model.preset": "tiny", "model.variant": "stock"}
     assert json.loads((moved / "export.json").read_text())["encoders"] == f"easel/tiny@{commit}"
 
     (out / "README.md").write_text("another\n")  # what is there is replaced, and stays private

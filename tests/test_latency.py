@@ -267,10 +267,12 @@ def test_other_words_and_pages_without_marks_are_refused(tmp_path, capsys):
     assert capsys.readouterr().err == (
         "command line: a.json b.json. Possible: RECORD.json, OUT.png, PAGE.md. Give one record.\n"
     )
+    assert report.main([f"{tmp_path}/none.json"]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}/none.json: No such file or directory. Check the path.\n"
     (tmp_path / "page.md").write_text("# A\n")
     assert report.main([str(ROOT / LATENCY_CPU), f"{tmp_path}/page.md"]) == 2
     assert capsys.readouterr().err == (
-        f"no place for the table. Add <!-- latency of {ROOT / LATENCY_CPU} --> and <!-- end of latency -->.\n"
+        f"the page has no place for the table. Add <!-- latency of {ROOT / LATENCY_CPU} --> and <!-- end of latency -->.\n"
     )
 
 
