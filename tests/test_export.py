@@ -461,7 +461,7 @@ def test_what_others_have_written_is_escaped_in_the_card(run, change, tmp_path):
     out = exported(change, tmp_path / "out")
     card = (out / "README.md").read_text()
     _, head, body = card.split("---\n", 2)
-    assert yaml.safe_load(head)["license"] == "apache-2.0" and yaml.safe_load(head)["pipeline_tag"] == "text-to-image"
+    assert yaml.safe_load(head)["license"] == "other" and yaml.safe_load(head)["pipeline_tag"] == "text-to-image"
     outside = re.sub(r"`[^`\n]*`", "", re.sub(r"```python\n.*?```\n", "", body, flags=re.S))
     assert "<" not in outside and "`" not in outside and "\x1b" not in card and "secret" not in card
     first, second = blocks_of(card)
