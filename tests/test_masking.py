@@ -38,6 +38,7 @@ from record.config_file import keep_keys, read_config
 from stages.store_errors import address_problem
 from stages.stores import client_of
 from training.checkpoints import disagreements
+from training.places import Place
 
 SECRETS = {
     "password": "hunter2pw/+x",
@@ -446,7 +447,7 @@ def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniatur
     assert "seed: 4712, but " in capsys.readouterr().err
     monkeypatch.delenv("EASEL_PLACE")  # scores need no data
     command = parse_command_line([str(tmp_path / "new")], {}, takes_places=True)
-    assert evaluation.read(str(tmp_path / "new"), "run", command).seed == 4712
+    assert evaluation.read(Place(str(tmp_path / "new"), tmp_path / "new", "run"), command).seed == 4712
     assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba", "--print_config")) == 2
     assert capsys.readouterr().err == (
         "command line: data.remote: '${oc.env:EASEL_PLACE}' has no value: the variable EASEL_PLACE is not set. Set it, or "

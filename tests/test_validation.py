@@ -186,8 +186,8 @@ def test_a_run_shows_losses_and_grids_in_tensorboard_and_its_training_is_that_of
     said = (folder / "samples/captions.txt").read_text().splitlines()
     assert said == ["a red circle", "a blue square", "a green triangle above a red circle"]
 
-    [path] = (folder / "tensorboard").rglob("events*")
-    events = EventAccumulator(str(path))
+    [of_events] = {path.parent for path in (folder / "tensorboard").rglob("events*")}
+    events = EventAccumulator(str(of_events))
     events.Reload()
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert scalars["val/loss"] == [(line["batch"], pytest.approx(line["val_loss"])) for line in lines_of(folder)]
