@@ -49,6 +49,7 @@ from record.environment import commit
 from record.files import check_record, evaluations_of, read_summary, run_id_of
 from record.summary import result_line
 from reports.model_card import Card
+from training.places import EXPORT
 from training.run_config import NOT_YET, RunConfig, build
 from training.snapshots import load_snapshot
 from weights.files import SUFFIXES, open_weights
@@ -60,7 +61,7 @@ from zoo.sampling import NOT_FROM_PURE_NOISE, build_scheduler
 from zoo.spec import as_size
 
 SCHEMA = 1
-FACTS, OF_RUN = "export.json", "run_config.yaml"  # not config.yaml: a folder with that is a run
+FACTS, OF_RUN = EXPORT, "run_config.yaml"  # not config.yaml: a folder with that is a run
 CAPTION = "a photograph of an astronaut riding a horse"
 UNREAD = ("run_name", "run_folder", "model.denoiser", "data.", "optimizer.", "schedule.", "save.", "target.")
 UNREAD += ("validation.", "samples.", "measure.", "profile.", "loggers.", "mlperf.")

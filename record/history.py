@@ -81,6 +81,22 @@ class History:
         """All clocks of all starts."""
         return sum(self.seconds_of.values())
 
+    @property
+    def device_hours(self) -> float | None:
+        """Those of all starts, times the devices of each; None: how many there were is not known."""
+        now = number_of(self.environment, "num_devices")
+        devices = {int(start["start"]): number_of(start, "num_devices") or now for start in self.starts}
+        counts = [(seconds, devices.get(start, now)) for start, seconds in self.seconds_of.items()]
+        if not counts or any(count is None for _, count in counts):
+            return None
+        return sum(seconds * (count or 0.0) for seconds, count in counts) / 3600.0
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """Images/s of the windows that count: whole ones, without warm-up and profile. float64 (N,)."""
+        speeds = self.windows["images_per_sec"][sum(self.windows[flag] for flag in FLAGS) == 0.0]
+        return speeds[np.isfinite(speeds)]
+
 
 def number_of(line: Line, key: str) -> float | None:
     """Return a line's number, or None where there is none, or one that no figure can be (not finite, or beyond MOST)."""

@@ -129,10 +129,7 @@ def standing_of(folder: Path, parent: Path, signed: tuple[Any, ...]) -> Standing
     batches = number_of(summary, "batches")
     failed, target = (starts[-1] if starts else {}).get("failed"), line.get("target")
     price = number_of(config, "cost.per_device_hour")
-    hours = number_of(summary, "device_hours") or sum(
-        (number_of(start, "num_devices") or 1.0) * history.seconds_of.get(int(start["start"]), 0.0) / 3600
-        for start in starts
-    )
+    hours = number_of(summary, "device_hours") or history.device_hours
     return Standing(
         name=folder.relative_to(parent).as_posix(),
         folder=folder,
@@ -152,8 +149,7 @@ def standing_of(folder: Path, parent: Path, signed: tuple[Any, ...]) -> Standing
 def _so_far(history: History) -> dict[str, Any]:
     """Return the figures of a run that is not finished: its newest evaluation's, and those of its windows."""
     windows = history.windows
-    measured = windows["images_per_sec"][windows["warmup"] + windows["profiled"] == 0.0]
-    speed = float(np.median(measured)) if len(measured) else None
+    speed = float(np.median(history.speeds)) if len(history.speeds) else None
     last = {"images": float(windows["images"][-1])} if len(windows["images"]) else {}
     scores = history.evaluations[-1] if history.evaluations else {}
     return {"images_per_sec": speed, "fid": scores.get("fid"), "clip": scores.get("clip"), **last}

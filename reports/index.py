@@ -6,22 +6,16 @@ column with a click or a key.
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
-
-from markupsafe import Markup
 
 from cli.errors import Refused
 from cli.files import write_whole
 from record.history import is_run
 from record.standing import Standing, runs_under, signature, standing_of
-from reports.page_text import NONE, figure, moment, plain, span
+from reports.page_text import NONE, figure, moment, script_of, span, template
 
 PAGE, INDEX = "page.html", "index.html"
 COLUMNS = ("run", "state", "target", "images/s", "FID", "CLIP", "images seen", "time", "cost", "started")
@@ -59,20 +53,16 @@ def html_of(folder: Path, runs: Sequence[Path], *, is_live: bool = False, now: f
     standings.sort(key=lambda run: -(run.started or 0.0))
     rows = [(_link(run, folder, is_live=is_live), run, _cells(run)) for run in standings]
     states = [run.state for run in standings]
-    script = (Path(__file__).parent / "index.js").read_text()
-    return (
-        _templates()
-        .get_template("index.html.j2")
-        .render(
-            folder=folder.resolve().name,
-            columns=COLUMNS,
-            rows=rows,
-            counts=", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
-            without=sum(link is None for link, _, _ in rows),
-            written=moment(time.time() if now is None else now),
-            script=Markup(script),
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        )
+    script, digest = script_of("index.js")
+    return template("index.html.j2").render(
+        folder=folder.resolve().name,
+        columns=COLUMNS,
+        rows=rows,
+        counts=", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
+        without=sum(link is None for link, _, _ in rows),
+        written=moment(time.time() if now is None else now),
+        script=script,
+        script_hash=digest,
     )
 
 
@@ -96,17 +86,3 @@ def _cells(run: Standing) -> list[tuple[str, float | str]]:
 
 def _key(value: float | None) -> float | str:
     return "" if value is None else value
-
-
-@functools.cache
-def _templates() -> Any:
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else plain(value),
-    )

@@ -16,9 +16,7 @@ Only pages are served, by GET, and nothing else of a folder. Exit code: 130 afte
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import html
 import http.server
 import ipaddress
@@ -44,6 +42,7 @@ from cli.masking import printable
 from record.history import is_run, read_history
 from record.standing import runs_under, signature
 from reports import index, page
+from reports.page_text import script_of
 
 PORT, HOST = 8765, "127.0.0.1"
 PAUSE, LEAST_SEC = 9.0, 1.0  # before a page is made again: so many times as long as that took, and no less than this
@@ -113,8 +112,7 @@ def notice(text: str) -> str:
 
 def with_renewal(made: str, tag: str) -> str:
     """Return a page with the script that asks for a newer one, and with a policy that lets it."""
-    script = (Path(__file__).parent / "live.js").read_text()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script, digest = script_of("live.js")
     made = made.replace("default-src 'none'; ", "default-src 'none'; connect-src 'self'; ", 1)
     made = made.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
     said = f'<p id="live" role="status" data-tag="{tag}" data-poll="{POLL_MS}" style="{SAID}" hidden></p>'

@@ -14,17 +14,12 @@ Exit code: 0, or 2 where a folder is no run, or the file cannot be written (each
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup
 
 from cli.command import command
 from cli.errors import ConfigError, Refused
@@ -36,7 +31,7 @@ from reports.index import PAGE
 from reports.page_charts import groups_of
 from reports.page_plots import NUM_COLOURS, svg_of, table_of
 from reports.page_samples import samples_of
-from reports.page_text import moment, plain
+from reports.page_text import moment, plain, script_of, template
 
 MOST_BYTES = 6_000_000  # of all sample grids of a page; the rest stays far below 3 MB
 MOST_RUNS = 16
@@ -76,30 +71,24 @@ def html_of(runs: Sequence[History], *, now: float | None = None) -> str:
         now: when it is written, in seconds since 1970; None: now.
     """
     several, runs = len(runs) > 1, _told_apart(runs)
-    script = _template().loader.get_source(_template(), "page.js")[0]  # type: ignore[union-attr]
+    script, digest = script_of("page.js")
     told = [_told(run, place, len(runs)) for place, run in enumerate(runs)]
-    return (
-        _template()
-        .get_template("page.html.j2")
-        .render(
-            title=_title([plain(run.name) for run in runs]),
-            runs=told,
-            several=several,
-            groups=[
-                (group, [(plot, svg_of(plot), table_of(plot)) for plot in group.plots]) for group in groups_of(runs)
-            ],
-            results=page_compare.results(runs) if several else [],
-            not_comparable=page_compare.not_comparable(runs) if several else [],
-            differences=[
-                ("Configuration", page_compare.differing_config(runs)),
-                ("Environment", page_compare.differing_environment(runs)),
-            ]
-            if several
-            else [],
-            written=moment(time.time() if now is None else now),
-            script=Markup(script),
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        )
+    return template("page.html.j2", MOST_OF_A_SENTENCE).render(
+        title=_title([plain(run.name) for run in runs]),
+        runs=told,
+        several=several,
+        groups=[(group, [(plot, svg_of(plot), table_of(plot)) for plot in group.plots]) for group in groups_of(runs)],
+        results=page_compare.results(runs) if several else [],
+        not_comparable=page_compare.not_comparable(runs) if several else [],
+        differences=[
+            ("Configuration", page_compare.differing_config(runs)),
+            ("Environment", page_compare.differing_environment(runs)),
+        ]
+        if several
+        else [],
+        written=moment(time.time() if now is None else now),
+        script=script,
+        script_hash=digest,
     )
 
 
@@ -150,21 +139,6 @@ def _sections(config: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, 
         section, _, rest = key.partition(".")
         found.setdefault(section if rest else "run", []).append((key, value, key in later))
     return {section: keys for section, keys in found.items() if keys}
-
-
-@functools.cache
-def _template() -> Any:
-    """Return the environment of the page's files; every text on the page goes through `plain` and is escaped."""
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else plain(value, MOST_OF_A_SENTENCE),
-    )
 
 
 @command(__doc__)

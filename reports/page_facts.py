@@ -211,9 +211,7 @@ def speed_of(run: History) -> tuple[float | None, float | None, float | None]:
     keys = ("images_per_sec", "images_per_sec_min", "images_per_sec_max")
     if number_of(run.summary, keys[0]) is not None:
         return tuple(number_of(run.summary, key) for key in keys)  # type: ignore[return-value]
-    windows = run.windows
-    speeds = windows["images_per_sec"][(windows["warmup"] + windows["profiled"] + windows["unfinished"]) == 0.0]
-    speeds = speeds[np.isfinite(speeds)]
+    speeds = run.speeds
     return (float(np.median(speeds)), float(speeds.min()), float(speeds.max())) if len(speeds) else (None, None, None)
 
 
@@ -238,7 +236,7 @@ def figures_of(run: History) -> dict[str, float | None]:
     found |= {key: number_of(scores, key) for key in SIDE}
     line = reached_by(run) or {}
     found |= {f"{key}_to_target": number_of(line, key) for key in ("images", "seconds", "seconds_with_eval")}
-    return found | {"device_hours": device_hours(run), "cost": cost_of(run, device_hours(run))}
+    return found | {"device_hours": run.device_hours, "cost": cost_of(run, run.device_hours)}
 
 
 def _memory_of(run: History) -> str:
@@ -281,16 +279,6 @@ def cards_of(run: History) -> list[Card]:
 # --- time and cost ---
 
 
-def device_hours(run: History) -> float | None:
-    """Return the hours of all devices of all starts."""
-    now = number_of(run.environment, "num_devices")
-    devices = {int(start["start"]): number_of(start, "num_devices") or now for start in run.starts}
-    counts = [(seconds, devices.get(start, now)) for start, seconds in run.seconds_of.items()]
-    if not counts or any(count is None for _, count in counts):
-        return None
-    return sum(seconds * (count or 0.0) for seconds, count in counts) / 3600.0
-
-
 def cost_of(run: History, hours: float | None) -> float | None:
     """Return what device-hours cost, in the currency of the key."""
     price = number_of(run.config, PRICE)
@@ -306,7 +294,7 @@ def clock_shares(run: History) -> list[tuple[str, str, float, float]]:
 
 def times_of(run: History) -> list[tuple[str, str, str, str]]:
     """Return (what, time, device-hours, cost) of the run so far, to the target, and to its end."""
-    now, line, hours = number_of(run.environment, "num_devices"), reached_by(run), device_hours(run)
+    now, line, hours = number_of(run.environment, "num_devices"), reached_by(run), run.device_hours
     rows = [("the run" if run.summary else "so far", run.seconds, hours)]
     if line is not None:
         for name, key in (

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import json
 import math
 import time
+from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from cli.masking import printable
 
@@ -69,3 +75,24 @@ def plain(value: Any, most: int = MOST_CHARACTERS) -> str:
     )
     text = printable(text)
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+@functools.cache
+def template(name: str, most: int = MOST_CHARACTERS) -> Any:
+    """Return one of this folder's templates; every text that it is given goes through `plain` and is escaped."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else plain(value, most),
+    ).get_template(name)
+
+
+def script_of(name: str) -> tuple[Markup, str]:
+    """Return one of this folder's scripts, and its digest as a page's policy names it."""
+    text = (Path(__file__).parent / name).read_text()
+    return Markup(text), base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

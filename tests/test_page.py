@@ -26,7 +26,7 @@ from record.history import COLUMNS, read_history
 from record.writing import append_lines
 from reports import page
 from reports.page_compare import differing, not_comparable, results
-from reports.page_facts import device_hours, figures_of, images_in_all, result_of, times_of
+from reports.page_facts import figures_of, images_in_all, result_of, times_of
 from reports.page_plots import Plot, Series, smoothed, svg_of, table_of, thinned, tick
 from reports.page_samples import samples_of, spread
 from reports.page_text import figure, plain, span
@@ -360,7 +360,7 @@ def test_time_goes_on_over_starts_and_a_resume_is_on_record(tmp_path):
     append_lines(run / "metrics.cut.jsonl", [window(2, start_sec=15.0), window(3, start_sec=19.0)])
     history = read_history(run)
     assert history.windows["elapsed_sec"].tolist() == [5.0, 10.0, 27.0, 32.0]  # the first one had come to 19 s
-    assert history.seconds == 33.0 and device_hours(history) == pytest.approx(33.0 * 2 / 3600)
+    assert history.seconds == 33.0 and history.device_hours == pytest.approx(33.0 * 2 / 3600)
     text = parsed(run).text("section", id="starts")
     assert "Resumes: 1. 2 windows were trained again or closed anew after a resume (batch 30 to 40)." in text
     assert "killed 19.0 s" in text and "ended; compile: off → whole 14.0 s" in text

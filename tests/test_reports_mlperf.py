@@ -617,9 +617,9 @@ def test_reports_read_runs_through_the_record_and_import_no_room_that_makes_them
 
 
 READS_ITSELF = {"mlperf.py:_read_system", "mlperf_band.py:read_bands", "samples.py:main", "page_samples.py:_packed"}
-READS_ITSELF |= {"index.py:html_of", "live.py:with_renewal", "screenshot.py:take", "contact_sheet.py:_tile"}
+READS_ITSELF |= {"page_text.py:script_of", "screenshot.py:take", "contact_sheet.py:_tile"}
 READS_ITSELF |= {"latency.py:read_record", "latency.py:main", "wandb_dashboard.py:as_json"}
-"""Of no run's folder: a report's own file, the reference's curves, pictures, a measurement's record, a page of docs."""
+"""Of no run's folder: a report's own files, the reference's curves, pictures, a measurement's record, a page of docs."""
 
 
 def test_reports_open_no_file_of_a_run_themselves():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -106,7 +105,7 @@ def _kind_of_folder(given: str, folder: Path) -> Kind:
     if (folder / "model_index.json").is_file():
         _check_classes(given, folder / "model_index.json")
         return "diffusers"
-    if (folder / "unet").is_dir() or "_class_name" in _json(folder / "config.json"):
+    if (folder / "unet").is_dir() or "_class_name" in warm_start.first_object([folder / "config.json"]):
         return "diffusers"
     there = sorted(folder.iterdir())
     if there and not any(path.suffix.lower() in OF_IMAGES for path in there):
@@ -148,7 +147,7 @@ def _fetched(given: str, family: Family, *, encoders: bool) -> hub_names.Name:
 
 def _check_classes(given: str, index: Path) -> None:
     """Raises ValueError: a diffusers folder's model_index.json names a class that no family here has."""
-    stated = _json(index)
+    stated = warm_start.first_object([index])
     parts = {part: kind[1] for part, kind in stated.items() if isinstance(kind, list) and len(kind) == 2 and kind[1]}
     own = {**CLASSES, **{part: kind for part, kind in OWN_CLASSES.items() if parts.get(part) == kind}}
     other = {part: kind for part, kind in parts.items() if own.get(part, kind if _has_none(part) else None) != kind}
@@ -171,7 +170,7 @@ def _has_none(part: str) -> bool:
 
 def of_export(place: Place) -> dict[str, str]:
     """Return what an export says of its network, as keys of a run; {}: it is no export, which has to be told them."""
-    stated = _json(place.path / EXPORT) if place.kind == "diffusers" else {}
+    stated = warm_start.first_object([place.path / EXPORT]) if place.kind == "diffusers" else {}
     keys = ("family", "preset", "variant")
     return {f"model.{key}": stated[key] for key in keys if isinstance(stated.get(key), str)}
 
@@ -245,11 +244,3 @@ def say_what_is_assumed(config: RunConfig, place: Place) -> None:
     if place.kind in ("diffusers", "file") and not warm_start.trained_on(place.path):
         given = f"{place.given} does not say what its network predicts: taken to be {config.objective.prediction}"
         log.info(f"eval: {given}. Say objective.prediction=epsilon, or v, where that is wrong.")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        stated = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return stated if isinstance(stated, dict) else {}

@@ -180,15 +180,16 @@ def trained_on(path: Path) -> dict[str, Any]:
 def scheduler_config(path: Path) -> dict[str, Any]:
     """Return what a diffusers folder says of its scheduler; one of its files, or its UNet alone, has it beside itself."""
     beside = [path.parent] if path.name == "unet" or path.is_file() else []
-    return _first_json([folder / "scheduler" / "scheduler_config.json" for folder in (path, *beside)])
+    return first_object([folder / "scheduler" / "scheduler_config.json" for folder in (path, *beside)])
 
 
 def unet_config(path: Path) -> dict[str, Any]:
     """Return the arguments of a diffusers folder's UNet; {}: it does not say."""
-    return _first_json([path / "unet" / "config.json", path / "config.json"])
+    return first_object([path / "unet" / "config.json", path / "config.json"])
 
 
-def _first_json(paths: Sequence[Path]) -> dict[str, Any]:
+def first_object(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the object of the first JSON file that holds one; {}: none does."""
     for path in paths:
         try:
             stated = json.loads(path.read_text())
