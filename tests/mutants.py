@@ -159,7 +159,7 @@ TABLE = """
 - (offset + step) % shard_samples
 + (offset + step + 1) % shard_samples
 
-32 | stages/stream.py | stream | room in the cache is made without the wanted shard
+32 | stages/machine.py | stream | room in the cache is made without the wanted shard
 - if used + num_bytes <= self.cache_limit:
 + if used <= self.cache_limit:
 

@@ -23,9 +23,10 @@ from cli.errors import ConfigError
 from stages import fetch, stores
 from stages.dataset import holds_another_stage, read_stage, write_facts
 from stages.fetch import RetryingStream, StreamFailure
+from stages.machine import FAILED
 from stages.moments import MomentsStream
 from stages.shard_file import DAMAGED, ShardError
-from stages.stream import FAILED, BatchStream
+from stages.stream import BatchStream
 
 
 def test_store_connections_are_closed_before_workers_can_inherit_them(stage, monkeypatch):

@@ -33,8 +33,8 @@ from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS, rounded, spent, wri
 from stages.dataset import Stage
 from stages.fetch import INDEX
 from stages.keys import KEYS_FILE
+from stages.machine import LOCK_FILE
 from stages.mixture import StreamConfig
-from stages.stream import LOCK_FILE
 from training.checkpoints import Progress, disagreements
 from training.run_config import RunConfig, resolve
 from training.speed import SpeedKeys

@@ -1,0 +1,207 @@
+"""The stages that a machine's processes read together: folders, locks, and what each shard is doing.
+
+What its processes share: where it lies, who sets it, who waits for it, and what ends it. The code is in the same order.
+
+1. of the machine
+    LOCK_FILE      file in data.local,      local rank 0, before it reads the index        nobody: a second run is refused
+                   with data.remote alone
+                                            ends with the process, or by `let_go`
+    _reason_file   file, temporary folder   the thread that made a shard FAILED            nobody: read where FAILED is seen
+                                            ends when the next run takes the same number of shared memory
+2. of a shard, for all processes of the machine: `_shard_states` in shared memory. It is taken and evicted under the lock
+   _cache_filelock; the thread that took it sets the outcome without the lock
+    REMOTE         not opened by this run   the start; an eviction; a cancelled fetch      nobody
+                   (its file may be here)
+                                            ends with the next `prepare_shard`
+    PREPARING      is being fetched         the first `prepare_shard` that finds REMOTE    `ready` of every process; a reader
+                                                                                           that needs the shard (open_shard)
+                                            ends by the same thread: LOCAL; FAILED; or REMOTE, where its epoch has ended
+    LOCAL          here, digest compared    the thread that fetched it                     nobody
+                                            ends with an eviction (data.cache_limit)
+    FAILED         cannot be had            the thread that tried                          nobody
+                                            ends with the run: `_watch` of every process sees it and fails (stages/stream.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from composer.utils import dist
+from filelock import FileLock, Timeout
+from streaming import StreamingDataset
+from streaming.base import dataset as streaming_dataset
+
+from cli.errors import ConfigError
+from cli.private_api import require_private_api
+from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
+
+FAILED = 255  # a state of a shard beside streaming's own
+LOCK_FILE = ".in_use"  # in data.local
+OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
+
+OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock", "_cache_filelock_path", "_shm_prefix_int")
+OF_DATASET += ("prepare_shard", "get_item", "cache_usage", "cache_limit", "spanner", "shards")
+require_private_api(
+    StreamingDataset, *OF_DATASET, why="shards that cannot be had are told from those that are waited for"
+)
+require_private_api("streaming.base.dataset", "_ShardState.REMOTE", "_ShardState.LOCAL", why="the same")
+ShardState: Any = getattr(streaming_dataset, "_ShardState", None)
+
+
+def _on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
+    """Let one process of each machine do what the others wait for.
+
+    Raises:
+        StreamFailure, ConfigError: on all ranks, if it does on one.
+    """
+    error: StreamFailure | ConfigError | None = None
+    if dist.get_local_rank() == 0:
+        try:
+            work()
+        except (StreamFailure, ConfigError) as failure:
+            error = failure
+        except OSError as failure:
+            error = ConfigError([f"data.local: {failure}. Give a folder that this user may write in."])
+    said = None if error is None else (isinstance(error, ConfigError), str(error))
+    for is_refusal, text in filter(None, dist.all_gather_object(said)):
+        raise ConfigError([text]) if is_refusal else StreamFailure(text)
+
+
+class MachineStages(StreamingDataset):
+    """A StreamingDataset whose folders are this run's alone, and whose shards can fail.
+
+    Fork: streaming's constructor keeps the client that it has fetched `index.json` with. Forked workers would share its
+    socket, and their answers would mix: wrong data from a healthy store (seen with streaming 0.13.0).
+
+    Args:
+        streams: the stages, each in a folder of its own.
+        arguments: further keyword arguments of StreamingDataset.
+
+    Raises:
+        StreamFailure: on all ranks, when one of them cannot have a stage's index.
+        ConfigError: on all ranks, when a folder cannot be written, or is in use by another run.
+    """
+
+    def __init__(self, *, streams: Sequence[RetryingStream], **arguments: Any):
+        folders = [Path(stream.local) for stream in streams if stream.remote is not None]
+        self._locks = [FileLock(folder.resolve() / LOCK_FILE, is_singleton=True) for folder in folders]
+        _on_one_rank_of_each_machine(self._lock_folders)
+        for stream in streams:
+            _on_one_rank_of_each_machine(stream.fetch_index)
+        try:
+            super().__init__(streams=list(streams), **arguments)
+        except ValueError as error:
+            if "Reused local directory" not in str(error):
+                raise
+            local = ", ".join(map(str, folders))
+            given = f"{local} is in use by another run on this machine, or by shared memory that a run has left"
+            raise ConfigError([f"data.local: {given} (then a line above says so). {OWN_FOLDER}"]) from error
+        # Beside streaming's own locks of this number; one that is left goes when the number is used again.
+        name = f"{self._shm_prefix_int:06d}_reason_{os.getuid()}"
+        self._reason_file = Path(self._cache_filelock_path).with_name(name)
+        _on_one_rank_of_each_machine(lambda: self._reason_file.unlink(missing_ok=True))
+        for stream in streams:
+            _on_one_rank_of_each_machine(stream.remove_left_overs)
+            stream._downloader.clean_up()
+
+    # --- 1. the machine ---
+
+    def _lock_folders(self) -> None:
+        """Keep other runs out of the cache folders, until the process ends or lets them go.
+
+        streaming compares folders too, but no longer once the other run has read its first batch (seen with 0.13.0), and
+        not through a link.
+        """
+        for lock in self._locks:
+            folder = Path(lock.lock_file).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout as error:
+                given = f"{folder} is in use by another run on this machine"
+                raise ConfigError([f"data.local: {given}. {OWN_FOLDER}"]) from error
+
+    def let_go(self) -> None:
+        """Let another run have the cache folders, once all of this process's streams have let them go."""
+        while self._locks:
+            self._locks.pop().release()
+
+    def _tell_others(self, text: str) -> None:
+        """Leave the reason where every process of this machine finds it: any of them may be the first to report."""
+        with contextlib.suppress(OSError):  # a full disk may be the reason
+            self._reason_file.write_text(text)
+
+    def _failed_elsewhere(self, shard_id: int) -> str:
+        name = self.shards[shard_id].raw_data.basename
+        with contextlib.suppress(OSError):
+            if reason := self._reason_file.read_text():
+                return reason
+        return f"data: {name} could not be had by another process of this machine, whose message says why"
+
+    # --- 2. a shard ---
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Fetch a shard and compare its digest, unless it is here. Raises StreamFailure: it cannot be had."""
+        state = self._shard_states[shard_id]
+        if state == ShardState.LOCAL and not blocking:
+            self._shard_access_times[shard_id] = time.time_ns()
+            return
+        if state == FAILED:
+            raise StreamFailure(self._failed_elsewhere(shard_id))
+        if self.cache_limit and state == ShardState.REMOTE:
+            self._make_room(shard_id)
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except BaseException as error:
+            if not isinstance(error, FetchCancelled):
+                self._tell_others(str(error))
+            # Left as PREPARING, it would be waited for for ever.
+            self._shard_states[shard_id] = ShardState.REMOTE if isinstance(error, FetchCancelled) else FAILED
+            with contextlib.suppress(AttributeError):
+                self._cache_filelock.release(force=True)
+            raise
+
+    def open_shard(self, shard_id: int) -> None:
+        """Prepare a shard that no iteration has prepared, before single samples of it are read."""
+        if self._shard_states[shard_id] != ShardState.LOCAL:
+            self.prepare_shard(shard_id)
+
+    def _make_room(self, wanted_id: int) -> None:
+        """Remove files of earlier runs that this one has not opened: streaming counts, and evicts, only what it has.
+
+        The wanted shard's own stays, and so do, for as long as there is room, those with lower numbers: without shuffling
+        they are wanted next.
+        """
+        with FileLock(self._cache_filelock_path):
+            if self._shard_states[wanted_id] != ShardState.REMOTE:
+                return  # another thread has begun with it: it would be counted twice
+            not_opened = {
+                shard_id: path
+                for shard_id, (shard, state) in enumerate(zip(self.shards, self._shard_states.numpy(), strict=True))
+                if state == ShardState.REMOTE and (path := Path(shard.dirname, shard.raw_data.basename)).is_file()
+            }
+            own = not_opened.pop(wanted_id, None)
+            num_bytes = self.shards[wanted_id].get_max_size() if own is None else own.stat().st_size
+            used = self.cache_usage + sum(path.stat().st_size for path in not_opened.values())
+            for path in reversed(not_opened.values()):
+                if used + num_bytes <= self.cache_limit:
+                    break
+                used -= path.stat().st_size
+                path.unlink()
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:
+        """Return a sample as streaming decodes it, from a shard whose digest this run has compared."""
+        self.open_shard(int(self.spanner[sample_id][0]))
+        return super().get_item(sample_id, retry)
+
+    def places_of(self, sample_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """# (B,) numbers of samples -> (B,) numbers of their shards, (B,) rows in these; int64."""
+        sample_ids = np.asarray(sample_ids)
+        shard_ids = np.searchsorted(self.sample_offset_per_shard, sample_ids, side="right") - 1
+        return shard_ids, sample_ids - self.sample_offset_per_shard[shard_ids]
