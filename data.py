@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
@@ -235,9 +236,9 @@ class StreamingLAIONDataset(BatchStream):
         self.image_dtype = family.columns("images", self.image_sizes[0])["images"].dtype
         self.tokenize = family.tokenize
 
-    def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
+    def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
         """Decode and resize the samples, and tokenise their captions in one call."""
-        samples = [self.read_sample(sample_id) for sample_id in sample_ids]
+        samples = [self.read_sample(sample_id) for sample_id in sample_ids.tolist()]
         return {
             "images": torch.stack([sample["images"] for sample in samples]),
             **self.tokenize([sample["caption"] for sample in samples]),

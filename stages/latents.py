@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,9 +44,9 @@ class LatentsStream(BatchStream):
         super().__init__(**arguments)
         self.latent_shape, self.scale, self.tokenize = tuple(shape), scale, tokenize
 
-    def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
+    def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
         """Return the latents as moments, and the captions tokenised in one call."""
-        found = [self.first_good(sample_id, self._use) for sample_id in sample_ids]
+        found = [self.first_good(sample_id, self._use) for sample_id in sample_ids.tolist()]
         means = torch.stack([mean for (mean, _), _ in found])
         return {
             "moments": torch.cat([means, torch.full_like(means, NO_VARIANCE)], dim=1),

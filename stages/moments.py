@@ -53,8 +53,9 @@ class MomentsStream(BatchStream):
         self.captions = captions if any(captions or ()) else None
         self._files: dict[int, ShardFile] = {}
 
-    def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
+    def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
         """Fill one array a column, shard by shard, each row at its place in the batch."""
+        sample_ids = np.asarray(sample_ids).tolist()
         columns = self.columns[self.stream_of(sample_ids[0])]  # a batch has one shape
         batch = {n: np.empty((len(sample_ids), *shape), stored) for n, (shape, stored, _) in columns.items()}
         places: dict[int, list[tuple[int, int]]] = {}

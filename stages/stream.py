@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -128,7 +128,7 @@ class BatchStream(OrderedStages):
 
     # --- an epoch, and what is read in it ---
 
-    def _each_sample_id(self, it: Any) -> Iterator[list[int] | Failure]:
+    def _each_sample_id(self, it: Any) -> Iterator[np.ndarray | Failure]:
         owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()
         for stream in self.streams:
             stream.is_wanted = lambda: not (ended.is_set() or it.should_exit() or self._event.is_set())
@@ -136,7 +136,7 @@ class BatchStream(OrderedStages):
         sample_ids, given = super()._each_sample_id(it), 0
         try:
             while len(batch := list(itertools.islice(sample_ids, self.batch_size))) == self.batch_size:
-                yield [int(sample_id) for sample_id in batch]
+                yield np.array(batch, np.int64)
                 given += 1
             if given < owed and not (self._failure or it.should_exit()):
                 self._fail(f"data: the stream ended after {given} of {owed} batches of this process, without an error")
@@ -148,7 +148,7 @@ class BatchStream(OrderedStages):
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, Failure):
             return {"failure": [at.text]}
-        if not isinstance(at, list):
+        if not isinstance(at, np.ndarray):
             return super().__getitem__(at)
         try:
             batch = self.read_batch(at)
@@ -158,8 +158,8 @@ class BatchStream(OrderedStages):
             batch["stream"] = self.sources[self.stream_per_shard[self.places_of(at)[0]]]
         return batch
 
-    def read_batch(self, sample_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the batch of these samples."""
+    def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
+        """Return the batch of these samples; `sample_ids`: int64 (B,)."""
         raise NotImplementedError
 
     def first_good(self, sample_id: int, use: Callable[[int], Used]) -> tuple[Used, list[Bad]]:

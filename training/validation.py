@@ -241,7 +241,7 @@ class Validator:
     def _errors_of(self, places: range) -> Tensor:  # -> (N,) float64
         """Return the errors of some samples. A short chunk is filled up with its last one: every pass has one shape."""
         model, numbers = self.model, [*places, *[places[-1]] * (self.chunk - len(places))]
-        columns = self.dataset.read_batch(numbers)
+        columns = self.dataset.read_batch(np.array(numbers, np.int64))
         for number, key, reason in columns.pop("bad"):
             if number not in self.bad:
                 given = f"sample {number:,} ({printable(key)}) cannot be used: {reason}"
