@@ -1,6 +1,6 @@
 """Private names of libraries that this code relies on: each declared once, beside its use, and all compared at the start.
 
-    require_private_api(StreamingDataset, "_prepare_thread", "_event", why="errors of its threads end the epoch")
+    require_private_api(StreamingDataset, "_get_work", "_shard_states", why="an epoch is read by batches")
 
 A declaration only notes what is missing, and `@command` calls `check_private_api` before it reads its words: so a new release
 fails at once, with one line that names all that it lacks. A module that a command loads later has its names compared while it

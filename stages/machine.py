@@ -8,24 +8,29 @@ What its processes share: where it lies, who sets it, who waits for it, and what
                                             ends with the process, or by `let_go`
     _reason_file   file, temporary folder   the thread that made a shard FAILED            nobody: read where FAILED is seen
                                             ends when the next run takes the same number of shared memory
-2. of a shard, for all processes of the machine: `_shard_states` in shared memory. It is taken and evicted under the lock
-   _cache_filelock; the thread that took it sets the outcome without the lock
+2. of a shard, for all processes of the machine: `_shard_states` in shared memory. It is taken and evicted under the file
+   lock at _cache_filelock_path; the thread that took it sets the outcome without the lock
     REMOTE         not opened by this run   the start; an eviction; a cancelled fetch      nobody
                    (its file may be here)
                                             ends with the next `prepare_shard`
-    PREPARING      is being fetched         the first `prepare_shard` that finds REMOTE    `ready` of every process; a reader
-                                                                                           that needs the shard (open_shard)
+    PREPARING      is being fetched         the first `prepare_shard` that finds REMOTE    who needs the shard: open_shard, in
+                                                                                           any process
                                             ends by the same thread: LOCAL; FAILED; or REMOTE, where its epoch has ended
     LOCAL          here, digest compared    the thread that fetched it                     nobody
                                             ends with an eviction (data.cache_limit)
     FAILED         cannot be had            the thread that tried                          nobody
-                                            ends with the run: `_watch` of every process sees it and fails (stages/stream.py)
+                                            ends with the run: every process looks for it, and fails (stages/stream.py)
+    cache_usage    bytes that are LOCAL or  under the lock: who takes a shard, before a    `prepare_shard`, until another
+                   PREPARING                byte of it is here; who evicts one             shard can be evicted
+    _came          Condition of a process   a thread that sets a shard's outcome, or       open_shard; what other processes
+                                            notes a failure                                fetch it sees POLL_SEC later
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,12 +46,13 @@ from cli.errors import ConfigError
 from cli.private_api import require_private_api
 from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
 
+POLL_SEC = 0.01  # between two looks at what other processes do
 FAILED = 255  # a state of a shard beside streaming's own
 LOCK_FILE = ".in_use"  # in data.local
 OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
 
-OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock", "_cache_filelock_path", "_shm_prefix_int")
-OF_DATASET += ("prepare_shard", "get_item", "cache_usage", "cache_limit", "spanner", "shards")
+OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock_path", "_shm_prefix_int")
+OF_DATASET += ("prepare_shard", "get_item", "cache_usage", "cache_limit", "spanner", "shards", "_evict_coldest_shard")
 require_private_api(
     StreamingDataset, *OF_DATASET, why="shards that cannot be had are told from those that are waited for"
 )
@@ -91,6 +97,7 @@ class MachineStages(StreamingDataset):
     def __init__(self, *, streams: Sequence[RetryingStream], **arguments: Any):
         folders = [Path(stream.local) for stream in streams if stream.remote is not None]
         self._locks = [FileLock(folder.resolve() / LOCK_FILE, is_singleton=True) for folder in folders]
+        self._came = threading.Condition()
         _on_one_rank_of_each_machine(self._lock_folders)
         for stream in streams:
             _on_one_rank_of_each_machine(stream.fetch_index)
@@ -147,30 +154,98 @@ class MachineStages(StreamingDataset):
     # --- 2. a shard ---
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Fetch a shard and compare its digest, unless it is here. Raises StreamFailure: it cannot be had."""
+        """Fetch a shard and compare its digest, unless it is here, or another thread or process has begun with it.
+
+        Args:
+            blocking: wait for the end of what another one has begun, be it LOCAL or not; fetch a shard whose file is gone.
+
+        Raises:
+            StreamFailure: it cannot be had.
+            FetchCancelled: nobody waits for it any more.
+        """
         state = self._shard_states[shard_id]
-        if state == ShardState.LOCAL and not blocking:
-            self._shard_access_times[shard_id] = time.time_ns()
-            return
         if state == FAILED:
             raise StreamFailure(self._failed_elsewhere(shard_id))
-        if self.cache_limit and state == ShardState.REMOTE:
-            self._make_room(shard_id)
-        try:
-            super().prepare_shard(shard_id, blocking)
-        except BaseException as error:
-            if not isinstance(error, FetchCancelled):
-                self._tell_others(str(error))
-            # Left as PREPARING, it would be waited for for ever.
-            self._shard_states[shard_id] = ShardState.REMOTE if isinstance(error, FetchCancelled) else FAILED
-            with contextlib.suppress(AttributeError):
-                self._cache_filelock.release(force=True)
-            raise
+        is_open_to_all = state == ShardState.REMOTE or (state == ShardState.LOCAL and blocking)
+        if is_open_to_all and self._take(shard_id):
+            self._fetch(shard_id)
+        while blocking and self._shard_states[shard_id] == ShardState.PREPARING:
+            self._check_wanted(shard_id)
+            with self._came:
+                if self._shard_states[shard_id] == ShardState.PREPARING:
+                    self._came.wait(POLL_SEC)
 
     def open_shard(self, shard_id: int) -> None:
-        """Prepare a shard that no iteration has prepared, before single samples of it are read."""
-        if self._shard_states[shard_id] != ShardState.LOCAL:
+        """Return when a shard is here: fetched ahead by another thread or process, or by this one, now. Raises: the same."""
+        while self._shard_states[shard_id] != ShardState.LOCAL:
             self.prepare_shard(shard_id)
+
+    def _take(self, shard_id: int) -> bool:
+        """Make a shard PREPARING, with room for it; False: it is here, or another one has begun with it."""
+        shard = self.shards[shard_id]
+        while True:
+            if self.cache_limit:
+                self._make_room(shard_id)
+            with FileLock(self._cache_filelock_path).acquire(poll_interval=POLL_SEC):
+                if (
+                    self._shard_states[shard_id] == ShardState.LOCAL
+                    and not Path(shard.dirname, shard.raw_data.basename).is_file()
+                ):
+                    self._shard_states[shard_id] = ShardState.REMOTE  # somebody has removed it
+                    self.cache_usage -= shard.raw_data.bytes
+                if self._shard_states[shard_id] != ShardState.REMOTE:
+                    return False
+                if self._has_room(shard.get_max_size()):
+                    self._shard_states[shard_id] = ShardState.PREPARING
+                    self.cache_usage += shard.get_max_size()
+                    return True
+            self._check_wanted(shard_id)
+            time.sleep(POLL_SEC)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Evict what was not read for the longest time; False: all is being fetched. The caller has the lock."""
+        while self.cache_limit and self.cache_usage + num_bytes > self.cache_limit:
+            states = self._shard_states.numpy()
+            if (states == ShardState.LOCAL).any():
+                self._evict_coldest_shard()
+            elif (states == ShardState.PREPARING).any():
+                return False
+            else:
+                given = f"{self.cache_limit:,} bytes hold no shard of {num_bytes:,} beside {self.cache_usage:,} of index.json"
+                raise StreamFailure(f"data.cache_limit: {given}. Give a larger one, or null.")
+        return True
+
+    def _fetch(self, shard_id: int) -> None:
+        """Fetch a shard that this thread has taken; it is PREPARING no longer when this ends, however it does."""
+        shard, outcome, num_bytes = self.shards[shard_id], FAILED, 0
+        try:
+            num_bytes = self.streams[self.stream_per_shard[shard_id]].prepare_shard(shard)
+            outcome = ShardState.LOCAL
+        except FetchCancelled:
+            outcome = ShardState.REMOTE
+            raise
+        except StreamFailure as error:
+            self._tell_others(str(error))
+            raise
+        except BaseException as error:
+            text = f"data: {type(error).__name__}: {error}"
+            self._tell_others(text)
+            if not isinstance(error, Exception):
+                raise
+            raise StreamFailure(text) from error
+        finally:
+            self._shard_access_times[shard_id] = time.time_ns()
+            with self._came:
+                self._shard_states[shard_id] = outcome
+                self._came.notify_all()
+            if num_bytes != shard.get_max_size():
+                with FileLock(self._cache_filelock_path).acquire(poll_interval=POLL_SEC):
+                    self.cache_usage += num_bytes - shard.get_max_size()
+
+    def _check_wanted(self, shard_id: int) -> None:
+        """Raise FetchCancelled: nobody waits for a shard any more."""
+        if not self.streams[self.stream_per_shard[shard_id]].is_wanted():
+            raise FetchCancelled(f"data: {self.shards[shard_id].raw_data.basename} is waited for no longer")
 
     def _make_room(self, wanted_id: int) -> None:
         """Remove files of earlier runs that this one has not opened: streaming counts, and evicts, only what it has.

@@ -1,7 +1,7 @@
 """Clients of stores that tell of a dead store within seconds: streaming's own, mended where they hang.
 
-s3://      a client with the limits that were asked for (streaming's retries within itself, so that nobody hears of it),
-           and an end after an answer 400, after which streaming's calls itself without end
+s3://      a client with the limits that were asked for (streaming's retries within itself, so that nobody hears of it), one
+           for the threads of a process, and an end after an answer 400, after which streaming's calls itself without end
 sftp://    one connection for the threads of a process, given to them once it stands (streaming's gives it while it is
            being made: a thread that asks for a file too early waits for ever, seen with 0.13.0 and paramiko 3.5), and
            a limit on every answer, of which streaming's has none
@@ -10,6 +10,7 @@ the rest   as they are in streaming
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from pathlib import Path
@@ -30,8 +31,19 @@ OF_SFTP = ("_download_file_impl", "_ssh_client", "clean_up")
 require_private_api(SFTPDownloader, *OF_SFTP, why="one connection for all threads, a limit on every answer")
 
 
+@functools.cache
+def _descriptions() -> Any:
+    """Return botocore's loader, which keeps the descriptions of services that it has read: most of a client's time."""
+    from botocore.session import get_session
+
+    return get_session().get_component("data_loader")
+
+
 class BriefS3Downloader(S3Downloader):
     """streaming's, with a client that tells of a dead store within seconds: whoever waits is `fetch`, who says so.
+
+    Several threads download with one client, which boto3 allows: each has a connection of its pool. After `clean_up` by one
+    whose download failed the next download makes a client anew; the others end theirs with the old one.
 
     Args:
         attempts: of each request, for a caller that does not wait.
@@ -40,6 +52,11 @@ class BriefS3Downloader(S3Downloader):
     def __init__(self, attempts: int = 1):
         super().__init__()
         self.attempts = attempts
+        self._lock = threading.Lock()
+
+    def clean_up(self) -> None:
+        with self._lock:
+            super().clean_up()
 
     def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
         """Download a file; after an answer 400 once more as nobody, for a public bucket.
@@ -53,20 +70,17 @@ class BriefS3Downloader(S3Downloader):
         place = urlsplit(remote)
         payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
 
-        def download() -> None:
+        def download(client: Any) -> None:
             key, config = place.path.lstrip("/"), TransferConfig(use_threads=False)
-            self._s3_client.download_file(place.netloc, key, local, ExtraArgs=payer, Config=config)
+            client.download_file(place.netloc, key, local, ExtraArgs=payer, Config=config)
 
-        if self._s3_client is None:
-            self._create_s3_client(timeout=timeout)
         try:
-            download()
+            download(self._client(timeout))
         except ClientError as error:
             if error.response["Error"]["Code"] != "400":
                 raise
-            self._create_s3_client(unsigned=True, timeout=timeout)
             try:
-                download()
+                download(self._client(timeout, unsigned=True))
             except Exception:
                 self.clean_up()
                 raise error from None
@@ -74,26 +88,33 @@ class BriefS3Downloader(S3Downloader):
     def read(self, remote: str, most: int, timeout: float) -> bytes:
         """Return an object's first bytes, in one request: a download asks for its size first."""
         place = urlsplit(remote)
-        if self._s3_client is None:
-            self._create_s3_client(timeout=timeout)
         payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
-        found = self._s3_client.get_object(Bucket=place.netloc, Key=place.path.lstrip("/"), **payer)
+        found = self._client(timeout).get_object(Bucket=place.netloc, Key=place.path.lstrip("/"), **payer)
         with found["Body"] as body:
             return body.read(most)
 
     def list_objects(self, remote: str, timeout: float) -> list[tuple[str, int, str]]:
         """Return (key, bytes, entity tag) of every object whose key begins as `remote` does, in the order of the keys."""
         place = urlsplit(remote)
-        if self._s3_client is None:
-            self._create_s3_client(timeout=timeout)
-        pages = self._s3_client.get_paginator("list_objects_v2")
+        pages = self._client(timeout).get_paginator("list_objects_v2")
         found = pages.paginate(Bucket=place.netloc, Prefix=place.path.lstrip("/"))
         return [(one["Key"], one["Size"], one["ETag"].strip('"')) for page in found for one in page.get("Contents", [])]
+
+    def _client(self, timeout: float, unsigned: bool = False) -> Any:
+        """Return the client of this process; the first thread makes it. `unsigned`: make it anew, without credentials."""
+        with self._lock:
+            if self._s3_client is None or unsigned:
+                self._create_s3_client(unsigned, timeout)
+            return self._s3_client
 
     def _create_s3_client(self, unsigned: bool = False, timeout: float = READ_TIMEOUT_SEC) -> None:
         from boto3.session import Session
         from botocore import UNSIGNED
         from botocore.config import Config
+        from botocore.session import get_session
+
+        session = get_session()
+        session.register_component("data_loader", _descriptions())
 
         config = Config(
             read_timeout=timeout,
@@ -101,7 +122,8 @@ class BriefS3Downloader(S3Downloader):
             retries={"total_max_attempts": self.attempts},
             signature_version=UNSIGNED if unsigned else None,
         )
-        self._s3_client = Session().client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+        session = Session(botocore_session=session)
+        self._s3_client = session.client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
 
 
 class BriefSFTPDownloader(SFTPDownloader):

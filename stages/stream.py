@@ -1,37 +1,40 @@
 """Batches of one stage or several, from a StreamingDataset whose failures are heard.
 
-Each process that reads a stage (a loader worker; the trainer itself where data.workers=0) has four threads in an epoch:
+Each process that reads a stage (a loader worker; the trainer itself where data.workers=0) has these threads in an epoch:
 
-    thread     whose        what it does                                                   method
-    reader     its own      takes the numbers of a batch, reads the samples                _each_sample_id, read_batch
-    prepare    streaming's  runs ahead and fetches shards                                  _prepare_thread
-    ready      streaming's  waits for the shard of each sample, in order                   _ready_thread
-    watch      ours         looks each second at what other processes have set             _watch
+    thread           what it does                                                             method
+    reader           takes the numbers of a batch, says which shards the next ones need,      __iter__, _plan, _read
+                     reads the samples; waits for a shard only there (open_shard)
+    fetch, FETCHES   each fetches one shard at a time, of those that the reader has named     _fetch_ahead
 
-What they share, besides what all processes of the machine do (stages/machine.py): where it lies, who sets it, who waits for
-it, and what ends it.
+streaming's own three, which go from sample to sample through locks and sleeps, do not run. What ours share, besides what all
+processes of the machine do (stages/machine.py): where it lies, who sets it, who waits for it, and what ends it.
 
     of a process: its own memory
-    _failure       text of the first one    any of the four threads, by `_fail`            nobody: the reader gives it on
-    _event         streaming's              the same                                       nobody: all threads see it and end
-                                            both end with the process
+    _failure       text of the first one    any of the threads, by `_fail`; the reader     nobody: the reader gives it on, and
+                                            too for what another process could not have    `is_wanted` ends all waits
+                                            ends with the process
     of an epoch in a process: its own memory
-    it.*_index     how far each thread is   each of reader, prepare and ready its own      the reader: for `ready`; these two:
-                                                                                           for the reader (predownload)
-    is_wanted      of the RetryingStream    the reader, when the epoch begins              `fetch`, between two tries
-    ended          an Event                 the reader, when the epoch ends, however       `watch`
-                                            ends a wait for a store: FetchCancelled, the shard is REMOTE again
+    shards         a queue: what is missing the reader, a window ahead of what it reads    fetch threads, without a limit
+                   for the next batches
+                                            ends with None, which each thread hands on
+    ended          an Event                 the reader, when the epoch ends, however       nobody: what is left in the queue
+                                                                                           is not begun any more
+    is_wanted      of each RetryingStream   the reader, when the epoch begins; false       `fetch`, between two tries; a wait
+                                            after a failure, and when it has ended         for another's fetch, or for room
+                                            ends a wait: FetchCancelled, the shard is REMOTE again
 
-`ready`'s wait would have no end with streaming alone: it waits for LOCAL, and sees neither FAILED nor a PREPARING that went
-back to REMOTE. `_watch` sees both: it fails, or fetches the shard itself. A reader's wait ends with PREPARING.
+A shard that another process has given up, or that was evicted before it was read, is REMOTE when the reader needs it: the
+reader then fetches it itself. So no wait depends on a thread that may be gone.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,23 +47,30 @@ from stages.images import SampleError
 from stages.machine import FAILED, ShardState
 from stages.order import OrderedStages
 
+FETCHES = 3
+"""Shards that a process fetches at once. More gain nothing from a store on the same machine (bench.store)."""
 WATCH_SEC = 1.0
 
 Bad = tuple[int, str, str]
 """Of a sample that cannot be used: its number, its key, why."""
 Used = TypeVar("Used")
 
-WHY = "its failures reach the run"
-OF_EPOCH = ("sample_ids", "total", "prepare_index", "ready_index", "should_exit", "on_exit")
-require_private_api(StreamingDataset, "_event", "_each_sample_id", "_prepare_thread", "_ready_thread", why=WHY)
-require_private_api("streaming.base.dataset", *(f"_Iterator.{name}" for name in OF_EPOCH), why=WHY)
+OF_DATASET = ("_unique_rank_world", "_parallel_rank_world", "_unique_worker_world", "_parallel_worker_world")
+OF_DATASET += ("_get_work", "_resume_incr_epoch", "max_shard_size_across_all_streams")
+require_private_api(StreamingDataset, *OF_DATASET, why="an epoch is read by batches, and its failures reach the run")
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What an iteration gives instead of the numbers of a batch when there will be none."""
+class Epoch:
+    """What a process's threads share while it reads an epoch; see the head of this file."""
 
-    text: str
+    def __init__(self) -> None:
+        self.shards: SimpleQueue[int | None] = SimpleQueue()
+        self.ended = threading.Event()
+
+    def end(self) -> None:
+        """Let the threads go; what is being fetched ends with its try."""
+        self.ended.set()
+        self.shards.put(None)
 
 
 class BatchStream(OrderedStages):
@@ -70,92 +80,114 @@ class BatchStream(OrderedStages):
     epoch that is no whole batch is left out. To be loaded with DataLoader(batch_size=None).
 
     Failures: an error in a thread of streaming's is only logged, and the epoch ends as if it were finished, or waits for a
-    shard that nobody fetches any more (seen; mosaicml/streaming issues 307, 617). Here the thread's error becomes the item
-    {"failure": [text]}, in every process of this machine that waits for the shard, and so does an epoch that owes batches.
+    shard that nobody fetches any more (seen; mosaicml/streaming issues 307, 617). Here a thread's error becomes the item
+    {"failure": [text]}, in every process of this machine, and so does each further batch that is asked for.
 
     Speed: plain streaming takes a file lock for every sample to ask whether its shard is there, and opens, seeks and reads
-    each by itself; that, not the bytes, is what its time goes to.
+    each by itself; that, not the bytes, is what its time goes to. Here a batch is looked at once, as a whole.
 
     Args: see OrderedStages. Raises: see MachineStages.
     """
 
     def __init__(self, **arguments: Any):
         self._failure: str | None = None
+        self._looked_at = 0.0
+        self._epoch_read = Epoch()
         super().__init__(**arguments)
 
     # --- a process ---
 
     def _fail(self, text: str) -> str:
-        """Note the first failure of this process, and end its threads; return that one's text."""
-        self._failure = self._failure or text
-        if hasattr(self, "_event"):  # made by an iteration
-            self._event.set()
+        """Note the first failure of this process, and end its waits; return that one's text."""
+        with self._came:
+            self._failure = self._failure or text
+            self._came.notify_all()
         return self._failure
 
-    def _until_failure(self, work: Callable[[Any], None], it: Any) -> None:
-        """Run one of streaming's threads; streaming would only log its error, and wait for its end for ever."""
-        try:
-            work(it)
-        except Exception as error:
-            if not isinstance(error, FetchCancelled):
+    def _look(self) -> None:
+        """Fail if another process could not have a shard; looks once in WATCH_SEC."""
+        if time.monotonic() - self._looked_at < WATCH_SEC:
+            return
+        self._looked_at = time.monotonic()
+        if (failed := np.flatnonzero(self._shard_states.numpy() == FAILED)).size:
+            self._fail(self._failed_elsewhere(int(failed[0])))
+
+    def _fetch_ahead(self, epoch: Epoch) -> None:
+        while (shard_id := epoch.shards.get()) is not None and not epoch.ended.is_set():
+            try:
+                self.prepare_shard(shard_id, blocking=False)
+            except FetchCancelled:
+                continue
+            except Exception as error:  # a thread's own would only be printed
                 self._fail(str(error) if isinstance(error, StreamFailure) else f"data: {type(error).__name__}: {error}")
-            it.on_exit()
-
-    def _prepare_thread(self, it: Any) -> None:
-        self._until_failure(super()._prepare_thread, it)
-
-    def _ready_thread(self, it: Any) -> None:
-        self._until_failure(super()._ready_thread, it)
-
-    def _watch(self, it: Any, ended: threading.Event) -> None:
-        """Look for a shard that another process could not fetch, or has given up: nobody else will fetch it."""
-        while not (ended.wait(WATCH_SEC) or self._event.is_set()):
-            if (shard_id := self._given_up(it)) is not None:
-                self._until_failure(lambda it, shard_id=shard_id: self.prepare_shard(shard_id, False), it)
-            if (failed := np.flatnonzero(self._shard_states.numpy() == FAILED)).size:
-                self._fail(self._failed_elsewhere(int(failed[0])))
-
-    def _given_up(self, it: Any) -> int | None:
-        """Return the shard that this process waits for and that is not here, though it was prepared before.
-
-        Another process's epoch ended while it fetched it, or it was put out of the cache before it was read.
-        """
-        at = it.ready_index
-        if at >= min(it.prepare_index, it.total) or it.sample_ids[at] == -1:
-            return None
-        shard_id = int(self.spanner[it.sample_ids[at]][0])
-        return shard_id if self._shard_states[shard_id] == ShardState.REMOTE else None
+        epoch.shards.put(None)
 
     # --- an epoch, and what is read in it ---
 
-    def _each_sample_id(self, it: Any) -> Iterator[np.ndarray | Failure]:
-        owed, ended = int((it.sample_ids != -1).sum()) // self.batch_size, threading.Event()
-        for stream in self.streams:
-            stream.is_wanted = lambda: not (ended.is_set() or it.should_exit() or self._event.is_set())
-        threading.Thread(target=self._watch, args=(it, ended), daemon=True).start()
-        sample_ids, given = super()._each_sample_id(it), 0
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        epoch, sample_ids = self._begin()
+        batches, ahead = whole_batches(sample_ids, self.batch_size), deque[tuple[np.ndarray, set[int]]]()
         try:
-            while len(batch := list(itertools.islice(sample_ids, self.batch_size))) == self.batch_size:
-                yield np.array(batch, np.int64)
-                given += 1
-            if given < owed and not (self._failure or it.should_exit()):
-                self._fail(f"data: the stream ended after {given} of {owed} batches of this process, without an error")
-            while self._failure is not None:  # so is each further batch that is asked for
-                yield Failure(self._failure)
+            while self._plan(epoch, batches, ahead) or self._failure is not None:
+                self._look()
+                if self._failure is not None:
+                    yield {"failure": [self._failure]}
+                else:
+                    yield self._read(ahead[0][0])
+                    ahead.popleft()
         finally:
-            ended.set()
+            epoch.end()
 
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, Failure):
-            return {"failure": [at.text]}
-        if not isinstance(at, np.ndarray):
-            return super().__getitem__(at)
+    def _begin(self) -> tuple[Epoch, np.ndarray]:
+        """Start the threads of the next epoch; return it and this process's sample numbers, -1 where there is none."""
+        self._epoch_read.end()  # of an iteration that was not read to its end
+        self._epoch_read = epoch = Epoch()
+        self._unique_worker_world = self._unique_rank_world.detect_workers()
+        self._parallel_worker_world = self._parallel_rank_world.detect_workers()
+        sample_ids = self._get_work(*self._resume_incr_epoch())
+
+        def is_wanted() -> bool:
+            self._look()
+            return self._failure is None and not epoch.ended.is_set()
+
+        for stream in self.streams:
+            stream.is_wanted = is_wanted
+        for _ in range(FETCHES):
+            threading.Thread(target=self._fetch_ahead, args=(epoch,), daemon=True).start()
+        return epoch, sample_ids
+
+    def _plan(self, epoch: Epoch, batches: Iterator[np.ndarray], ahead: deque[tuple[np.ndarray, set[int]]]) -> bool:
+        """Look ahead to the batches of the next `predownload` samples, and name the shards that they lack; False: no batch.
+
+        With a cache limit only as many are fetched ahead as fill half of this process's part of it, so that none pushes
+        out what is about to be read.
+        """
+        assert self.predownload is not None and self.batch_size is not None
+        most = len(self.shards)
+        if self.cache_limit:
+            of_process = self.cache_limit // self._unique_worker_world.workers_per_node
+            most = of_process // (2 * int(self.max_shard_size_across_all_streams))
+        while len(ahead) <= self.predownload // self.batch_size:
+            if ahead and len(set().union(*(missing for _, missing in ahead))) >= most:
+                break
+            if (sample_ids := next(batches, None)) is None:
+                break
+            shard_ids = np.unique(self.places_of(sample_ids)[0])
+            is_here = self._shard_states.numpy()[shard_ids] == ShardState.LOCAL
+            self._shard_access_times.numpy()[shard_ids[is_here]] = time.time_ns()
+            missing = shard_ids[~is_here].tolist()
+            for shard_id in missing:
+                epoch.shards.put(shard_id)
+            ahead.append((sample_ids, set(missing)))
+        return bool(ahead)
+
+    def _read(self, sample_ids: np.ndarray) -> dict[str, Any]:
         try:
-            batch = self.read_batch(at)
+            batch = self.read_batch(sample_ids)
         except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
             return {"failure": [self._fail(str(error))]}
         if self.sources is not None:  # a bad sample's replacement is of the same shard
-            batch["stream"] = self.sources[self.stream_per_shard[self.places_of(at)[0]]]
+            batch["stream"] = self.sources[self.stream_per_shard[self.places_of(sample_ids)[0]]]
         return batch
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
@@ -179,6 +211,17 @@ class BatchStream(OrderedStages):
             try:
                 return use(candidate), bad
             except SampleError as error:
-                bad.append((candidate, str(super().__getitem__(candidate).get("key", candidate)), str(error)))
+                bad.append((candidate, str(self[candidate].get("key", candidate)), str(error)))
         named = "; ".join(f"{printable(key)}: {reason}" for _, key, reason in bad[:3])
         raise ValueError(f"data: no sample of shard {shard_id} can be used ({named}, ...). Make the stage again.")
+
+
+def whole_batches(sample_ids: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
+    """Yield int64 (batch_size,) of the numbers that are not -1, in order; a rest that fills no batch is left out."""
+    rest = sample_ids[:0]
+    for begin in range(0, len(sample_ids), batch_size):
+        part = sample_ids[begin : begin + batch_size]
+        rest = np.concatenate([rest, part[part != -1]])
+        if len(rest) >= batch_size:
+            yield rest[:batch_size]
+            rest = rest[batch_size:]

@@ -1,7 +1,8 @@
-"""stages/stores.py: an SFTP server's threads and silences; S3's are in test_stream.py and tests/store."""
+"""stages/stores.py: an SFTP server's threads and silences, an S3 client's threads; S3's faults are in tests/store."""
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
 import threading
@@ -55,6 +56,66 @@ def test_threads_that_ask_at_once_share_one_connection_when_it_stands(sftp, tmp_
     assert not failed and not any(thread.is_alive() for thread in threads)
     assert [(tmp_path / str(number)).read_bytes() for number in range(8)] == [bytes([n]) * 100_000 for n in range(8)]
     client.clean_up()
+
+
+class Objects(http.server.BaseHTTPRequestHandler):
+    """Answers as S3 does for /bucket/NUMBER, 300 kB each; there is no 3. A body comes in two halves."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        number = int(self.path.rpartition("/")[2].partition("?")[0])
+        body = bytes([number]) * 300_000
+        self.send_response(404 if number == 3 else 200)
+        self.send_header("Content-Length", "0" if number == 3 else str(len(body)))
+        self.send_header("ETag", '"0"')
+        self.end_headers()
+        if with_body and number != 3:
+            self.wfile.write(body[:150_000])
+            time.sleep(0.2)
+            self.wfile.write(body[150_000:])
+
+    def log_message(self, *words) -> None:
+        pass
+
+
+def test_threads_download_with_one_s3_client_and_the_failure_of_one_ends_no_other(tmp_path, monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Objects)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    client, together, made, failed = client_of("s3://bucket"), threading.Barrier(8), [], []
+    create = client._create_s3_client
+    monkeypatch.setattr(client, "_create_s3_client", lambda *given: made.append(1) or create(*given))
+
+    def get(number: int) -> None:
+        together.wait(LIMIT_SEC)
+        try:
+            client.download(f"s3://bucket/{number}", str(tmp_path / str(number)), 20.0)
+        except Exception as error:
+            failed.append((number, str(error)))
+            client.clean_up()  # as `fetch` does
+
+    threads = [threading.Thread(target=get, args=(number,), daemon=True) for number in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_SEC)
+    finally:
+        server.shutdown()
+        server.server_close()
+    [(number, text)] = failed
+    assert number == 3 and "404" in text and len(made) <= 2  # the second one: for who came after the failure
+    rest = [number for number in range(8) if number != 3]
+    assert [(tmp_path / str(number)).read_bytes() for number in rest] == [bytes([n]) * 300_000 for n in rest]
 
 
 @pytest.mark.slow

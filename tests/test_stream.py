@@ -9,21 +9,22 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from streaming import MDSWriter, StreamingDataset
 from streaming.base.hashing import get_hash
+from torch.utils.data import DataLoader
 
 from cli.errors import ConfigError
-from stages import fetch, stores
+from stages import fetch, stores, stream
 from stages.dataset import holds_another_stage, read_stage, write_facts
 from stages.fetch import RetryingStream, StreamFailure
-from stages.machine import FAILED
+from stages.machine import FAILED, ShardState
 from stages.moments import MomentsStream
 from stages.shard_file import DAMAGED, ShardError
 from stages.stream import BatchStream
@@ -197,15 +198,17 @@ def test_an_answer_400_is_tried_once_more_without_credentials_and_no_oftener(tmp
     assert asked in ([True, False], [True, True, False, False])  # botocore asks for the bucket's region, too
 
 
-def test_a_shard_that_another_process_gave_up_is_asked_for_again(moments, tmp_path):
+def test_a_shard_that_another_process_gave_up_is_fetched_by_who_needs_it(moments, tmp_path):
+    """The reader waited for ever: nobody else asks for it again."""
+    whole = [batch["moments"] for batch in stream_of(moments)]
     dataset = stream_of(tmp_path / "cache", remote=str(moments))
-    it = SimpleNamespace(ready_index=1, prepare_index=3, total=4, sample_ids=np.array([-1, 20, 21, 46]))
-    shard_id = int(dataset.spanner[20][0])
-    assert dataset._given_up(it) == shard_id
-    dataset.prepare_shard(shard_id)
-    assert dataset._given_up(it) is None
-    assert dataset._given_up(SimpleNamespace(**{**vars(it), "ready_index": 3})) is None  # not prepared yet
-    assert dataset._given_up(SimpleNamespace(**{**vars(it), "ready_index": 0})) is None  # no sample
+    dataset._shard_states[2] = ShardState.PREPARING
+    batches = iter(dataset)
+    found = [next(batches)["moments"]]
+    give_up = threading.Timer(0.5, dataset._shard_states.__setitem__, (2, ShardState.REMOTE))
+    give_up.start()
+    found += [batch["moments"] for batch in batches]
+    assert all(torch.equal(*pair) for pair in zip(found, whole, strict=True))
 
 
 def test_a_cache_that_fits_its_limit_is_read_again_without_fetching(moments, tmp_path, monkeypatch):
@@ -410,12 +413,144 @@ def test_a_failure_in_a_thread_of_streamings_is_the_iterations(moments, tmp_path
     assert next(iter(dataset)) == {"failure": ["data: KeyError: 'surprise'"]}
 
 
-def test_an_epoch_that_is_one_batch_short_is_a_failure(moments, monkeypatch):
-    whole = StreamingDataset._each_sample_id
-    monkeypatch.setattr(StreamingDataset, "_each_sample_id", lambda self, it: itertools.islice(whole(self, it), 44))
-    *batches, last = itertools.islice(stream_of(moments), 9)
-    text = "data: the stream ended after 8 of 9 batches of this process, without an error"
-    assert [len(batch["moments"]) for batch in batches] == 8 * [5] and last == {"failure": [text]}
+def sources_of(stage: Path) -> list[str]:
+    return sorted(path.name for path in stage.glob("shard.*.mds"))
+
+
+@contextlib.contextmanager
+def each_download(monkeypatch, do):
+    """Let `do(name)` run before each download of a shard."""
+    download = fetch.RetryingStream._download_file
+    with monkeypatch.context() as patched:
+
+        def downloaded(self, name, *rest):
+            if name.endswith(".mds"):
+                do(name)
+            return download(self, name, *rest)
+
+        patched.setattr(fetch.RetryingStream, "_download_file", downloaded)
+        yield
+
+
+def fetchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "_fetch_ahead" in thread.name]
+
+
+def settled(is_so, limit_sec: float = 20.0) -> bool:
+    """Wait until something is so."""
+    deadline = time.monotonic() + limit_sec
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_so()
+
+
+def test_several_shards_are_fetched_at_once(moments, tmp_path, monkeypatch):
+    together = threading.Barrier(stream.FETCHES)
+
+    def meet(name):
+        if name in sources_of(moments)[1:4]:  # the reader itself may have taken the first one
+            together.wait(20)
+
+    with each_download(monkeypatch, meet):
+        batches = list(stream_of(tmp_path / "cache", remote=str(moments)))
+    assert len(batches) == 9 and "moments" in batches[-1] and not together.broken
+
+
+def test_shards_that_fail_while_others_are_fetched_are_heard_once(moments, tmp_path, monkeypatch):
+    """Of two that fail at once the first one's text is every further batch; nothing is left as being fetched."""
+    monkeypatch.setattr(fetch, "SOON_SEC", (0.01,))
+    copy, names = shutil.copytree(moments, tmp_path / "stage"), sources_of(moments)
+    for name in names[2:4]:
+        (copy / name).unlink()
+    dataset, began = stream_of(tmp_path / "cache", remote=str(copy), predownload=40), time.monotonic()
+    batches = iter(dataset)
+    items = [next(batches) for _ in range(12)]
+    failures = [item["failure"] for item in items if "failure" in item]
+    missing = [f"data: {copy}/{name} cannot be read: " for name in names[2:4]]
+    assert len({text for [text] in failures}) == 1 and failures[0][0].startswith(tuple(missing))
+    assert "failure" not in items[0] and time.monotonic() - began < 20
+    assert settled(lambda: ShardState.PREPARING not in dataset._shard_states.numpy())
+    batches.close()
+    assert settled(lambda: not fetchers())
+
+
+def test_an_epoch_that_ends_early_cancels_all_its_fetches(moments, tmp_path, monkeypatch):
+    """Each is between two tries at a store that is away; what is left in the queue is not begun."""
+    dataset, tried = stream_of(tmp_path / "cache", remote=str(moments), predownload=40), []
+
+    def be_away(self, remote, local, timeout):
+        tried.append(remote)
+        raise ConnectionResetError("away")
+
+    monkeypatch.setattr(type(dataset.streams[0]._downloader), "_download_file_impl", be_away)
+    reading = threading.Thread(target=lambda: next(iter(dataset)), daemon=True)
+    reading.start()
+    assert settled(lambda: len(set(tried)) >= stream.FETCHES)
+    began = time.monotonic()
+    dataset._epoch_read.end()  # as the next iteration does
+    reading.join(20)
+    assert not reading.is_alive() and settled(lambda: not fetchers()) and time.monotonic() - began < 15
+    assert set(dataset._shard_states.numpy()) == {ShardState.REMOTE}
+    assert len(set(tried)) <= stream.FETCHES + 1 < dataset.num_shards  # one more: the reader's
+
+
+def test_several_fetches_at_once_stay_within_a_limit_of_three_shards(moments, tmp_path, monkeypatch):
+    """What is on its way counts from its first byte on; what comes too early waits, and pushes nothing out unread."""
+    cache, largest = tmp_path / "cache", max(path.stat().st_size for path in moments.glob("shard.*.mds"))
+    whole = [batch["moments"] for batch in stream_of(moments, shuffle=True, shuffle_seed=3)]
+    index = (moments / "index.json").stat().st_size
+    dataset = stream_of(
+        cache, remote=str(moments), shuffle=True, shuffle_seed=3, cache_limit=4 * largest + index, predownload=40
+    )
+    dataset.cache_limit, used = 3 * largest + index, []
+
+    def look(name):
+        states = dataset._shard_states.numpy()
+        held = (states == ShardState.LOCAL) | (states == ShardState.PREPARING)
+        used.append(sum(shard.get_max_size() for shard, is_held in zip(dataset.shards, held, strict=True) if is_held))
+        time.sleep(0.02)
+
+    with each_download(monkeypatch, look):
+        found = [batch["moments"] for batch in dataset]
+    assert all(torch.equal(*pair) for pair in zip(found, whole, strict=True))
+    assert largest < max(used) <= 3 * largest and dataset.cache_usage <= 3 * largest + index
+
+
+def test_a_limit_without_room_for_a_shard_beside_the_index_says_so(moments, tmp_path):
+    largest = max(path.stat().st_size for path in moments.glob("shard.*.mds"))
+    dataset = stream_of(tmp_path / "cache", remote=str(moments), cache_limit=100 * largest)
+    dataset.cache_limit, index = 1000, (moments / "index.json").stat().st_size
+    wanted = dataset.shards[0].get_max_size()
+    with pytest.raises(StreamFailure) as error:
+        dataset.open_shard(0)
+    given = f"1,000 bytes hold no shard of {wanted:,} beside {index:,} of index.json"
+    assert str(error.value) == f"data.cache_limit: {given}. Give a larger one, or null."
+
+
+def test_two_processes_fetch_no_shard_twice(moments, tmp_path, monkeypatch):
+    fetched, names = tmp_path / "fetched", sources_of(moments)
+
+    def note(name):
+        with open(fetched, "a") as file:
+            file.write(f"{name}\n")
+        time.sleep(0.02)
+
+    with each_download(monkeypatch, note):
+        loader = DataLoader(
+            stream_of(tmp_path / "cache", remote=str(moments), shuffle=True, shuffle_seed=3), None, num_workers=2
+        )
+        assert sum(len(batch["moments"]) for batch in loader) >= 40
+    assert sorted(fetched.read_text().split()) == names
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whole_batches_are_the_numbers_in_order_without_gaps(seed):
+    random = np.random.default_rng(seed)
+    sample_ids = np.where(random.random(203) < 0.3, -1, random.integers(0, 10**12, 203))
+    kept = [int(sample_id) for sample_id in sample_ids if sample_id != -1]
+    found = list(stream.whole_batches(sample_ids, 7))
+    assert [batch.tolist() for batch in found] == [kept[at : at + 7] for at in range(0, len(kept) - 6, 7)]
+    assert {batch.dtype for batch in found} == {np.dtype(np.int64)}
 
 
 def test_a_shard_that_another_process_could_not_have_is_not_waited_for(moments, tmp_path):
