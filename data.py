@@ -86,7 +86,7 @@ class DataConfig:
     workers: int = limited(4, 0, 512)
     """Loader processes for each device. 0: read in the training process."""
     cache_limit: str | None = size_in_bytes(None, 1, MOST_BYTES, "500mb, 100gb, 1tb")
-    """Size limit of `local`, of all streams together. Shards being fetched, one per process, are extra. null: no limit."""
+    """Size limit of `local`, of all streams together, shards being fetched included. null: no limit."""
     patience_sec: float = limited(PATIENCE_SEC, 0.0, 1e6)
     """How long the run waits for an unreachable store before it stops."""
     num_canonical_nodes: int = limited(1, 1, 2**16)

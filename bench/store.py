@@ -8,27 +8,30 @@ credentials are those of the environment. Contestants take turns (bench/contest.
 
     download   boto3, object after object in one thread, to files                              MB/s
     cold       an epoch through data.build_data with one loader process, from an empty cache   MB/s, samples/s
-    arrival    within `cold`: from the first shard's arrival to the last one's                 MB/s
+    arrival    within `cold`: from the arrival of index.json to that of the last shard         MB/s
+    cold_one, arrival_one: the same with one fetch thread, where `cold` has stages.stream.FETCHES
     warm       an epoch from the cache's files, each compared with its digest                  MB/s, samples/s
     verify     what `warm` spends on that: reading and hashing the files alone                 seconds a GB
 
 A turn of `cold` and `warm` begins with the making of the stream and ends with the epoch's last batch: the start of the worker
 and of its client counts. So does what is read after the last shard has come, which is nearly all in a stage no larger than
-the 262,144 samples that are shuffled together: its first batch waits for almost every shard. `arrival` leaves both out: it is
-the speed that a long epoch keeps. All write to one folder, emptied outside of the clock: memory that a virtual machine has
-never used is many times slower to write than what was freed a moment ago. Exit code: 0, 2 when the command cannot be read.
+the 262,144 samples that are shuffled together: its first batch waits for almost every shard. `arrival` leaves that reading
+out: it is about the speed that a long epoch keeps. All write to one folder, emptied outside of the clock: memory that a
+virtual machine has never used is many times slower to write than what was freed a moment ago. Exit code: 0, 2 when the
+command cannot be read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +51,12 @@ from cli.limits import limited
 from cli.masking import masked
 from config import as_written, load
 from data import DataConfig, build_data
+from stages import stream
 from stages.dataset import read_stage
-from stages.fetch import file_digest
+from stages.fetch import INDEX, file_digest
 from stages.store_errors import address_problem, scheme_of
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Contest:
         self.names = [shard["basename"] for shard in shards]
         self.megabytes = sum(shard["bytes"] for shard in shards) / 1e6
         self.batches = num_samples // MOMENTS_BATCH
+        self.arrivals: dict[str, float] = {}
 
     def download(self) -> float:
         """Fetch the shards one after the other."""
@@ -108,18 +113,22 @@ class Contest:
 
     def cold(self) -> float:
         """Read an epoch through an empty cache."""
+        return self._cold("arrival")
+
+    def cold_one(self) -> float:
+        """Do so with one fetch thread; the reader too fetches a shard that it needs and nobody has begun with."""
+        usual, stream.FETCHES = stream.FETCHES, 1
+        try:
+            return self._cold("arrival_one")
+        finally:
+            stream.FETCHES = usual
+
+    def _cold(self, arrival: str) -> float:
         self._empty()
         speed = self.warm()
-        files = sorted(
-            (file.stat() for file in (self.cache / name for name in self.names)), key=lambda s: s.st_mtime_ns
-        )
-        megabytes = sum(file.st_size for file in files[1:]) / 1e6
-        self.last_arrival = megabytes / (1e-9 * (files[-1].st_mtime_ns - files[0].st_mtime_ns))
+        last = max((self.cache / name).stat().st_mtime_ns for name in self.names)
+        self.arrivals[arrival] = self.megabytes / (1e-9 * (last - (self.cache / INDEX).stat().st_mtime_ns))
         return speed
-
-    def arrival(self) -> float:
-        """Return the speed at which the shards of the last `cold` came, by the times of their files."""
-        return self.last_arrival
 
     def warm(self) -> float:
         """Read an epoch through the cache as it is."""
@@ -150,24 +159,33 @@ def measure(address: str, config: StoreConfig) -> dict[str, Any]:
     put_stage(client, address, config.num_samples)
     contest = Contest(client, address, config.num_samples)
     try:
-        contest.cold()  # so that the others have files in the first round
-        turns = {name: getattr(contest, name) for name in ("download", "warm", "verify", "cold", "arrival")}
+        contest.cold_one()
+        contest.cold()  # so that the others have files, and arrivals, in the first round
+        turns: dict[str, Callable[[], float]] = {}
+        for name in ("download", "warm", "verify", "cold", "arrival", "cold_one", "arrival_one"):
+            is_arrival = name.startswith("arrival")  # of the last `cold` or `cold_one`
+            turns[name] = (
+                functools.partial(contest.arrivals.__getitem__, name) if is_arrival else getattr(contest, name)
+            )
         values = take_turns(turns, config.rounds, warm_up=False)
     finally:
         shutil.rmtree(contest.cache)
     figures, samples_each_mb = Figures(), contest.batches * MOMENTS_BATCH / contest.megabytes
-    for name in ("download", "cold", "arrival", "warm"):
+    for name in ("download", "cold", "arrival", "cold_one", "arrival_one", "warm"):
         figures.add(f"{name}_mb_per_sec", values[name])
     for name in ("cold", "warm"):
         figures.add(f"{name}_samples_per_sec", [value * samples_each_mb for value in values[name]])
     figures.add("verify_sec_per_gb", values["verify"])
     figures.ratio("cold_over_download", "cold_mb_per_sec", "download_mb_per_sec")
     figures.ratio("arrival_over_download", "arrival_mb_per_sec", "download_mb_per_sec")
+    figures.ratio("cold_over_one", "cold_mb_per_sec", "cold_one_mb_per_sec")
+    figures.ratio("arrival_over_one", "arrival_mb_per_sec", "arrival_one_mb_per_sec")
     begin = {
         **head(SCHEMA),
         "store": store_name(client),
         "megabytes": round(contest.megabytes, 1),
         "num_shards": len(contest.names),
+        "fetches": stream.FETCHES,
     }
     return {**begin, "config": as_written(config), **figures.flat, "by_round": figures.by_round}
 
@@ -197,8 +215,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError([text])
     record = measure(places[0], config)
     write_record(config.results, record)
-    speeds = [f"{name}_mb_per_sec" for name in ("download", "cold", "arrival", "warm")]
-    for key in (*speeds, "cold_over_download", "arrival_over_download", "verify_sec_per_gb"):
+    speeds = [f"{name}_mb_per_sec" for name in ("download", "cold", "arrival", "cold_one", "arrival_one", "warm")]
+    ratios = ("cold_over_download", "arrival_over_download", "cold_over_one", "arrival_over_one")
+    for key in (*speeds, *ratios, "verify_sec_per_gb"):
         print(f"{key}={record[key]} ({record[f'{key}_min']} to {record[f'{key}_max']})")
     return 0
 

@@ -47,6 +47,7 @@ from cli.private_api import require_private_api
 from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
 
 POLL_SEC = 0.01  # between two looks at what other processes do
+ROOM_SEC = 0.1  # the same, of one that needs the lock: all that fits the cache is being fetched
 FAILED = 255  # a state of a shard beside streaming's own
 LOCK_FILE = ".in_use"  # in data.local
 OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
@@ -183,15 +184,13 @@ class MachineStages(StreamingDataset):
     def _take(self, shard_id: int) -> bool:
         """Make a shard PREPARING, with room for it; False: it is here, or another one has begun with it."""
         shard = self.shards[shard_id]
+        if self.cache_limit:
+            self._make_room(shard_id)
         while True:
-            if self.cache_limit:
-                self._make_room(shard_id)
             with FileLock(self._cache_filelock_path).acquire(poll_interval=POLL_SEC):
-                if (
-                    self._shard_states[shard_id] == ShardState.LOCAL
-                    and not Path(shard.dirname, shard.raw_data.basename).is_file()
-                ):
-                    self._shard_states[shard_id] = ShardState.REMOTE  # somebody has removed it
+                is_here = self._shard_states[shard_id] == ShardState.LOCAL
+                if is_here and not Path(shard.dirname, shard.raw_data.basename).is_file():  # somebody has removed it
+                    self._shard_states[shard_id] = ShardState.REMOTE
                     self.cache_usage -= shard.raw_data.bytes
                 if self._shard_states[shard_id] != ShardState.REMOTE:
                     return False
@@ -200,7 +199,8 @@ class MachineStages(StreamingDataset):
                     self.cache_usage += shard.get_max_size()
                     return True
             self._check_wanted(shard_id)
-            time.sleep(POLL_SEC)
+            with self._came:
+                self._came.wait(ROOM_SEC)
 
     def _has_room(self, num_bytes: int) -> bool:
         """Evict what was not read for the longest time; False: all is being fetched. The caller has the lock."""

@@ -113,7 +113,9 @@ class BatchStream(OrderedStages):
             self._fail(self._failed_elsewhere(int(failed[0])))
 
     def _fetch_ahead(self, epoch: Epoch) -> None:
-        while (shard_id := epoch.shards.get()) is not None and not epoch.ended.is_set():
+        while (shard_id := epoch.shards.get()) is not None:
+            if epoch.ended.is_set() or self._failure is not None:
+                break
             try:
                 self.prepare_shard(shard_id, blocking=False)
             except FetchCancelled:
@@ -121,6 +123,10 @@ class BatchStream(OrderedStages):
             except Exception as error:  # a thread's own would only be printed
                 self._fail(str(error) if isinstance(error, StreamFailure) else f"data: {type(error).__name__}: {error}")
         epoch.shards.put(None)
+
+    def let_go(self) -> None:
+        self._epoch_read.end()
+        super().let_go()
 
     # --- an epoch, and what is read in it ---
 
