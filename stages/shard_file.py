@@ -122,21 +122,22 @@ class ShardFile:
         Raises:
             ShardError: the file ends within a row, or a row is not as long as its columns.
         """
-        plan, file = _plan(self.names, self.sizes, tuple(places)), self._descriptor
-        edges = [EDGES.unpack_from(self._edges, 4 * (row + 1)) for row in rows]
-        lengths = [min(end, self._num_bytes) - begin - plan.tail_bytes for begin, end in edges]
-        fronts = [bytearray(max(0, length)) for length in lengths]
+        plan, file, fronts = _plan(self.names, self.sizes, tuple(places)), self._descriptor, []
         (_, num_bytes, beside), *others = plan.runs
-        of_rows = zip(fronts, *(places[name] for name in beside), strict=True)
-        for row, (begin, _), length, buffers in zip(rows, edges, lengths, of_rows, strict=True):
-            if os.preadv(file, buffers, begin) != len(buffers[0]) + num_bytes:
+        for row, *buffers in zip(rows, *(places[name] for name in beside), strict=True):
+            begin, end = EDGES.unpack_from(self._edges, 4 * row + 4)
+            length = end - begin - plan.tail_bytes
+            if not plan.header.size <= length <= self._num_bytes:
                 raise self._damaged(f"it ends within row {row}")
-            header = plan.header.unpack_from(buffers[0]) if length >= plan.header.size else ()
-            if length < 0 or plan.fixed_bytes + sum(header) != length:
+            front = bytearray(length)
+            if os.preadv(file, [front, *buffers], begin) != length + num_bytes:
+                raise self._damaged(f"it ends within row {row}")
+            if plan.fixed_bytes + sum(plan.header.unpack_from(front)) != length:
                 raise self._damaged(f"row {row} is not as long as its columns")
+            fronts.append(front)
         for to_end, num_bytes, names in others:
-            of_rows = zip(*(places[name] for name in names), strict=True)
-            for row, (_, end), buffers in zip(rows, edges, of_rows, strict=True):
+            for row, *buffers in zip(rows, *(places[name] for name in names), strict=True):
+                _, end = EDGES.unpack_from(self._edges, 4 * row + 4)
                 if os.preadv(file, buffers, end - to_end) != num_bytes:
                     raise self._damaged(f"it ends within row {row}")
         if in_front := [name for name, _ in plan.front if name in places]:
