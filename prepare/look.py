@@ -322,7 +322,8 @@ def read_samples(place: Place, shards: Sequence[dict[str, Any]], chosen: dict[in
             name = shards[number]["raw_data"]["basename"]
             try:
                 reader = open_shard(place, shards[number], Path(scratch))
-                found = ShardFile(reader).read(rows)
+                with ShardFile(reader) as shard:
+                    found = shard.read(rows)
             except (Failed, ShardError, OSError) as error:
                 is_plain = isinstance(error, Failed)
                 text = str(error) if is_plain else f"IN: {place.address}/{name} cannot be read: {error} {AGAIN}."

@@ -178,7 +178,7 @@ class MachineStages(StreamingDataset):
 
     def open_shard(self, shard_id: int) -> None:
         """Return when a shard is here: fetched ahead by another thread or process, or by this one, now. Raises: the same."""
-        while self._shard_states[shard_id] != ShardState.LOCAL:
+        while int(self._shard_states[shard_id]) != ShardState.LOCAL:  # numpy's own comparison with an enum takes 4 us
             self.prepare_shard(shard_id)
 
     def _take(self, shard_id: int) -> bool:

@@ -51,57 +51,76 @@ class MomentsStream(BatchStream):
         self.columns = [dict(of_stream) for of_stream in columns]
         self.flip, self.tokenize = flip, tokenize
         self.captions = captions if any(captions or ()) else None
-        self._files: dict[int, ShardFile] = {}
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
         """Fill one array a column, shard by shard, each row at its place in the batch."""
-        sample_ids = np.asarray(sample_ids).tolist()
-        columns = self.columns[self.stream_of(sample_ids[0])]  # a batch has one shape
+        columns = self.columns[self.stream_of(int(sample_ids[0]))]  # a batch has one shape
         batch = {n: np.empty((len(sample_ids), *shape), stored) for n, (shape, stored, _) in columns.items()}
-        places: dict[int, list[tuple[int, int]]] = {}
-        captions: dict[int, str | None] = {}
+        captions, broken = self._fill(batch, sample_ids)
         bad: list[Bad] = []
-        for place, sample_id in enumerate(sample_ids):
-            shard_id, row = self.spanner[sample_id]
-            places.setdefault(shard_id, []).append((place, row))
-        for shard_id, wanted in places.items():
-            rows = self._rows(shard_id, [row for _, row in wanted])
-            for (place, _), found in zip(wanted, rows, strict=True):
-                try:
-                    captions[place] = self._put(found, batch, place, sample_ids[place])
-                except SampleError:
-                    use = functools.partial(self._put_sample, batch, place)
-                    captions[place], passed_over = self.first_good(sample_ids[place], use)
-                    bad += passed_over
-        self._put_tokens({place: caption for place, caption in captions.items() if caption is not None}, batch)
+        for place in sorted(broken):
+            use = functools.partial(self._fill_one, {n: array[place : place + 1] for n, array in batch.items()})
+            caption, passed_over = self.first_good(int(sample_ids[place]), use)
+            captions |= {} if caption is None else {place: caption}
+            bad += passed_over
+        self._put_tokens(captions, batch)
         tensors = {n: torch.from_numpy(batch[n].astype(last, copy=False)) for n, (*_, last) in columns.items()}
         return {**tensors, "bad": bad}
 
-    def _put_sample(self, batch: Mapping[str, np.ndarray], place: int, sample_id: int) -> str | None:
-        shard_id, row = self.spanner[sample_id]
-        return self._put(self._rows(shard_id, [row])[0], batch, place, sample_id)
+    def _fill_one(self, batch: Mapping[str, np.ndarray], sample_id: int) -> str | None:
+        """Fill a batch of one sample; return its drawn caption. Raises SampleError: it cannot be used."""
+        captions, broken = self._fill(batch, np.array([sample_id]))
+        if broken:
+            raise SampleError(broken[0])
+        return captions.get(0)
 
-    def _put(
-        self, found: Mapping[str, memoryview], batch: Mapping[str, np.ndarray], place: int, sample_id: int
-    ) -> str | None:
-        """Copy a row to its place; return the drawn caption, where there are several.
+    def _fill(self, batch: Mapping[str, np.ndarray], sample_ids: np.ndarray) -> tuple[dict[int, str], dict[int, str]]:
+        """Read each sample to its place; return place -> drawn caption, of several, and place -> what is wrong."""
+        shard_ids, rows = self.places_of(sample_ids)
+        is_flipped = np.zeros(len(sample_ids), np.int64)
+        if self.flip:
+            is_flipped[:] = [self.draw(int(sample_id)).is_flipped for sample_id in sample_ids]
+        buffers = {name: list(array.reshape(len(array), -1).view(np.uint8)) for name, array in batch.items()}
+        captions: dict[int, str] = {}
+        broken: dict[int, str] = {}
+        groups = 2 * shard_ids + is_flipped  # what is read together: rows of a shard, of the same columns
+        order = np.argsort(groups, kind="stable")
+        for group in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+            moments, places = FLIPPED if is_flipped[group[0]] else "moments", group.tolist()
+            into = {moments if n == "moments" else n: [of[place] for place in places] for n, of in buffers.items()}
+            of_rows = self._read(int(shard_ids[group[0]]), rows[group].tolist(), into)
+            for place, given in zip(places, of_rows, strict=True):
+                try:
+                    if given is not None:
+                        captions[place] = self.draw(int(sample_ids[place])).one_of(usable_captions(given))
+                except SampleError as error:
+                    broken[place] = str(error)
+        for name, array in reversed(batch.items()):
+            broken |= dict.fromkeys(_not_finite(array), f"{name} are not finite")
+        return {place: caption for place, caption in captions.items() if place not in broken}, broken
 
-        Raises:
-            SampleError: it has a value that is not finite, or no usable caption.
-        """
-        is_flipped = self.flip and self.draw(sample_id).is_flipped
-        for name, array in batch.items():
-            values = np.frombuffer(found[FLIPPED if is_flipped and name == "moments" else name], array.dtype)
-            if array.dtype.kind == "f" and not _is_finite(values):
-                raise SampleError(f"{name} are not finite")
-            array[place] = values.reshape(array.shape[1:])
-        column = None if self.captions is None else self.captions[self.stream_of(sample_id)]
+    def _read(self, shard_id: int, rows: Sequence[int], into: Mapping[str, Sequence[Any]], retry: int = 7) -> list[Any]:
+        """Read rows of a shard, fetching it where it is missing or was put out of the cache; return their `_captions`."""
+        for _ in range(1 + retry):
+            try:
+                self.open_shard(shard_id)
+                with ShardFile(self.shards[shard_id]) as shard:
+                    fronts = shard.read_into(rows, into)
+                self._shard_access_times[shard_id] = time.time_ns()
+                return self._captions(shard_id, shard, fronts)
+            except FileNotFoundError:
+                self.prepare_shard(shard_id)
+        raise ShardError(f"data: {self.shards[shard_id].raw_data.basename} cannot be kept: a larger data.cache_limit?")
+
+    def _captions(self, shard_id: int, shard: ShardFile, fronts: Sequence[bytearray]) -> list[Any]:
+        """Return the captions of each row; None where its stored tokens are those of its only one."""
+        column = None if self.captions is None else self.captions[int(self.stream_per_shard[shard_id])]
         if column is not None:
-            shard = self.shards[self.spanner[sample_id][0]]
-            encoding = shard.column_encodings[shard.column_names.index(column)]
-            return self.draw(sample_id).one_of(usable_captions(texts_of(encoding, bytes(found[column]))))
-        captions = json.loads(bytes(found["captions"])) if self.tokenize and "captions" in found else None
-        return self.draw(sample_id).one_of(usable_captions(captions)) if captions else None
+            encoding = self.shards[shard_id].column_encodings[shard.names.index(column)]
+            return [texts_of(encoding, bytes(shard.columns_of(front)[column])) for front in fronts]
+        if self.tokenize and "captions" in shard.names:
+            return [json.loads(bytes(shard.columns_of(front)["captions"])) or None for front in fronts]
+        return [None] * len(fronts)
 
     def _put_tokens(self, captions: Mapping[int, str], batch: Mapping[str, np.ndarray]) -> None:
         """Replace the stored tokens by those of the drawn captions, by place."""
@@ -109,19 +128,6 @@ class MomentsStream(BatchStream):
             assert self.tokenize is not None
             for name, tokens in self.tokenize(list(captions.values())).items():
                 batch[name][list(captions)] = tokens.numpy()
-
-    def _rows(self, shard_id: int, rows: Sequence[int], retry: int = 7) -> list[dict[str, memoryview]]:
-        """Read rows of a shard, fetching it where it is missing or was put out of the cache."""
-        for _ in range(1 + retry):
-            try:
-                self.open_shard(shard_id)
-                if shard_id not in self._files:
-                    self._files[shard_id] = ShardFile(self.shards[shard_id])
-                self._shard_access_times[shard_id] = time.time_ns()
-                return self._files[shard_id].read(rows)
-            except FileNotFoundError:
-                self.prepare_shard(shard_id)
-        raise ShardError(f"data: {self.shards[shard_id].raw_data.basename} cannot be kept: a larger data.cache_limit?")
 
 
 def reading_problems(stage: Stage, *, flip: bool, crop: str, text: str) -> list[tuple[str, str]]:
@@ -140,8 +146,10 @@ def reading_problems(stage: Stage, *, flip: bool, crop: str, text: str) -> list[
     return found
 
 
-def _is_finite(values: np.ndarray) -> bool:
-    if values.dtype != np.float16:
-        return bool(np.isfinite(values).all())
-    # numpy widens each float16 by itself, which takes longer than reading it: the exponent of inf and nan is all ones.
-    return bool((values.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7C00)
+def _not_finite(values: np.ndarray) -> list[int]:  # (B, ...) -> places in the batch
+    # numpy widens each float16 by itself, which takes longer than reading it: the exponent of inf and nan is all ones,
+    # and with the sign bit set they are the greatest numbers without one.
+    if values.dtype == np.float16 and values.view(np.int16).max() < 0x7C00 and values.view(np.uint16).max() < 0xFC00:
+        return []
+    is_float = values.dtype.kind == "f"
+    return np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1)).tolist() if is_float else []

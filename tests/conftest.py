@@ -123,6 +123,7 @@ PART_1 = {
         "latents",
         "masking",
         "metric_names",
+        "moments",
     ),
     *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "pictures", "places"),
     *("prepare", "prepare_parts", "profile", "resume", "run_folder", "shared_memory", "sources", "starts"),

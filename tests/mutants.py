@@ -152,8 +152,8 @@ TABLE = """
 + if given < owed - 1 and not
 
 30 | stages/moments.py | stream data | an infinity among the moments counts as finite
-- < 0x7C00)
-+ <= 0x7C00)
+- .max() < 0x7C00 and
++ .max() <= 0x7C00 and
 
 31 | stages/stream.py | stream data | the sample behind the wanted one is read
 - (offset + step) % shard_samples
