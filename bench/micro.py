@@ -7,7 +7,7 @@
     moments       samples/s of one loader process, against plain streaming and WebDataset            bench/micro_data.py
     images        the same from JPEGs
     checkpoint    writing one and finding it again, against torch.save                               bench/micro_run.py
-    first_step    from the command to the record of the first batch
+    first_step    from the command to the first batch, against the predecessor, and with no cost of a step kept
 
 Contestants of a part take turns, round by round, in one process (bench/contest.py). The record is flat: KEY is a median,
 KEY_min and KEY_max the spread, a ratio the median of the rounds' own; `by_round` has every value. What is written on the
@@ -53,7 +53,7 @@ class MicroConfig:
     parts: str = "ema,moments,images,checkpoint,first_step"
     """What is measured: ema, moments, images, checkpoint, first_step, with commas between. Their order is fixed."""
     rounds: int = limited(7, 1)
-    """Turns of each contestant; checkpoint and first_step take 3 at most."""
+    """Turns of each contestant; checkpoint takes 3 at most, first_step 5."""
     num_parameters: int = limited(100_000_000, 100_000)
     """About how many parameters the UNet has whose weights are averaged and saved."""
     threads: int = limited(1, 1, 1024)
@@ -110,7 +110,18 @@ ROWS: tuple[tuple[str, str, str | None, str | None], ...] = (
         "checkpoint_write_over_torch_save",
     ),
     ("checkpoint found, s", "checkpoint_find_sec", None, None),
-    ("command to first step, s", "first_step_sec", None, None),
+    *(
+        (
+            f"command to first step, {unit}: {words} (ours over it)",
+            f"first_step_{key}",
+            f"first_step_{other}_{key}",
+            f"first_step_{ratio}over_{other}",
+        )
+        for other, words in (("predecessor", "bench.predecessor"), ("traced", "no cost kept"))
+        for unit, key, ratio in (("s", "sec", ""), ("processor s", "cpu_sec", "cpu_"))
+    ),
+    ("python benchmark.py to first step, s", "first_step_alone_sec", None, None),
+    ("python benchmark.py to first step, processor s", "first_step_alone_cpu_sec", None, None),
 )
 
 
@@ -174,7 +185,7 @@ def table(record: Mapping[str, Any]) -> str:
     """Format a record for the terminal: one row for each comparison that it has."""
     rows = []
     for what, ours, other, ratio in ROWS:
-        if ours in record:
+        if {ours, other or ours, ratio or ours} <= record.keys():
             spread = f"{_cell(record, f'{ratio}_min')} to {_cell(record, f'{ratio}_max')}" if ratio else None
             rows.append((what, *(_cell(record, key) for key in (ours, other, ratio)), spread))
     return as_table(("what", "ours", "other", "ratio", "spread"), rows, "lrrrl")

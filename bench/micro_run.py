@@ -4,36 +4,54 @@
     checkpoint_torch_save    plain torch.save of the same content into the same folder, left in the page cache: the floor
     checkpoint_find          checkpoint_files.find_newest right after: one file, read whole out of the page cache
     first_step               from starting `composer benchmark.py` to the line of its first batch in metrics.jsonl
+    first_step_traced        the same where no cost of a step is kept: the first start of its kind on a machine
+    first_step_alone         `python benchmark.py`, without Composer's launcher
+    first_step_predecessor   `composer -m bench.predecessor`, until its first batch is done
 
 A checkpoint is what AdamW and an average make of the weights, float32: 16 bytes a parameter. Each file is removed before the
-next one is written, outside the time. The run of `first_step` is the tiny network on synthetic tensors: imports, set-up,
-one step and its record, without a word about the size of a real model.
+next one is written, outside the time. The run of a start is the tiny network on synthetic tensors: imports, set-up, one step
+and its record, without a word about the size of a real model. Processor time (`_cpu_sec`) is that of the launcher and of all
+that it has started. The predecessor reads its configuration as ours does, and has the same networks; it traces no step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from bench.contest import Figures, rounded, take_turns
 from bench.micro_ema import narrow_unet
+from bench.predecessor import FIRST_BATCH
 from record.checkpoint_files import FULL, SCHEMA, find_newest, stem, write
 
 MAX_ROUNDS = 3  # of seconds each
+MAX_STARTS = 5
 POLL_SEC = 0.02
 LIMIT_SEC = 300
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = (sys.executable, "-m", "composer.cli", "-n", "1", "benchmark.py")
+COMPOSER = (sys.executable, "-m", "composer.cli", "-n", "1")
+TRACED = "first_step_traced"
+STARTS = {
+    TRACED: ((*COMPOSER, "benchmark.py"), "metrics.jsonl"),  # first: it leaves the cost that the others find
+    "first_step": ((*COMPOSER, "benchmark.py"), "metrics.jsonl"),
+    "first_step_alone": ((sys.executable, "benchmark.py"), "metrics.jsonl"),
+    "first_step_predecessor": ((*COMPOSER, "-m", "bench.predecessor"), FIRST_BATCH),
+}
+"""Contestant -> its program, and the file of the run that has a line when the first batch is done."""
 TINY_RUN = (
     "model.preset=tiny",
     "image_size=64",
@@ -104,32 +122,60 @@ def measure_checkpoint(folder: Path, num_parameters: int, rounds: int) -> Figure
 
 
 def measure_first_step(folder: Path, rounds: int) -> Figures:
-    """Measure some starts of the tiny run, one after the other."""
+    """Measure starts of the tiny run, which take turns. They share a cache of their own under `folder`."""
     figures = Figures()
-    figures.flat = {"first_step_command": f"composer -n 1 benchmark.py {' '.join(TINY_RUN)}"}
-    starts = [first_step_sec(folder, f"start-{number}") for number in range(min(rounds, MAX_ROUNDS))]
-    figures.add("first_step_sec", starts)
+    figures.flat = {f"{name}_command": " ".join([*program[1:], *TINY_RUN]) for name, (program, _) in STARTS.items()}
+    cpu: dict[str, list[float]] = defaultdict(list)
+
+    def start(name: str) -> float:
+        if name == TRACED:
+            shutil.rmtree(folder / "cache" / "easel" / "costs", ignore_errors=True)
+        program, marker = STARTS[name]
+        seconds, cpu_seconds = first_step_sec(folder, f"{name}-{len(cpu[name])}", program, marker)
+        cpu[name].append(cpu_seconds)
+        return seconds
+
+    turns = {name: functools.partial(start, name) for name in STARTS}
+    for name, values in take_turns(turns, min(rounds, MAX_STARTS), warm_up=False).items():
+        figures.add(f"{name}_sec", values)
+        figures.add(f"{name}_cpu_sec", cpu[name])
+    for other in {"predecessor", "traced"} & {name.removeprefix("first_step_") for name in STARTS}:
+        figures.ratio(f"first_step_over_{other}", "first_step_sec", f"first_step_{other}_sec")
+        figures.ratio(f"first_step_cpu_over_{other}", "first_step_cpu_sec", f"first_step_{other}_cpu_sec")
     return figures
 
 
-def first_step_sec(folder: Path, run_name: str) -> float:
-    """Start a run, return the seconds until the record of its first batch is there, and wait for its end.
+def first_step_sec(folder: Path, run_name: str, program: tuple[str, ...], marker: str) -> tuple[float, float]:
+    """Start a run and wait for its end.
+
+    Args:
+        marker: the file in the run's folder whose first line says that a batch is done.
+
+    Returns:
+        (seconds, processor seconds) until that line is there.
 
     Raises:
         RuntimeError: it failed, or took longer than its limit; with the end of what it printed.
     """
-    command = [*PROGRAM, *TINY_RUN, f"run_folder={folder}", f"run_name={run_name}"]
+    command = [*program, *TINY_RUN, f"run_folder={folder}", f"run_name={run_name}"]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         started = time.perf_counter()
-        with _running(command, output) as process:
-            seconds = _seconds_to_first_line(folder / run_name / "metrics.jsonl", process, started)
+        with _running(command, output, XDG_CACHE_HOME=str(folder / "cache")) as process:
+            seconds = _seconds_to_first_line(folder / run_name / marker, process, started)
+            cpu_seconds = 0.0 if seconds is None else _cpu_sec(process.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(1.0, LIMIT_SEC - (time.perf_counter() - started)))
         if seconds is None or process.returncode != 0:
             output.seek(0)
             end = output.read()[-2000:].strip()
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}. It printed: {end}")
-    return seconds
+    return seconds, cpu_seconds
+
+
+def _cpu_sec(pid: int) -> float:
+    """Return the processor time of a process, and of all that it has started, until now."""
+    process = psutil.Process(pid)
+    return sum(sum(each.cpu_times()[:4]) for each in (process, *process.children(recursive=True)))
 
 
 def _seconds_to_first_line(path: Path, process: subprocess.Popen, started: float) -> float | None:
@@ -144,9 +190,10 @@ def _seconds_to_first_line(path: Path, process: subprocess.Popen, started: float
 
 
 @contextlib.contextmanager
-def _running(command: list[str], output: Any) -> Iterator[subprocess.Popen]:
+def _running(command: list[str], output: Any, **variables: str) -> Iterator[subprocess.Popen]:
     """Run a command in a process group of its own, of which nothing is left afterwards."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    streams = {"stdout": output, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables}, start_new_session=True, **streams)
     try:
         yield process
     finally:

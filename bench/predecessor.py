@@ -4,7 +4,8 @@
 
 Networks, batch, precision, FLOPs and clocks are those of benchmark.py. The rest is as there: each synthetic image is drawn on
 the CPU by a loader's worker, number by number; the frozen encoders keep float32 and leave it to autocast; AdamW is torch's
-default; and the average of the weights is Composer's own. Nothing is kept but RUN_FOLDER/RUN_NAME/summary.json.
+default; and the average of the weights is Composer's own. Nothing is kept but RUN_FOLDER/RUN_NAME/summary.json, and a line
+in first_batch beside it, from which bench.micro knows when the first batch is done.
 
 Exit code: 0, or 2 when the configuration cannot run: a key that the predecessor has nothing for is refused.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Trainer
+from composer import Callback, Logger, State, Trainer
 from composer.algorithms import EMA
 from composer.utils import dist
 from torch import Tensor
@@ -41,6 +42,18 @@ from training.speed import SpeedKeys
 from zoo.spec import Column
 
 EMA_HALF_LIFE = "100ba"
+FIRST_BATCH = "first_batch"
+
+
+class FirstBatch(Callback):
+    """Leaves a line in a file when the first batch is done."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == 1 and dist.get_global_rank() == 0:
+            self.path.write_text("1\n")
 
 
 class DrawnItems(Dataset):
@@ -76,6 +89,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     items = DrawnItems(config.data.columns(model.family, config.size), 1000 * device_batch)
     loader = DataLoader(items, device_batch, num_workers=config.data.workers, pin_memory=device.name == "gpu")
     peak = peak_tflops(device_name(), config.precision)
+    folder = Path(config.run_folder, config.run_name)
+    folder.mkdir(parents=True, exist_ok=True)
     throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
     given = config.optimizer
     trainer = Trainer(
@@ -90,7 +105,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             weight_decay=given.weight_decay,
         ),
         algorithms=[EMA(half_life=EMA_HALF_LIFE)],
-        callbacks=[BatchRandomness(model, config.seed), throughput],
+        callbacks=[BatchRandomness(model, config.seed), throughput, FirstBatch(folder / FIRST_BATCH)],
         progress_bar=False,
         device=device,
         precision=composer_precision(device, config.precision),
@@ -145,9 +160,7 @@ def main(argv: Sequence[str]) -> int:
         torch.cuda.set_device(dist.get_local_rank())
     summary = train(config)
     if dist.get_global_rank() == 0:
-        folder = Path(config.run_folder, config.run_name or "")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "summary.json", summary)
+        write_json(Path(config.run_folder, config.run_name or "", "summary.json"), summary)
         shown = (
             "images_per_sec",
             "images_per_sec_per_device",

@@ -15,6 +15,11 @@ from typing import Any
 import psutil
 
 
+def cache_folder() -> Path:
+    """Return the folder that keeps what all runs of this user can have again. Raises RuntimeError: there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "easel"
+
+
 @contextlib.contextmanager
 def whole(path: Path, final: Callable[[], Path] | None = None) -> Iterator[Path]:
     """Give a path to write a file at, which takes its name when the block ends; where that fails, nothing is left of it.

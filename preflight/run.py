@@ -27,7 +27,8 @@ from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
 from training import microbatch as microbatch_search
 from training import warm_start
-from training.cost import Cost, has_average_on_device, measure_cost, memory_problem
+from training.cost import Cost, has_average_on_device, memory_problem
+from training.kept_cost import kept_cost
 from training.optimizer import total_batches
 from training.published import as_begun
 from training.run_config import RunConfig, resolve, wants_own_rate
@@ -345,7 +346,7 @@ def _prompts_deviation(given: EvalConfig) -> list[str]:
 
 
 def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]:
-    """Estimate the memory of a step and the size of checkpoints; traces the real model with fake tensors (some seconds).
+    """Estimate the memory of a step and the size of checkpoints; the first time on a machine this takes some seconds.
 
     Args:
         num_batches: of the run; None: not known, snapshots are not counted.
@@ -393,9 +394,9 @@ def planned_microbatch(config: RunConfig, cost: Cost) -> int:
 
 
 def cost_of(config: RunConfig) -> Cost:
-    """Trace one training step of the run's model."""
+    """Return the cost of a training step of the run's model."""
     assert config.precision is not None
-    return measure_cost(
+    return kept_cost(
         config.model,
         config.objective,
         stage=config.data.stage,

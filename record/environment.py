@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from composer.utils import dist
+from composer.utils.collect_env import get_cpu_model
 
 PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "diffusers", "transformers", "open_clip_torch")
 
 
-def environment() -> dict[str, Any]:
-    """Return versions, commit and device of this process, flat."""
-    versions = {}
+def versions() -> dict[str, str | None]:
+    """Return the versions of the libraries that a figure depends on: PACKAGE_version -> version, None: not installed."""
+    found: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
-            versions[f"{package}_version"] = importlib.metadata.version(package)
+            found[f"{package}_version"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[f"{package}_version"] = None
+            found[f"{package}_version"] = None
+    return found
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, commit and device of this process, flat."""
     cuda = torch.cuda.is_available()
     return {
         "device": device_name(),
         "num_devices": dist.get_world_size(),
         "python_version": platform.python_version(),
-        **versions,
+        **versions(),
         "cuda_version": torch.version.cuda if cuda else None,
         "cudnn_version": torch.backends.cudnn.version() if cuda else None,
         "device_memory_gib": round(torch.cuda.get_device_properties().total_memory / 2**30, 1) if cuda else None,
@@ -39,6 +47,14 @@ def environment() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "commit": commit(),
     }
+
+
+@functools.cache
+def asked_for_cpu() -> threading.Thread:
+    """Ask for what Composer's Trainer wants to know of the CPU, beside other work: py-cpuinfo takes a second to find it."""
+    thread = threading.Thread(target=get_cpu_model, daemon=True)
+    thread.start()
+    return thread
 
 
 def device_name() -> str:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from cli.files import cache_folder
 from cli.limits import ImageSize, limited
 from stages.dataset import Stage, is_remote
 
@@ -29,8 +28,7 @@ def own_folder(remote: str) -> str:
     parts = urlsplit(remote.rstrip("/"))
     place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     digest = hashlib.blake2b(place.encode(), digest_size=4).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return str(cache / "easel" / "stages" / f"{place.rpartition('/')[2]}-{digest}")
+    return str(cache_folder() / "stages" / f"{place.rpartition('/')[2]}-{digest}")
 
 
 @dataclass(frozen=True)

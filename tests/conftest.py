@@ -163,6 +163,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests share what they keep, and read nothing that their user has kept."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @contextlib.contextmanager
 def cost_made_up() -> Iterator[None]:
     """Give a step a made-up cost: a run's own is traced through its network, which takes seconds for each of its keys."""
@@ -178,7 +184,7 @@ def cost_made_up() -> Iterator[None]:
         frozen_gib=0.01,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight.run, "measure_cost", lambda *given, **ways: cost)
+        patch.setattr(preflight.run, "kept_cost", lambda *given, **ways: cost)
         yield
 
 

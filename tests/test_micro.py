@@ -111,8 +111,9 @@ def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_
     assert record["schema"] == 1 and record["device"] and record["date"] and record["torch_version"]
     assert "commit" in record and record["config"]["num_samples"] == 128
     assert printed[0].split() == ["what", "ours", "other", "ratio", "spread"]
-    assert len(printed) == 1 + len(micro.ROWS) - 1  # first_step was not asked for
-    for _, ours, other, ratio in micro.ROWS[:-1]:
+    rows = [row for row in micro.ROWS if not row[1].startswith("first_step")]  # which was not asked for
+    assert len(printed) == 1 + len(rows)
+    for _, ours, other, ratio in rows:
         assert record[ours] >= 0 and (other is None or record[other] >= 0)
         if ratio:
             pairs = (record["by_round"][ours], record["by_round"][other])
@@ -126,22 +127,49 @@ def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_
     assert {"ema_speedup_vs_composer", "moments_speedup_vs_webdataset", "checkpoint_gib"} <= record.keys()
 
 
-def fake_run(monkeypatch, code: str) -> None:
-    """Start this instead of the launcher; the run's folder and name are its last words."""
-    setup = "import sys, pathlib, time; folder, name = (word.split('=', 1)[1] for word in sys.argv[-2:]); "
-    monkeypatch.setattr(micro_run, "PROGRAM", (sys.executable, "-c", setup + code))
+def made_up(code: str) -> tuple[str, ...]:
+    """A program in place of the launcher; the run's folder and name are its last words."""
+    setup = "import os, sys, pathlib, time; folder, name = (word.split('=', 1)[1] for word in sys.argv[-2:]); "
+    return (sys.executable, "-c", setup + code)
 
 
-def test_the_first_step_is_counted_until_its_line_is_there(monkeypatch, tmp_path):
-    write = (
-        "path = pathlib.Path(folder, name); path.mkdir(); time.sleep(0.3); (path / 'metrics.jsonl').write_text('{}\\n')"
+WRITE = "path = pathlib.Path(folder, name); path.mkdir(); (path / 'metrics.jsonl').write_text('{}\\n'); time.sleep(0.5)"
+
+
+def test_the_first_step_is_counted_until_its_line_is_there(tmp_path):
+    seconds, cpu_seconds = micro_run.first_step_sec(
+        tmp_path, "a", made_up(f"time.sleep(0.3); {WRITE}; time.sleep(1.5)"), "metrics.jsonl"
     )
-    fake_run(monkeypatch, f"{write}; time.sleep(1.5)")
-    assert 0.3 < micro_run.first_step_sec(tmp_path, "a") < 1.5
+    assert 0.3 < seconds < 2 and 0 <= cpu_seconds < seconds
+
+
+def test_processor_time_is_also_that_of_what_a_launcher_has_started(tmp_path):
+    busy = "import time\nwhile time.process_time() < 0.5: pass\n"
+    ended = f"subprocess.run([sys.executable, '-c', {busy!r}])"
+    alive = f"subprocess.Popen([sys.executable, '-c', {busy + 'time.sleep(3)'!r}])"
+    for name, start in {"ended": ended, "alive": f"{alive}; time.sleep(2)"}.items():
+        program = made_up(f"import subprocess; {start}; {WRITE}")
+        assert micro_run.first_step_sec(tmp_path, name, program, "metrics.jsonl")[1] > 0.4
+
+
+def test_starts_take_turns_and_one_of_them_finds_no_cost(monkeypatch, tmp_path):
+    """They share a cache, which is not the user's."""
+    note = "place = pathlib.Path(os.environ['XDG_CACHE_HOME'], 'easel', 'costs'); found = place.exists(); "
+    note += "place.mkdir(parents=True, exist_ok=True); "
+    note += "open(pathlib.Path(folder, 'seen'), 'a').write(f'{name} {found}\\n'); "
+    names = (micro_run.TRACED, "first_step", "first_step_predecessor")
+    monkeypatch.setattr(micro_run, "STARTS", {name: (made_up(note + WRITE), "metrics.jsonl") for name in names})
+    figures = micro_run.measure_first_step(tmp_path, 2)
+    assert (tmp_path / "seen").read_text().splitlines() == [
+        *("first_step_traced-0 False", "first_step-0 True", "first_step_predecessor-0 True"),
+        *("first_step-1 True", "first_step_predecessor-1 True", "first_step_traced-1 False"),
+    ]
+    ratios = {f"first_step_{cpu}over_{other}" for cpu in ("", "cpu_") for other in ("traced", "predecessor")}
+    assert ratios <= figures.flat.keys() and len(figures.by_round["first_step_cpu_sec"]) == 2
 
 
 def test_a_part_that_fails_is_named_and_leaves_no_record(monkeypatch, tmp_path, capsys):
-    fake_run(monkeypatch, "sys.exit('no such key')")
+    monkeypatch.setattr(micro_run, "STARTS", {"first_step": (made_up("sys.exit('no such key')"), "metrics.jsonl")})
     results = tmp_path / "micro.json"
     assert micro.main(["parts=first_step", f"results={results}", f"work={tmp_path}"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -151,10 +179,9 @@ def test_a_part_that_fails_is_named_and_leaves_no_record(monkeypatch, tmp_path, 
 
 
 def test_a_run_beyond_its_limit_is_ended(monkeypatch, tmp_path):
-    fake_run(monkeypatch, "time.sleep(60)")
     monkeypatch.setattr(micro_run, "LIMIT_SEC", 0.3)
     with pytest.raises(RuntimeError, match="ended with -9. It printed: $"):
-        micro_run.first_step_sec(tmp_path, "a")
+        micro_run.first_step_sec(tmp_path, "a", made_up("time.sleep(60)"), "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -186,10 +213,14 @@ def test_a_full_disk_is_known_before_anything_is_measured(capsys, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
-def test_the_command_measures_a_real_start(tmp_path):
-    from conftest import run
-
+def test_the_command_measures_real_starts(tmp_path, monkeypatch):
+    """Without the launcher, for time."""
+    alone = {
+        "first_step": ((sys.executable, "benchmark.py"), "metrics.jsonl"),
+        "first_step_predecessor": ((sys.executable, "-m", "bench.predecessor"), micro_run.FIRST_BATCH),
+    }
+    monkeypatch.setattr(micro_run, "STARTS", alone)
     results = tmp_path / "micro.json"
-    done = run("python", "-m", "bench.micro", "parts=first_step", "rounds=1", f"results={results}")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(results.read_text())["first_step_sec"] > 1.0
+    assert micro.main(["parts=first_step", "rounds=1", f"results={results}"]) == 0
+    record = json.loads(results.read_text())
+    assert record["first_step_sec"] > 1.0 and record["first_step_predecessor_cpu_sec"] > 1.0

@@ -38,7 +38,7 @@ def of_sd2() -> tuple[Cost, float, bool]:
     torch.manual_seed(1)
     before, peak_before = torch.random.get_rng_state(), peak_gib()
     ways = dict(stage="moments", size=(512, 512), precision="bf16")
-    found = measure_cost.__wrapped__(ModelConfig(), ObjectiveConfig(), **ways)
+    found = measure_cost(ModelConfig(), ObjectiveConfig(), **ways)
     return found, peak_gib() - peak_before, torch.equal(before, torch.random.get_rng_state())
 
 

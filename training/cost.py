@@ -1,12 +1,11 @@
 """The cost of a model's training step: memory by kind, FLOPs, and whether it fits a device.
 
 `measure_cost` traces one training step of the real model with fake tensors. It takes no memory and computes nothing, and
-the numbers come from the model itself, not from a table.
+the numbers come from the model itself, not from a table. training/kept_cost.py keeps them from one start to the next.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -87,7 +86,6 @@ class Cost:
         return self.trained_parameters * 4 * (2 if ema else 1) / 2**30
 
 
-@functools.cache
 def measure_cost(
     config: ModelConfig,
     objective: ObjectiveConfig,

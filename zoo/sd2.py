@@ -185,9 +185,8 @@ class SD2(LatentFamily):
         return {"vae": ldm_names.vae, "text": text, "denoiser": denoiser}
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        import open_clip
-
-        return {"tokens": open_clip.tokenize(list(captions), context_length=NUM_TOKENS)}
+        tokenize = tokenizer_files.open_clip_tokenizer().tokenize
+        return {"tokens": tokenize(list(captions), context_length=NUM_TOKENS)}
 
     def save_tokenizer(self, folder: Path) -> str:
         pad_token = tokenizer_files.CLIP_END if self.architecture.pads_with_end else "!"  # the latter is token 0

@@ -6,19 +6,32 @@ stays one. One difference is left: OpenCLIP first repairs a caption (ftfy, HTML 
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 CLIP_START, CLIP_END = "<|startoftext|>", "<|endoftext|>"
 
 
+@functools.cache
+def open_clip_tokenizer() -> ModuleType:
+    """Return the module open_clip.tokenizer, loaded alone: with its package come timm and W&B, half a second long."""
+    package = importlib.util.find_spec("open_clip")
+    assert package is not None and package.origin is not None
+    spec = importlib.util.spec_from_file_location("open_clip.tokenizer", Path(package.origin).with_name("tokenizer.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def save_clip(folder: Path, num_tokens: int, pad_token: str) -> str:
     """Write OpenCLIP's byte-pair encoder as Stable Diffusion's folders have it; return the class that reads it."""
-    from open_clip.tokenizer import SimpleTokenizer
-
-    known = SimpleTokenizer()
+    known = open_clip_tokenizer().SimpleTokenizer()
     names = {"<start_of_text>": CLIP_START, "<end_of_text>": CLIP_END}
     vocabulary = {names.get(token, token): number for token, number in known.encoder.items()}
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False))
