@@ -2,7 +2,7 @@
 
     python -m bench.latency                                     # SD2 and SD 1.5: full size on a GPU, tiny on a CPU
     python -m bench.latency batches=[1] precisions=fp32 ways=eager,whole results=/tmp/latency.json
-    python -m bench.latency processes=true variants=stock,shapes batches=[8,16,32] samplers=ddim precisions=fp32 ways=eager steps=10
+    python -m bench.latency processes=true variants=stock,shapes batches=[8,16,32] samplers=ddim precisions=fp32 ways=eager
     make gpu-latency                                            # the full form, for a GPU
 
     eager         LatentDiffusion.generate, as an evaluation uses it: 16-bit precisions are autocast over float32 weights
