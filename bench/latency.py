@@ -2,6 +2,7 @@
 
     python -m bench.latency                                     # SD2 and SD 1.5: full size on a GPU, tiny on a CPU
     python -m bench.latency batches=[1] precisions=fp32 ways=eager,whole results=/tmp/latency.json
+    python -m bench.latency processes=true variants=stock,shapes batches=[8,16,32] samplers=ddim precisions=fp32 ways=eager
     make gpu-latency                                            # the full form, for a GPU
 
     eager         LatentDiffusion.generate, as an evaluation uses it: 16-bit precisions are autocast over float32 weights
@@ -14,6 +15,9 @@
 A turn goes from before the tokenizer to after the VAE, the device idle at both ends. All take turns (bench/contest.py), with
 the same random weights, noise, sampler and steps; the first call of each, which compiles, is kept apart. The shares of text
 encoder, denoiser and VAE are from one more call of ours, with a clock around each: CUDA events on a GPU.
+
+The third command is for batches as an evaluation's. With `processes` ours is set up as a command is (cli/host_memory.py), and
+the pipeline as torch comes; without it they share a process, and its ways with memory.
 
 The first of `samplers` is measured in all precisions and batches, the others in the first precision that this machine has
 and in the first batch. What is not possible here is skipped with its reason; what runs out of memory is recorded as that.
@@ -36,7 +40,8 @@ from typing import Any, Literal
 import torch
 
 from bench.command import head, read_keys, write_record
-from bench.latency_contest import PRECISIONS, WAYS, Case, Contest, free, precision_problem
+from bench.latency_contest import Contest, free
+from bench.latency_makers import MINIATURE, PRECISIONS, WAYS, Case, precision_problem
 from cli.command import command
 from cli.command_line import Problem
 from cli.limits import limited
@@ -55,7 +60,8 @@ class LatencyConfig:
     """The keys of this command."""
 
     variants: str = "stock,sd15"
-    """Variants of Stable Diffusion, as model.variant, with commas between: stock is SD2, sd15 is SD 1.5."""
+    """Variants of Stable Diffusion, as model.variant, with commas between: stock is SD2, sd15 is SD 1.5; or shapes, the
+    miniature."""
     preset: Literal["full", "tiny"] | None = None
     """Size of the networks. null: full on a GPU, tiny on a CPU."""
     image_size: int | None = limited(None, 1, MAX_SIDE_PX)
@@ -78,6 +84,8 @@ class LatencyConfig:
     """Turns of each contestant."""
     threads: int = limited(1, 1, 1024)
     """Threads of torch on a CPU."""
+    processes: bool = False
+    """A process for each contestant: the pipeline's is as torch comes, ours is set up as that of a command."""
     results: str = "reports/results/latency_cpu.json"
     """File of the record. One of the same commit and device is added to, another one replaced."""
 
@@ -89,7 +97,7 @@ def listed(text: str) -> list[str]:
 
 def check(config: LatencyConfig) -> list[Problem]:
     """Return every problem of the keys that does not depend on the machine."""
-    known = {"variants": ARCHITECTURES, "samplers": SAMPLERS, "precisions": PRECISIONS, "ways": WAYS}
+    known = {"variants": (*ARCHITECTURES, MINIATURE), "samplers": SAMPLERS, "precisions": PRECISIONS, "ways": WAYS}
     found = []
     for key, possible in known.items():
         if unknown := [name for name in listed(getattr(config, key)) if name not in possible]:
@@ -99,7 +107,7 @@ def check(config: LatencyConfig) -> list[Problem]:
         text = f"{list(config.batches)}. Possible: numbers from 1 to 1,024, e.g. [1,2,4]."
         found.append(Problem(f"batches: {text}", ("batches",)))
     size = as_size(_size_px(config))
-    if text := load_family("sd2", "tiny", "stock").size_problem(size):
+    if text := load_family("sd2", "tiny", "stock").size_problem(size):  # the miniature's sizes include these
         found.append(Problem(f"image_size: {text}", ("image_size",)))
     return found
 
@@ -135,6 +143,7 @@ def cases_of(config: LatencyConfig) -> Iterator[Case]:
                         channels_last=config.channels_last,
                         rounds=config.rounds,
                         threads=config.threads,
+                        processes=config.processes,
                     )
 
 

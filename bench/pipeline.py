@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,44 +11,27 @@ from model import LatentDiffusion
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusionPipeline
-    from transformers import CLIPTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    from zoo.spec import Family
 
 
-@functools.cache
-def clip_tokenizer(max_length: int, pad_token: str = "!") -> CLIPTokenizer:
-    """Return transformers' own, over the vocabulary that open_clip brings: none has to be fetched.
+def tokenizer_of(family: Family) -> PreTrainedTokenizerBase:
+    """Return transformers' own, over the family's vocabulary: none has to be fetched."""
+    import transformers
 
-    Args:
-        pad_token: SD2 pads with number 0, which is "!"; SD 1.5 with the end of the text.
-    """
-    from open_clip.tokenizer import SimpleTokenizer
-    from transformers import CLIPTokenizer
-
-    known = SimpleTokenizer()
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
-        vocabulary, merges = Path(folder, "vocab.json"), Path(folder, "merges.txt")
-        vocabulary.write_text(json.dumps(known.encoder))
-        merges.write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in known.bpe_ranks), ""]))
-        return CLIPTokenizer(
-            str(vocabulary),
-            str(merges),
-            bos_token="<start_of_text>",
-            eos_token="<end_of_text>",
-            unk_token="<end_of_text>",
-            pad_token=pad_token,
-            model_max_length=max_length,
-        )
+        return getattr(transformers, family.save_tokenizer(Path(folder))).from_pretrained(folder)
 
 
 def pipeline_of(model: LatentDiffusion, scheduler: Any) -> StableDiffusionPipeline:
-    """Assemble diffusers' pipeline from the network objects of an SD model."""
+    """Assemble diffusers' pipeline from the network objects of a model of SD's kind."""
     from diffusers import StableDiffusionPipeline
 
-    pads_with_end = model.family.architecture.pads_with_end
     pipeline = StableDiffusionPipeline(
         vae=model.encoders.modules["vae"],
         text_encoder=model.encoders.modules["text"],
-        tokenizer=clip_tokenizer(model.empty_text["tokens"].shape[1], "<end_of_text>" if pads_with_end else "!"),
+        tokenizer=tokenizer_of(model.family),
         unet=model.denoiser.eval(),
         scheduler=scheduler,
         safety_checker=None,

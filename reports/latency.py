@@ -37,13 +37,15 @@ Contest = Mapping[str, Any]
 
 PIPELINE = "pipeline"
 """The contestant that is diffusers' own."""
-MODELS = {"stock": "SD2", "sd15": "SD 1.5", "mlperf": "SD2 as in MLPerf"}
+MODELS = {"stock": "SD2", "sd15": "SD 1.5", "mlperf": "SD2 as in MLPerf", "shapes": "the miniature"}
 HEAD = (
     *("model", "sampler", "precision", "batch", "how", "s (median)", "least", "p95"),
-    *("times as fast as eager", "times as fast as the pipeline", "text, denoiser, VAE, %", "first call, s"),
+    *("times as fast as eager", "times as fast as the pipeline", "in processor time"),
+    *("text, denoiser, VAE, %", "first call, s"),
 )
-ALIGN = "lllrlrrrllrr"
-OF_GROUP = ("preset", "image_size", "steps", "guidance", "channels_last", "rounds")
+ALIGN = "lllrlrrrlllrr"
+RATIOS = ("speedup_vs_eager", f"speedup_vs_{PIPELINE}", f"cpu_speedup_vs_{PIPELINE}")
+OF_GROUP = ("preset", "image_size", "steps", "guidance", "channels_last", "rounds", "processes")
 """What has a table of its own."""
 COLOURS = ("#666666", "#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d")
 DPI = 120
@@ -56,7 +58,7 @@ def groups_of(record: Mapping[str, Any]) -> list[list[Contest]]:
     """Return the contests that stand in one table, in the record's order."""
     found: dict[tuple[Any, ...], list[Contest]] = {}
     for contest in record["contests"]:
-        found.setdefault(tuple(contest[key] for key in OF_GROUP), []).append(contest)
+        found.setdefault(tuple(contest.get(key) for key in OF_GROUP), []).append(contest)
     return list(found.values())
 
 
@@ -65,7 +67,8 @@ def heading(contests: Sequence[Contest]) -> str:
     one, loads = contests[0], [contest["load_average_before"] for contest in contests]
     size, nhwc = one["image_size"], ", NHWC" if one["channels_last"] else ""
     what = f"Preset {one['preset']}, {size} x {size} px, {one['steps']} steps, guidance {one['guidance']:g}{nhwc}"
-    return f"{what}; {one['rounds']} rounds; load average {min(loads):g} to {max(loads):g}:"
+    apart = "; each in a process of its own" if one.get("processes") else ""
+    return f"{what}; {one['rounds']} rounds{apart}; load average {min(loads):g} to {max(loads):g}:"
 
 
 def rows_of(contests: Sequence[Contest]) -> Iterator[tuple[str | None, ...]]:
@@ -77,14 +80,14 @@ def rows_of(contests: Sequence[Contest]) -> Iterator[tuple[str | None, ...]]:
                 continue
             how = "diffusers' pipeline" if name == PIPELINE else name
             if status != "ok":
-                yield (*case, how, status.replace("_", " "), *[None] * 6)
+                yield (*case, how, status.replace("_", " "), *[None] * 7)
                 continue
             shares = [contest.get(f"{name}_{part}_frac") for part in ("text", "denoiser", "vae")]
             yield (
                 *case,
                 how,
                 *(f"{contest[f'{name}_sec{end}']:.3g}" for end in ("", "_min", "_p95")),
-                *(_ratio(contest, f"{name}_speedup_vs_{other}") for other in ("eager", PIPELINE)),
+                *(_ratio(contest, f"{name}_{key}") for key in RATIOS),
                 None if None in shares else ", ".join(f"{100 * share:.0f}" for share in shares),
                 f"{contest[f'{name}_first_sec']:.3g}",
             )
@@ -123,12 +126,14 @@ def largest_difference(contests: Sequence[Contest]) -> float | None:
 
 def _overviews(contests: Sequence[Contest]) -> Iterator[str]:
     """Yield what the contests say of a way together, where it was in several."""
+    kinds = {"": "times as fast as the pipeline", "cpu_": "times in processor time"}
     for way in dict.fromkeys(name for contest in contests for name in contest["status"]):
-        key = f"{way}_speedup_vs_{PIPELINE}"
-        speeds = [contest[key] for contest in contests if key in contest]
-        if len(speeds) > 1:
-            middle, ends = statistics.median(speeds), f"{min(speeds):.2f} to {max(speeds):.2f}"
-            yield f"{way}, over {len(speeds)} contests: {middle:.2f} times as fast as the pipeline ({ends})."
+        for kind, what in kinds.items():
+            key = f"{way}_{kind}speedup_vs_{PIPELINE}"
+            speeds = [contest[key] for contest in contests if key in contest]
+            if len(speeds) > 1:
+                middle, ends = statistics.median(speeds), f"{min(speeds):.2f} to {max(speeds):.2f}"
+                yield f"{way}, over {len(speeds)} contests: {middle:.2f} {what} ({ends})."
 
 
 def notes_of(contests: Sequence[Contest]) -> list[str]:

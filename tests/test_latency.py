@@ -13,7 +13,8 @@ from conftest import ROOT, run
 from PIL import Image
 
 from bench import latency, latency_contest
-from bench.latency_contest import Case, Clocked, Contest
+from bench.latency_contest import Contest
+from bench.latency_makers import Apart, Case, Clocked
 from reports import latency as report
 
 CASE = Case("stock", "tiny", 64, "plms", 3, 7.5, "fp32", 2, False, 2, 1)
@@ -67,6 +68,30 @@ def test_contestants_share_their_weights_but_no_module():
     ours, theirs = (contest.models[name] for name in ("eager", "pipeline"))
     assert ours.denoiser is not theirs.denoiser and ours.denoiser.conv_in is not theirs.denoiser.conv_in
     assert all(a is b for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180, func_only=True)
+def test_processes_of_their_own_make_the_same_images_and_one_that_dies_is_named():
+    contest = Contest(case(variant="shapes", image_size=32, steps=2, processes=True), ["eager"])
+    made = contest.measure()
+    assert made["status"] == {"pipeline": "ok", "eager": "ok"} and made["processes"]
+    assert made["eager_max_abs_difference"] < 1e-5 and made["eager_image_std"] > 0.1
+    ours, theirs = (made["by_round"][f"{name}_cpu_sec"] for name in ("eager", "pipeline"))
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    assert len(ratios) == 2 and made["eager_cpu_speedup_vs_pipeline"] == pytest.approx(
+        statistics.median(ratios), rel=1e-5
+    )
+    assert 0.1 < made["eager_peak_mem_gib"] < 8
+    assert all(not one.process.is_alive() for one in contest.apart.values())
+    [*_, row] = report.rows_of([made])
+    assert row[0] == "the miniature" and row[10].startswith(f"{made['eager_cpu_speedup_vs_pipeline']:.2f} (")
+
+    one = Apart(case(steps=2), "eager")
+    one.process.kill()
+    with pytest.raises(RuntimeError, match="^its process ended with code -9$"):
+        one.ask("turn")
+    one.close()
 
 
 def test_in_bf16_the_pipelines_weights_are_cast_and_its_images_nearly_the_same():
