@@ -35,7 +35,7 @@ from stages import stage_checks
 from stages.adopted import AdoptedSet, kept_digests
 from stages.dataset import Stage, column_problem, is_remote, read_stage
 from stages.fetch import PATIENCE_SEC, RetryingStream
-from stages.images import captions_of, crop_room, decode_image, resize_and_crop
+from stages.images import batch_of, captions_of, crop_room, decode_image, resize_and_crop, size_of
 from stages.latents import LatentsStream
 from stages.loader import Loader
 from stages.mixture import (
@@ -239,7 +239,7 @@ class StreamingLAIONDataset(BatchStream):
         """Decode and resize the samples, and tokenise their captions in one call."""
         samples = [self.read_sample(sample_id) for sample_id in sample_ids]
         return {
-            "images": torch.stack([sample["images"] for sample in samples]),
+            "images": batch_of([sample["images"] for sample in samples]),
             **self.tokenize([sample["caption"] for sample in samples]),
             "bad": [bad for sample in samples for bad in sample["bad"]],
         }
@@ -254,7 +254,7 @@ class StreamingLAIONDataset(BatchStream):
         column = self.captions[self.stream_of(sample_id)]
         caption = draw.one_of(captions_of(sample if column is None else {"caption": sample[column]}))
         image, size = decode_image(sample["jpg"]), self.image_sizes[self.stream_of(sample_id)]
-        at = draw.offset(crop_room(image.size, size)) if self.crop == "random" else None
+        at = draw.offset(crop_room(size_of(image), size)) if self.crop == "random" else None
         images = resize_and_crop(image, size, self.image_dtype, at)
         return {"images": images.flip(-1) if self.flip and draw.is_flipped else images, "caption": caption}
 
