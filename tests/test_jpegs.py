@@ -175,7 +175,7 @@ def test_a_damaged_file_is_refused_where_pil_refuses_it(progressive):
 
 @pytest.mark.slow
 def test_refused_files_leave_no_memory():
-    """torchvision 0.25 keeps the picture of each file that it finds cut: 250 MB here."""
+    """A cut file is not given to torchvision: 0.25 would keep its picture, 250 MB here."""
     file = jpeg((1200, 900))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(150):
