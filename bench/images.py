@@ -4,15 +4,15 @@
     python -m bench.images num_images=64 rounds=1 results=/tmp/images.json
 
     ours          the stage `images` through data.build_data; uint8
-    before        the same reader with what it did until JPEGs went through torchvision: PIL, four copies of each picture, a stack
-    predecessor   the same shards as mosaicml/diffusion-benchmark reads them: PIL, torchvision's Resize (the aspect is lost) and
-                  ToTensor, sample by sample in a StreamingDataset, torch's DataLoader and collate; float32
-    webdataset    tars of the same files: PIL, then torchvision's Resize, CenterCrop and ToTensor; float32 (bench/micro_data.py)
+    before        the same reader with what it did until JPEGs went through torchvision: PIL, four copies a picture, a stack
+    predecessor   the same shards as mosaicml/diffusion-benchmark reads them: PIL, torchvision's Resize (not keeping the aspect)
+                  and ToTensor, sample by sample in a StreamingDataset, torch's DataLoader and collate; float32
+    webdataset    tars of the same files: PIL, then torchvision's Resize, CenterCrop, ToTensor; float32 (bench/micro_data.py)
 
 All tokenise the captions by the same tokenizer. A turn is an epoch of batches of 16: images/s from the arrival of the first
 batch to that of the last, and processor time of the loader process an image, the epoch's beginning included. Beside busy
-neighbours the first says how much of a core there was, the second changes less. `parts` are functions of ours in this process;
-what the loader process takes beyond their sum is reading, and handing the batch over in shared memory.
+neighbours the first says how much of a core there was, the second changes less. The parts are functions of ours in this
+process; what the loader process takes beyond their sum, `rest`, is reading, and handing the batch over in shared memory.
 Exit code: 0 when the record was written, 2 when the command cannot be read.
 """
 
