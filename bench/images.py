@@ -5,8 +5,8 @@
 
     ours          the stage `images` through data.build_data; uint8
     before        the same reader with what it did until JPEGs went through torchvision: PIL, four copies a picture, a stack
-    predecessor   the same shards as mosaicml/diffusion-benchmark reads them: PIL, torchvision's Resize (not keeping the aspect)
-                  and ToTensor, sample by sample in a StreamingDataset, torch's DataLoader and collate; float32
+    predecessor   the same shards as mosaicml/diffusion-benchmark reads them: PIL, torchvision's Resize to a square and
+                  ToTensor, sample by sample in a StreamingDataset, torch's DataLoader and collate; float32
     webdataset    tars of the same files: PIL, then torchvision's Resize, CenterCrop, ToTensor; float32 (bench/micro_data.py)
 
 All tokenise the captions by the same tokenizer. A turn is an epoch of batches of 16: images/s from the arrival of the first
@@ -58,7 +58,7 @@ from cli.limits import limited
 from cli.table import as_table
 from config import as_written
 from data import StreamingLAIONDataset
-from stages.images import batch_of, decode_image, resize_and_crop
+from stages.images import decode_image, resize_and_crop
 
 SCHEMA = 1
 OTHERS = ("before", "predecessor", "webdataset")
@@ -169,12 +169,13 @@ def measure_parts(rounds: int) -> dict[str, list[float]]:
     files = [picture(number, PICTURE_SIZES[number % len(PICTURE_SIZES)]) for number in range(IMAGES_BATCH)]
     decoded = [decode_image(file) for file in files]
     resized = [resize_and_crop(image, SIZE) for image in decoded]
+    batch = torch.empty(IMAGES_BATCH, *SIZE[::-1], 3, dtype=torch.uint8).permute(0, 3, 1, 2)
     captions, tokenize = [words(number)["caption"] for number in range(IMAGES_BATCH)], build_family().tokenize
     work: dict[str, Callable[[], Any]] = {
         "decode": lambda: [decode_image(file) for file in files],
         "pil_decode": lambda: [decode_by_pil(file) for file in files],
         "resize": lambda: [resize_and_crop(image, SIZE) for image in decoded],
-        "batch": lambda: batch_of(resized),
+        "batch": lambda: [row.copy_(image) for row, image in zip(batch, resized, strict=True)],
         "stack": lambda: torch.stack(resized),
         "tokenise": lambda: tokenize(captions),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import get_sampling
 from torch import Tensor
-from torch.utils.data import default_collate
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
@@ -111,17 +110,6 @@ def _upright(pixels: Tensor, orientation: Any) -> Tensor:  # (3, h, w) -> (3, h,
 def size_of(pixels: Tensor) -> ImageSize:
     """Return (width, height) of a picture (3, h, w), px."""
     return pixels.shape[2], pixels.shape[1]
-
-
-def batch_of(images: Sequence[Tensor]) -> Tensor:  # (3, H, W) each -> (B, 3, H, W)
-    """Copy images into a batch, once: a loader worker's lies in shared memory from the beginning.
-
-    Of bytes a pixel's levels stay together in memory: a worker would take as long to part them as to scale, a device parts
-    them when it makes them float32.
-    """
-    if images[0].dtype != torch.uint8:
-        return default_collate(list(images))
-    return default_collate([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
 
 
 def _from_pixels(data: bytes) -> Image.Image:

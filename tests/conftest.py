@@ -111,17 +111,7 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
 
 
 PART_1 = {
-    *(
-        "adopt",
-        "adopt_run",
-        "batch_wait",
-        "bench_data",
-        "bench_images",
-        "benchmark",
-        "buckets",
-        "checkpoints",
-        "copy_stream",
-    ),
+    *("adopt", "adopt_run", "batch_wait", "bench_data", "benchmark", "buckets", "checkpoints", "copy_stream"),
     *(
         "data",
         "draws",
@@ -137,6 +127,7 @@ PART_1 = {
     *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "pictures", "places"),
     *("prepare", "prepare_parts", "profile", "resume", "run_folder", "shared_memory", "sources", "starts"),
     *("stops", "stream", "tables", "unfinished", "validation", "yamls"),
+    *("batch_memory", "bench_images"),
 }
 """Tests that stream, whose shared memory is the machine's, are all in one half."""
 
