@@ -34,9 +34,10 @@ from cli.log import log
 from cli.masking import printable
 from stages import stage_checks
 from stages.adopted import AdoptedSet, kept_digests
+from stages.batch_memory import BatchMemory
 from stages.dataset import Stage, column_problem, is_remote, read_stage
 from stages.fetch import PATIENCE_SEC, RetryingStream
-from stages.images import captions_of, crop_room, decode_image, resize_and_crop
+from stages.images import captions_of, crop_room, decode_image, resize_and_crop, size_of
 from stages.latents import LatentsStream
 from stages.loader import Loader
 from stages.mixture import (
@@ -235,14 +236,25 @@ class StreamingLAIONDataset(BatchStream):
         self.captions = captions or [None] * len(self.image_sizes)
         self.image_dtype = family.columns("images", self.image_sizes[0])["images"].dtype
         self.tokenize = family.tokenize
+        self.memory = BatchMemory()
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
         """Decode and resize the samples, and tokenise their captions in one call."""
-        samples = [self.read_sample(sample_id) for sample_id in sample_ids.tolist()]
+        ids = sample_ids.tolist()
+        width, height = self.image_sizes[self.stream_of(ids[0])]
+        # Of bytes a pixel's three lie together, as in its file: a worker would take long to part them, a device does not.
+        in_planes = self.image_dtype != torch.uint8
+        shape = (3, height, width) if in_planes else (height, width, 3)
+        memory, receipt = self.memory.take((len(ids), *shape), self.image_dtype)
+        images, samples = memory if in_planes else memory.permute(0, 3, 1, 2), []
+        for image, sample_id in zip(images, ids, strict=True):
+            samples.append(self.read_sample(sample_id))
+            image.copy_(samples[-1].pop("images"))
         return {
-            "images": torch.stack([sample["images"] for sample in samples]),
+            "images": images,
             **self.tokenize([sample["caption"] for sample in samples]),
             "bad": [bad for sample in samples for bad in sample["bad"]],
+            **receipt,
         }
 
     def read_sample(self, sample_id: int) -> dict[str, Any]:
@@ -255,7 +267,7 @@ class StreamingLAIONDataset(BatchStream):
         column = self.captions[self.stream_of(sample_id)]
         caption = draw.one_of(captions_of(sample if column is None else {"caption": sample[column]}))
         image, size = decode_image(sample["jpg"]), self.image_sizes[self.stream_of(sample_id)]
-        at = draw.offset(crop_room(image.size, size)) if self.crop == "random" else None
+        at = draw.offset(crop_room(size_of(image), size)) if self.crop == "random" else None
         images = resize_and_crop(image, size, self.image_dtype, at)
         return {"images": images.flip(-1) if self.flip and draw.is_flipped else images, "caption": caption}
 

@@ -56,7 +56,7 @@ from prepare.words import split_words
 from stages.adopted import Columns, wrong_encoding
 from stages.dataset import FACTS_FILE, FACTS_SCHEMA, is_remote, read_index, read_json, split_place
 from stages.fetch import known_digest
-from stages.images import SampleError, captions_of, decode_image
+from stages.images import SampleError, captions_of, decode_image, size_of
 from stages.index_file import check_named_columns, checked_shards, stored_file
 
 NAMES = {
@@ -176,7 +176,7 @@ class Seen:
             if columns.image is not None:
                 image = decode_image(sample["jpg"])
                 self.formats[_format_of(sample["jpg"])] += 1
-                self.sides.append(min(image.size))
+                self.sides.append(min(size_of(image)))
             if columns.latents is not None and not len(sample["latents"]):
                 raise SampleError("no latent")
             if columns.latents is not None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
@@ -130,9 +129,9 @@ def _distance(latents: Tensor, means: Tensor) -> float:
     return float((latents - means).square().mean().sqrt() / means.square().mean().sqrt())
 
 
-def center_square(image: Image.Image, side: int) -> Tensor:
-    """# RGB of any size -> uint8 (3, side, side), as mosaicml/diffusion makes it."""
-    scaled = vision.resize(image, [side], interpolation=InterpolationMode.BILINEAR, antialias=True)
+def center_square(image: Tensor, side: int) -> Tensor:
+    """# uint8 (3, h, w) -> uint8 (3, side, side), as mosaicml/diffusion makes it."""
+    scaled = vision.resize(vision.to_pil_image(image), [side], interpolation=InterpolationMode.BILINEAR, antialias=True)
     left, top = (scaled.width - side) // 2, (scaled.height - side) // 2
     square = scaled.crop((left, top, left + side, top + side))
     return torch.from_numpy(np.array(square)).permute(2, 0, 1)

@@ -43,7 +43,7 @@ from prepare.places import Place, open_place, out_problem
 from prepare.words import read_words
 from stages.buckets import bucket_of, bucket_sizes, cropped_frac
 from stages.dataset import Stage
-from stages.images import SampleError, captions_of, decode_image
+from stages.images import SampleError, captions_of, decode_image, size_of
 from zoo.spec import MAX_SIDE_PX
 
 GROUP = 8  # shards' sizes that are in memory at once
@@ -126,13 +126,9 @@ def rows_of(
             for sample in open_shard(source, shard, Path(folder), stage.adopted):
                 try:
                     if stage.adopted:
-                        captions, image = captions_of(sample), decode_image(sample["jpg"])
-                        sample |= {
-                            "caption": captions[0],
-                            "captions": captions,
-                            "width": image.width,
-                            "height": image.height,
-                        }
+                        captions = captions_of(sample)
+                        width, height = size_of(decode_image(sample["jpg"]))
+                        sample |= {"caption": captions[0], "captions": captions, "width": width, "height": height}
                 except SampleError as error:
                     yield sample, str(error)
                 else:

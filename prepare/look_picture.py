@@ -24,13 +24,14 @@ import torch
 from PIL import Image
 from streaming.base.format.mds.encodings import mds_decode
 from torch import nn
+from torchvision.transforms.v2.functional import to_pil_image
 
 from cli.files import whole
 from cli.limits import MAX_CAPTION
 from cli.log import log
 from cli.masking import printable
 from prepare.moments import check_finite
-from stages.images import SampleError, check_caption, decode_image
+from stages.images import SampleError, check_caption, decode_image, size_of
 from zoo.encoders import RANDOM, build_encoders
 from zoo.spec import Family
 
@@ -194,7 +195,7 @@ def look_at(encodings: dict[str, str], row: dict[str, memoryview]) -> Sample:
         form = next((name for name, magic in MAGIC.items() if data.startswith(magic)), "other")
         sample = dataclasses.replace(sample, form=form)
         image = decode_image(data)
-        sample = dataclasses.replace(sample, size=image.size, value=thumbnail(image))
+        sample = dataclasses.replace(sample, size=size_of(image), value=thumbnail(to_pil_image(image)))
         if "caption" in raw:
             check_caption(caption)
     except SampleError as error:

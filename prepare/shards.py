@@ -72,7 +72,7 @@ from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, column
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source, SourceError
 from prepare.words import read_words
 from stages.dataset import is_remote
-from stages.images import SampleError, decode_image
+from stages.images import SampleError, decode_image, size_of
 from zoo import load_family
 from zoo.sd2 import PIXELS_PER_LATENT
 from zoo.spec import Family
@@ -147,11 +147,11 @@ def image_row(sample: Sample, taken: Taken = IMG2DATASET, filters: Filters | Non
     """Check one sample and return its row of the stage `images`. Raises SampleError: it is unusable; LeftOut: not wanted."""
     check_key(sample.key)
     content = sample.image(taken)
-    image = decode_image(content)
+    width, height = size_of(decode_image(content))
     captions, metadata = read_captions(sample, taken), sample.metadata(taken)
     if filters is not None:
-        filters.check(image.width, image.height, metadata)
-    row = {"jpg": content, "width": image.width, "height": image.height, "caption": captions[0], "key": sample.key}
+        filters.check(width, height, metadata)
+    row = {"jpg": content, "width": width, "height": height, "caption": captions[0], "key": sample.key}
     return row | {"metadata": metadata} | ({"captions": captions} if taken.several else {})
 
 

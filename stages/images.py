@@ -1,6 +1,6 @@
 """One image-caption pair: the file decoded, scaled and cut as the MLPerf reference does it, and what cannot be used.
 
-    decoded   RGB, any size          PIL; transparency over white, EXIF rotation applied
+    decoded   RGB, any size          JPEGs by torchvision, the rest by PIL; transparency over white, EXIF rotation applied
     resized   (3, H, W)              scaled so that it just covers W x H, bicubic with antialias; a part cut out
 
 In uint8 (0 to 255) by default. In float32 (the variant mlperf) a value is its level / 255 and nothing is rounded: where
@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL.JpegImagePlugin import get_sampling
 from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
@@ -26,6 +28,10 @@ from cli.limits import MAX_CAPTION, ImageSize
 
 MAX_COVER = 4  # times the crop's side: of a longer picture only what the crop shows is scaled
 STRIP_ROWS = 512  # of a source that are float32 at once
+SAMPLINGS = (0, 1, 2)  # by PIL's numbers: 4:4:4, 4:2:2, 4:2:0
+END_OF_JPEG = b"\xff\xd9"
+FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}  # EXIF's orientation -> axes of (3, h, w)
+TRANSPOSED = (5, 6, 7, 8)  # before that
 CUBIC = -0.5  # Keys' a; torch and PIL take it where they antialias
 
 
@@ -37,8 +43,10 @@ class SampleError(ValueError):
     """A sample that cannot be used; the message is the reason, in a few words."""
 
 
-def decode_image(data: bytes) -> Image.Image:
-    """Decode a JPEG, PNG or WebP file, or `Pixels`, to RGB, upright, transparency over white.
+def decode_image(data: bytes) -> Tensor:  # -> uint8 (3, h, w), RGB
+    """Decode a JPEG, PNG or WebP file, or `Pixels`, upright, transparency over white.
+
+    In memory a pixel's three levels lie together, as decoders write them: to part them would take a third of the decoding.
 
     Raises:
         SampleError: empty, not an image, truncated, or with more pixels than PIL holds to be safe.
@@ -51,21 +59,57 @@ def decode_image(data: bytes) -> Image.Image:
             if isinstance(data, Pixels):
                 image = _from_pixels(data)
             else:
-                image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-            image.load()
-            image = ImageOps.exif_transpose(image)
-            if image.mode.startswith("I"):  # 16 bits a pixel: PIL itself would cut everything above 255 to white
-                image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
-            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
+                image = Image.open(
+                    io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")
+                )  # reads the header, checks the size
+            pixels = _decode_jpeg(image, data)
+            pixels = _pixels_of(image) if pixels is None else pixels
+            return _upright(pixels, image.getexif().get(ExifTags.Base.Orientation, 1))
     except UnidentifiedImageError as error:
         raise SampleError("not an image") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise SampleError("too many pixels") from error
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
         raise SampleError("truncated or damaged image") from error
+
+
+def _decode_jpeg(image: Image.Image, data: bytes) -> Tensor | None:
+    """Decode by torchvision, in 0.7 of PIL's time; None: PIL has to say.
+
+    PIL's libjpeg and torchvision's agree on every pixel of grey, 4:4:4, 4:2:2 and 4:2:0, baseline or progressive; of 4:4:0
+    they do not. A file that lacks its end is PIL's: torchvision 0.25 refuses it too, but keeps its memory for ever.
+    """
+    is_alike = image.format == "JPEG" and (image.mode == "L" or get_sampling(image) in SAMPLINGS)
+    if not (is_alike and data.endswith(END_OF_JPEG)):
+        return None
+    try:  # a copy of some kB: torch warns of memory that it must not write to
+        pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+    except RuntimeError:
+        return None
+    return pixels if size_of(pixels) == image.size else None
+
+
+def _pixels_of(image: Image.Image) -> Tensor:  # -> uint8 (3, h, w), RGB
+    """Decode by PIL. Raises what PIL raises."""
+    image.load()
+    if image.mode.startswith("I"):  # 16 bits a pixel: PIL itself would cut everything above 255 to white
+        image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
+
+
+def _upright(pixels: Tensor, orientation: Any) -> Tensor:  # (3, h, w) -> (3, h, w) or (3, w, h)
+    """Turn a picture as EXIF 2.3, tag 0x0112, says it has to be shown; other values say nothing, as in PIL."""
+    pixels = pixels.transpose(1, 2) if orientation in TRANSPOSED else pixels
+    pixels = pixels.flip(FLIPPED[orientation]) if orientation in FLIPPED else pixels
+    return pixels.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def size_of(pixels: Tensor) -> ImageSize:
+    """Return (width, height) of a picture (3, h, w), px."""
+    return pixels.shape[2], pixels.shape[1]
 
 
 def _from_pixels(data: bytes) -> Image.Image:
@@ -139,9 +183,9 @@ def resize_name(dtype: torch.dtype) -> str:
 
 
 def resize_and_crop(
-    image: Image.Image, size: ImageSize, dtype: torch.dtype = torch.uint8, at: tuple[int, int] | None = None
+    pixels: Tensor, size: ImageSize, dtype: torch.dtype = torch.uint8, at: tuple[int, int] | None = None
 ) -> Tensor:
-    """# RGB of any size -> (3, H, W): scaled so that it just covers `size`, then cut to it, by default around its centre.
+    """# uint8 (3, h, w) -> (3, H, W): scaled so that it just covers `size`, then cut to it, by default around its centre.
 
     In float32 this is ToTensor, Resize(512, bicubic) and CenterCrop(512) of torchvision, as mlcommons/training has them
     (retired_benchmarks/stable_diffusion, webdataset_images2latents.py). Antialias is pinned: torchvision's own default has
@@ -152,10 +196,9 @@ def resize_and_crop(
         dtype: uint8, or float32 for values / 255 that are not rounded.
         at: (left, top) of the crop in the scaled picture, px, at most `crop_room`; None: its centre.
     """
-    covering = covering_size(image.size, size)
+    covering = covering_size(size_of(pixels), size)
     # As torchvision: 0.5 to the even one.
     left, top = at or (round((whole - want) / 2) for whole, want in zip(covering, size, strict=True))
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (h, w, 3) -> (3, h, w)
     is_long = any(whole > MAX_COVER * want for whole, want in zip(covering, size, strict=True))
     if dtype == torch.uint8 and not is_long:
         pixels = vision.resize(pixels, list(covering[::-1]), interpolation=InterpolationMode.BICUBIC, antialias=True)

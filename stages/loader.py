@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from cli.masking import printable
 from cli.private_api import require_private_api
+from stages.batch_memory import RECEIPT
 from stages.batch_wait import END, files_and_bytes, next_batch
 from stages.fetch import StreamFailure
 from stages.stream import BatchStream
@@ -89,6 +90,8 @@ class Loader(StreamingDataLoader):
                 raise StreamFailure(batch["failure"][0])
             self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
             self.check(self.bad_samples)
+            if RECEIPT in batch:
+                self.dataset.memory.collect(batch)
             while not self.all_ready(True):
                 pass  # each pass: the others have waited for another second
             num_batches += 1

@@ -128,6 +128,7 @@ PART_1 = {
     *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "pictures", "places"),
     *("prepare", "prepare_parts", "profile", "resume", "run_folder", "shared_memory", "sources", "starts"),
     *("stops", "stream", "tables", "unfinished", "validation", "yamls"),
+    *("batch_memory", "bench_images"),
 }
 """Tests that stream, whose shared memory is the machine's, are all in one half."""
 

@@ -141,7 +141,7 @@ def test_encodings_of_pictures_and_names_of_columns(tmp_path, columns):
     dataset = StreamingLAIONDataset(family=FAMILY, image_sizes=[(64, 64)], streams=[read], batch_size=4)
     for number in (0, 7, NUM - 1):
         sample = dataset[number]
-        assert np.array_equal(np.asarray(data.decode_image(sample["jpg"])), pixels[number])
+        assert np.array_equal(data.decode_image(sample["jpg"]).permute(1, 2, 0), pixels[number])
         assert sample["caption"] == (row(number)["several"] if "captions" in columns else [f"picture number {number}"])
         assert sample["key"] == (str(1000 + number) if "__key__" in columns else str(number))
         assert dataset.read_sample(number)["caption"] in sample["caption"]

@@ -86,7 +86,7 @@ def expected_of(rows, sample: int, epoch: int, *, flip: bool, crop: bool) -> tup
     """Torchvision's resize and crop and PIL's mirror of the picture that replaces a broken one, and its caption."""
     sample = 6 if sample == 5 else sample
     row, draw = rows[sample], draw_of(SEED, epoch, sample)
-    image = vision.pil_to_tensor(decode_image(row["jpg"]))
+    image = decode_image(row["jpg"])
     width, height = covering_size((image.shape[2], image.shape[1]), SIZE)
     image = vision.resize(image, [height, width], InterpolationMode.BICUBIC, antialias=True)
     left, top = draw.offset((width - 64, height - 64)) if crop else (None, None)

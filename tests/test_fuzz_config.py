@@ -37,6 +37,7 @@ import config as configuration
 import eval as evaluation
 from bench.adopt import AdoptBenchConfig
 from bench.fid import FidConfig
+from bench.images import ImagesBenchConfig
 from bench.mixture import MixtureConfig
 from bench.page import PageBenchConfig
 from bench.store import StoreConfig
@@ -399,6 +400,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "micro": (bench.micro.MicroConfig, command_of(bench.micro.MicroConfig, bench.micro.check)),
     "bench.data": (bench.data.DataBenchConfig, command_of(bench.data.DataBenchConfig, bench.data.check)),
     "bench.fid": (FidConfig, command_of(FidConfig)),
+    "bench.images": (ImagesBenchConfig, command_of(ImagesBenchConfig)),
     "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),

@@ -1,0 +1,183 @@
+"""stages/images.py: every kind of JPEG is PIL's to the bit, and what PIL refuses is refused, whoever decodes it.
+
+The oracle is PIL alone: opened, loaded, turned by its `exif_transpose`, converted to RGB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import random
+import resource
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile, ImageOps
+
+from stages.images import SampleError, decode_image, resize_and_crop
+
+SIZES = [(1, 1), (1, 9), (17, 5), (8, 16), (31, 33), (160, 97)]  # px; odd ones, where halved colours end within a pixel
+SUBSAMPLINGS = {"4:4:4": 0, "4:2:2": 1, "4:2:0": 2}
+WAYS = {
+    "baseline": {},
+    "progressive": {"progressive": True},
+    "optimized": {"optimize": True, "quality": 100},
+    "coarse": {"quality": 3},
+    "restarts": {"restart_marker_blocks": 2},
+    "progressive restarts": {"restart_marker_rows": 1, "progressive": True},
+}
+
+
+def jpeg(size: tuple[int, int], mode: str = "RGB", exif: Image.Exif | None = None, **ways: object) -> bytes:
+    """A JPEG of waves with a corner of noise."""
+    width, height = size
+    x, y = np.meshgrid(np.linspace(0, 9, width), np.linspace(0, 9, height))
+    levels = (127.5 + 127.5 * np.stack([np.sin(x * 3 + y), np.cos(y * 2), np.sin(x * y)], axis=-1)).astype(np.uint8)
+    noise = np.random.default_rng(width * height).integers(0, 256, levels.shape, np.uint8)
+    levels[height // 2 :, width // 3 :] = noise[height // 2 :, width // 3 :]
+    file = io.BytesIO()
+    Image.fromarray(levels).convert(mode).save(file, "JPEG", **{"exif": exif} if exif else {}, **ways)
+    return file.getvalue()
+
+
+def pils(content: bytes) -> torch.Tensor:  # -> uint8 (3, h, w)
+    """Raises what PIL raises."""
+    image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG"))
+    image.load()
+    return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB"))).permute(2, 0, 1)
+
+
+def sampled(content: bytes, luma: int, chroma: int = 0x11) -> bytes:
+    """The file with other samplings, 16 h + v, in its frame header: the same data are other blocks then, or too few."""
+    changed, frame = bytearray(content), content.index(b"\xff\xc0")
+    changed[frame + 11], changed[frame + 14], changed[frame + 17] = luma, chroma, chroma
+    return bytes(changed)
+
+
+@pytest.fixture
+def by_pil(monkeypatch):
+    """The pictures that PIL has decoded, by size."""
+    decoded, load = [], ImageFile.ImageFile.load
+
+    def noted(image: ImageFile.ImageFile):
+        if image.tile:  # not yet decoded
+            decoded.append(image.size)
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", noted)
+    return decoded
+
+
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS.values(), ids=SUBSAMPLINGS)
+def test_colour_is_pils_to_the_bit_and_not_decoded_by_it(subsampling, ways, by_pil):
+    files = [jpeg(size, subsampling=subsampling, **ways) for size in SIZES]
+    ours = [decode_image(file) for file in files]
+    assert by_pil == []
+    for image, file in zip(ours, files, strict=True):
+        assert image.dtype == torch.uint8 and torch.equal(image, pils(file))
+
+
+@pytest.mark.parametrize("mode, ways", itertools.product(["L", "CMYK"], WAYS.values()), ids=str)
+def test_grey_and_cmyk_are_pils_to_the_bit(mode, ways, by_pil):
+    files = [jpeg(size, mode, **ways) for size in SIZES]
+    ours = [decode_image(file) for file in files]
+    assert by_pil == ([] if mode == "L" else SIZES)
+    assert all(torch.equal(image, pils(file)) for image, file in zip(ours, files, strict=True))
+
+
+def test_a_file_of_rgb_and_one_without_any_marker_of_its_colours_are_pils():
+    plain = jpeg((33, 20), subsampling=0)
+    bare = plain[:2] + plain[20:]  # JFIF's marker takes 18 bytes
+    for file in (jpeg((33, 20), subsampling=0, keep_rgb=True), bare):
+        assert torch.equal(decode_image(file), pils(file))
+
+
+@pytest.mark.parametrize("luma, chroma", [(0x12, 0x11), (0x41, 0x11), (0x22, 0x12), (0x21, 0x12)], ids=hex)
+def test_other_samplings_are_decoded_by_pil(luma, chroma, by_pil):
+    file = sampled(jpeg((160, 97), subsampling=0), luma, chroma)
+    ours = decode_image(file)
+    assert by_pil == [(160, 97)] and torch.equal(ours, pils(file))
+
+
+@pytest.mark.parametrize("size", [(6, 4), (31, 17), (1, 5), (1, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["RGB", "L", "CMYK", "PNG"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_a_picture_is_turned_as_by_pil(orientation, kind, size):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = jpeg(size, "RGB" if kind == "PNG" else kind, exif)
+    if kind == "PNG":
+        as_png = io.BytesIO()
+        Image.open(io.BytesIO(file)).save(as_png, "PNG", exif=exif)
+        file = as_png.getvalue()
+    ours = decode_image(file)
+    assert torch.equal(ours, pils(file)) and tuple(ours.shape[:0:-1]) == (size[::-1] if 5 <= orientation <= 8 else size)
+    assert ours.permute(1, 2, 0).is_contiguous()
+
+
+def test_twenty_thousand_pixels_are_pils_and_their_square_is_refused():
+    for size in ((20_000, 37), (37, 20_000)):
+        file = jpeg(size)
+        assert torch.equal(decode_image(file), pils(file))
+        assert resize_and_crop(decode_image(file), (64, 64)).shape == (3, 64, 64)
+    square = bytearray(jpeg((8, 8)))
+    frame = square.index(b"\xff\xc0")
+    square[frame + 5 : frame + 9] = (20_000).to_bytes(2, "big") * 2
+    with pytest.raises(SampleError, match="^too many pixels$"):
+        decode_image(bytes(square))
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+def test_a_jpeg_of_more_bits_is_refused_as_by_pil(bits):
+    file = bytearray(jpeg((8, 8)))
+    file[file.index(b"\xff\xc0") + 4] = bits
+    with pytest.raises(OSError):
+        pils(bytes(file))
+    with pytest.raises(SampleError, match="^not an image$"):
+        decode_image(bytes(file))
+
+
+def tried(decode, content: bytes) -> torch.Tensor | None:
+    with contextlib.suppress(Exception):
+        return decode(content)
+    return None
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_file_that_is_cut_anywhere_is_refused_where_pil_refuses_it(mode, progressive):
+    file, taken = jpeg((90, 61), mode, progressive=progressive), Counter()
+    for end in [*range(1, len(file), 97), *range(len(file) - 8, len(file))]:
+        for mended, cut in enumerate((file[:end], file[:end] + b"\xff\xd9")):  # as some programs mend it
+            ours, expected = tried(decode_image, cut), tried(pils, cut)
+            assert (ours is None) == (expected is None), end
+            taken[mended, ours is not None] += 1
+    assert taken[0, False] > 20 and taken[1, True] > 10
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_damaged_file_is_refused_where_pil_refuses_it(progressive):
+    """What both take is nearly always the same picture; where numbers overflow, libjpeg's releases differ."""
+    file, draw, found = jpeg((90, 61), progressive=progressive), random.Random(17), Counter()
+    for _ in range(600):
+        changed = bytearray(file)
+        for _ in range(draw.choice((1, 1, 3))):
+            changed[draw.randrange(len(file))] = draw.randrange(256)
+        ours, expected = tried(decode_image, bytes(changed)), tried(pils, bytes(changed))
+        assert (ours is None) == (expected is None)
+        found["refused" if ours is None else "equal" if torch.equal(ours, expected) else "other"] += 1
+    assert found["refused"] > 30 and found["equal"] > 100 and found["other"] <= 10
+
+
+@pytest.mark.slow
+def test_refused_files_leave_no_memory():
+    """A cut file is not given to torchvision: 0.25 would keep its picture, 250 MB here."""
+    file = jpeg((1200, 900))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(150):
+        assert tried(decode_image, file[: len(file) * 9 // 10]) is None
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 < 60  # MiB
