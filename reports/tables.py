@@ -1,4 +1,4 @@
-"""Show a record of bench.step: as a table, or as one in a page.
+"""Show a record of bench.step or bench.scale: as a table, or as one in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -68,6 +68,65 @@ def _rows_of_step(record: Record) -> Iterator[Row]:
             yield (shown, name, *times, f"{record[f'{key}_images_per_sec']:.1f}", *ratios)
 
 
+# --- bench.scale ---
+
+ROWS_OF_SCALE = (
+    ("index.json, MB", "index_bytes", 1e-6, ".0f"),
+    ("start: read_stage, s", "start_read_stage_sec", 1, ".2f"),
+    ("start: the stream is made, s", "start_stream_sec", 1, ".2f"),
+    ("start: first batch, s", "start_first_batch_sec", 1, ".2f"),
+    ("of it the order, s", "start_order_sec", 1, ".2f"),
+    ("start: all, s", "start_all_sec", 1, ".2f"),
+    ("start: all, processor, s", "start_cpu_sec", 1, ".2f"),
+    ("start: memory, MiB", "start_memory_mib", 1, ",.0f"),
+    ("start: /dev/shm, MiB", "start_shm_mib", 1, ",.0f"),
+    ("resume at half an epoch: first batch, s", "resume_first_batch_sec", 1, ".2f"),
+    ("resume: memory, MiB", "resume_memory_mib", 1, ",.0f"),
+    ("several ranks: all, s", "ranks_all_sec", 1, ".2f"),
+    ("several ranks: memory, MiB", "ranks_memory_mib", 1, ",.0f"),
+    ("several ranks: /dev/shm, MiB", "ranks_shm_mib", 1, ",.0f"),
+    ("fetch into a full cache, ms", "fetch_sec", 1e3, ".1f"),
+    ("of it under the machine's lock, ms", "fetch_locked_sec", 1e3, ".1f"),
+    ("a reader keeps of each shard, bytes", "read_kept_bytes_a_shard", 1, ",.0f"),
+)
+"""What stands in a row, the key of its figure, what that is multiplied by, its digits."""
+FURTHER = 400_000_000
+"""Samples that the table goes on to, from sizes of a tenth and more."""
+
+
+def table_of_scale(record: Record) -> Table:
+    """A row for each figure, a column for each size, and the straight line through the two largest."""
+    config, sizes = record["config"], record["sizes"]
+    of_ranks = f"several ranks: {config['ranks']} with {config['workers']} loader processes each"
+    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
+    title = f"{config['samples_a_shard']:,} samples a shard; {of_ranks}; rounds: {config['rounds']}; {load}:"
+    head = ("samples", *(f"{size['samples']:,}" for size in sizes))
+    head += (f"{FURTHER:,}, by arithmetic",) if _goes_on(sizes) else ()
+    head += ("the other checkout", "its times of this one's") if config["other"] else ()
+    rows = [row for name, *how in ROWS_OF_SCALE if (row := _row_of_scale(record, name, *how))]
+    return Table(title, head, "l" + "r" * (len(head) - 1), rows)
+
+
+def _goes_on(sizes: Sequence[Record]) -> bool:
+    return len(sizes) > 1 and 10 * sizes[-1]["samples"] >= FURTHER
+
+
+def _row_of_scale(record: Record, name: str, key: str, unit: float, digits: str) -> Row | None:
+    sizes = record["sizes"]
+    if key not in sizes[-1]:
+        return None
+    values = [unit * size[key] for size in sizes]
+    cells = [format(value, digits) for value in values]
+    if _goes_on(sizes):
+        (n1, n2), (y1, y2) = ([size["samples"] for size in sizes[-2:]], values[-2:])
+        cells.append(format(y2 + (y2 - y1) / (n2 - n1) * (FURTHER - n2), digits))
+    if record["config"]["other"]:
+        other = sizes[-1].get(f"other_{key}")
+        cells.append("-" if other is None else format(unit * other, digits))
+        cells.append("-" if other is None or not values[-1] else f"{unit * other / values[-1]:.2f}")
+    return name, *cells
+
+
 # --- any record ---
 
 
@@ -77,7 +136,7 @@ def spread(record: Record, key: str, digits: str) -> str:
     return f"{middle} ({least} to {most})"
 
 
-TABLES: dict[str, Callable[[Record], Table]] = {"step": table_of_step}
+TABLES: dict[str, Callable[[Record], Table]] = {"step": table_of_step, "scale": table_of_scale}
 """What a record says that it has measured -> its table."""
 
 

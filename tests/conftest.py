@@ -125,7 +125,7 @@ PART_1 = {
         "metric_names",
     ),
     *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "pictures", "places"),
-    *("prepare", "prepare_parts", "profile", "resume", "run_folder", "shared_memory", "sources", "starts"),
+    *("prepare", "prepare_parts", "profile", "resume", "run_folder", "scale", "shared_memory", "sources", "starts"),
     *("stops", "stream", "tables", "unfinished", "validation", "yamls"),
 }
 """Tests that stream, whose shared memory is the machine's, are all in one half."""

@@ -33,6 +33,7 @@ import bench.evaluation
 import bench.latency
 import bench.micro
 import bench.predecessor
+import bench.scale
 import bench.step
 import config as configuration
 import eval as evaluation
@@ -401,6 +402,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.data": (bench.data.DataBenchConfig, command_of(bench.data.DataBenchConfig, bench.data.check)),
     "bench.fid": (FidConfig, command_of(FidConfig)),
     "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
+    "bench.scale": (bench.scale.ScaleConfig, command_of(bench.scale.ScaleConfig, bench.scale.check)),
     "bench.step": (bench.step.StepConfig, command_of(bench.step.StepConfig, bench.step.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),

@@ -87,6 +87,7 @@ COMMANDS = {
     "bench.latency": ("LatencyConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
     "bench.step": ("StepConfig", range(1)),
+    "bench.scale": ("ScaleConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
     "bench.export": ("ExportBenchConfig", range(1)),
     "export": ("ExportConfig", range(2, 3)),
