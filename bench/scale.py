@@ -1,6 +1,6 @@
 """What a stage of very many samples costs: time and memory of a start, of a resume, of fetching and of reading.
 
-    python -m bench.scale                                       # 25 and 100 million samples: some minutes, 8 GiB of memory
+    python -m bench.scale                                       # 25 and 100 million samples: some minutes
     python -m bench.scale samples=[2000000] parts=start,fetch results=/tmp/scale.json
     python -m bench.scale other=/src/easel-old                  # beside another checkout, whose reader takes turns with this
 
@@ -183,35 +183,39 @@ def read_by(tree: Path, given: Mapping[str, Any], ranks: int, folder: Path) -> d
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = {**given, "cache": str(folder / "cache"), "out": str(folder / "out")}
-    processes, watch = [], Watch()
-    with contextlib.ExitStack() as stack:
-        for rank in range(ranks):
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": tree, "OMP_NUM_THREADS": 1}
-            variables = {name: str(value) for name, value in {**numbers, **place, "CUDA_VISIBLE_DEVICES": ""}.items()}
-            said = stack.enter_context(open(folder / f"said-{rank}", "w+", errors="replace"))
-            # -P: the folder of this file has modules of the same names as the root's.
-            command = [sys.executable, "-P", str(ROOT / "bench" / "scale_reader.py"), json.dumps(own)]
-            both = dict(stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
-            process = subprocess.Popen(command, cwd=tree, env={**os.environ, **variables}, **both)
-            stack.callback(_end, process)
-            processes.append(process)
-        until = time.monotonic() + LIMIT_SEC
-        while None in (codes := [process.poll() for process in processes]):
-            if time.monotonic() > until or any(codes):
-                break
+    processes: list[subprocess.Popen[Any]] = []
+    watch, until = Watch(), time.monotonic() + LIMIT_SEC
+    try:
+        processes += [_begin(tree, given, rank, ranks, port, folder) for rank in range(ranks)]
+        while None in (codes := [each.poll() for each in processes]) and not any(codes) and time.monotonic() < until:
             watch.look(processes)
             time.sleep(LOOK_SEC)
-    if any(code != 0 for code in codes):
-        number = next(number for number, code in enumerate(codes) if code != 0)
-        said_last = (folder / f"said-{number}").read_text(errors="replace")[-2000:].strip()
-        raise Failed(
-            f"scale: no record was written. {given['part']} ended with {codes[number]}. It printed: {said_last}"
-        )
+    finally:
+        for process in processes:
+            _end(process)
+    if codes != [0] * ranks:
+        number = next((number for number, code in enumerate(codes) if code), 0)  # the others wait for it
+        how = f"ended with {codes[number]}" if any(codes) else f"was not over after {LIMIT_SEC:.0f} s"
+        said = (folder / f"said-{number}").read_text(errors="replace")[-2000:].strip()
+        raise Failed(f"scale: no record was written. {given['part']} {how}. It printed: {said}")
     found = [json.loads((folder / f"out-{rank}.json").read_text()) for rank in range(ranks)]
     greatest = {key: max(of_rank[key] for of_rank in found) for key in found[0]}
     return {**greatest, "memory_mib": watch.memory / 2**20, "shm_mib": watch.shm / 2**20}
+
+
+def _begin(
+    tree: Path, given: Mapping[str, Any], rank: int, ranks: int, port: int, folder: Path
+) -> subprocess.Popen[Any]:
+    """Start a rank's process, in a group of its own."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": tree, "CUDA_VISIBLE_DEVICES": ""}
+    variables = {name: str(value) for name, value in {**numbers, **place, "OMP_NUM_THREADS": 1}.items()}
+    own = json.dumps({**given, "cache": str(folder / "cache"), "out": str(folder / "out")})
+    # -P: the folder of this file has modules of the same names as the root's.
+    command = [sys.executable, "-P", str(ROOT / "bench" / "scale_reader.py"), own]
+    with open(folder / f"said-{rank}", "w") as said:
+        both: dict[str, Any] = dict(stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(command, cwd=tree, env={**os.environ, **variables}, **both)
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

@@ -22,6 +22,7 @@ Exit code: 0, 1 when the losses differ, 2 when the command cannot be read.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -136,7 +137,7 @@ def measure(config: StepConfig, *, ema: bool) -> Figures:
             cpu_sec[each].append(cpu)
             return seconds
 
-        seconds = take_turns({each: lambda each=each: turn(each) for each in found}, config.rounds, warm_up=False)
+        seconds = take_turns({each: functools.partial(turn, each) for each in found}, config.rounds, warm_up=False)
     for each in found:
         figures.add(f"{name}_{each}_ms", [1e3 * value for value in seconds[each]])
         figures.add(f"{name}_{each}_cpu_ms", [1e3 * value for value in cpu_sec[each]])

@@ -162,6 +162,12 @@ def test_a_stage_that_does_not_fit_this_machine_is_refused_before_it_is_made(cap
 # --- its table ---
 
 
+def test_the_committed_record_is_of_a_clean_tree_and_has_every_row_of_its_table():
+    record = tables.read_record(str(ROOT / "reports/results/scale.json"))
+    assert record["commit"] and "+" not in record["commit"] and len(record["sizes"]) >= 2
+    assert [row[0] for row in tables.table_of_scale(record).rows] == [name for name, *_ in tables.ROWS_OF_SCALE]
+
+
 def record_of(*sizes: int, other: str | None = None) -> dict:
     """A record in which a start takes 2 s, and 1 s more for ten million samples."""
     config = {"samples_a_shard": 1000, "ranks": 2, "workers": 2, "rounds": 1, "other": other}
