@@ -15,9 +15,9 @@ store adds, and large shards; a folder's shards are looked at one by one by read
     fetch    a shard is fetched into a cache that is full: seconds, and those under the lock of all of the machine's processes
     read     what a reader keeps of each shard that it has read, bytes of its memory
 
-Each part is a process of its own, or several. Memory is the most that they held together at any tenth of a second (PSS: what
-they share counts once); `/dev/shm` is what it held more than before. Both include what the parts share. `imports`: memory of
-one process before it reads. Exit code: 0, 1 when a process failed, 2 when the command cannot be read.
+Each part is a process of its own, or several. Memory is the most that they held together at any tenth of a second, with what
+they import (PSS: what they share counts once); `/dev/shm` is what it held more than before.
+Exit code: 0, 1 when a process failed, 2 when the command cannot be read.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from stages.fetch import HASH
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
+READER = ROOT / "bench" / "scale_reader.py"
 SHM = "/dev/shm"
 LINKS = 30_000  # to a file: ext4 takes 65,000
 LIMIT_SEC = 1800.0  # of a part's process
@@ -212,7 +213,7 @@ def _begin(
     variables = {name: str(value) for name, value in {**numbers, **place, "OMP_NUM_THREADS": 1}.items()}
     own = json.dumps({**given, "cache": str(folder / "cache"), "out": str(folder / "out")})
     # -P: the folder of this file has modules of the same names as the root's.
-    command = [sys.executable, "-P", str(ROOT / "bench" / "scale_reader.py"), own]
+    command = [sys.executable, "-P", str(READER), own]
     with open(folder / f"said-{rank}", "w") as said:
         both: dict[str, Any] = dict(stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         return subprocess.Popen(command, cwd=tree, env={**os.environ, **variables}, **both)
