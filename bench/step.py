@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from bench.command import head, read_keys, write_record
@@ -52,6 +53,8 @@ from zoo.objectives import ObjectiveConfig
 from zoo.spec import MAX_SIDE_PX, as_size
 
 SCHEMA = 1
+# Of 866 M parameters in float32: weights, gradients, AdamW's two, the average; and the encoders' 424 M; three times.
+FULL_GIB = 53
 SAME_STEPS = 2  # of each, before the turns: the second loss is of weights that the first step has changed
 MOST_DIFFERENCE = 1e-6  # of two losses in fp32, as a part of one
 
@@ -89,7 +92,15 @@ def check(config: StepConfig) -> list[Problem]:
         found.append(Problem(f"image_size: {text}", ("image_size",)))
     if config.precision is not None and (text := precision_problem(config.precision)):
         found.append(Problem(f"precision: {config.precision} {text}", ("precision",)))
+    if _preset(config) == "full" and (free := _free_gib()) < FULL_GIB:
+        text = f"full needs {FULL_GIB} GiB for three contestants, beside their batches; {free:.1f} are free. Say preset=tiny."
+        found.append(Problem(f"preset: {text}", ("preset",)))
     return found
+
+
+def _free_gib() -> float:
+    num_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    return num_bytes / 2**30
 
 
 def _preset(config: StepConfig) -> Literal["full", "tiny"]:

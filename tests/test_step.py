@@ -78,6 +78,13 @@ def test_every_wrong_key_is_said_at_once(capsys):
     ]
 
 
+def test_three_full_networks_that_do_not_fit_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr(step, "_free_gib", lambda: 23.46)
+    assert step.main(["preset=full"]) == 2
+    said = "preset: full needs 53 GiB for three contestants, beside their batches; 23.5 are free. Say preset=tiny.\n"
+    assert capsys.readouterr().err == said
+
+
 # --- tables of records ---
 
 
