@@ -229,13 +229,15 @@ gpu-evaluation:  ## on a GPU machine: how fast SD2 at 512 px is scored, eager an
 gpu-latency:  ## on a GPU machine: seconds from caption to image of SD2 and SD 1.5, beside diffusers' pipeline -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.latency results=reports/results/latency_gpu.json
 
-report: $(STAMP)  ## write what README and docs/ show anew, from committed records: tables of keys, of latency, and all pictures
+report: $(STAMP)  ## write what README and docs/ show anew, from committed records: tables of keys and of figures, and all pictures
 	$(PY) -m cli.describe docs/*.md
 	$(PY) -m reports.samples reports/results/shapes_samples.png reports/results/shapes_samples.txt docs/pictures/samples.png gap_px=6
 	$(PY) -m evaluation.plots reports/results/shapes/seed17.json reports/results/shapes/seed18.json reports/results/shapes/seed19.json \
 	  docs/pictures/scores.png target=yamls/shapes.yaml
 	$(PY) -m evaluation.plots reports/results/shapes/guidance/eval.jsonl reports/results/shapes/guidance/guidance.png
 	$(PY) -m reports.latency reports/results/latency_cpu.json docs/pictures/latency.png docs/speed.md
+	$(PY) -m reports.tables reports/results/step.json docs/speed.md
+	$(PY) -m reports.tables reports/results/scale.json docs/data-and-stores.md
 	@mkdir -p cache
 	$(PY) -m reports.page reports/results/shapes_run out=cache/page.html
 	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230  # last: it needs Chromium, and says so

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from composer import Callback, Logger, State, Trainer
 from composer.algorithms import EMA
+from composer.core import DataSpec
+from composer.devices import Device
 from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -31,7 +33,7 @@ from cli.command import command
 from cli.command_line import Problem, parse_command_line
 from cli.files import write_json
 from config import load
-from model import BatchRandomness, build_device, composer_precision
+from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
 from preflight.run import check, cost_of, planned_microbatch
 from record.environment import device_name, environment
 from record.summary import result_line, rounded
@@ -74,26 +76,26 @@ class DrawnItems(Dataset):
         return torch.randint(0, column.below, column.shape, dtype=column.dtype)
 
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Run one resolved configuration and return the figures of its summary."""
-    assert config.precision is not None and config.run_name is not None
-    device = build_device(config.precision)
-    dist.initialize_dist(device)
-    config = published.fetched(config)
-    cost = cost_of(config)
-    model = build(config)
-    model.place(device._device, config.precision)
-    model.encoders.to(device._device, torch.float32)
-    device_batch = config.global_batch_size // dist.get_world_size()
-    # Composer gives durations in epochs too; 1,000 batches are an epoch here, as in benchmark.py.
-    items = DrawnItems(config.data.columns(model.family, config.size), 1000 * device_batch)
-    loader = DataLoader(items, device_batch, num_workers=config.data.workers, pin_memory=device.name == "gpu")
-    peak = peak_tflops(device_name(), config.precision)
-    folder = Path(config.run_folder, config.run_name)
-    folder.mkdir(parents=True, exist_ok=True)
-    throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
+def place(model: LatentDiffusion, device: torch.device, precision: str) -> LatentDiffusion:
+    """Move everything to the device; the frozen encoders stay in float32."""
+    model.place(device, precision)
+    model.encoders.to(device, torch.float32)
+    return model
+
+
+def build_trainer(
+    config: RunConfig,
+    model: LatentDiffusion,
+    loader: DataLoader | DataSpec,
+    callbacks: Sequence[Callback],
+    *,
+    device: Device,
+    microbatch: int,
+) -> Trainer:
+    """Return Composer's Trainer with torch's default AdamW and Composer's own average."""
+    assert config.precision is not None
     given = config.optimizer
-    trainer = Trainer(
+    return Trainer(
         model=model,
         train_dataloader=loader,
         max_duration=config.max_duration,
@@ -105,12 +107,35 @@ def train(config: RunConfig) -> dict[str, Any]:
             weight_decay=given.weight_decay,
         ),
         algorithms=[EMA(half_life=EMA_HALF_LIFE)],
-        callbacks=[BatchRandomness(model, config.seed), throughput, FirstBatch(folder / FIRST_BATCH)],
+        callbacks=list(callbacks),
         progress_bar=False,
         device=device,
         precision=composer_precision(device, config.precision),
-        device_train_microbatch_size=planned_microbatch(config, cost),
+        device_train_microbatch_size=microbatch,
         seed=config.seed,
+        spin_dataloaders=False,  # its items are random numbers: there is no place in an epoch to go to
+    )
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Run one resolved configuration and return the figures of its summary."""
+    assert config.precision is not None and config.run_name is not None
+    device = build_device(config.precision)
+    dist.initialize_dist(device)
+    config = published.fetched(config)
+    cost = cost_of(config)
+    model = place(build(config), device._device, config.precision)
+    device_batch = config.global_batch_size // dist.get_world_size()
+    # Composer gives durations in epochs too; 1,000 batches are an epoch here, as in benchmark.py.
+    items = DrawnItems(config.data.columns(model.family, config.size), 1000 * device_batch)
+    loader = DataLoader(items, device_batch, num_workers=config.data.workers, pin_memory=device.name == "gpu")
+    peak = peak_tflops(device_name(), config.precision)
+    folder = Path(config.run_folder, config.run_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
+    callbacks = [BatchRandomness(model, config.seed), throughput, FirstBatch(folder / FIRST_BATCH)]
+    trainer = build_trainer(
+        config, model, loader, callbacks, device=device, microbatch=planned_microbatch(config, cost)
     )
     trainer.fit()
     trainer.close()

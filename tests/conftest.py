@@ -126,7 +126,7 @@ PART_1 = {
         "moments",
     ),
     *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "pictures", "places"),
-    *("prepare", "prepare_parts", "profile", "resume", "run_folder", "shared_memory", "sources", "starts"),
+    *("prepare", "prepare_parts", "profile", "resume", "run_folder", "scale", "shared_memory", "sources", "starts"),
     *("stops", "stream", "tables", "unfinished", "validation", "yamls"),
     *("batch_memory", "bench_images"),
 }

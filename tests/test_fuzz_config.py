@@ -33,6 +33,8 @@ import bench.evaluation
 import bench.latency
 import bench.micro
 import bench.predecessor
+import bench.scale
+import bench.step
 import config as configuration
 import eval as evaluation
 from bench.adopt import AdoptBenchConfig
@@ -402,6 +404,8 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.fid": (FidConfig, command_of(FidConfig)),
     "bench.images": (ImagesBenchConfig, command_of(ImagesBenchConfig)),
     "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
+    "bench.scale": (bench.scale.ScaleConfig, command_of(bench.scale.ScaleConfig, bench.scale.check)),
+    "bench.step": (bench.step.StepConfig, command_of(bench.step.StepConfig, bench.step.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),
     "bench.page": (PageBenchConfig, command_of(PageBenchConfig)),

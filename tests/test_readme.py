@@ -86,6 +86,8 @@ COMMANDS = {
     "bench.mixture": ("MixtureConfig", range(1)),
     "bench.latency": ("LatencyConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
+    "bench.step": ("StepConfig", range(1)),
+    "bench.scale": ("ScaleConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
     "bench.images": ("ImagesBenchConfig", range(1)),
     "bench.export": ("ExportBenchConfig", range(1)),
@@ -146,7 +148,7 @@ def read(module: str, words: list[str]) -> None:
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
     elif module == "reports.wandb_dashboard":
         assert words[0].count("/") == 1 and {word.partition("=")[0] for word in words[1:]} <= {"grouped", "out"}
-    elif module == "reports.latency":
+    elif module in ("reports.latency", "reports.tables"):
         assert [Path(word).suffix for word in words] == [".json"]
     elif module == "reports.live":
         assert live.read_words(words)

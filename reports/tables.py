@@ -1,0 +1,207 @@
+"""Show a record of bench.step or bench.scale: as a table, or as one in a page.
+
+    python -m reports.tables RECORD.json                            # for the terminal
+    python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
+
+A page says where the table goes:
+
+    <!-- table of reports/results/step.json -->
+    <!-- end of table -->
+
+Pages of the project: `make report`.
+Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cli.command import command
+from cli.errors import Refused
+from cli.files import write_whole
+from cli.table import as_table
+
+Record = Mapping[str, Any]
+Row = tuple[str | None, ...]
+
+
+class Table(NamedTuple):
+    """A record's table: what stands above it, its head and sides (l or r), its rows."""
+
+    title: str
+    head: tuple[str, ...]
+    align: str
+    rows: list[Row]
+
+
+# --- bench.step ---
+
+CONTESTS = {"bare": "no EMA", "ema": "EMA"}
+WHO = {"ours": "ours", "plain": "diffusers, a plain loop", "predecessor": "the predecessor"}
+
+
+def table_of_step(record: Record) -> Table:
+    """A row for each contestant of each contest."""
+    config, size = record["config"], record["image_size"]
+    what = f"SD2, preset {record['preset']}, {size} x {size} px, {config['stage']}, batch {config['batch_size']}"
+    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
+    title = f"{what}, {record['precision']}; {config['rounds']} rounds of {config['steps']} steps; {load}:"
+    head = ("contest", "step of", "ms", "processor, ms", "images/s")
+    head += ("ours is times as fast", "by processor time")
+    return Table(title, head, "llrrrrr", list(_rows_of_step(record)))
+
+
+def _rows_of_step(record: Record) -> Iterator[Row]:
+    for contest, shown in CONTESTS.items():
+        for who, name in WHO.items():
+            key = f"{contest}_{who}"
+            if f"{key}_ms" not in record:
+                continue
+            speeds = [f"{contest}_{kind}speedup_vs_{who}" for kind in ("", "cpu_")]
+            times = (f"{spread(record, f'{key}_{kind}ms', '.1f')}" for kind in ("", "cpu_"))
+            ratios = (spread(record, speed, ".2f") if speed in record else None for speed in speeds)
+            yield (shown, name, *times, f"{record[f'{key}_images_per_sec']:.1f}", *ratios)
+
+
+# --- bench.scale ---
+
+ROWS_OF_SCALE = (
+    ("index.json, MB", "index_bytes", 1e-6, ".0f"),
+    ("start: read_stage, s", "start_read_stage_sec", 1, ".2f"),
+    ("start: the stream is made, s", "start_stream_sec", 1, ".2f"),
+    ("start: first batch, s", "start_first_batch_sec", 1, ".2f"),
+    ("of it the order, s", "start_order_sec", 1, ".2f"),
+    ("start: all, s", "start_all_sec", 1, ".2f"),
+    ("start: all, processor, s", "start_cpu_sec", 1, ".2f"),
+    ("start: memory, MiB", "start_memory_mib", 1, ",.0f"),
+    ("start: /dev/shm, MiB", "start_shm_mib", 1, ",.0f"),
+    ("resume at half an epoch: first batch, s", "resume_first_batch_sec", 1, ".2f"),
+    ("resume: memory, MiB", "resume_memory_mib", 1, ",.0f"),
+    ("several ranks: all, s", "ranks_all_sec", 1, ".2f"),
+    ("several ranks: memory, MiB", "ranks_memory_mib", 1, ",.0f"),
+    ("several ranks: /dev/shm, MiB", "ranks_shm_mib", 1, ",.0f"),
+    ("fetch into a full cache, ms", "fetch_sec", 1e3, ".1f"),
+    ("of it under the machine's lock, ms", "fetch_locked_sec", 1e3, ".1f"),
+    ("a reader keeps of each shard, bytes", "read_kept_bytes_a_shard", 1, ",.0f"),
+)
+"""What stands in a row, the key of its figure, what that is multiplied by, its digits."""
+FURTHER = 400_000_000
+"""Samples that the table goes on to, from sizes of a tenth and more."""
+
+
+def table_of_scale(record: Record) -> Table:
+    """A row for each figure, a column for each size, and the straight line through the two largest."""
+    config, sizes = record["config"], record["sizes"]
+    of_ranks = f"several ranks: {config['ranks']} with {config['workers']} loader processes each"
+    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
+    title = f"{config['samples_a_shard']:,} samples a shard; {of_ranks}; rounds: {config['rounds']}; {load}:"
+    head = ("samples", *(f"{size['samples']:,}" for size in sizes))
+    head += (f"{FURTHER:,}, by arithmetic",) if _goes_on(sizes) else ()
+    head += ("the other checkout", "its times of this one's") if config["other"] else ()
+    rows = [row for name, *how in ROWS_OF_SCALE if (row := _row_of_scale(record, name, *how))]
+    return Table(title, head, "l" + "r" * (len(head) - 1), rows)
+
+
+def _goes_on(sizes: Sequence[Record]) -> bool:
+    return len(sizes) > 1 and 10 * sizes[-1]["samples"] >= FURTHER
+
+
+def _row_of_scale(record: Record, name: str, key: str, unit: float, digits: str) -> Row | None:
+    sizes = record["sizes"]
+    if key not in sizes[-1]:
+        return None
+    values = [unit * size[key] for size in sizes]
+    cells = [format(value, digits) for value in values]
+    if _goes_on(sizes):
+        (n1, n2), (y1, y2) = ([size["samples"] for size in sizes[-2:]], values[-2:])
+        cells.append(format(y2 + (y2 - y1) / (n2 - n1) * (FURTHER - n2), digits))
+    if record["config"]["other"]:
+        other = sizes[-1].get(f"other_{key}")
+        cells.append("-" if other is None else format(unit * other, digits))
+        cells.append("-" if other is None or not values[-1] else f"{unit * other / values[-1]:.2f}")
+    return name, *cells
+
+
+# --- any record ---
+
+
+def spread(record: Record, key: str, digits: str) -> str:
+    """Return a figure's median, with the least and the greatest value."""
+    middle, least, most = (format(record[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
+    return f"{middle} ({least} to {most})"
+
+
+TABLES: dict[str, Callable[[Record], Table]] = {"step": table_of_step, "scale": table_of_scale}
+"""What a record says that it has measured -> its table."""
+
+
+def about(record: Record) -> str:
+    """Say what a record was made on."""
+    commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]*", r"\1", str(record["commit"]))
+    return f"{record['device']}, torch {record['torch_version']}, commit {commit}."
+
+
+def text_of(record: Record) -> str:
+    """Format a record for the terminal."""
+    table = TABLES[record["measured"]](record)
+    return "\n".join([about(record), table.title, as_table(table.head, table.rows, table.align)])
+
+
+def markdown_of(record: Record) -> str:
+    """Format a record for a page."""
+    table = TABLES[record["measured"]](record)
+    sides = tuple("---:" if side == "r" else "---" for side in table.align)
+    rows = (
+        "| " + " | ".join("-" if cell is None else cell for cell in row) + " |"
+        for row in (table.head, sides, *table.rows)
+    )
+    return "\n".join(["", f"{about(record)} {table.title}", "", *rows, "", ""])
+
+
+def written_into(page: str, place: str, record: Record) -> str:
+    """Return a page with the table of one record made anew. Raises ValueError: it has no marks for it."""
+    block = re.compile(rf"(<!-- table of {re.escape(place)} -->\n).*?(<!-- end of table -->)", re.S)
+    if not block.search(page):
+        marks = f"<!-- table of {place} --> and <!-- end of table -->"
+        raise ValueError(f"the page has no place for the table of {place}. Add {marks}.")
+    return block.sub(lambda found: found[1] + markdown_of(record) + found[2], page)
+
+
+def read_record(place: str) -> dict[str, Any]:
+    """Read a record. Raises ValueError: it is none."""
+    try:
+        record = json.loads(Path(place).read_text())
+        text_of(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"no record of {' or '.join(f'bench.{name}' for name in TABLES)}"
+        raise ValueError(f"{place}: is {what} ({type(error).__name__}: {error}).") from error
+    return record
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if not 1 <= len(argv) <= 2 or [Path(word).suffix for word in argv] != [".json", ".md"][: len(argv)]:
+        raise Refused(f"command line: {' '.join(argv)}. Possible: RECORD.json, or RECORD.json PAGE.md.")
+    try:
+        record = read_record(argv[0])
+        for page in map(Path, argv[1:]):
+            if (after := written_into(before := page.read_text(), argv[0], record)) != before:
+                write_whole(page, after)
+                print(f"written: {page}")
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    if len(argv) == 1:
+        print(text_of(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
