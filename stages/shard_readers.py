@@ -5,6 +5,7 @@ Streaming makes a reader a shard when it starts: 70 us and 3 kB each, in every p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from streaming.base.format.mds.reader import MDSReader
 from cli.private_api import require_private_api
 from stages.shard_table import ShardTable
 
+KEPT = 1024  # readers, 1 kB each
 OF_READER = ("dirname", "split", "compression", "hashes", "samples", "size_limit", "file_pairs", "raw_data", "zip_data")
 OF_READER += ("column_names", "column_encodings", "column_sizes", "get_max_size", "evict")
 require_private_api(MDSReader, *OF_READER, why="a reader of a shard is a view of a row of a table")
@@ -58,17 +60,17 @@ class TableReader(MDSReader):
     def samples(self) -> int:  # type: ignore[override]
         return int(self._table.samples[self._number])
 
-    @property
+    @functools.cached_property
     def raw_data(self) -> FileInfo:  # type: ignore[override]
         table, number = self._table, self._number
         return FileInfo(table.names[number], int(table.raw_bytes[number]), table.raw_hashes(number))
 
-    @property
+    @functools.cached_property
     def zip_data(self) -> FileInfo | None:  # type: ignore[override]
         packed = self._table.zip_data(self._number)
         return None if packed is None else FileInfo(**packed)
 
-    @property
+    @functools.cached_property
     def file_pairs(self) -> list[tuple[FileInfo, FileInfo | None]]:  # type: ignore[override]
         return [(self.raw_data, self.zip_data)]
 
@@ -77,7 +79,7 @@ class TableReader(MDSReader):
 
 
 class Readers(Sequence[Reader]):
-    """The readers of streams' shards, one stream after another.
+    """The readers of streams' shards, one stream after another; those that were asked for last are kept.
 
     Args:
         streams: (shards, folder, what a reader of others' shards has to know) of each.
@@ -88,6 +90,7 @@ class Readers(Sequence[Reader]):
         self.streams = list(streams)
         self._firsts = [np.cumsum(table.samples) - table.samples if of else None for table, _, of in streams]
         self._ends = np.cumsum([len(table) for table, _, _ in streams], dtype=np.int64)
+        self._reader = functools.lru_cache(KEPT)(self._make)
         self._numbers = range(int(self._ends[-1]) if streams else 0) if numbers is None else numbers
 
     def __len__(self) -> int:
@@ -96,7 +99,9 @@ class Readers(Sequence[Reader]):
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return Readers(self.streams, self._numbers[at])
-        number = self._numbers[at]
+        return self._reader(self._numbers[at])
+
+    def _make(self, number: int) -> Reader:
         stream = int(self._ends.searchsorted(number, "right")) if len(self.streams) > 1 else 0
         (table, folder, adopted), firsts = self.streams[stream], self._firsts[stream]
         number -= int(self._ends[stream]) - len(table)
