@@ -43,7 +43,7 @@ from stages.index_file import (
     parsed_index,
     parsed_object,
 )
-from stages.shard_table import NO_SHARDS, ShardTable
+from stages.shard_table import NO_SHARDS, ShardTable, fingerprints
 from stages.store_errors import address_problem, explain_store_error, scheme_of
 from stages.stores import download_once, stored_size
 
@@ -311,10 +311,11 @@ def holds_another_stage(local: str, stage: Stage) -> bool:
         check_memory(str(path), path.stat().st_size)
         if hashlib.sha256(text := path.read_bytes()).hexdigest() == stage.index_sha256:
             return False
-        cached = parsed_index(local, text, of_others=True).shards().fingerprints()
-    except (OSError, ValueError):
+        index = parsed_index(local, text, of_others=True)
+        cached = fingerprints((index.content or {})["shards"] if index.table is None else index.table)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False  # empty, or broken: it is fetched again
-    return 2 * np.isin(cached, stage.shards.fingerprints()).sum() < len(cached)
+    return 2 * int(np.isin(cached, fingerprints(stage.shards)).sum()) < len(cached)
 
 
 def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:

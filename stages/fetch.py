@@ -300,7 +300,10 @@ class RetryingStream(Stream):
         """Yield (name, entry) of all that lies beside the stage's files; further folders are not looked into."""
         assert self.table is not None
         for folder in sorted(self.table.folders()):
-            with contextlib.suppress(FileNotFoundError), os.scandir(Path(self.local, folder)) as entries:
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                os.scandir(Path(self.local, folder)) as entries,
+            ):
                 yield from ((os.path.normpath(f"{folder or '.'}/{entry.name}"), entry) for entry in entries)
 
     # --- shards ---

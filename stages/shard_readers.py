@@ -6,7 +6,7 @@ Streaming makes a reader a shard when it starts: 70 us and 3 kB each, in every p
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -100,6 +100,9 @@ class Readers(Sequence[Reader]):
         if isinstance(at, slice):
             return Readers(self.streams, self._numbers[at])
         return self._reader(self._numbers[at])
+
+    def __iter__(self) -> Iterator[Reader]:
+        return map(self._make, self._numbers)
 
     def _make(self, number: int) -> Reader:
         stream = int(self._ends.searchsorted(number, "right")) if len(self.streams) > 1 else 0

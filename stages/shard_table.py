@@ -120,12 +120,6 @@ class ShardTable(Sequence[Mapping[str, Any]]):
         names = itertools.chain(self.names, (name for name, _ in self.stored()))
         return {"", *(name.rpartition("/")[0] for name in names)}
 
-    def fingerprints(self) -> NDArray[np.uint64]:
-        """# -> (N,), one for each shard: of name, bytes and hashes."""
-        of_each = zip(self.names, self.raw_bytes.tolist(), self.hashes, strict=True)
-        texts = (f"{name}\0{size}\0{hashes}" for name, size, hashes in of_each)
-        return np.fromiter((xxhash.xxh64_intdigest(text.encode("utf-8", "surrogatepass")) for text in texts), np.uint64)
-
     def filled(self) -> ShardTable:
         """Return it without the shards that have no sample: streaming's writer leaves some, by which its reader divides."""
         kept = np.flatnonzero(self.samples)
@@ -183,6 +177,13 @@ def table_of(shards: Iterable[Mapping[str, Any]]) -> ShardTable:
     for shard in shards:
         writer.add(shard)
     return writer.done()
+
+
+def fingerprints(shards: Iterable[Mapping[str, Any]]) -> NDArray[np.uint64]:
+    """# -> (N,), one for each entry of an index: of its file's name, bytes and hashes."""
+    raw = (shard["raw_data"] for shard in shards)
+    texts = (f"{file['basename']}\0{file['bytes']}\0{json.dumps(file['hashes'])}" for file in raw)
+    return np.fromiter((xxhash.xxh64_intdigest(text.encode("utf-8", "surrogatepass")) for text in texts), np.uint64)
 
 
 NO_SHARDS = table_of([])
