@@ -233,8 +233,8 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     assert config.precision is not None
     cost = cost_of(config)
     model = build(config)
-    stages = config.data.read()
-    held_out = read_stage(config.validation.remote) if config.validation.remote else None
+    stages = ranks.once_a_machine(config.data.read)
+    held_out = ranks.once_a_machine(lambda: read_stage(at)) if (at := config.validation.remote) else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders([*stages, *filter(None, [held_out])], model.encoders.fingerprints)
     identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))

@@ -122,8 +122,9 @@ class DataConfig:
         return [StreamConfig(self.remote, self.local, self.facts)] if self.remote or self.local else []
 
     def read(self) -> list[Stage]:
-        """Read the facts of each stage. Raises ValueError: see `stages.dataset.read_stage`."""
-        return [read_stage(source.location or "", source.facts) for source in self.sources]
+        """Return the facts of each stage, those that `problems` has read. Raises ValueError: see `read_stage`."""
+        found: list[Stage] | None = self.__dict__.get("_stages")
+        return found or [read_stage(source.location or "", source.facts) for source in self.sources]
 
     def columns(self, family: Family, size: ImageSize) -> dict[str, Column]:
         """Return the columns of a batch."""
@@ -165,6 +166,7 @@ class DataConfig:
         found += weight_problems(sources)
         if len(stages) < len(sources):
             return found
+        object.__setattr__(self, "_stages", stages)
         found += stage_checks.together(self.named_sources(), stages, size, global_batch_size)
         return found + stage_checks.limit_problems(self.cache_limit, sources, stages)
 
@@ -312,6 +314,7 @@ def _stream(given: Opened, patience_sec: float) -> RetryingStream:
         patience_sec=patience_sec,
         index_sha256=given.stage.index_sha256,
         adopted=_adopted(given.stage, given.config.caption, None if remote is None else local),
+        table=given.stage.shards,
         **given.config.weight,
     )
 

@@ -22,7 +22,6 @@ Exit code: 0, 2 when the command cannot be read.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -50,7 +49,7 @@ from config import as_written, load
 from data import DataConfig, build_data
 from preflight.limits import unwritable
 from stages.adopted import Columns
-from stages.dataset import is_remote, read_index, write_facts
+from stages.dataset import is_remote, read_json, write_facts
 from stages.fetch import HASH, unpack
 from stages.store_errors import address_problem, scheme_of
 from stages.stores import download_once
@@ -155,7 +154,7 @@ class Contest:
 
     def unpack(self) -> float:
         """Decompress the zstd shards alone; return megabytes that come out a second."""
-        index = json.loads(read_index(f"{self.place}/zstd")[0])
+        index = read_json(f"{self.place}/zstd", "index.json")[1]
         shutil.rmtree(self.cache, ignore_errors=True)
         self.cache.mkdir()
         seconds, num_bytes = 0.0, 0
@@ -196,7 +195,7 @@ def measure(place: str, config: AdoptBenchConfig) -> dict[str, Any]:
 
 def _num_bytes(place: str) -> tuple[int, int]:
     """Return the bytes that a store has of a data set's shards, and their number."""
-    shards = json.loads(read_index(place)[0])["shards"]
+    shards = read_json(place, "index.json")[1]["shards"]
     return sum((shard["zip_data"] or shard["raw_data"])["bytes"] for shard in shards), len(shards)
 
 

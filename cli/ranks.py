@@ -10,11 +10,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import mmap
 import os
+import pickle
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed
@@ -36,6 +40,7 @@ POLL_SEC = 2.0
 STAY_SEC = 3 * POLL_SEC  # of the rank that failed: with rank 0 the store would go before the others have heard
 ASK_SEC = 0.5  # between two looks for another rank's signal
 STALL_SEC = 1800.0  # without a piece of work done anywhere: a rank is lost, and the next collective says so
+ALIGNED = 64  # bytes, where an array begins
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _quiet = threading.Event()
@@ -114,6 +119,46 @@ def on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
             problems = getattr(error, "problems", None) or str(error).splitlines()
     if found := dict.fromkeys(text for each in dist.all_gather_object(problems) for text in each):
         raise ConfigError(list(found))
+
+
+def once_a_machine(work: Callable[[], Result]) -> Result:
+    """Let one rank of each machine do the work, and give its others the result, with one copy of numpy's arrays for all.
+
+    These lie in a file that the ranks map, and that has no name any more; they cannot be written.
+
+    Raises:
+        ConfigError: on all ranks, what one of them has raised as a ValueError.
+    """
+    if dist.get_world_size() == 1:
+        return work()
+    kept: list[tuple[str, list[int]]] = []
+
+    def keep() -> None:
+        arrays: list[pickle.PickleBuffer] = []
+        parts = [pickle.dumps(work(), protocol=5, buffer_callback=arrays.append), *(one.raw() for one in arrays)]
+        try:
+            with tempfile.NamedTemporaryFile(prefix="easel-", delete=False) as file:
+                kept.append((file.name, [len(part) for part in parts]))
+                for part in parts:
+                    file.write(part)
+                    file.write(bytes(-len(part) % ALIGNED))
+        except OSError as error:
+            raise ConfigError(
+                [f"{tempfile.gettempdir()} cannot be written: {error.strerror}. Make room there."]
+            ) from error
+
+    try:
+        on_one_rank_of_each_machine(keep)
+        path, sizes = dist.all_gather_object(kept)[dist.get_global_rank() - dist.get_local_rank()][0]
+        with open(path, "rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        dist.barrier()
+    finally:
+        for name, _ in kept:
+            Path(name).unlink(missing_ok=True)
+    begins = itertools.accumulate((size + -size % ALIGNED for size in sizes), initial=0)
+    head, *arrays = (mapped[begin : begin + size] for begin, size in zip(begins, sizes, strict=False))
+    return pickle.loads(head, buffers=arrays)  # this machine's first rank has just written it
 
 
 def stopped(stop: SystemExit) -> int:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
+from cli.memory import host_bytes
 from config import count
 from stages import shared_memory
 
@@ -28,7 +27,6 @@ OK, WARNING, ERROR = "OK", "warning", "error"
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
 BATCHES_A_WORKER = 2  # torch's prefetch_factor
 FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers, plus one per tensor in transfer
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,8 @@ def host_memory(gib_by_kind: Mapping[str, float]) -> list[Finding]:
 
 
 def _host_gib() -> tuple[float, float]:
-    """Return (total, free now), GiB, within a container's limit."""
-    memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
-    with contextlib.suppress(OSError, ValueError):  # "max", or no such control group
-        limit = int((CGROUP / "memory.max").read_text())
-        total, free = min(total, limit), min(free, limit - int((CGROUP / "memory.current").read_text()))
+    """Return (total, free now), GiB."""
+    total, free = host_bytes()
     return total / 2**30, free / 2**30
 
 

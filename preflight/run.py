@@ -53,13 +53,15 @@ MEMORY_KEYS = {
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Return every problem that can be found before anything is built."""
-    wanted = wanted_of_stage(config)
-    of_data = config.data.problems(config.global_batch_size, *wanted) + config.validation.problems(config.data, *wanted)
+    """Return every problem that can be found before anything is built; of the stages on a machine's first rank alone."""
+    wanted, of_data, is_first = wanted_of_stage(config), [], dist.get_local_rank() == 0
+    if is_first:
+        of_data = config.data.problems(config.global_batch_size, *wanted)
+        of_data += config.validation.problems(config.data, *wanted)
     found = quick_problems(config, of_data)
-    found += closed_data_problems(config)
+    found += closed_data_problems(config) if is_first else []
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
-        is_readable = not any(key.startswith("data.") for problem in found for key in problem.keys)
+        is_readable = is_first and not any(key.startswith("data.") for problem in found for key in problem.keys)
         found += memory_problems(config, _planned_batches(config) if is_readable else _num_batches(config))
     return found
 

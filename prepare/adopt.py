@@ -26,7 +26,6 @@ Keys: image, caption (a name, or several with commas between them), key, latents
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import sys
@@ -57,7 +56,8 @@ from stages.adopted import Columns, wrong_encoding
 from stages.dataset import FACTS_FILE, FACTS_SCHEMA, is_remote, read_index, read_json, split_place
 from stages.fetch import known_digest
 from stages.images import SampleError, captions_of, decode_image, size_of
-from stages.index_file import check_named_columns, checked_shards, stored_file
+from stages.index_file import check_named_columns, stored_file
+from stages.shard_table import ShardTable
 
 NAMES = {
     "image": ("image", "jpg", "jpeg", "png", "webp", "img", "picture"),
@@ -220,12 +220,12 @@ def choose(sizes: Sequence[int], config: AdoptConfig) -> dict[int, list[int]]:
     return {shard: sorted(random.permutation(sizes[shard])[:each].tolist()) for shard in shards}
 
 
-def read_rows(remote: str, shards: Sequence[Mapping[str, Any]], columns: Columns, config: AdoptConfig) -> Seen:
+def read_rows(remote: str, shards: ShardTable, columns: Columns, config: AdoptConfig) -> Seen:
     """Fetch a few shards, and look at rows of them. Raises Failed: a shard is not there, or damaged."""
     place, seen = open_place(remote), Seen()
-    firsts = np.cumsum([0, *(shard["samples"] for shard in shards)]).tolist()
+    firsts = np.cumsum([0, *shards.samples]).tolist()
     with tempfile.TemporaryDirectory() as scratch:
-        for number, rows in choose([shard["samples"] for shard in shards], config).items():
+        for number, rows in choose(shards.samples.tolist(), config).items():
             try:
                 reader = open_shard(place, {**shards[number], "first": firsts[number]}, Path(scratch), columns)
                 for row in rows:
@@ -274,7 +274,7 @@ def check_is_of_others(remote: str, facts: str | None) -> None:
         raise Refused(f"{at} is that of a stage which needs no adoption. Give another REMOTE, or facts=PATH.")
 
 
-def report(shards: Sequence[Mapping[str, Any]], columns: Columns, encodings: Mapping[str, str], seen: Seen) -> str:
+def report(shards: ShardTable, columns: Columns, encodings: Mapping[str, str], seen: Seen) -> str:
     """Return what was found, in a table."""
     lines, named = seen.lines(columns), columns.named
     rows = [
@@ -284,7 +284,7 @@ def report(shards: Sequence[Mapping[str, Any]], columns: Columns, encodings: Map
     rows += [("not read", name, encoding, "") for name, encoding in encodings.items() if name not in named]
     packed = sorted({shard["compression"] or "not compressed" for shard in shards})
     kinds = sorted({(known_digest(stored_file(shard)["hashes"]) or ("no hashes", ""))[0] for shard in shards})
-    samples = sum(shard["samples"] for shard in shards)
+    samples = int(shards.samples.sum())
     text = [f"{samples:,} samples in {len(shards):,} shards; {', '.join(packed)}; {', '.join(kinds)}"]
     text.append(
         as_table(("read as", "column", "encoding", f"in {seen.rows} rows of {seen.shards} shards"), rows, "llll")
@@ -320,8 +320,8 @@ def adopt(remote: str, config: AdoptConfig) -> Adoption:
         ConfigError: it cannot be read as a stage. Refused: it is one. Failed: what was read is damaged; not written.
     """
     try:
-        index_bytes, index = read_index(remote)
-        shards = checked_shards(remote, index, of_others=True)
+        index = read_index(remote)
+        shards = index.shards()
     except ValueError as error:
         raise ConfigError([f"REMOTE: {error}"]) from error
     check_is_of_others(remote, config.facts)
@@ -338,8 +338,8 @@ def adopt(remote: str, config: AdoptConfig) -> Adoption:
     facts = {
         "schema": FACTS_SCHEMA,
         "stage": "images" if columns.latents is None else "moments",
-        "samples": sum(shard["samples"] for shard in shards),
-        "index_sha256": hashlib.sha256(index_bytes).hexdigest(),
+        "samples": int(shards.samples.sum()),
+        "index_sha256": index.sha256,
         "made_by": "prepare.adopt",
         "columns": dataclasses.replace(columns, image=None if columns.latents else columns.image).as_facts(),
         "sampled": {"shards": seen.shards, "rows": seen.rows, "unusable": seen.unusable.total()},
@@ -347,9 +347,9 @@ def adopt(remote: str, config: AdoptConfig) -> Adoption:
     if columns.latents is not None:
         made, of_latents = compare(config.model, columns.latents, seen.samples)
         facts, text = facts | made, f"{text}\n{of_latents}"
-    is_packed = any(shard["zip_data"] is not None for shard in shards)
+    is_packed = shards.is_compressed
     at = write(facts, remote, config.facts)
-    return Adoption(facts, at, text, seen.shards, seen.num_bytes + len(index_bytes), is_packed)
+    return Adoption(facts, at, text, seen.shards, seen.num_bytes + index.num_bytes, is_packed)
 
 
 @command(__doc__)

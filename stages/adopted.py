@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from cli.log import EVERY_RANK, log
 from stages.fetch import HASH
 from stages.images import Pixels
 from stages.shard_file import ShardError, split_row
+from stages.shard_table import ShardTable
 
 ENCODINGS = {
     "image": (r"bytes|jpeg|png|pil", "bytes, jpeg, png, pil"),
@@ -144,7 +145,7 @@ def _key_of(encoding: str, content: bytes) -> str:
 
 
 class AdoptedSet:
-    """What a RetryingStream has to know of the data set (stages.fetch.Adopted).
+    """What a RetryingStream has to know of the data set (stages.shard_readers.Adopted).
 
     Args:
         columns: as dataset.json has them.
@@ -193,10 +194,11 @@ def columns_of(facts: Mapping[str, Any]) -> Columns | None:
     return Columns.of_facts(facts["columns"]) if "columns" in facts else None
 
 
-def problem_of_columns(columns: Columns, shards: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+def problem_of_columns(columns: Columns, shards: ShardTable) -> tuple[str, str] | None:
     """Return (what is wrong, what is possible) of the first shard that has a named column not as it should be, or None."""
     encodings = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
-    for number, shard in enumerate(shards):
+    for number in shards.first_of_each_kind:
+        shard = shards[number]
         has = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
         for name, what in columns.named.items():
             at = f"shards[{number}], {shard['raw_data']['basename']}"

@@ -9,16 +9,19 @@ Its shards may be compressed, and have hashes of another kind or none, and colum
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 
 from cli.files import write_json
@@ -27,17 +30,22 @@ from stages.fetch import known_digest
 from stages.index_file import (
     AGAIN,
     DIGEST,
+    INDEX,
     MISSING,
     OF_OTHERS,
+    Index,
     are_texts,
+    check_memory,
     check_named_columns,
-    checked_shards,
     is_number,
+    is_readable,
     other,
-    stored_file,
+    parsed_index,
+    parsed_object,
 )
+from stages.shard_table import NO_SHARDS, ShardTable, fingerprints
 from stages.store_errors import address_problem, explain_store_error, scheme_of
-from stages.stores import download_once
+from stages.stores import download_once, stored_size
 
 FACTS_FILE = "dataset.json"
 FACTS_SCHEMA = 1
@@ -73,8 +81,7 @@ class Stage:
     encodings: tuple[str, ...]
     """Of the columns, as MDS names them: str, ndarray:float16:8,64,64."""
     largest_shard_bytes: int
-    files: frozenset[tuple[str, int, str]] = frozenset()
-    """(name, bytes, hash) of every shard."""
+    shards: ShardTable = field(default=NO_SHARDS, repr=False, compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The rest of dataset.json: family, image_size, normalize, encoders, as far as the stage has them."""
     facts_at: str = ""
@@ -95,6 +102,10 @@ class Stage:
             return "captions" in self.columns
         encodings = dict(zip(self.columns, self.encodings, strict=True))
         return len(self.adopted.captions) > 1 or encodings[self.adopted.captions[0]] == "json"
+
+    def digests(self) -> Iterator[str]:
+        """Yield the digest of each shard, of the kind that is computed fastest; "" where it has none."""
+        return ((known_digest(json.loads(hashes)) or ("", ""))[1] for hashes in self.shards.hashes)
 
     @property
     def adopted(self) -> Columns | None:
@@ -140,36 +151,41 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
     Raises:
         ValueError: nothing is there, it is no stage, or a file cannot be read; says which and what to do.
     """
-    index_bytes, index = read_index(location)
     facts_at = facts_at or f"{location.rstrip('/')}/{FACTS_FILE}"
-    _, facts = read_json(*split_place(facts_at), or_adopt=f" If others have written it: {ADOPT} {location}")
-    digest = hashlib.sha256(index_bytes).hexdigest()
-    _check_facts(facts_at, location, facts, digest)
-    if "buckets" in facts:
-        return _read_buckets(location, facts_at, facts)
-    shards = checked_shards(location, index, facts.get("columns") is not None)
-    total = sum(shard["samples"] for shard in shards)
+    problem, text = None, _index_text(location)
+    try:
+        _, facts = read_json(*split_place(facts_at), or_adopt=f" If others have written it: {ADOPT} {location}")
+    except ValueError as error:  # the index comes first
+        facts, problem = {}, error
+    index = parsed_index(location, text, facts.get("columns") is not None)
+    del text
+    if problem is not None:
+        raise problem
+    _check_facts(facts_at, location, facts, index.sha256)
+    return _read_buckets(location, facts_at, facts) if "buckets" in facts else _read_shards(index, facts_at, facts)
+
+
+def _read_shards(index: Index, facts_at: str, facts: Mapping[str, Any]) -> Stage:
+    location, shards = index.location, index.shards()
+    total = int(shards.samples.sum())
     if not is_number(facts.get("samples"), total):
         raise other(facts_at, "samples", facts.get("samples", MISSING), f"{total}, the sum of index.json")
     if (columns := columns_of(facts)) is not None:
         check_named_columns(location, columns, shards)
-    sizes = {file["basename"]: file["bytes"] for file in map(stored_file, shards)}
     if not is_remote(location):
-        _check_shards(location, sizes, OF_OTHERS if columns else None)
+        _check_shards(location, shards, OF_OTHERS if columns else None)
     return Stage(
         location=location,
         kind=facts["stage"],
-        index_sha256=digest,
+        index_sha256=index.sha256,
         num_samples=facts["samples"],
         columns=tuple(shards[0]["column_names"]),
         encodings=tuple(shards[0]["column_encodings"]),
-        largest_shard_bytes=max(
-            shard["raw_data"]["bytes"] + (shard["zip_data"] or {"bytes": 0})["bytes"] for shard in shards
-        ),
-        files=_files(index),
+        largest_shard_bytes=int((shards.raw_bytes + shards.zip_bytes).max()),
+        shards=shards,
         facts=facts,
         facts_at=facts_at,
-        is_compressed=any(shard["zip_data"] is not None for shard in shards),
+        is_compressed=shards.is_compressed,
     )
 
 
@@ -202,8 +218,12 @@ def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any]) -> Sta
     )
 
 
-def read_index(location: str) -> tuple[bytes, dict[str, Any]]:
-    """Return index.json of a folder or store address, as it is and read. Raises ValueError: nothing is there."""
+def read_index(location: str) -> Index:
+    """Return index.json of a folder or store address that others have written. Raises ValueError: nothing is there."""
+    return parsed_index(location, _index_text(location), of_others=True)
+
+
+def _index_text(location: str) -> bytes:
     if text := address_problem(location):
         raise ValueError(text)
     scheme = scheme_of(location)
@@ -219,7 +239,7 @@ def read_index(location: str) -> tuple[bytes, dict[str, Any]]:
         raise ValueError(
             f"{location} cannot be read: {error.strerror}. Check the path, and who may read it."
         ) from error
-    return read_json(location, "index.json")
+    return _text_of(location, INDEX)
 
 
 def split_place(place: str) -> tuple[str, str]:
@@ -262,67 +282,71 @@ def _check_facts(where: str, location: str, facts: Mapping[str, Any], digest: st
         raise other(where, "latent_scale", facts.get("latent_scale", MISSING), "a number above 0", again)
 
 
-def _check_shards(folder: str, sizes: dict[str, int], of_others: str | None) -> None:
+def _check_shards(folder: str, shards: ShardTable, of_others: str | None) -> None:
     """Look for shards that are not there or were cut; without this a run finds them hours later."""
-    for name, size in sizes.items():
-        path = Path(folder, name)
-        of_part = f"Remove {path.parent}, and give the command that made it again."
-        again = of_others or (AGAIN if path.parent == Path(folder) else of_part)
-        try:
-            if not path.is_file():
-                what = "is no file" if os.path.lexists(path) else "is missing"
-                raise ValueError(f"{path} {what}, index.json lists it. {again}")
-            found = path.stat().st_size
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}, index.json lists it. {again}") from error
-        if found != size:
-            raise ValueError(f"{path} has {found:,} bytes, index.json says {size:,}. {again}")
+    for name, size in shards.stored():
+        with contextlib.suppress(OSError):
+            found = os.stat(f"{folder}/{name}")  # noqa: PTH116  # a Path takes twice as long as the call
+            if found.st_size == size and stat.S_ISREG(found.st_mode):
+                continue
+        raise ValueError(_wrong_file(Path(folder, name), Path(folder), size, of_others))
 
 
-def _files(index: Mapping[str, Any]) -> frozenset[tuple[str, int, str]]:
-    raw = [shard["raw_data"] for shard in index["shards"]]
-    digests = [known_digest(shard["hashes"]) or ("", "") for shard in raw]
-    return frozenset(
-        (shard["basename"], shard["bytes"], digest) for shard, (_, digest) in zip(raw, digests, strict=True)
-    )
+def _wrong_file(path: Path, folder: Path, size: int, of_others: str | None) -> str:
+    of_part = f"Remove {path.parent}, and give the command that made it again."
+    again = of_others or (AGAIN if path.parent == folder else of_part)
+    try:
+        if not path.is_file():
+            what = "is no file" if os.path.lexists(path) else "is missing"
+            return f"{path} {what}, index.json lists it. {again}"
+        return f"{path} has {path.stat().st_size:,} bytes, index.json says {size:,}. {again}"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}, index.json lists it. {again}"
 
 
 def holds_another_stage(local: str, stage: Stage) -> bool:
     """True where a cache folder was filled from another stage; an index that is only damaged has most shards of its own."""
     try:
-        cached = _files(json.loads(Path(local, "index.json").read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        path = Path(local, INDEX)
+        check_memory(str(path), path.stat().st_size)
+        if hashlib.sha256(text := path.read_bytes()).hexdigest() == stage.index_sha256:
+            return False
+        index = parsed_index(local, text, of_others=True)
+        cached = fingerprints((index.content or {})["shards"] if index.table is None else index.table)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False  # empty, or broken: it is fetched again
-    return 2 * len(cached & stage.files) < len(cached)
+    return 2 * int(np.isin(cached, fingerprints(stage.shards)).sum()) < len(cached)
 
 
 def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:
     """Return a file of a stage, as it is and read. `or_adopt`: added to a message that it is not there."""
-    if is_remote(location):
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                download_once(f"{location.rstrip('/')}/{name}", f"{folder}/{name}", STORE_SILENCE_SEC)
-            except Exception as error:  # each store's client has exceptions of its own
-                raise ValueError(f"{explain_store_error(error, location)}{or_adopt}") from error
-            text = Path(folder, name).read_bytes()
-    else:
+    text = _text_of(location, name, or_adopt)
+    return text, parsed_object(f"{location}/{name}", text)
+
+
+def _text_of(location: str, name: str, or_adopt: str = "") -> bytes:
+    """Return a file of a stage. Raises ValueError: it is not there, or would not fit into memory."""
+    if not is_remote(location):
         path = Path(location, name)
         try:
             if not path.is_file():
                 make = f"Make the stage: python -m prepare.shards --help{'.' * bool(or_adopt)}{or_adopt}"
                 raise ValueError(f"no {name} under {location}. {make}")
-            text = path.read_bytes()
+            check_memory(f"{location}/{name}", path.stat().st_size)
+            return path.read_bytes()
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}.") from error
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{location}/{name} is not JSON: {error}. {AGAIN}") from error
-    except RecursionError as error:
-        raise ValueError(f"{location}/{name} is nested too deeply to be read. {AGAIN}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{location}/{name} holds a {type(content).__name__}, not an object. {AGAIN}")
-    return text, content
+    place = f"{location.rstrip('/')}/{name}"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            size = stored_size(place, STORE_SILENCE_SEC) if name == INDEX else None
+            if size is None or is_readable(size):
+                download_once(place, f"{folder}/{name}", STORE_SILENCE_SEC)
+                size = Path(folder, name).stat().st_size
+        except Exception as error:  # each store's client has exceptions of its own
+            raise ValueError(f"{explain_store_error(error, location)}{or_adopt}") from error
+        check_memory(place, size)
+        return Path(folder, name).read_bytes()
 
 
 def write_facts(folder: Path, stage: str, facts: dict[str, Any]) -> None:

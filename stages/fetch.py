@@ -22,23 +22,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
+import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from streaming.base.compression import decompress
-from streaming.base.format.base.reader import FileInfo, Reader
+from streaming.base.format.base.reader import FileInfo
 from streaming.base.hashing import is_hash
 from streaming.base.stream import Stream
 
 from cli.log import EVERY_RANK, log
 from cli.private_api import require_private_api
+from stages.shard_readers import Adopted, Readers
+from stages.shard_table import ShardTable
 from stages.store_errors import explain_store_error
 from stages.stores import READ_TIMEOUT_SEC, client_of
 
@@ -126,22 +130,6 @@ def unpack(packed: Path, to: Path, compression: str | None) -> None:
     partial = to.with_name(f"{to.name}.tmp")
     partial.write_bytes(content)
     partial.replace(to)
-
-
-class Adopted(Protocol):
-    """What a reader has to know of a data set that others have made; see stages/adopted.py."""
-
-    def kept_digest(self, name: str) -> tuple[str, str] | None:
-        """Return (kind, digest) of a shard that has none in its index, once it was read before."""
-        ...
-
-    def keep_digest(self, name: str, digest: str) -> None:
-        """Keep the digest of a shard, of the kind HASH."""
-        ...
-
-    def reader(self, shard: Reader, first: int) -> Reader:
-        """Return a shard's reader that gives samples as those of a stage of our own are; `first`: number of its first."""
-        ...
 
 
 OF_STREAM = ("_downloader", "_download_file", "_prepare_shard_part", "set_up_local", "get_shards")
@@ -250,6 +238,7 @@ class RetryingStream(Stream):
         patience_sec: how long a store that is away is waited for.
         index_sha256: of index.json, as dataset.json has it; None: not compared.
         adopted: of a data set that others have made; None: a stage of our own.
+        table: the shards, as index.json lists them; None: whoever reads the stream reads that file.
         weight: proportion, repeat or choose, as streaming has them, where several streams are mixed.
     """
 
@@ -261,6 +250,7 @@ class RetryingStream(Stream):
         patience_sec: float = PATIENCE_SEC,
         index_sha256: str | None = None,
         adopted: Adopted | None = None,
+        table: ShardTable | None = None,
         **weight: float,
     ):
         super().__init__(
@@ -275,6 +265,7 @@ class RetryingStream(Stream):
         self.patience_sec = patience_sec
         self.index_sha256 = index_sha256
         self.adopted = adopted
+        self.table = table
         self.is_wanted: Callable[[], bool] = lambda: True
         if remote is not None:
             self._downloader = client_of(remote)
@@ -292,21 +283,37 @@ class RetryingStream(Stream):
     def remove_left_overs(self) -> None:
         """Remove what killed fetches left; for one process of a machine, once the folder is known to be its own."""
         if self.remote is not None:
-            for path in Path(self.local).rglob("*"):
-                if LEFT_OVER.fullmatch(path.name) and path.is_file():
-                    path.unlink()
+            for _, entry in self._entries():
+                if LEFT_OVER.fullmatch(entry.name) and entry.is_file():
+                    Path(entry.path).unlink()
+
+    def bytes_here(self) -> NDArray[np.int64]:
+        """# -> (N,), size of each shard's file in the cache folder; 0: there is none."""
+        assert self.table is not None
+        found, entries = np.zeros(len(self.table), np.int64), dict(self._entries() if self.remote else ())
+        for number, name in enumerate(self.table.names if entries else ()):
+            if (entry := entries.get(os.path.normpath(name))) is not None and entry.is_file():
+                found[number] = entry.stat().st_size
+        return found
+
+    def _entries(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield (name, entry) of all that lies beside the stage's files; further folders are not looked into."""
+        assert self.table is not None
+        for folder in sorted(self.table.folders()):
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                os.scandir(Path(self.local, folder)) as entries,
+            ):
+                yield from ((os.path.normpath(f"{folder or '.'}/{entry.name}"), entry) for entry in entries)
 
     # --- shards ---
 
-    def get_shards(self, world: Any, allow_unsafe_types: bool) -> list[Reader]:
-        """Return the shards' readers."""
-        shards = super().get_shards(world, allow_unsafe_types)
-        if self.adopted is None:
-            return shards
-        firsts = itertools.accumulate((shard.samples for shard in shards), initial=0)
-        # streaming's writer leaves empty ones, by which its reader would divide.
-        filled = [pair for pair in zip(shards, firsts, strict=False) if pair[0].samples]
-        return [self.adopted.reader(shard, first) for shard, first in filled]
+    def get_shards(self, world: Any, allow_unsafe_types: bool) -> Readers:  # type: ignore[override]
+        """Return the shards' readers, each made when it is asked for; the table says what they are."""
+        assert self.table is not None, "MachineStages reads it where it is not given"
+        if self.adopted is not None:
+            self.table = self.table.filled()
+        return Readers([(self.table, self.local, self.adopted)])
 
     def set_up_local(self, shards: Any, cache_usage_per_shard: Any) -> None:
         """Report no shard as present: each goes through `prepare_shard`, and so through its digest, once in this run."""
@@ -329,7 +336,7 @@ class RetryingStream(Stream):
         )
         if wanted is None and self.adopted is not None:
             self.adopted.keep_digest(raw_info.basename, file_digest(path))
-        return raw_info.bytes
+        return 0 if self.remote is None else raw_info.bytes  # what is read in place is no part of a cache
 
     def _download_shard(self, path: Path, raw: FileInfo, packed: FileInfo | None, compression: str | None) -> None:
         """Fetch a shard, and decompress it. Raises Damaged, StreamFailure."""

@@ -24,6 +24,8 @@ What its processes share: where it lies, who sets it, who waits for it, and what
                    PREPARING                byte of it is here; who evicts one             shard can be evicted
     _came          Condition of a process   a thread that sets a shard's outcome, or       open_shard; what other processes
                                             notes a failure                                fetch it sees POLL_SEC later
+    and, where there is data.cache_limit, `_earlier_bytes` in shared memory: size of the file that an earlier run has left of
+    a shard, set at the start; 0 from when this run wants the shard, or removes that file, under the same lock
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -41,10 +44,13 @@ from composer.utils import dist
 from filelock import FileLock, Timeout
 from streaming import StreamingDataset
 from streaming.base import dataset as streaming_dataset
+from streaming.base.shared import SharedArray
 
 from cli.errors import ConfigError
 from cli.private_api import require_private_api
-from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
+from stages.fetch import INDEX, FetchCancelled, RetryingStream, StreamFailure
+from stages.index_file import parsed_index
+from stages.shard_readers import Readers, ShardOfSample
 
 POLL_SEC = 0.01  # between two looks at what other processes do
 ROOM_SEC = 0.1  # the same, of one that needs the lock: all that fits the cache is being fetched
@@ -53,11 +59,13 @@ LOCK_FILE = ".in_use"  # in data.local
 OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
 
 OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock_path", "_shm_prefix_int")
-OF_DATASET += ("prepare_shard", "get_item", "cache_usage", "cache_limit", "spanner", "shards", "_evict_coldest_shard")
+OF_DATASET += ("prepare_shard", "get_item", "cache_usage", "cache_limit", "spanner", "shards", "stream_per_shard")
+OF_DATASET += ("_evict_coldest_shard", "_evict_shard")
 require_private_api(
     StreamingDataset, *OF_DATASET, why="shards that cannot be had are told from those that are waited for"
 )
 require_private_api("streaming.base.dataset", "_ShardState.REMOTE", "_ShardState.LOCAL", why="the same")
+require_private_api("streaming.base.dataset", "Spanner", "_get_path", why="no copy of all sample numbers is made")
 ShardState: Any = getattr(streaming_dataset, "_ShardState", None)
 
 
@@ -78,6 +86,14 @@ def _on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
     said = None if error is None else (isinstance(error, ConfigError), str(error))
     for is_refusal, text in filter(None, dist.all_gather_object(said)):
         raise ConfigError([text]) if is_refusal else StreamFailure(text)
+
+
+def _construct(dataset: StreamingDataset, **arguments: Any) -> None:
+    """Run streaming's constructor with our map of samples to shards in the place of its Spanner; nothing in it is changed."""
+    own: Any = StreamingDataset.__init__
+    init = FunctionType(own.__code__, {**own.__globals__, "Spanner": ShardOfSample}, closure=own.__closure__)
+    init.__kwdefaults__ = own.__kwdefaults__
+    init(dataset, **arguments)
 
 
 class MachineStages(StreamingDataset):
@@ -102,8 +118,11 @@ class MachineStages(StreamingDataset):
         _on_one_rank_of_each_machine(self._lock_folders)
         for stream in streams:
             _on_one_rank_of_each_machine(stream.fetch_index)
+            if stream.table is None:
+                text = Path(stream.local, INDEX).read_bytes()
+                stream.table = parsed_index(stream.local, text, of_others=stream.adopted is not None).shards()
         try:
-            super().__init__(streams=list(streams), **arguments)
+            _construct(self, streams=list(streams), **arguments)
         except ValueError as error:
             if "Reused local directory" not in str(error):
                 raise
@@ -114,8 +133,12 @@ class MachineStages(StreamingDataset):
         name = f"{self._shm_prefix_int:06d}_reason_{os.getuid()}"
         self._reason_file = Path(self._cache_filelock_path).with_name(name)
         _on_one_rank_of_each_machine(lambda: self._reason_file.unlink(missing_ok=True))
+        self._is_cached = np.array([stream.remote is not None for stream in streams])[self.stream_per_shard]
+        if self.cache_limit:
+            name = streaming_dataset._get_path(self._shm_prefix_int, "earlier_bytes")
+            self._earlier_bytes = SharedArray(self.num_shards, np.int64, name)
+        _on_one_rank_of_each_machine(self._look_around)
         for stream in streams:
-            _on_one_rank_of_each_machine(stream.remove_left_overs)
             stream._downloader.clean_up()
 
     # --- 1. the machine ---
@@ -139,6 +162,13 @@ class MachineStages(StreamingDataset):
         """Let another run have the cache folders, once all of this process's streams have let them go."""
         while self._locks:
             self._locks.pop().release()
+
+    def _look_around(self) -> None:
+        """Remove what killed fetches have left, and note what else earlier runs have."""
+        for stream in self.streams:
+            stream.remove_left_overs()
+        if self.cache_limit:
+            self._earlier_bytes[:] = np.concatenate([stream.bytes_here() for stream in self.streams])
 
     def _tell_others(self, text: str) -> None:
         """Leave the reason where every process of this machine finds it: any of them may be the first to report."""
@@ -191,12 +221,12 @@ class MachineStages(StreamingDataset):
                 is_here = self._shard_states[shard_id] == ShardState.LOCAL
                 if is_here and not Path(shard.dirname, shard.raw_data.basename).is_file():  # somebody has removed it
                     self._shard_states[shard_id] = ShardState.REMOTE
-                    self.cache_usage -= shard.raw_data.bytes
+                    self.cache_usage -= shard.raw_data.bytes if self._is_cached[shard_id] else 0
                 if self._shard_states[shard_id] != ShardState.REMOTE:
                     return False
-                if self._has_room(shard.get_max_size()):
+                if self._has_room(most := self._most_bytes(shard_id)):
                     self._shard_states[shard_id] = ShardState.PREPARING
-                    self.cache_usage += shard.get_max_size()
+                    self.cache_usage += most
                     return True
             self._check_wanted(shard_id)
             with self._came:
@@ -206,7 +236,7 @@ class MachineStages(StreamingDataset):
         """Evict what was not read for the longest time; False: all is being fetched. The caller has the lock."""
         while self.cache_limit and self.cache_usage + num_bytes > self.cache_limit:
             states = self._shard_states.numpy()
-            if (states == ShardState.LOCAL).any():
+            if ((states == ShardState.LOCAL) & self._is_cached).any():
                 self._evict_coldest_shard()
             elif (states == ShardState.PREPARING).any():
                 return False
@@ -217,9 +247,10 @@ class MachineStages(StreamingDataset):
 
     def _fetch(self, shard_id: int) -> None:
         """Fetch a shard that this thread has taken; it is PREPARING no longer when this ends, however it does."""
-        shard, outcome, num_bytes = self.shards[shard_id], FAILED, 0
+        outcome, num_bytes, most = FAILED, 0, self._most_bytes(shard_id)
         try:
-            num_bytes = self.streams[self.stream_per_shard[shard_id]].prepare_shard(shard)
+            found = self.streams[self.stream_per_shard[shard_id]].prepare_shard(self.shards[shard_id])
+            num_bytes = min(found, most)
             outcome = ShardState.LOCAL
         except FetchCancelled:
             outcome = ShardState.REMOTE
@@ -238,9 +269,13 @@ class MachineStages(StreamingDataset):
             with self._came:
                 self._shard_states[shard_id] = outcome
                 self._came.notify_all()
-            if num_bytes != shard.get_max_size():
+            if num_bytes != most:
                 with FileLock(self._cache_filelock_path).acquire(poll_interval=POLL_SEC):
-                    self.cache_usage += num_bytes - shard.get_max_size()
+                    self.cache_usage += num_bytes - most
+
+    def _most_bytes(self, shard_id: int) -> int:
+        """Return what a shard takes of the cache at most; of one that is read in place, nothing."""
+        return self.shards[shard_id].get_max_size() if self._is_cached[shard_id] else 0
 
     def _check_wanted(self, shard_id: int) -> None:
         """Raise FetchCancelled: nobody waits for a shard any more."""
@@ -256,19 +291,32 @@ class MachineStages(StreamingDataset):
         with FileLock(self._cache_filelock_path):
             if self._shard_states[wanted_id] != ShardState.REMOTE:
                 return  # another thread has begun with it: it would be counted twice
-            not_opened = {
-                shard_id: path
-                for shard_id, (shard, state) in enumerate(zip(self.shards, self._shard_states.numpy(), strict=True))
-                if state == ShardState.REMOTE and (path := Path(shard.dirname, shard.raw_data.basename)).is_file()
-            }
-            own = not_opened.pop(wanted_id, None)
-            num_bytes = self.shards[wanted_id].get_max_size() if own is None else own.stat().st_size
-            used = self.cache_usage + sum(path.stat().st_size for path in not_opened.values())
-            for path in reversed(not_opened.values()):
-                if used + num_bytes <= self.cache_limit:
+            earlier = self._earlier_bytes.numpy()
+            own, earlier[wanted_id] = int(earlier[wanted_id]), 0
+            num_bytes = own or self.shards[wanted_id].get_max_size()
+            too_many = self.cache_usage + int(earlier.sum()) + num_bytes - self.cache_limit
+            for shard_id in np.flatnonzero(earlier)[::-1] if too_many > 0 else ():
+                shard = self.shards[shard_id]
+                Path(shard.dirname, shard.raw_data.basename).unlink(missing_ok=True)
+                too_many -= int(earlier[shard_id])
+                earlier[shard_id] = 0
+                if too_many <= 0:
                     break
-                used -= path.stat().st_size
-                path.unlink()
+
+    def _evict_coldest_shard(self) -> None:
+        """Put the shard out of the cache that was read longest ago; never one of a stage that is read in place."""
+        here = np.flatnonzero((self._shard_states.numpy() == ShardState.LOCAL) & self._is_cached)
+        assert here.size, "a limit has room for four shards, and none of them is here"
+        self._evict_shard(int(here[self._shard_access_times.numpy()[here].argmin()]))
+
+    @property
+    def shards(self) -> Readers:
+        """The readers of all shards; streaming's constructor sets an empty list, and adds those of each stream."""
+        return self._readers
+
+    @shards.setter
+    def shards(self, given: Any) -> None:
+        self._readers = given if isinstance(given, Readers) else Readers()
 
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
         """Return a sample as streaming decodes it, from a shard whose digest this run has compared."""

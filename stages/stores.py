@@ -93,6 +93,21 @@ class BriefS3Downloader(S3Downloader):
         with found["Body"] as body:
             return body.read(most)
 
+    def size_of(self, remote: str, timeout: float) -> int | None:
+        """Return an object's bytes; None: the store answers with an error, of which a download says more."""
+        from botocore.exceptions import ClientError
+
+        place = urlsplit(remote)
+        if self._s3_client is None:
+            self._create_s3_client(timeout=timeout)
+        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
+        try:
+            return self._s3_client.head_object(Bucket=place.netloc, Key=place.path.lstrip("/"), **payer)[
+                "ContentLength"
+            ]
+        except ClientError:
+            return None
+
     def list_objects(self, remote: str, timeout: float) -> list[tuple[str, int, str]]:
         """Return (key, bytes, entity tag) of every object whose key begins as `remote` does, in the order of the keys."""
         place = urlsplit(remote)
@@ -197,5 +212,14 @@ def download_once(remote: str, local: str, timeout: float = READ_TIMEOUT_SEC) ->
     client = client_of(remote, attempts=3)
     try:
         client.download(remote, local, timeout)
+    finally:
+        client.clean_up()
+
+
+def stored_size(remote: str, timeout: float) -> int | None:
+    """Return a file's bytes, where its store says so in one request (s3), or None. Raises what the store's client raises."""
+    client = client_of(remote, attempts=3)
+    try:
+        return client.size_of(remote, timeout) if isinstance(client, BriefS3Downloader) else None
     finally:
         client.clean_up()

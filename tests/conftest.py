@@ -111,7 +111,17 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
 
 
 PART_1 = {
-    *("adopt", "adopt_run", "batch_wait", "bench_data", "benchmark", "buckets", "checkpoints", "copy_stream"),
+    *(
+        "adopt",
+        "adopt_run",
+        "batch_wait",
+        "bench_data",
+        "benchmark",
+        "buckets",
+        "cache_room",
+        "checkpoints",
+        "copy_stream",
+    ),
     *(
         "data",
         "draws",

@@ -19,6 +19,7 @@ import torch
 from conftest import ROOT, tree
 from filelock import FileLock
 
+from cli import memory
 from preflight import devices, machine, versions
 from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, WARNING
@@ -400,13 +401,15 @@ def test_too_little_memory_of_the_host_is_found(only_error, examine, monkeypatch
 
 
 def test_the_limit_of_a_container_counts_as_the_machines_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     whole = machine._host_gib()[0]
     (tmp_path / "memory.max").write_text("max\n")
     assert machine._host_gib()[0] == whole
     (tmp_path / "memory.max").write_text(f"{2**28}\n")
     (tmp_path / "memory.current").write_text(f"{2**27}\n")
     assert machine._host_gib() == (0.25, 0.125)
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**25}\nactive_file {2**25}\nshmem 7\n")
+    assert machine._host_gib() == (0.25, 0.1875)  # the kernel gives copies of files away
 
 
 def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_found(only_error, examine, monkeypatch):

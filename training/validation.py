@@ -123,9 +123,9 @@ def check_apart(held_out: Stage, trained: Stage) -> None:
     where = f"validation.remote: {held_out.location}"
     if held_out.index_sha256 == trained.index_sha256:
         raise ValueError(f"{where} is the stage that is trained on: its index.json is the same. {OTHERS}")
-    known = {digest for _, _, digest in trained.files if digest}
-    if both := sorted(name for name, _, digest in held_out.files if digest in known):
-        given = f"{len(both):,} of its {len(held_out.files):,} shards are trained on too"
+    known, own = set(trained.digests()), zip(held_out.shards.names, held_out.digests(), strict=True)
+    if both := sorted(name for name, digest in own if digest and digest in known):
+        given = f"{len(both):,} of its {len(held_out.shards):,} shards are trained on too"
         raise ValueError(f"{where}: {given} ({trained.location}): {_some(both)}. {OTHERS}")
 
 
