@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
 from config import count
 from stages import shared_memory
 
@@ -28,7 +26,6 @@ OK, WARNING, ERROR = "OK", "warning", "error"
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
 BATCHES_A_WORKER = 2  # torch's prefetch_factor
 FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers, plus one per tensor in transfer
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def host_memory(gib_by_kind: Mapping[str, float]) -> list[Finding]:
     Args:
         gib_by_kind: purpose -> GiB, over all ranks of this machine.
     """
-    total, free = _host_gib()
+    total, free = shared_memory.free_memory()
     need = sum(gib_by_kind.values())
     parts = ", ".join(f"{kind} {gib:.1f}" for kind, gib in gib_by_kind.items() if gib >= 0.05)
     given = f"about {need:.1f} GiB beside the step" + (f" ({parts})" if parts else "")
@@ -59,16 +56,6 @@ def host_memory(gib_by_kind: Mapping[str, float]) -> list[Finding]:
     if need > free:
         return [Finding(WARNING, "host memory", f"{given}; {there}. End what takes it, or lower data.workers.")]
     return [Finding(OK, "host memory", f"{given}; {there}")]
-
-
-def _host_gib() -> tuple[float, float]:
-    """Return (total, free now), GiB, within a container's limit."""
-    memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
-    with contextlib.suppress(OSError, ValueError):  # "max", or no such control group
-        limit = int((CGROUP / "memory.max").read_text())
-        total, free = min(total, limit), min(free, limit - int((CGROUP / "memory.current").read_text()))
-    return total / 2**30, free / 2**30
 
 
 def batches_on_their_way(workers: int) -> int:

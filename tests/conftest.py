@@ -124,7 +124,7 @@ PART_1 = {
         "masking",
         "metric_names",
     ),
-    *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "pictures", "places"),
+    *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "order", "pictures", "places"),
     *("prepare", "prepare_parts", "profile", "resume", "run_folder", "shared_memory", "sources", "starts"),
     *("stops", "stream", "tables", "unfinished", "validation", "yamls"),
 }

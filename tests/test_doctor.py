@@ -390,23 +390,23 @@ def test_too_few_open_files_are_found(only_error, monkeypatch):
 
 
 def test_too_little_memory_of_the_host_is_found(only_error, examine, monkeypatch):
-    monkeypatch.setattr(machine, "_host_gib", lambda: (0.5, 0.25))
+    monkeypatch.setattr(shared_memory, "free_memory", lambda: (0.5, 0.25))
     assert only_error("host memory") == (
         "about 0.6 GiB beside the step (2 workers 0.6); this machine has 0.5, 0.2 of it free now. Lower data.workers, or "
         "fewer ranks here."
     )
-    monkeypatch.setattr(machine, "_host_gib", lambda: (8.0, 0.25))
+    monkeypatch.setattr(shared_memory, "free_memory", lambda: (8.0, 0.25))
     assert examine()[1]["host memory"][0][0] == WARNING
 
 
 def test_the_limit_of_a_container_counts_as_the_machines_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    whole = machine._host_gib()[0]
+    monkeypatch.setattr(shared_memory, "CGROUP", tmp_path)
+    whole = shared_memory.free_memory()[0]
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine._host_gib()[0] == whole
+    assert shared_memory.free_memory()[0] == whole
     (tmp_path / "memory.max").write_text(f"{2**28}\n")
     (tmp_path / "memory.current").write_text(f"{2**27}\n")
-    assert machine._host_gib() == (0.25, 0.125)
+    assert shared_memory.free_memory() == (0.25, 0.125)
 
 
 def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_found(only_error, examine, monkeypatch):
