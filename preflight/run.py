@@ -14,7 +14,7 @@ from cli.command_line import Problem
 from cli.errors import ConfigError
 from cli.limits import ImageSize, kind_of_path, read_duration
 from config import flat
-from data import SYNTHETIC_EPOCH_BATCHES, Encodings
+from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
 from evaluation.prompts import read_prompts
 from evaluation.scoring import EVERY_IMAGES, EvalConfig, rounded_up
 from model import LatentDiffusion, model_problems
@@ -25,6 +25,7 @@ from stages.dataset import array_encoding
 from stages.images import resize_name
 from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
+from stages.shuffling import memory_gib
 from training import microbatch as microbatch_search
 from training import warm_start
 from training.cost import Cost, has_average_on_device, measure_cost, memory_problem
@@ -56,7 +57,7 @@ def check(config: RunConfig) -> list[Problem]:
     wanted = wanted_of_stage(config)
     of_data = config.data.problems(config.global_batch_size, *wanted) + config.validation.problems(config.data, *wanted)
     found = quick_problems(config, of_data)
-    found += closed_data_problems(config)
+    found += closed_data_problems(config) + _shared_memory_problems(config)
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
         is_readable = not any(key.startswith("data.") for problem in found for key in problem.keys)
         found += memory_problems(config, _planned_batches(config) if is_readable else _num_batches(config))
@@ -109,7 +110,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
     found += model_problems(config.model, config.size, encoders_wanted=not config.data.synthetic)
     found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
-    found += _mlperf_problems(config) + _log_folder_problems(config) + _shared_memory_problems(config)
+    found += _mlperf_problems(config) + _log_folder_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
@@ -146,15 +147,30 @@ def _log_folder_problems(config: RunConfig) -> list[Problem]:
 
 
 def _shared_memory_problems(config: RunConfig) -> list[Problem]:
-    """Compare the workers' batches with the size of /dev/shm: if it is too small, a worker dies of a bus error."""
-    if config.data.synthetic or config.data.workers < 1:
+    """Compare the workers' batches and an epoch's order with the size of /dev/shm: a worker dies of a bus error there."""
+    if config.data.synthetic:
         return []
     with contextlib.suppress(ValueError):  # named by model_problems
         num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers)
-        found = machine.shared_memory_room(batch_gib(config), num)
+        found = machine.shared_memory_room(batch_gib(config), num, order_need(config.data))
         texts = [finding.text for finding in found if finding.level == machine.ERROR]
         return [Problem(f"/dev/shm: {text}", ("data.workers",)) for text in texts]
     return []
+
+
+def order_need(config: DataConfig) -> machine.OrderNeed | None:
+    """Read the stages, and return what the order of an epoch takes on this machine; None: there is none."""
+    sources = config.sources
+    with contextlib.suppress(ValueError):  # named by the section
+        stages = config.read()
+        if stages:
+            samples = epoch_samples(sources, [stage.num_samples for stage in stages])
+            has_buckets = any(stage.buckets for stage in stages)
+            nodes = max(1, dist.get_world_size() // dist.get_local_world_size())
+            parts = 1 if has_buckets else min(nodes, config.num_canonical_nodes or nodes)
+            is_plain = not (has_buckets or any(source.weight for source in sources))
+            return machine.OrderNeed(samples, *memory_gib(samples, parts, is_plain=is_plain))
+    return None
 
 
 def batch_gib(config: RunConfig) -> float:

@@ -14,13 +14,14 @@ from filelock import FileLock
 from streaming import StreamingDataset
 
 from cli.log import EVERY_RANK, log
+from cli.memory import host_bytes
 from cli.private_api import require_private_api
 from stages.buckets import in_buckets
 from stages.draws import Draw, draw_of
 from stages.fetch import RetryingStream
 from stages.machine import MachineStages
 from stages.order_ahead import Ahead
-from stages.shared_memory import SEGMENTS, free_memory
+from stages.shared_memory import SEGMENTS
 from stages.shuffling import Array, Epoch, dtype_of, memory_gib, order_of, padded_for, part_of_worker, share
 
 AHEAD_SAMPLES = 10_000_000  # whose order takes a second
@@ -180,7 +181,7 @@ class OrderedStages(MachineStages):
             return
         epoch = self._epoch_of(self.epoch + 1, self._units(self.epoch + 1)[0])
         parts = 1 if self.buckets is not None else min(epoch.nodes, epoch.canonical_nodes)
-        need, free = memory_gib(num_samples, parts)[1], free_memory()[1]
+        need, free = memory_gib(num_samples, parts)[1], host_bytes()[1] / 2**30
         if need > free / 2:
             given = f"{need:.2g} GiB to make the next epoch's order meanwhile, {free:.2g} are free"
             log.info(f"data: {given}: it is made when that epoch begins.", extra=EVERY_RANK)

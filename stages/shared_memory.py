@@ -19,12 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from cli.log import EVERY_RANK, log
 
-CGROUP = Path("/sys/fs/cgroup")
 SEGMENTS, PROCESSES, NAMESPACES = Path("/dev/shm"), Path("/proc"), Path("/proc/self/ns")
 NAME = re.compile(r"(\d{6})_[a-z_]+")
 TURN_SEC = 60.0
@@ -76,16 +74,6 @@ def remove_dead_segments() -> list[str]:
             )
         return []
     return [number for number in dead if _remove(segments[number], locks[number])]
-
-
-def free_memory() -> tuple[float, float]:
-    """Return this machine's memory, within a container's limit: (total, free now), GiB."""
-    memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
-    with contextlib.suppress(OSError, ValueError):  # "max", or no such control group
-        limit = int((CGROUP / "memory.max").read_text())
-        total, free = min(total, limit), min(free, limit - int((CGROUP / "memory.current").read_text()))
-    return total / 2**30, free / 2**30
 
 
 def by_number(folder: Path, suffix: str = "") -> dict[str, list[Path]]:

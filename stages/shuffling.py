@@ -23,7 +23,8 @@ import numpy as np
 
 WINDOW = 1 << 19  # samples that are sorted at once, beside those that wait for the next window
 # Memory in all, in orders (python -m bench.order); of a plain one: what is made, what is shared, what the workers have.
-PLAIN, DEALT, BESIDE_GIB = 3, 7, 0.2
+PLAIN, DEALT = 3, 7
+WINDOW_BYTES = 64  # of each sample that is in the window of a sort
 Array = np.ndarray[Any, Any]
 
 
@@ -69,7 +70,8 @@ def memory_gib(num_samples: int, parts: int = 1, *, is_plain: bool = True) -> tu
         is_plain: each sample comes once, and all are of one size: otherwise there is more to keep in mind.
     """
     shared = num_samples / parts * dtype_of(num_samples).itemsize / 2**30
-    return shared, shared * (PLAIN if is_plain else DEALT) + BESIDE_GIB
+    beside = WINDOW_BYTES * min(num_samples, 2 * WINDOW) / 2**30
+    return shared, shared * (PLAIN if is_plain else DEALT) + beside
 
 
 def order_of(epoch: Epoch, *, shuffle: bool = True) -> Array:

@@ -19,6 +19,7 @@ import torch
 from conftest import ROOT, tree
 from filelock import FileLock
 
+from cli import memory
 from preflight import devices, machine, versions
 from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, WARNING
@@ -323,21 +324,46 @@ def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, m
     monkeypatch.setattr(os, "statvfs", lambda path: small if str(path) == f"{tmp_path}/shm" else real(path))
     text = only_error("/dev/shm")
     assert text.startswith(
-        "/dev/shm: 6 batches of 9.61e-05 GiB need 0.000577 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
+        "6 batches of 9.61e-05 GiB: 0.000577 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
     )
     assert "docker run --shm-size=16g" in text
     mlperf = ["model.variant=mlperf", "optimizer.lr=1e-4", "schedule.warmup_batches=0"]
     text = only_error("/dev/shm", *mlperf)  # whose images travel in float32
-    assert text.startswith("/dev/shm: 6 batches of 0.000371 GiB need 0.00222 GiB there;")
+    assert text.startswith("6 batches of 0.000371 GiB: 0.00222 GiB there;")
     small.f_bavail = 230
     assert [finding.level for finding in machine.shared_memory_room(9.61e-5, 6)] == [WARNING]
 
 
+def test_an_order_too_large_for_shared_memory_or_the_machines_is_found(only_error, examine, monkeypatch, tmp_path):
+    def of(samples: int) -> list[str]:
+        return [
+            "data.remote=null",
+            "data.local=null",
+            f"data.streams=[{{remote: {tmp_path}/stage, choose: {samples}}}]",
+        ]
+
+    real = os.statvfs  # Docker's 64 MB
+    docker = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: docker if str(path) == f"{tmp_path}/shm" else real(path))
+    assert only_error("/dev/shm", "data.workers=0", *of(20_000_000)) == (
+        "the order of 20,000,000 samples (0.0745 GiB): 0.0745 GiB there; 0.0625 GiB, 0.0625 free. The run would end at its "
+        "first batch. Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or read "
+        "fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]."
+    )
+    docker.f_bavail = docker.f_blocks = 2**22
+    assert examine(*of(500_000_000))[1]["/dev/shm"][0][1].startswith(
+        "6 batches of 9.61e-05 GiB and the order of 500,000,000 samples (1.86 GiB): 1.86 GiB there; 16 GiB, 16 free"
+    )
+    monkeypatch.setattr(machine, "_host_gib", lambda: (4.0, 3.0))
+    assert only_error("host memory", *of(500_000_000)) == (
+        "about 13.7 GiB beside the step (2 workers 0.6, an epoch's order 13.1); this machine has 4.0, 3.0 of it free now. "
+        "Lower data.workers, or read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]."
+    )
+
+
 def test_without_shared_memory_no_worker_can_hand_over_anything(only_error, monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "none")
-    assert only_error("/dev/shm").startswith(
-        f"/dev/shm: {tmp_path}/none is not there: loader workers and streaming need it."
-    )
+    assert only_error("/dev/shm").startswith(f"{tmp_path}/none is not there: loader workers and streaming need it.")
 
 
 def leave(tmp_path: Path, number: str, local: Path) -> None:
@@ -390,23 +416,25 @@ def test_too_few_open_files_are_found(only_error, monkeypatch):
 
 
 def test_too_little_memory_of_the_host_is_found(only_error, examine, monkeypatch):
-    monkeypatch.setattr(shared_memory, "free_memory", lambda: (0.5, 0.25))
+    monkeypatch.setattr(machine, "_host_gib", lambda: (0.5, 0.25))
     assert only_error("host memory") == (
         "about 0.6 GiB beside the step (2 workers 0.6); this machine has 0.5, 0.2 of it free now. Lower data.workers, or "
         "fewer ranks here."
     )
-    monkeypatch.setattr(shared_memory, "free_memory", lambda: (8.0, 0.25))
+    monkeypatch.setattr(machine, "_host_gib", lambda: (8.0, 0.25))
     assert examine()[1]["host memory"][0][0] == WARNING
 
 
 def test_the_limit_of_a_container_counts_as_the_machines_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "CGROUP", tmp_path)
-    whole = shared_memory.free_memory()[0]
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    whole = machine._host_gib()[0]
     (tmp_path / "memory.max").write_text("max\n")
-    assert shared_memory.free_memory()[0] == whole
+    assert machine._host_gib()[0] == whole
     (tmp_path / "memory.max").write_text(f"{2**28}\n")
     (tmp_path / "memory.current").write_text(f"{2**27}\n")
-    assert shared_memory.free_memory() == (0.25, 0.125)
+    assert machine._host_gib() == (0.25, 0.125)
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**25}\nactive_file {2**25}\nshmem 7\n")
+    assert machine._host_gib() == (0.25, 0.1875)  # the kernel gives copies of files away
 
 
 def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_found(only_error, examine, monkeypatch):

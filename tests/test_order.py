@@ -120,8 +120,14 @@ def test_a_block_smaller_than_a_shard_is_warned_of():
 
 def test_an_order_takes_four_bytes_a_sample_and_eight_above_two_thousand_million():
     assert shuffling.dtype_of(2**31 - 1) == np.int32 and shuffling.dtype_of(2**31) == np.int64
-    assert shuffling.memory_gib(2**28) == (1.0, 3.2) and shuffling.memory_gib(2**28, 2) == (0.5, 1.7)
+    assert shuffling.memory_gib(2**28) == (1.0, 3.0625) and shuffling.memory_gib(2**28, 2) == (0.5, 1.5625)
     assert shuffling.memory_gib(2**31, 4)[0] == 4.0
+
+
+def test_a_part_of_an_order_is_shared_whole(tmp_path):
+    every_third = np.arange(20, dtype=np.int32)[::3]
+    shuffling.share(every_third, tmp_path / "order")
+    assert np.array_equal(np.fromfile(tmp_path / "order", np.int32), every_third)
 
 
 # --- made ahead ---
@@ -228,11 +234,11 @@ def test_where_it_fails_the_order_is_made_when_its_epoch_begins_and_a_line_says_
 
 def test_it_is_not_begun_where_memory_is_short_and_a_line_says_so(stages, monkeypatch, capsys):
     expected = epochs_of(stages[0], monkeypatch, 2, ahead=False)
-    monkeypatch.setattr(order, "free_memory", lambda: (1.0, 0.3))
+    monkeypatch.setattr(order, "host_bytes", lambda: (2**30, 2**12))
     monkeypatch.setattr(order, "Ahead", None)
     assert epochs_of(stages[0], monkeypatch, 2) == expected
-    said = "data: 0.2 GiB to make the next epoch's order meanwhile, 0.3 are free: it is made when that epoch begins.\n"
-    assert capsys.readouterr().err == said * 2
+    said = "data: 3.3e-06 GiB to make the next epoch's order meanwhile, 3.8e-06 are free: it is made when that epoch begins."
+    assert capsys.readouterr().err == f"{said}\n" * 2
 
 
 # --- shared memory ---
