@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
+from cli import ranks as all_ranks
 from cli.command_line import Problem
 from cli.errors import ConfigError
 from cli.limits import ImageSize, kind_of_path, read_duration
@@ -166,7 +167,7 @@ def order_need(config: DataConfig) -> machine.OrderNeed | None:
         if stages:
             samples = epoch_samples(sources, [stage.num_samples for stage in stages])
             has_buckets = any(stage.buckets for stage in stages)
-            nodes = max(1, dist.get_world_size() // dist.get_local_world_size())
+            nodes = all_ranks.num_nodes()
             parts = 1 if has_buckets else min(nodes, config.num_canonical_nodes or nodes)
             is_plain = not (has_buckets or any(source.weight for source in sources))
             return machine.OrderNeed(samples, *memory_gib(samples, parts, is_plain=is_plain))
@@ -225,7 +226,8 @@ def _batch_problems(config: RunConfig) -> list[Problem]:
         why = "a graph's gradients cannot be added to those of another pass (pytorch issue 169545)"
         text = f"cuda_graphs: {given}: {why}. Leave out one of the two: the microbatch is then the device batch."
         return [Problem(text, ("cuda_graphs", *keys))]
-    canonical, nodes = config.data.num_canonical_nodes, max(1, ranks // dist.get_local_world_size())
+    nodes = all_ranks.num_nodes()
+    canonical = config.data.num_canonical_nodes or nodes
     if canonical >= 1 and canonical % nodes and nodes % canonical:
         text = (
             f"{canonical} and {nodes} nodes: one has to divide the other. Possible: {nodes}, {2 * nodes}, {4 * nodes}."

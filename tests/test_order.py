@@ -106,6 +106,22 @@ def test_a_mixture_is_dealt_out_as_streaming_does_it(stages, weights, nodes):
     stream.let_go()
 
 
+@pytest.mark.parametrize("sizes", [None, [0, 1]], ids=["one size", "buckets"])
+def test_a_batch_of_two_nodes_has_the_samples_that_one_node_reads_there_after_a_resume(stages, sizes):
+    """Both with the number of canonical nodes that the run began with."""
+    stream, found = stream_of(stages, buckets=sizes, num_canonical_nodes=2), {}
+    for nodes, drop in ((2, 0), (1, 0), (2, 24), (1, 24)):
+        parts = []
+        for node in range(nodes):
+            stream._parallel_worker_world = World(nodes, 4 // nodes, 1, node * 4 // nodes)
+            parts.append(dealt(stream._order_of_node(1, drop), 0, nodes, 4 // nodes, 1, 3).reshape(4 // nodes, -1, 3))
+        batches = np.concatenate(parts).transpose(1, 0, 2).reshape(-1, 12)  # of the four ranks together
+        found[nodes, drop] = [sorted(batch) for batch in batches.tolist() if -1 not in batch]
+    assert found[2, 0] == found[1, 0] and len(found[2, 0]) >= 5
+    assert found[2, 24] == found[1, 24] == found[2, 0][2:]
+    stream.let_go()
+
+
 def test_samples_that_are_shifted_to_one_place_keep_the_order_of_their_row():
     places = np.random.default_rng(0).integers(0, 50, 5000).astype(np.float64)
     assert np.array_equal(shuffling._argsorted(places), np.argsort(places, kind="stable"))
