@@ -51,7 +51,7 @@ SCHEMA = 1
 SEED, BATCH = 17, 2048
 SHARD_SAMPLES = 1000
 BLOCK = 1 << 18  # of data.ORDER
-STREAMING_BYTES = 64  # a sample, that streaming's own takes
+STREAMING_BYTES, OURS_BYTES = 64, 40  # a sample; of ours most are to judge it
 TURN_SEC = 3600.0
 QUALITY = ("shards_at_once", "shard_spread", "shards_a_batch")
 
@@ -63,7 +63,7 @@ class OrderBenchConfig:
     samples: int = limited(10_000_000, 100_000, 10**9)
     """Samples of an epoch, in shards of 1,000."""
     algorithms: str = "py1e,py1br,py1s,py2s,naive"
-    """Streaming's own algorithms, with commas between."""
+    """Streaming's own algorithms, with commas between. They take most of the memory."""
     blocks: str = "65536,262144,1048576"
     """Samples of a block of ours, with commas between."""
     rounds: int = limited(5, 1)
@@ -75,19 +75,22 @@ class OrderBenchConfig:
 def check(config: OrderBenchConfig) -> list[Problem]:
     """Return what is wrong with the keys, and with this machine for them."""
     found = []
-    if unknown := [name for name in config.algorithms.split(",") if name not in algos]:
+    if unknown := [name for name in listed(config.algorithms) if name not in algos]:
         possible = f"Possible: {', '.join(algos)}, with commas between."
         found.append(Problem(f"algorithms: streaming has no {unknown[0]}. {possible}", ("algorithms",)))
-    if wrong := [text for text in config.blocks.split(",") if not (text.isdecimal() and 2000 <= int(text) <= 10**9)]:
+    if wrong := [text for text in listed(config.blocks) if not (text.isdecimal() and 2000 <= int(text) <= 10**9)]:
         text = f"blocks: {wrong[0]} is not a number of samples. Possible: 2000 to 10**9, with commas between."
         found.append(Problem(text, ("blocks",)))
-    need, free = config.samples * STREAMING_BYTES, host_bytes()[1]
-    if need > free:
-        given = (
-            f"{config.samples:,} take {need / 2**30:.1f} GiB in streaming's own algorithms, {free / 2**30:.1f} are free"
-        )
-        found.append(Problem(f"samples: {given}. Give at most {free // STREAMING_BYTES:,}.", ("samples",)))
+    per_sample, free = STREAMING_BYTES if config.algorithms else OURS_BYTES, host_bytes()[1]
+    if (need := config.samples * per_sample) > free:
+        given = f"{config.samples:,} take {need / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+        found.append(Problem(f"samples: {given}. Give at most {free // per_sample:,}.", ("samples",)))
     return found
+
+
+def listed(text: str) -> list[str]:
+    """Return what stands between commas."""
+    return [name for name in text.split(",") if name]
 
 
 # --- the contestants ---
@@ -151,12 +154,10 @@ def stage_of(samples: int, choose: int, algorithm: str = "py1e") -> Any:
 def contestants_of(config: OrderBenchConfig) -> dict[str, Callable[[Path], Array]]:
     """Return name -> what makes and shares an order."""
     made: dict[str, Callable[[Path], Array]] = {
-        f"ours_{block}": partial(ours, config.samples, int(block)) for block in config.blocks.split(",")
+        f"ours_{block}": partial(ours, config.samples, int(block)) for block in listed(config.blocks)
     }
     made["part"] = partial(part, config.samples)
-    return made | {
-        f"streaming_{name}": partial(streamings, config.samples, name) for name in config.algorithms.split(",")
-    }
+    return made | {f"streaming_{name}": partial(streamings, config.samples, name) for name in listed(config.algorithms)}
 
 
 # --- a turn ---
@@ -205,7 +206,7 @@ def _peak_bytes() -> int:
 
 def measure(config: OrderBenchConfig) -> dict[str, Any]:
     """Let the contestants take turns and return the record."""
-    contestants, figures = contestants_of(config), Figures()
+    begins, contestants, figures = head(SCHEMA), contestants_of(config), Figures()
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
 
     def one(name: str) -> float:
@@ -220,7 +221,7 @@ def measure(config: OrderBenchConfig) -> dict[str, Any]:
     if {f"ours_{BLOCK}", "streaming_py1e"} <= contestants.keys():
         for key in ("cpu_sec", "gib"):
             figures.ratio(f"streaming_over_ours_{key}", f"streaming_py1e_{key}", f"ours_{BLOCK}_{key}")
-    return {**head(SCHEMA), "config": as_written(config), **figures.flat, "by_round": figures.by_round}
+    return {**begins, "config": as_written(config), **figures.flat, "by_round": figures.by_round}
 
 
 @command(__doc__, needs_words=False)

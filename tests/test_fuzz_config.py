@@ -32,12 +32,14 @@ import bench.data
 import bench.evaluation
 import bench.latency
 import bench.micro
+import bench.order
 import bench.predecessor
 import config as configuration
 import eval as evaluation
 from bench.adopt import AdoptBenchConfig
 from bench.fid import FidConfig
 from bench.mixture import MixtureConfig
+from bench.order import OrderBenchConfig
 from bench.page import PageBenchConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
@@ -402,6 +404,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),
+    "bench.order": (OrderBenchConfig, command_of(OrderBenchConfig, bench.order.check)),
     "bench.page": (PageBenchConfig, command_of(PageBenchConfig)),
     "prepare.buckets": (BucketsConfig, command_of(BucketsConfig)),
     "bench.store": (StoreConfig, command_of(StoreConfig)),
