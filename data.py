@@ -29,6 +29,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch import Tensor
 
+from cli import ranks
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from cli.masking import printable
@@ -44,6 +45,7 @@ from stages.mixture import (
     Opened,
     StreamConfig,
     buckets_of,
+    epoch_samples,
     opened,
     own_folder,
     unfilled,
@@ -56,7 +58,6 @@ from zoo.spec import Column, Family, as_size
 
 # Every setting that affects the order of samples is explicit, so it depends only on the seed and the global batch size.
 ORDER = {
-    "partition_algo": "relaxed",
     "sampling_method": "balanced",
     "shuffle_algo": "py1e",
     "shuffle_block_size": 1 << 18,  # samples
@@ -90,8 +91,8 @@ class DataConfig:
     """Size limit of `local`, of all streams together, shards being fetched included. null: no limit."""
     patience_sec: float = limited(PATIENCE_SEC, 0.0, 1e6)
     """How long the run waits for an unreachable store before it stops."""
-    num_canonical_nodes: int = limited(1, 1, 2**16)
-    """Keeps the order of samples the same on any number of nodes. Set it to the largest number that the run may have."""
+    num_canonical_nodes: int | None = limited(None, 1, 2**16)
+    """Nodes whose samples lie in shards of their own. It fixes the order of samples. null: as many as begin the run."""
     shuffle: bool = True
     """Shuffle the samples. Their order depends only on seed, global batch size and num_canonical_nodes."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
@@ -168,6 +169,11 @@ class DataConfig:
             return found
         object.__setattr__(self, "_stages", stages)
         found += stage_checks.together(self.named_sources(), stages, size, global_batch_size)
+        if (samples := epoch_samples(sources, [stage.num_samples for stage in stages])) < (
+            self.num_canonical_nodes or 1
+        ):
+            given = f"{self.num_canonical_nodes} is more than the {samples} samples of an epoch"
+            found.append(("data.num_canonical_nodes", f"{given}. Take a smaller one, or leave it out."))
         return found + stage_checks.limit_problems(self.cache_limit, sources, stages)
 
     def named_sources(self) -> list[tuple[str, StreamConfig]]:
@@ -345,7 +351,7 @@ def open_stages(
         "predownload": 8 * device_batch_size,
         "cache_limit": config.cache_limit,
         "batch_size": device_batch_size,
-        "num_canonical_nodes": config.num_canonical_nodes,
+        "num_canonical_nodes": config.num_canonical_nodes or ranks.num_nodes(),
         "shuffle": config.shuffle,
         "shuffle_seed": seed,
         # A part of a stage is picked so many samples at a time: one by one takes 3 s a million.

@@ -48,6 +48,11 @@ _quiet = threading.Event()
 require_private_api(distributed_c10d, "_get_default_store", why="what one rank says, the others hear there")
 
 
+def num_nodes() -> int:
+    """Return the number of machines that this run is on."""
+    return max(1, dist.get_world_size() // dist.get_local_world_size())
+
+
 def _store() -> PrefixStore | None:
     """Return the ranks' store, or None: there is one rank."""
     if dist.get_world_size() == 1 or not torch.distributed.is_initialized():

@@ -25,7 +25,7 @@ from data import SYNTHETIC_EPOCH_BATCHES
 from preflight import limits, machine
 from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, WARNING, Finding
-from preflight.run import batch_gib, cost_of, planned_microbatch, quick_problems, savings, wanted_of_stage
+from preflight.run import batch_gib, cost_of, order_need, planned_microbatch, quick_problems, savings, wanted_of_stage
 from preflight.stage import Need, Shard
 from record.checkpoint_files import FULL, WEIGHTS, is_whole, listed
 from stages.dataset import Stage
@@ -51,7 +51,6 @@ CHECK_OF_KEY = {
     "run_folder": "folders",
     "data.local": "folders",
     "run_name": "run",
-    "/dev/shm": "/dev/shm",
 }
 # The same for problems with the stage.
 CHECK_OF_STAGE_KEY = {
@@ -114,6 +113,11 @@ class Case:
         assert run is not None and run.precision is not None
         network = dataclasses.replace(run.model, weights=None, denoiser=None)  # weights do not affect the cost
         return cost_of(dataclasses.replace(run, model=network))
+
+    @functools.cached_property
+    def order(self) -> machine.OrderNeed | None:
+        """What the order of an epoch takes; None: there is none, or no stage."""
+        return order_need(self.config.data)
 
     @property
     def num_batches(self) -> int | None:
@@ -202,7 +206,7 @@ def memory(case: Case) -> list[Finding]:
 
 
 def host_memory(case: Case) -> list[Finding]:
-    """Compare the memory of loader workers, and of models built on the host before they go to a GPU, with the machine's."""
+    """Compare the memory of loader workers, of an epoch's order, and of models that are built here, with the machine's."""
     run, ranks = case.resolved, dist.get_local_world_size()
     if run is None:
         return not_looked_at("host memory")
@@ -211,6 +215,8 @@ def host_memory(case: Case) -> list[Finding]:
         count(ranks * workers, "worker"): ranks * workers * machine.WORKER_GIB,
         "batches": ranks * machine.batches_on_their_way(workers) * batch_gib(run),
     }
+    if case.order is not None:
+        need[machine.ORDER] = case.order.gib
     if torch.cuda.is_available():
         of_ema = case.cost.trained_parameters if run.ema.enabled and run.ema.device == "cpu" else 0
         built = case.cost.trained_parameters + case.cost.frozen_parameters + of_ema
@@ -219,15 +225,13 @@ def host_memory(case: Case) -> list[Finding]:
 
 
 def shared_memory_room(case: Case) -> list[Finding]:
-    """Compare the workers' batches with the size of /dev/shm."""
+    """Compare the workers' batches, and the order of an epoch, with the size of /dev/shm."""
     run = case.resolved
-    if found := case.errors("/dev/shm"):
-        return found
     if run is None:
         return not_looked_at("/dev/shm")
     workers = 0 if run.data.synthetic else run.data.workers
     num = dist.get_local_world_size() * machine.batches_on_their_way(workers)
-    return machine.shared_memory_room(batch_gib(run), num)
+    return machine.shared_memory_room(batch_gib(run), num, case.order)
 
 
 # --- the run ---

@@ -26,6 +26,8 @@ OK, WARNING, ERROR = "OK", "warning", "error"
 
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
 BATCHES_A_WORKER = 2  # torch's prefetch_factor
+ORDER = "an epoch's order"  # a kind of memory
+FEWER_SAMPLES = "read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]"
 FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers, plus one per tensor in transfer
 
 
@@ -36,6 +38,17 @@ class Finding:
     level: str
     check: str
     text: str
+
+
+@dataclass(frozen=True)
+class OrderNeed:
+    """What the order of an epoch takes on this machine (stages/shuffling.py)."""
+
+    samples: int
+    shared_gib: float
+    """Of /dev/shm, while an epoch begins."""
+    gib: float
+    """Of its memory, at most: the next epoch's, made ahead, included."""
 
 
 # --- memory of the host ---
@@ -53,7 +66,8 @@ def host_memory(gib_by_kind: Mapping[str, float]) -> list[Finding]:
     given = f"about {need:.1f} GiB beside the step" + (f" ({parts})" if parts else "")
     there = f"this machine has {total:.1f}, {free:.1f} of it free now"
     if need > total:
-        return [Finding(ERROR, "host memory", f"{given}; {there}. Lower data.workers, or fewer ranks here.")]
+        way = FEWER_SAMPLES if gib_by_kind.get(ORDER, 0.0) > need / 2 else "fewer ranks here"
+        return [Finding(ERROR, "host memory", f"{given}; {there}. Lower data.workers, or {way}.")]
     if need > free:
         return [Finding(WARNING, "host memory", f"{given}; {there}. End what takes it, or lower data.workers.")]
     return [Finding(OK, "host memory", f"{given}; {there}")]
@@ -70,15 +84,15 @@ def batches_on_their_way(workers: int) -> int:
     return BATCHES_A_WORKER * workers + 2 if workers else 0
 
 
-def shared_memory_room(batch_gib: float, num_batches: int) -> list[Finding]:
-    """Check the size of /dev/shm, which loader workers use to pass batches; Docker's default is 64 MB.
+def shared_memory_room(batch_gib: float, num_batches: int, order: OrderNeed | None = None) -> list[Finding]:
+    """Check the size of /dev/shm, where workers pass batches on, and an epoch's order lies at its start; Docker: 64 MB.
 
     Args:
         batch_gib: size of one rank's batch.
         num_batches: over all ranks of this machine, see `batches_on_their_way`.
+        order: what the order of an epoch takes.
     """
     folder, name = shared_memory.SEGMENTS, "/dev/shm"
-    more = "Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or lower data.workers"
     if not folder.is_dir():
         return [
             Finding(ERROR, name, f"{folder} is not there: loader workers and streaming need it. Mount a tmpfs there.")
@@ -89,10 +103,16 @@ def shared_memory_room(batch_gib: float, num_batches: int) -> list[Finding]:
         ]
     room = os.statvfs(folder)
     size, free = room.f_blocks * room.f_frsize / 2**30, room.f_bavail * room.f_frsize / 2**30
-    need = batch_gib * num_batches
-    given = f"{num_batches} batches of {batch_gib:.3g} GiB need {need:.3g} GiB there; {size:.3g} GiB, {free:.3g} free"
+    of_batches, of_order = batch_gib * num_batches, order.shared_gib if order else 0.0
+    need = of_batches + of_order
+    parts = [f"{num_batches} batches of {batch_gib:.3g} GiB"] if num_batches else []
+    parts += [f"the order of {order.samples:,} samples ({of_order:.3g} GiB)"] if order and of_order > need / 100 else []
+    given = f"{' and '.join(parts) or 'no batches'}: {need:.3g} GiB there; {size:.3g} GiB, {free:.3g} free"
+    way = "lower data.workers" if of_batches >= of_order else FEWER_SAMPLES
+    more = f"Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or {way}"
     if need > free:
-        return [Finding(ERROR, name, f"{given}. A worker would die of a bus error. {more}.")]
+        ends = "A worker would die of a bus error" if of_batches >= of_order else "The run would end at its first batch"
+        return [Finding(ERROR, name, f"{given}. {ends}. {more}.")]
     if need > 0.5 * free:
         return [Finding(WARNING, name, f"{given}: little more than that. {more}.")]
     return [Finding(OK, name, given)]

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from composer.utils import dist
 
+from cli import ranks as all_ranks
 from cli.command_line import Problem
 from cli.errors import ConfigError
 from cli.limits import ImageSize, kind_of_path, read_duration
 from config import flat
-from data import SYNTHETIC_EPOCH_BATCHES, Encodings
+from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
 from evaluation.prompts import read_prompts
 from evaluation.scoring import EVERY_IMAGES, EvalConfig, rounded_up
 from model import LatentDiffusion, model_problems
@@ -25,6 +26,7 @@ from stages.dataset import array_encoding
 from stages.images import resize_name
 from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
+from stages.shuffling import memory_gib
 from training import microbatch as microbatch_search
 from training import warm_start
 from training.cost import Cost, has_average_on_device, memory_problem
@@ -59,7 +61,7 @@ def check(config: RunConfig) -> list[Problem]:
         of_data = config.data.problems(config.global_batch_size, *wanted)
         of_data += config.validation.problems(config.data, *wanted)
     found = quick_problems(config, of_data)
-    found += closed_data_problems(config) if is_first else []
+    found += [*_shared_memory_problems(config), *closed_data_problems(config)] if is_first else []
     if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
         is_readable = is_first and not any(key.startswith("data.") for problem in found for key in problem.keys)
         found += memory_problems(config, _planned_batches(config) if is_readable else _num_batches(config))
@@ -112,7 +114,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
     found += model_problems(config.model, config.size, encoders_wanted=not config.data.synthetic)
     found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
-    found += _mlperf_problems(config) + _log_folder_problems(config) + _shared_memory_problems(config)
+    found += _mlperf_problems(config) + _log_folder_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
@@ -149,15 +151,30 @@ def _log_folder_problems(config: RunConfig) -> list[Problem]:
 
 
 def _shared_memory_problems(config: RunConfig) -> list[Problem]:
-    """Compare the workers' batches with the size of /dev/shm: if it is too small, a worker dies of a bus error."""
-    if config.data.synthetic or config.data.workers < 1:
+    """Compare the workers' batches and an epoch's order with the size of /dev/shm: a worker dies of a bus error there."""
+    if config.data.synthetic:
         return []
     with contextlib.suppress(ValueError):  # named by model_problems
         num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers)
-        found = machine.shared_memory_room(batch_gib(config), num)
+        found = machine.shared_memory_room(batch_gib(config), num, order_need(config.data))
         texts = [finding.text for finding in found if finding.level == machine.ERROR]
         return [Problem(f"/dev/shm: {text}", ("data.workers",)) for text in texts]
     return []
+
+
+def order_need(config: DataConfig) -> machine.OrderNeed | None:
+    """Read the stages, and return what the order of an epoch takes on this machine; None: there is none."""
+    sources = config.sources
+    with contextlib.suppress(ValueError):  # named by the section
+        stages = config.read()
+        if stages:
+            samples = epoch_samples(sources, [stage.num_samples for stage in stages])
+            has_buckets = any(stage.buckets for stage in stages)
+            nodes = all_ranks.num_nodes()
+            parts = 1 if has_buckets else min(nodes, config.num_canonical_nodes or nodes)
+            is_plain = not (has_buckets or any(source.weight for source in sources))
+            return machine.OrderNeed(samples, *memory_gib(samples, parts, is_plain=is_plain))
+    return None
 
 
 def batch_gib(config: RunConfig) -> float:
@@ -212,7 +229,8 @@ def _batch_problems(config: RunConfig) -> list[Problem]:
         why = "a graph's gradients cannot be added to those of another pass (pytorch issue 169545)"
         text = f"cuda_graphs: {given}: {why}. Leave out one of the two: the microbatch is then the device batch."
         return [Problem(text, ("cuda_graphs", *keys))]
-    canonical, nodes = config.data.num_canonical_nodes, max(1, ranks // dist.get_local_world_size())
+    nodes = all_ranks.num_nodes()
+    canonical = config.data.num_canonical_nodes or nodes
     if canonical >= 1 and canonical % nodes and nodes % canonical:
         text = (
             f"{canonical} and {nodes} nodes: one has to divide the other. Possible: {nodes}, {2 * nodes}, {4 * nodes}."

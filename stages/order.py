@@ -1,23 +1,33 @@
-"""The order in which an epoch reads the samples of its stages: streaming's own, resumed anywhere, dealt into buckets."""
+"""The order in which an epoch reads the samples of its stages: streaming's own, resumed anywhere, dealt into buckets.
+
+Its random part is made in stages/shuffling.py, and for the next epoch beside this one (stages/order_ahead.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from streaming import StreamingDataset
 
+from cli.log import EVERY_RANK, log
+from cli.memory import host_bytes
 from cli.private_api import require_private_api
 from stages.buckets import in_buckets
 from stages.draws import Draw, draw_of
 from stages.fetch import RetryingStream
 from stages.machine import MachineStages
+from stages.order_ahead import Ahead
+from stages.shared_memory import SEGMENTS
+from stages.shuffling import Array, Epoch, dtype_of, memory_gib, order_of, padded_for, part_of_worker, share
 
-require_private_api(
-    StreamingDataset, "_get_work", "_share_work", "_resume_incr_epoch", why="an epoch's order is dealt into buckets"
-)
+AHEAD_SAMPLES = 10_000_000  # whose order takes a second
+
+OF_ORDER = ("_get_work", "_resume_incr_epoch", "_shared_barrier", "_unique_worker_world", "_parallel_worker_world")
+require_private_api(StreamingDataset, *OF_ORDER, "_shm_prefix_int", why="an epoch's order is made and shared here")
 
 
 class OrderedStages(MachineStages):
@@ -44,9 +54,11 @@ class OrderedStages(MachineStages):
     ):
         self.sources = None if sources is None else torch.tensor(sources)
         self.buckets = None if buckets is None else np.asarray(buckets)
-        self._begin_at = 0  # sample of an epoch, where it is dealt into buckets
         self.epoch = 0  # that is read
+        self._num_batches = 0  # of this process, in that epoch
+        self._ahead: Ahead | None = None
         super().__init__(streams=streams, **arguments)
+        assert not self.shuffle or self.shuffle_algo == "py1e"  # the one that is made here
 
     def resume(self, epoch: int, samples: int) -> None:
         """Begin the next iteration at a sample of an epoch, over all ranks; the epochs after it follow from there."""
@@ -87,30 +99,112 @@ class OrderedStages(MachineStages):
             int(chosen[self.buckets == bucket].sum()) // global_batch_size for bucket in range(max(self.buckets) + 1)
         ]
 
-    def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
+    # --- the order of an epoch ---
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this process's part of an epoch; halfway, begin with the order of the next."""
+        halfway = None
+        for number, item in enumerate(super().__iter__()):
+            halfway = self._num_batches // 2 if halfway is None else halfway
+            if number == halfway and self._unique_worker_world.is_local_leader:
+                self._begin_next()
+            yield item
+
+    def _get_work(self, epoch: int, sample_in_epoch: int) -> Array:
+        """Return this worker's samples: one process of the machine makes the order, and the others take theirs from it.
+
+        As streaming does it, with one difference: a node's own part alone is shared, in 4 bytes a sample.
+        """
+        leads, world = self._unique_worker_world.is_local_leader, self._parallel_worker_world
+        if not hasattr(self._shared_barrier, "lock"):
+            self._shared_barrier.lock = FileLock(self._shared_barrier.filelock_path)
+        shared = SEGMENTS / f"{self._shm_prefix_int:06d}_order"
+        if leads:
+            share(padded_for(self._order_of_node(epoch, sample_in_epoch), world.ranks_per_node), shared)
+        self._shared_barrier(self._unique_worker_world.workers_per_node)
+        order = np.memmap(shared, dtype_of(self.num_samples), mode="r") if shared.stat().st_size else np.empty(0, int)
+        rank, worker = world.rank_of_node, world.worker_of_rank
+        all_of = {"ranks": world.ranks_per_node, "workers": world.workers_per_rank, "batch_size": self.batch_size}
+        own = part_of_worker(order, rank=rank, worker=worker, **all_of)
+        self._shared_barrier(self._unique_worker_world.workers_per_node)
+        if leads:
+            shared.unlink()
+        self._num_batches = len(own) // self.batch_size
+        return own
+
+    def _order_of_node(self, epoch: int, sample_in_epoch: int) -> Array:
+        """Return the samples that this node reads, in their order, from a sample of the epoch (over all nodes) on."""
+        units, sample_ids = self._units(epoch)
+        order = self._made_ahead(self._epoch_of(epoch, units))
+        order = order_of(self._epoch_of(epoch, units), shuffle=self.shuffle) if order is None else order
+        order = order if sample_ids is None else sample_ids.astype(dtype_of(self.num_samples))[order]
+        nodes = self._parallel_worker_world.num_nodes
         if self.buckets is None:
-            return super()._get_work(epoch, sample_in_epoch)
-        self._begin_at = sample_in_epoch
-        return super()._get_work(epoch, 0)  # which batches come first, the whole order says
+            return order[sample_in_epoch // nodes :]
+        size = nodes * self._parallel_worker_world.ranks_per_node * self.batch_size
+        return self._in_buckets(order, size)[sample_in_epoch // size :].reshape(-1)[
+            self._parallel_worker_world.node :: nodes
+        ]
 
-    def _share_work(self, sample_ids: Any) -> Any:
-        if self.buckets is not None:
-            sample_ids[:] = self._in_buckets(
-                sample_ids
-            )  # in place: the process that shares it reads its own from there
-        return super()._share_work(sample_ids)
+    def _units(self, epoch: int) -> tuple[Array, Array | None]:
+        """Return how many samples of each shard an epoch has, and which; None: all, in their order."""
+        if self.has_whole_streams:
+            return self.samples_per_shard[self.samples_per_shard > 0], None
+        return self.resample_streams(epoch)
 
-    def _in_buckets(self, sample_ids: Any) -> Any:
-        """# (nodes, ranks, workers, batches of a worker, batch) -> the same: streaming's order of an epoch, in buckets."""
-        nodes, ranks, workers, of_worker, batch_size = sample_ids.shape
-        # Streaming deals its order out sample by sample: to nodes, then to ranks; a rank's batches to its workers.
-        order = sample_ids.transpose(3, 2, 4, 1, 0).reshape(-1)
-        canonical = self.num_canonical_nodes * -(-self.epoch_size // self.num_canonical_nodes)
-        order = order[order >= 0][:canonical]  # behind it, some are repeated so that all ranks have as many
-        of_shard = self.buckets[self.stream_per_shard]
-        shard_ends = self.sample_offset_per_shard + self.samples_per_shard
-        buckets = of_shard[np.searchsorted(shard_ends, order, side="right")]
-        size = nodes * ranks * batch_size
-        batches = in_buckets(order, buckets, self._batches_of_buckets(size), size)[self._begin_at // size :]
-        batches = np.concatenate([batches, np.full((of_worker * workers - len(batches), size), -1)])
-        return batches.reshape(of_worker, workers, batch_size, ranks, nodes).transpose(4, 3, 1, 0, 2)
+    @property
+    def has_whole_streams(self) -> bool:
+        """True where an epoch has each sample of each stream once."""
+        return all(stream.choose == num for stream, num in zip(self.streams, self.samples_per_stream, strict=True))
+
+    def _epoch_of(self, epoch: int, units: Array) -> Epoch:
+        world = self._parallel_worker_world
+        node, nodes = (
+            (world.node, world.num_nodes) if self.buckets is None else (0, 1)
+        )  # batches are dealt from all of it
+        of_run = {"seed": self.shuffle_seed, "canonical_nodes": self.num_canonical_nodes}
+        return Epoch(units, node=node, nodes=nodes, epoch=epoch, block_size=self.shuffle_block_size, **of_run)
+
+    def _in_buckets(self, order: Array, batch_size: int) -> Array:
+        """# (N,) of streaming's order of all samples -> (batches of an epoch, batch over all ranks): each of one bucket."""
+        assert self.buckets is not None
+        of_shard = self.buckets.astype(np.int16)[self.stream_per_shard]
+        buckets = np.repeat(of_shard, self.samples_per_shard)[order]
+        return in_buckets(order, buckets, self._batches_of_buckets(batch_size), batch_size)
+
+    # --- the next one ---
+
+    def _begin_next(self) -> None:
+        """Let another process make the next epoch's order, if that takes time, and there is memory for it."""
+        num_samples = int(self.samples_per_shard.sum())
+        if not self.shuffle or not self.has_whole_streams or num_samples < AHEAD_SAMPLES:
+            return
+        epoch = self._epoch_of(self.epoch + 1, self._units(self.epoch + 1)[0])
+        parts = 1 if self.buckets is not None else min(epoch.nodes, epoch.canonical_nodes)
+        need, free = memory_gib(num_samples, parts)[1], host_bytes()[1] / 2**30
+        if need > free / 2:
+            given = f"{need:.2g} GiB to make the next epoch's order meanwhile, {free:.2g} are free"
+            log.info(f"data: {given}: it is made when that epoch begins.", extra=EVERY_RANK)
+            return
+        try:
+            self._ahead = Ahead(epoch)
+        except OSError as error:
+            _say_not_ahead(epoch.epoch, error)
+
+    def _made_ahead(self, epoch: Epoch) -> Array | None:
+        """Return the order, if it is the one that has been begun with."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        if not ahead.epoch.is_like(epoch):
+            ahead.close()
+            return None
+        try:
+            return ahead.take()
+        except RuntimeError as error:
+            _say_not_ahead(epoch.epoch, error)
+            return None
+
+
+def _say_not_ahead(epoch: int, error: Exception) -> None:
+    log.info(f"data: the order of epoch {epoch} was not made ahead ({error}): it is made now.", extra=EVERY_RANK)

@@ -135,7 +135,7 @@ PART_1 = {
         "metric_names",
         "moments",
     ),
-    *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "pictures", "places"),
+    *("micro", "miniature", "miniature_speed", "mixture", "mlflow", "mlperf_log", "nodes", "order", "pictures", "places"),
     *("prepare", "prepare_parts", "profile", "resume", "run_folder", "scale", "shared_memory", "sources", "starts"),
     *("stops", "stream", "tables", "unfinished", "validation", "yamls"),
     *("batch_memory", "bench_images"),

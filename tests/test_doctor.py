@@ -324,21 +324,46 @@ def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, m
     monkeypatch.setattr(os, "statvfs", lambda path: small if str(path) == f"{tmp_path}/shm" else real(path))
     text = only_error("/dev/shm")
     assert text.startswith(
-        "/dev/shm: 6 batches of 9.61e-05 GiB need 0.000577 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
+        "6 batches of 9.61e-05 GiB: 0.000577 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
     )
     assert "docker run --shm-size=16g" in text
     mlperf = ["model.variant=mlperf", "optimizer.lr=1e-4", "schedule.warmup_batches=0"]
     text = only_error("/dev/shm", *mlperf)  # whose images travel in float32
-    assert text.startswith("/dev/shm: 6 batches of 0.000371 GiB need 0.00222 GiB there;")
+    assert text.startswith("6 batches of 0.000371 GiB: 0.00222 GiB there;")
     small.f_bavail = 230
     assert [finding.level for finding in machine.shared_memory_room(9.61e-5, 6)] == [WARNING]
 
 
+def test_an_order_too_large_for_shared_memory_or_the_machines_is_found(only_error, examine, monkeypatch, tmp_path):
+    def of(samples: int) -> list[str]:
+        return [
+            "data.remote=null",
+            "data.local=null",
+            f"data.streams=[{{remote: {tmp_path}/stage, choose: {samples}}}]",
+        ]
+
+    real = os.statvfs  # Docker's 64 MB
+    docker = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: docker if str(path) == f"{tmp_path}/shm" else real(path))
+    assert only_error("/dev/shm", "data.workers=0", *of(20_000_000)) == (
+        "the order of 20,000,000 samples (0.0745 GiB): 0.0745 GiB there; 0.0625 GiB, 0.0625 free. The run would end at its "
+        "first batch. Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or read "
+        "fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]."
+    )
+    docker.f_bavail = docker.f_blocks = 2**22
+    assert examine(*of(500_000_000))[1]["/dev/shm"][0][1].startswith(
+        "6 batches of 9.61e-05 GiB and the order of 500,000,000 samples (1.86 GiB): 1.86 GiB there; 16 GiB, 16 free"
+    )
+    monkeypatch.setattr(machine, "_host_gib", lambda: (4.0, 3.0))
+    assert only_error("host memory", *of(500_000_000)) == (
+        "about 13.7 GiB beside the step (2 workers 0.6, an epoch's order 13.1); this machine has 4.0, 3.0 of it free now. "
+        "Lower data.workers, or read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]."
+    )
+
+
 def test_without_shared_memory_no_worker_can_hand_over_anything(only_error, monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "none")
-    assert only_error("/dev/shm").startswith(
-        f"/dev/shm: {tmp_path}/none is not there: loader workers and streaming need it."
-    )
+    assert only_error("/dev/shm").startswith(f"{tmp_path}/none is not there: loader workers and streaming need it.")
 
 
 def leave(tmp_path: Path, number: str, local: Path) -> None:

@@ -32,6 +32,7 @@ import bench.data
 import bench.evaluation
 import bench.latency
 import bench.micro
+import bench.order
 import bench.predecessor
 import bench.scale
 import bench.step
@@ -41,6 +42,7 @@ from bench.adopt import AdoptBenchConfig
 from bench.fid import FidConfig
 from bench.images import ImagesBenchConfig
 from bench.mixture import MixtureConfig
+from bench.order import OrderBenchConfig
 from bench.page import PageBenchConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
@@ -408,6 +410,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.step": (bench.step.StepConfig, command_of(bench.step.StepConfig, bench.step.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),
+    "bench.order": (OrderBenchConfig, command_of(OrderBenchConfig, bench.order.check)),
     "bench.page": (PageBenchConfig, command_of(PageBenchConfig)),
     "prepare.buckets": (BucketsConfig, command_of(BucketsConfig)),
     "bench.store": (StoreConfig, command_of(StoreConfig)),

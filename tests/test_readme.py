@@ -84,6 +84,7 @@ COMMANDS = {
     "bench.store": ("StoreConfig", range(1)),
     "bench.adopt": ("AdoptBenchConfig", range(2)),
     "bench.mixture": ("MixtureConfig", range(1)),
+    "bench.order": ("OrderBenchConfig", range(1)),
     "bench.latency": ("LatencyConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
     "bench.step": ("StepConfig", range(1)),

@@ -29,11 +29,12 @@ from zoo.encoders import on_hub, weights_problems
 Config = TypeVar("Config", bound=RunConfig)
 
 OF_EVALUATION = ("eval.inception", "eval.clip")
+CANONICAL, CANONICAL_OF_BEFORE = "data.num_canonical_nodes", 1  # its default once, on any number of nodes
 KEYS = ("model.weights", "model.denoiser", *OF_EVALUATION)
 
 
 def as_begun(config: Config) -> Config:
-    """Return the configuration of a run that exists with the commits that it was begun with, and its own default weights."""
+    """Return the configuration of a run that exists with the commits, the weights and the number of nodes that it has."""
     folder = Path(config.run_folder, config.run_name or "")
     if not config.run_name or not (folder / CONFIG).is_file():
         return config
@@ -45,6 +46,8 @@ def as_begun(config: Config) -> Config:
     kept = {key: begun[key] for key in KEYS if is_same(given[key], begun.get(key))}
     if config.model.weights is None and begun.get("model.weights") is not None:
         kept["model.weights"] = begun["model.weights"]
+    if begun and config.data.num_canonical_nodes is None:
+        kept[CANONICAL] = begun.get(CANONICAL, CANONICAL_OF_BEFORE)
     return _with(config, kept)
 
 

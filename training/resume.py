@@ -36,6 +36,7 @@ from stages.keys import KEYS_FILE
 from stages.machine import LOCK_FILE
 from stages.mixture import StreamConfig
 from training.checkpoints import Progress, disagreements
+from training.published import CANONICAL, CANONICAL_OF_BEFORE
 from training.run_config import RunConfig, resolve
 from training.speed import SpeedKeys
 
@@ -430,7 +431,8 @@ def _defaults(config: RunConfig, named: Collection[str]) -> dict[str, Any]:
     """Return every key with its value; lasting keys that are not named get their resolved defaults."""
     # max_duration is among the named keys if the schedule ends with the run; otherwise it does not matter.
     kept = {*named, "max_duration", *(flat(config).keys() - _lasting(config).keys())}
-    return flat(resolve(_defaulted(config, kept)))
+    before = {} if CANONICAL in named else {CANONICAL: CANONICAL_OF_BEFORE}
+    return {**flat(resolve(_defaulted(config, kept))), **before}
 
 
 def _defaulted(section: Any, kept: Collection[str], prefix: str = "") -> Any:

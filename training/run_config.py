@@ -15,6 +15,7 @@ from callbacks.mlperf_log import MLPerfConfig
 from callbacks.profile import ProfileConfig
 from callbacks.run_record import CostConfig
 from callbacks.throughput import MeasureConfig
+from cli import ranks
 from cli.command_line import Alias
 from cli.limits import ImageSize, Pixels, duration, limited
 from data import DataConfig
@@ -148,6 +149,7 @@ def resolve(config: Config) -> Config:
         eval=evaluation,
         validation=config.validation.resolved(batch),
         samples=config.samples.resolved(batch),
+        data=dataclasses.replace(config.data, num_canonical_nodes=config.data.num_canonical_nodes or ranks.num_nodes()),
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         model=dataclasses.replace(

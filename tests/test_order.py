@@ -1,0 +1,276 @@
+"""stages/order.py, shuffling.py, order_ahead.py: the order of an epoch is streaming's, however it is made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import psutil
+import pytest
+from conftest import ROOT
+from streaming import MDSWriter
+from streaming.base.batching import generate_work
+from streaming.base.partition import get_partitions
+from streaming.base.shuffle import get_shuffle
+from streaming.base.world import World
+
+from stages import order, order_ahead, shuffling
+from stages.fetch import RetryingStream
+from stages.loader import Loader
+from stages.order_ahead import Ahead
+from stages.shuffling import Epoch, order_of, padded_for, part_of_worker
+from stages.stream import BatchStream
+
+
+class Numbers(BatchStream):
+    """Batches of the numbers of samples."""
+
+    def read_batch(self, sample_ids):
+        return {"numbers": list(map(int, sample_ids))}
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """Two stages of 47 and 30 samples, in shards of some samples each."""
+    folders = []
+    for num in (47, 30):
+        folders.append(tmp_path_factory.mktemp("order") / "stage")
+        with MDSWriter(out=str(folders[-1]), columns={"key": "str"}, hashes=["xxh64"], size_limit=250) as writer:
+            for number in range(num):
+                writer.write({"key": "x" * (number % 5)})
+    return folders
+
+
+def stream_of(folders, *, weights=({}, {}), batch_size=3, **arguments):
+    streams = [RetryingStream(local=str(f), **weight) for f, weight in zip(folders, weights, strict=False)]
+    arguments = {"shuffle": True, "shuffle_seed": 5, "shuffle_block_size": 16, "num_canonical_nodes": 1, **arguments}
+    return Numbers(streams=streams, batch_size=batch_size, **arguments)
+
+
+def dealt(order, drop, nodes, ranks, workers, batch_size):
+    """(ranks, workers) -> what each worker of a node reads, after the samples that all nodes have read before."""
+    order = padded_for(order[drop // nodes :], ranks)
+    of = dict(ranks=ranks, workers=workers, batch_size=batch_size)
+    return np.array([[part_of_worker(order, rank=r, worker=w, **of) for w in range(workers)] for r in range(ranks)])
+
+
+# --- the same as streaming's ---
+
+
+@pytest.mark.parametrize("window", [shuffling.WINDOW, 50])
+def test_the_order_is_streamings_bit_for_bit_on_any_number_of_nodes_ranks_and_workers(window, monkeypatch):
+    monkeypatch.setattr(shuffling, "WINDOW", window)
+    random, seen = np.random.default_rng(window), 0
+    warnings.simplefilter("ignore")  # blocks smaller than a shard: both say so
+    while seen < 60:
+        nodes, ranks, workers, batch = random.integers(1, 5, 4).tolist()
+        canonical = nodes * int(random.integers(1, 4)) if random.random() < 0.7 else 1
+        sizes = random.integers(1, random.choice([3, 50, 400]), random.integers(1, 60))
+        total, device_batches = int(sizes.sum()), nodes * ranks * batch
+        if total < max(canonical, 2 * device_batches):
+            continue
+        block, drop = int(random.choice([4, 64, 1000, 1 << 18])), int(random.integers(0, total // device_batches))
+        drop, shuffle, seed, epoch = drop * device_batches, random.random() < 0.8, seen, int(random.integers(0, 5))
+        expected = get_partitions("relaxed", total, canonical, nodes, ranks, workers, batch, drop)
+        if shuffle:
+            expected = np.where(expected >= 0, get_shuffle("py1e", sizes, canonical, seed, epoch, block)[expected], -1)
+        for node in range(nodes):
+            given = Epoch(sizes, canonical, node, nodes, seed, epoch, block)
+            found = dealt(order_of(given, shuffle=shuffle), drop, nodes, ranks, workers, batch)
+            assert np.array_equal(found, expected[node].reshape(found.shape)), (given, ranks, workers, batch, drop)
+        seen += 1
+
+
+def test_a_larger_one_is_streamings_too():
+    sizes = np.random.default_rng(0).integers(900, 1100, 2000)
+    assert np.array_equal(
+        order_of(Epoch(sizes, 1, 0, 1, 17, 3, 1 << 18)), get_shuffle("py1e", sizes, 1, 17, 3, 1 << 18)
+    )
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [({}, {}), ({"repeat": 2.0}, {}), ({"choose": 20}, {"repeat": 1.5}), ({"proportion": 0.3}, {"proportion": 0.7})],
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_mixture_is_dealt_out_as_streaming_does_it(stages, weights, nodes):
+    stream = stream_of(stages, weights=weights, num_canonical_nodes=nodes)
+    for epoch, drop in ((0, 0), (3, 24)):
+        expected = generate_work("random", stream, World(nodes, 2, 2, 0), epoch, drop)
+        for node in range(nodes):
+            stream._parallel_worker_world = World(nodes, 2, 2, node * 4)
+            found = dealt(stream._order_of_node(epoch, drop), 0, nodes, 2, 2, 3)
+            assert np.array_equal(found, expected[node].reshape(found.shape))
+    stream.let_go()
+
+
+@pytest.mark.parametrize("sizes", [None, [0, 1]], ids=["one size", "buckets"])
+def test_a_batch_of_two_nodes_has_the_samples_that_one_node_reads_there_after_a_resume(stages, sizes):
+    """Both with the number of canonical nodes that the run began with."""
+    stream, found = stream_of(stages, buckets=sizes, num_canonical_nodes=2), {}
+    for nodes, drop in ((2, 0), (1, 0), (2, 24), (1, 24)):
+        parts = []
+        for node in range(nodes):
+            stream._parallel_worker_world = World(nodes, 4 // nodes, 1, node * 4 // nodes)
+            parts.append(dealt(stream._order_of_node(1, drop), 0, nodes, 4 // nodes, 1, 3).reshape(4 // nodes, -1, 3))
+        batches = np.concatenate(parts).transpose(1, 0, 2).reshape(-1, 12)  # of the four ranks together
+        found[nodes, drop] = [sorted(batch) for batch in batches.tolist() if -1 not in batch]
+    assert found[2, 0] == found[1, 0] and len(found[2, 0]) >= 5
+    assert found[2, 24] == found[1, 24] == found[2, 0][2:]
+    stream.let_go()
+
+
+def test_samples_that_are_shifted_to_one_place_keep_the_order_of_their_row():
+    places = np.random.default_rng(0).integers(0, 50, 5000).astype(np.float64)
+    assert np.array_equal(shuffling._argsorted(places), np.argsort(places, kind="stable"))
+
+
+def test_a_block_smaller_than_a_shard_is_warned_of():
+    with pytest.warns(UserWarning) as warned:
+        order_of(Epoch(np.array([100, 20]), 1, 0, 1, 0, 0, 64))
+    said = "data: shards of 100 samples are shuffled within themselves, as a block has 64"
+    assert [str(each.message) for each in warned] == [said]
+
+
+def test_an_order_takes_four_bytes_a_sample_and_eight_above_two_thousand_million():
+    assert shuffling.dtype_of(2**31 - 1) == np.int32 and shuffling.dtype_of(2**31) == np.int64
+    assert shuffling.memory_gib(2**28) == (1.0, 3.0625) and shuffling.memory_gib(2**28, 2) == (0.5, 1.5625)
+    assert shuffling.memory_gib(2**31, 4)[0] == 4.0
+
+
+def test_a_part_of_an_order_is_shared_whole(tmp_path):
+    every_third = np.arange(20, dtype=np.int32)[::3]
+    shuffling.share(every_third, tmp_path / "order")
+    assert np.array_equal(np.fromfile(tmp_path / "order", np.int32), every_third)
+
+
+# --- made ahead ---
+
+EPOCH = Epoch(np.full(300, 1000), 2, 1, 2, 17, 4, 1 << 12)
+
+
+def test_another_process_makes_the_same_order_and_nothing_is_left_of_it():
+    ahead = Ahead(EPOCH)
+    assert np.array_equal(ahead.take(), order_of(EPOCH))
+    assert ahead._process.returncode == 0 and ahead._memory.closed
+
+
+def test_an_order_that_was_not_made_says_why():
+    ahead = Ahead(EPOCH)
+    ahead._process.kill()
+    with pytest.raises(RuntimeError, match="^its process ended with -9$"):
+        ahead.take()
+    wrong = Ahead(Epoch(np.full(3, 10), 0, 0, 1, 0, 0, 64))
+    with pytest.raises(RuntimeError, match="^ZeroDivisionError: "):
+        wrong.take()
+
+
+def test_it_ends_with_the_process_that_wanted_it():
+    program = "import time, numpy as np; from stages.order_ahead import Ahead; from stages.shuffling import Epoch; "
+    program += "made = Ahead(Epoch(np.full(10**6, 100), 1, 0, 1, 0, 0, 1 << 18)); "
+    program += "print(made._process.pid, flush=True); time.sleep(50)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT) as asked:
+        child = psutil.Process(int(asked.stdout.readline()))
+        assert child.is_running()
+        asked.kill()
+    gone, alive = psutil.wait_procs([child], timeout=20)
+    assert gone == [child] and not alive
+
+
+def epochs_of(folder, monkeypatch, num=3, *, workers=0, persistent=True, resume=None, ahead=True):
+    """What is read in some epochs: (epochs, batches, 3) numbers."""
+    monkeypatch.setattr(order, "AHEAD_SAMPLES", 1 if ahead else 10**9)
+    stream = stream_of([folder])
+    loader = Loader(
+        stream,
+        epoch_batches=stream.batches_of_epoch(3),
+        max_bad_samples=0,
+        num_workers=workers,
+        persistent_workers=persistent and workers > 0,
+    )
+    if resume is not None:
+        loader.resume(*resume, 3)
+    found = [[batch["numbers"] for batch in loader] for _ in range(num)]
+    loader.close()
+    return found
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, True), (2, True), (2, False)])
+def test_epochs_are_the_same_with_the_next_order_made_ahead(stages, monkeypatch, workers, persistent):
+    expected = epochs_of(stages[0], monkeypatch, ahead=False)
+    assert [len(set(sum(epoch, []))) for epoch in expected] == [45] * 3 and expected[0] != expected[1]
+    assert epochs_of(stages[0], monkeypatch, workers=workers, persistent=persistent) == expected
+    rest = epochs_of(stages[0], monkeypatch, 2, workers=workers, persistent=persistent, resume=(1, 13))
+    assert rest == [expected[1][13:], expected[2]]
+
+
+def test_the_order_that_was_made_ahead_is_the_one_that_is_read(stages, monkeypatch):
+    """Else the tests above would say nothing: here it is turned round on its way."""
+    expected, taken = epochs_of(stages[0], monkeypatch, ahead=False), []
+    take = Ahead.take
+
+    def turned(self: Ahead):
+        taken.append(self.epoch.epoch)
+        return take(self)[::-1]
+
+    monkeypatch.setattr(Ahead, "take", turned)
+    found = epochs_of(stages[0], monkeypatch)
+    assert taken == [1, 2] and found[0] == expected[0] and found[1] != expected[1]
+
+
+def test_an_order_of_another_epoch_is_thrown_away(stages, monkeypatch):
+    expected = epochs_of(stages[0], monkeypatch, 4, ahead=False)
+    monkeypatch.setattr(order, "AHEAD_SAMPLES", 1)
+    monkeypatch.setattr(Ahead, "take", None)
+    stream = stream_of([stages[0]])
+    for number, _ in enumerate(stream):
+        if number == 9:
+            break
+    begun = stream._ahead
+    assert begun is not None and begun.epoch.epoch == 1
+    stream.resume(epoch=3, samples=6)
+    assert next(iter(stream))["numbers"] == expected[3][2] and begun._process.returncode is not None
+    stream.let_go()
+
+
+def test_where_it_fails_the_order_is_made_when_its_epoch_begins_and_a_line_says_so(
+    stages, monkeypatch, capsys, tmp_path
+):
+    expected = epochs_of(stages[0], monkeypatch, ahead=False)
+    monkeypatch.setattr(order_ahead, "ROOT", tmp_path)
+    assert epochs_of(stages[0], monkeypatch) == expected
+    said = [line for line in capsys.readouterr().err.splitlines() if "ahead" in line]
+    assert [line.partition(" (")[0] for line in said] == [
+        f"data: the order of epoch {n} was not made ahead" for n in (1, 2)
+    ]
+    assert all("No module named 'stages'" in line and line.endswith("): it is made now.") for line in said)
+
+
+def test_it_is_not_begun_where_memory_is_short_and_a_line_says_so(stages, monkeypatch, capsys):
+    expected = epochs_of(stages[0], monkeypatch, 2, ahead=False)
+    monkeypatch.setattr(order, "host_bytes", lambda: (2**30, 2**12))
+    monkeypatch.setattr(order, "Ahead", None)
+    assert epochs_of(stages[0], monkeypatch, 2) == expected
+    said = "data: 3.3e-06 GiB to make the next epoch's order meanwhile, 3.8e-06 are free: it is made when that epoch begins."
+    assert capsys.readouterr().err == f"{said}\n" * 2
+
+
+# --- shared memory ---
+
+
+@pytest.mark.timeout(60, func_only=True)
+def test_a_shared_memory_too_small_for_the_order_is_an_error_with_the_figure():
+    """A real one of 64 MB, as Docker's: 20 million samples need 80 MB."""
+    program = "import numpy as np; from pathlib import Path; from stages.shuffling import share; "
+    program += "share(np.zeros(20_000_000, np.int32), Path('/dev/shm/000000_order'))"
+    mounted = f'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -c "{program}"; ls /dev/shm'
+    command = ["unshare", "-m", "bash", "-c", mounted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    if "unshare failed" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("no mount namespace here")
+    assert done.stderr.splitlines()[-1] == (
+        "ValueError: data: /dev/shm has no room for the order of 20,000,000 samples, 0.0745 GiB (No space left on device). "
+        "Enlarge it (docker run --shm-size=16g or --ipc=host)."
+    )
