@@ -47,7 +47,7 @@ from record.files import read_lines
 from weights.tensors import OF_MEMORY
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", *OF_MEMORY)
-SPEED = "images_per_sec_per_device"
+SPEED = "images_per_sec"
 COLUMNS = (
     "status",
     SPEED,
@@ -65,6 +65,7 @@ PROGRAMS = {
     "evaluation": ["-m", "bench.evaluation"],
 }
 """What runs a rung, as composer's launcher takes it."""
+MOST_RANKS = 64  # of one machine
 OF_EVALUATION = ("batch", "images", "seconds", "seconds_with_eval", "weights", "guidance", "num_images", "fid", "clip")
 """What a record keeps of each evaluation."""
 
@@ -77,6 +78,8 @@ class Rung:
     yaml: str
     keys: tuple[str, ...]
     program: str = "benchmark"
+    ranks: int = 1
+    """Processes, see `composer -n`."""
     over: str | None = None
     """The rung that it is set against; None: the last one before it that ran."""
     limit_sec: int | None = None
@@ -118,12 +121,14 @@ def read_ladder(path: str) -> Ladder:
         for rung in rungs:
             if rung.limit_sec is not None and not (isinstance(rung.limit_sec, int) and 1 <= rung.limit_sec <= most):
                 raise ValueError(f"rung {rung.name!r} has limit_sec {rung.limit_sec!r}; possible: 1 to {most}")
+            if not (isinstance(rung.ranks, int) and 1 <= rung.ranks <= MOST_RANKS):
+                raise ValueError(f"rung {rung.name!r} has ranks {rung.ranks!r}; possible: 1 to {MOST_RANKS}")
         if ladder.limit_sec < 1:
             raise ValueError(f"limit_sec is {ladder.limit_sec}")
     except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
         wanted = (
-            "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program, over or limit_sec; needs_gpu; keys "
-            "that each rung begins with"
+            "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program, ranks, over or limit_sec; "
+            "needs_gpu; keys that each rung begins with"
         )
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, KeyError):
@@ -165,8 +170,9 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | 
         if group and rung.program == "benchmark" and not any(key.startswith("loggers.group=") for key in rung.keys):
             arguments.append(f"loggers.group={group}")
         program = PROGRAMS[rung.program]
-        command = [sys.executable, "-m", "composer.cli", "-n", "1", *program, *arguments]
-        record = {"rung": rung.name, "command": f"composer -n 1 {' '.join([*program, rung.yaml, *rung.keys])}"}
+        ranks = str(rung.ranks)
+        command = [sys.executable, "-m", "composer.cli", "-n", ranks, *program, *arguments]
+        record = {"rung": rung.name, "command": f"composer -n {ranks} {' '.join([*program, rung.yaml, *rung.keys])}"}
         started = time.monotonic()
         code, output = _run(command, limit_sec)
         record["process_seconds"] = round(time.monotonic() - started, 1)
@@ -293,17 +299,15 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     axes.bar_label(bars, texts, padding=4)
     axes.invert_yaxis()
     axes.set_xlim(right=1.45 * max(spread[1]))
-    axes.set_xlabel(
-        "images/s a device, median and extremes of the windows (ratio to the step before, and to the first)"
-    )
+    axes.set_xlabel("images/s, median and extremes of the windows (ratio to the step before, and to the first)")
     axes.set_title(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def _extreme(row: Mapping[str, Any], end: str) -> float:
-    """Return the least or the greatest window of a rung, images/s a device."""
-    return row[f"images_per_sec_{end}"] / row["num_devices"]
+    """Return the least or the greatest window of a rung, images/s."""
+    return row[f"images_per_sec_{end}"]
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

@@ -42,7 +42,7 @@ def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path, content, missing
         ladder.read_ladder(str(path))
     assert str(error.value) == (
         f"{path}: is no ladder (it has no {missing}). Wanted: limit_sec, budget_sec and rungs, each with name, yaml and "
-        f"keys, and program, over or limit_sec; needs_gpu; keys that each rung begins with."
+        f"keys, and program, ranks, over or limit_sec; needs_gpu; keys that each rung begins with."
     )
 
 
@@ -62,6 +62,8 @@ def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path, content, missing
         "{name: a, yaml: y, keys: [{seed: 1}]}",
         "{name: a, yaml: y, keys: []}, {name: a, yaml: y, keys: [seed=1]}",
         "{name: a, yaml: y, keys: [], over: a}",
+        "{name: a, yaml: y, keys: [], ranks: 0}",
+        "{name: a, yaml: y, keys: [], ranks: two}",
         "{name: a, yaml: y, keys: [], over: b}, {name: b, yaml: y, keys: []}",
     ],
 )
