@@ -5,7 +5,7 @@ Its random part is made in stages/shuffling.py, and for the next epoch beside th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -101,14 +101,10 @@ class OrderedStages(MachineStages):
 
     # --- the order of an epoch ---
 
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over this process's part of an epoch; halfway, begin with the order of the next."""
-        halfway = None
-        for number, item in enumerate(super().__iter__()):
-            halfway = self._num_batches // 2 if halfway is None else halfway
-            if number == halfway and self._unique_worker_world.is_local_leader:
-                self._begin_next()
-            yield item
+    def _read_so_far(self, num_batches: int) -> None:
+        """Begin with the next epoch's order halfway through this one; `num_batches`: that this process has read of it."""
+        if num_batches == self._num_batches // 2 and self._unique_worker_world.is_local_leader:
+            self._begin_next()
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> Array:
         """Return this worker's samples: one process of the machine makes the order, and the others take theirs from it.

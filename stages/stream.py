@@ -3,7 +3,7 @@
 Each process that reads a stage (a loader worker; the trainer itself where data.workers=0) has these threads in an epoch:
 
     thread           what it does                                                             method
-    reader           takes the numbers of a batch, says which shards the next ones need,      __iter__, _plan, _read
+    reader           takes the numbers of a batch, says which shards the next ones need,      __iter__, _plan, _batch_of
                      reads the samples; waits for a shard only there (open_shard)
     fetch, FETCHES   each fetches one shard at a time, of those that the reader has named     _fetch_ahead
 
@@ -133,14 +133,17 @@ class BatchStream(OrderedStages):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         epoch, sample_ids = self._begin()
         batches, ahead = whole_batches(sample_ids, self.batch_size), deque[tuple[np.ndarray, set[int]]]()
+        num_batches = 0
         try:
             while self._plan(epoch, batches, ahead) or self._failure is not None:
                 self._look()
                 if self._failure is not None:
                     yield {"failure": [self._failure]}
                 else:
-                    yield self._read(ahead[0][0])
+                    self._read_so_far(num_batches)
+                    yield self._batch_of(ahead[0][0])
                     ahead.popleft()
+                    num_batches += 1
         finally:
             epoch.end()
 
@@ -187,7 +190,7 @@ class BatchStream(OrderedStages):
             ahead.append((sample_ids, set(missing)))
         return bool(ahead)
 
-    def _read(self, sample_ids: np.ndarray) -> dict[str, Any]:
+    def _batch_of(self, sample_ids: np.ndarray) -> dict[str, Any]:
         try:
             batch = self.read_batch(sample_ids)
         except (RuntimeError, OSError) as error:  # streaming's own are RuntimeErrors; ours are StreamFailures
