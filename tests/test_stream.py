@@ -419,7 +419,8 @@ def sources_of(stage: Path) -> list[str]:
 
 @contextlib.contextmanager
 def each_download(monkeypatch, do):
-    """Let `do(name)` run before each download of a shard."""
+    """Let `do(name)` run before each download of a shard; none of an earlier test's, whose threads may be ending."""
+    assert settled(lambda: not fetchers())
     download = fetch.RetryingStream._download_file
     with monkeypatch.context() as patched:
 
