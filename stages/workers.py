@@ -25,7 +25,7 @@ def live_as_worker(worker_id: int) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_the_trainer_says_so, daemon=True).start()
-    # At its end leave at once: the stream's threads of an epoch that was not read to its end would never be joined, and the
+    # At its end leave at once: threads that a store's client has made may be joined only when its answer comes, and the
     # loader gives each worker five seconds for that.
     multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=-100)
 

@@ -419,7 +419,8 @@ def sources_of(stage: Path) -> list[str]:
 
 @contextlib.contextmanager
 def each_download(monkeypatch, do):
-    """Let `do(name)` run before each download of a shard."""
+    """Let `do(name)` run before each download of a shard; none of an earlier test's, whose threads may be ending."""
+    assert settled(lambda: not fetchers())
     download = fetch.RetryingStream._download_file
     with monkeypatch.context() as patched:
 
@@ -468,7 +469,7 @@ def test_shards_that_fail_while_others_are_fetched_are_heard_once(moments, tmp_p
     failures = [item["failure"] for item in items if "failure" in item]
     missing = [f"data: {copy}/{name} cannot be read: " for name in names[2:4]]
     assert len({text for [text] in failures}) == 1 and failures[0][0].startswith(tuple(missing))
-    assert "failure" not in items[0] and time.monotonic() - began < 20
+    assert time.monotonic() - began < 20  # in which nobody waited for what others had given up
     assert settled(lambda: ShardState.PREPARING not in dataset._shard_states.numpy())
     batches.close()
     assert settled(lambda: not fetchers())
