@@ -213,7 +213,7 @@ def host_memory(case: Case) -> list[Finding]:
     workers = 0 if run.data.synthetic else run.data.workers
     need = {
         count(ranks * workers, "worker"): ranks * workers * machine.WORKER_GIB,
-        "batches": ranks * machine.batches_on_their_way(workers) * batch_gib(run),
+        "batches": ranks * machine.batches_on_their_way(workers, run.data.stage) * batch_gib(run),
     }
     if case.order is not None:
         need[machine.ORDER] = case.order.gib
@@ -230,7 +230,7 @@ def shared_memory_room(case: Case) -> list[Finding]:
     if run is None:
         return not_looked_at("/dev/shm")
     workers = 0 if run.data.synthetic else run.data.workers
-    num = dist.get_local_world_size() * machine.batches_on_their_way(workers)
+    num = dist.get_local_world_size() * machine.batches_on_their_way(workers, run.data.stage)
     return machine.shared_memory_room(batch_gib(run), num, case.order)
 
 

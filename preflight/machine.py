@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from cli.memory import host_bytes
 from config import count
-from stages import shared_memory
+from stages import batch_memory, shared_memory
 
 OK, WARNING, ERROR = "OK", "warning", "error"
 
@@ -79,9 +79,14 @@ def _host_gib() -> tuple[float, float]:
     return total / 2**30, free / 2**30
 
 
-def batches_on_their_way(workers: int) -> int:
-    """Return the number of one rank's batches in shared memory at once: prefetched, being built, and in use."""
-    return BATCHES_A_WORKER * workers + 2 if workers else 0
+def batches_on_their_way(workers: int, stage: str) -> int:
+    """Return the number of one rank's batches in shared memory at once: prefetched, being built, and in use.
+
+    Args:
+        stage: `images` have memory that each worker keeps for its next batches.
+    """
+    each = batch_memory.KEPT if stage == "images" else BATCHES_A_WORKER
+    return each * workers + 2 if workers else 0
 
 
 def shared_memory_room(batch_gib: float, num_batches: int, order: OrderNeed | None = None) -> list[Finding]:

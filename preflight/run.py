@@ -155,7 +155,7 @@ def _shared_memory_problems(config: RunConfig) -> list[Problem]:
     if config.data.synthetic:
         return []
     with contextlib.suppress(ValueError):  # named by model_problems
-        num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers)
+        num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers, config.data.stage)
         found = machine.shared_memory_room(batch_gib(config), num, order_need(config.data))
         texts = [finding.text for finding in found if finding.level == machine.ERROR]
         return [Problem(f"/dev/shm: {text}", ("data.workers",)) for text in texts]

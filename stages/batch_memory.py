@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 MAX_WORKERS = 512
-KEPT = 4  # of a worker: one that is written, two that wait, as torch's DataLoader has it, one that is copied
+KEPT = 3  # of a worker: one that is written, and two that wait, as many as torch's DataLoader lets it work ahead
 RECEIPT = "receipt"
 
 

@@ -324,12 +324,12 @@ def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, m
     monkeypatch.setattr(os, "statvfs", lambda path: small if str(path) == f"{tmp_path}/shm" else real(path))
     text = only_error("/dev/shm")
     assert text.startswith(
-        "6 batches of 9.61e-05 GiB: 0.000577 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
+        "8 batches of 9.61e-05 GiB: 0.000769 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
     )
     assert "docker run --shm-size=16g" in text
     mlperf = ["model.variant=mlperf", "optimizer.lr=1e-4", "schedule.warmup_batches=0"]
     text = only_error("/dev/shm", *mlperf)  # whose images travel in float32
-    assert text.startswith("6 batches of 0.000371 GiB: 0.00222 GiB there;")
+    assert text.startswith("8 batches of 0.000371 GiB: 0.00297 GiB there;")
     small.f_bavail = 230
     assert [finding.level for finding in machine.shared_memory_room(9.61e-5, 6)] == [WARNING]
 
