@@ -15,8 +15,9 @@ store adds, and large shards; a folder's shards are looked at one by one by read
     fetch    a shard is fetched into a cache that is full: seconds, and those under the lock of all of the machine's processes
     read     what a reader keeps of each shard that it has read, bytes of its memory
 
-Each part is a process of its own, or several. Memory is the most that they held together at any tenth of a second, with what
-they import (PSS: what they share counts once); `/dev/shm` is what it held more than before.
+Each part is a process of its own, or several. RSS is the most that one of them held, its loader processes apart. Memory is
+the most that they held together at any tenth of a second (PSS: what they share counts once). Both are with what they import.
+`/dev/shm` is what it held more than before, looked at as often.
 Exit code: 0, 1 when a process failed, 2 when the command cannot be read.
 """
 

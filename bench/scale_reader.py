@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import resource
 import statistics
 import sys
 import time
@@ -191,6 +192,7 @@ def main() -> None:
     dist.initialize_dist(DeviceCPU())
     given["import_cpu_sec"] = time.process_time()
     found = PARTS[given["part"]](given)
+    found["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     Path(f"{given['out']}-{dist.get_global_rank()}.json").write_text(json.dumps(found))
 
 
