@@ -236,6 +236,7 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	  docs/pictures/scores.png target=yamls/shapes.yaml
 	$(PY) -m evaluation.plots reports/results/shapes/guidance/eval.jsonl reports/results/shapes/guidance/guidance.png
 	$(PY) -m reports.latency reports/results/latency_cpu.json docs/pictures/latency.png docs/speed.md
+	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
 	@mkdir -p cache
 	$(PY) -m reports.page reports/results/shapes_run out=cache/page.html
 	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230  # last: it needs Chromium, and says so
