@@ -239,6 +239,7 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.latency reports/results/latency_cpu.json docs/pictures/latency.png docs/speed.md
 	$(PY) -m reports.tables reports/results/step.json docs/speed.md
 	$(PY) -m reports.tables reports/results/scale.json docs/data-and-stores.md
+	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
 	@mkdir -p cache
 	$(PY) -m reports.page reports/results/shapes_run out=cache/page.html
 	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230  # last: it needs Chromium, and says so

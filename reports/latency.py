@@ -45,8 +45,8 @@ HEAD = (
 )
 ALIGN = "lllrlrrrlllrr"
 RATIOS = ("speedup_vs_eager", f"speedup_vs_{PIPELINE}", f"cpu_speedup_vs_{PIPELINE}")
-OF_GROUP = ("preset", "image_size", "steps", "guidance", "channels_last", "rounds", "processes")
-"""What has a table of its own."""
+OF_GROUP = ("preset", "image_size", "steps", "guidance", "channels_last", "rounds")
+"""What has a table of its own, with `processes`, which older records do not name."""
 COLOURS = ("#666666", "#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d")
 DPI = 120
 
@@ -58,7 +58,7 @@ def groups_of(record: Mapping[str, Any]) -> list[list[Contest]]:
     """Return the contests that stand in one table, in the record's order."""
     found: dict[tuple[Any, ...], list[Contest]] = {}
     for contest in record["contests"]:
-        found.setdefault(tuple(contest.get(key) for key in OF_GROUP), []).append(contest)
+        found.setdefault((*(contest[key] for key in OF_GROUP), contest.get("processes")), []).append(contest)
     return list(found.values())
 
 

@@ -167,7 +167,7 @@ def test_every_wrong_key_is_said_at_once(capsys):
     words = ["variants=sd3", "samplers=plms,heun", "precisions=fp8", "ways=fast", "batches=[0]", "image_size=65"]
     assert latency.main(words) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "variants: unknown 'sd3'. Known: stock, mlperf, sd15.",
+        "variants: unknown 'sd3'. Known: stock, mlperf, sd15, shapes.",
         "samplers: unknown 'heun'. Known: ddim, plms, dpm++, euler.",
         "precisions: unknown 'fp8'. Known: fp16, bf16, tf32, fp32.",
         "ways: unknown 'fast'. Known: eager, whole, cuda_graphs, blocks, tensorrt.",
