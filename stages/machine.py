@@ -184,7 +184,7 @@ class MachineStages(StreamingDataset):
             return
         if state == FAILED:
             raise StreamFailure(self._failed_elsewhere(shard_id))
-        if self.cache_limit and state == ShardState.REMOTE:
+        if self.cache_limit and state == ShardState.REMOTE and self._is_cached[shard_id]:
             self._make_room(shard_id)
         try:
             super().prepare_shard(shard_id, blocking)
@@ -226,7 +226,9 @@ class MachineStages(StreamingDataset):
     def _evict_coldest_shard(self) -> None:
         """Put the shard out of the cache that was read longest ago; never one of a stage that is read in place."""
         here = np.flatnonzero((self._shard_states.numpy() == ShardState.LOCAL) & self._is_cached)
-        assert here.size, "a limit has room for four shards, and none of them is here"
+        if not here.size:
+            given = f"data.cache_limit: {self.cache_limit:,} bytes have no room for one shard beside index.json"
+            raise StreamFailure(f"{given} ({self.cache_usage:,} bytes are in use). Give more, or null.")
         self._evict_shard(int(here[self._shard_access_times.numpy()[here].argmin()]))
 
     @property
