@@ -54,8 +54,8 @@ def test_a_limit_that_the_index_fills_is_named(tmp_path):
     with pytest.raises(StreamFailure) as error:
         dataset.prepare_shard(0)
     assert str(error.value) == (
-        f"data.cache_limit: {size + 9:,} bytes have no room for one shard beside index.json ({size:,} bytes are in use). Give "
-        "more, or null."
+        f"data.cache_limit: {size + 9:,} bytes have no room for one shard beside index.json ({size:,} bytes are in use). "
+        "Give more, or null."
     )
     dataset.let_go()
 
