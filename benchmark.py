@@ -234,7 +234,8 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     cost = cost_of(config)
     model = build(config)
     stages = ranks.once_a_machine(config.data.read)
-    held_out = ranks.once_a_machine(lambda: read_stage(at)) if (at := config.validation.remote) else None
+    at = config.validation.remote
+    held_out = ranks.once_a_machine(functools.partial(read_stage, at)) if at else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders([*stages, *filter(None, [held_out])], model.encoders.fingerprints)
     identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))

@@ -43,8 +43,8 @@ FILE_KEYS = {"basename", "bytes", "hashes"}
 OF_COLUMNS = ("column_names", "column_encodings", "column_sizes")
 MISSING = object()
 INDEX = "index.json"
-# Of memory for a byte of an index: as text and table; as objects (bench.scale).
-READ_PER_BYTE, OBJECTS_PER_BYTE = 3.0, 14.0
+# Bytes of memory for one of an index: as text and table (2.8 were seen at 400,000 shards); as objects (7.1).
+READ_PER_BYTE, OBJECTS_PER_BYTE = 3.0, 8.0
 SPACE = r"[ \t\n\r]*"
 VERSION = rf'(?P<version>"version"{SPACE}:{SPACE}{MDS_VERSION})'
 BEGIN = re.compile(rf'{SPACE}\{{{SPACE}({VERSION}{SPACE},{SPACE})?"shards"{SPACE}:{SPACE}\[{SPACE}')

@@ -214,7 +214,7 @@ class MachineStages(StreamingDataset):
     def _take(self, shard_id: int) -> bool:
         """Make a shard PREPARING, with room for it; False: it is here, or another one has begun with it."""
         shard = self.shards[shard_id]
-        if self.cache_limit:
+        if self.cache_limit and self._is_cached[shard_id]:
             self._make_room(shard_id)
         while True:
             with FileLock(self._cache_filelock_path).acquire(poll_interval=POLL_SEC):
@@ -306,7 +306,9 @@ class MachineStages(StreamingDataset):
     def _evict_coldest_shard(self) -> None:
         """Put the shard out of the cache that was read longest ago; never one of a stage that is read in place."""
         here = np.flatnonzero((self._shard_states.numpy() == ShardState.LOCAL) & self._is_cached)
-        assert here.size, "a limit has room for four shards, and none of them is here"
+        if not here.size:
+            given = f"data.cache_limit: {self.cache_limit:,} bytes have no room for one shard beside index.json"
+            raise StreamFailure(f"{given} ({self.cache_usage:,} bytes are in use). Give more, or null.")
         self._evict_shard(int(here[self._shard_access_times.numpy()[here].argmin()]))
 
     @property
