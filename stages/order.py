@@ -170,6 +170,13 @@ class OrderedStages(MachineStages):
 
     # --- the next one ---
 
+    def let_go(self) -> None:
+        """Let another run have the cache folders, and end the process that makes an order."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        super().let_go()
+
     def _begin_next(self) -> None:
         """Let another process make the next epoch's order, if that takes time, and there is memory for it."""
         num_samples = int(self.samples_per_shard.sum())

@@ -235,6 +235,17 @@ def test_an_order_of_another_epoch_is_thrown_away(stages, monkeypatch):
     stream.let_go()
 
 
+def test_a_run_that_ends_within_an_epoch_ends_it_too(stages, monkeypatch):
+    monkeypatch.setattr(order, "AHEAD_SAMPLES", 1)
+    stream = stream_of([stages[0]])
+    for number, _ in enumerate(stream):
+        if number == 9:
+            break
+    begun = stream._ahead
+    stream.let_go()
+    assert begun._process.returncode is not None and begun._memory.closed and stream._ahead is None
+
+
 def test_where_it_fails_the_order_is_made_when_its_epoch_begins_and_a_line_says_so(
     stages, monkeypatch, capsys, tmp_path
 ):
