@@ -6,18 +6,22 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import started
+import torch
+from conftest import ROOT, TINY_RUN, started
 from filelock import FileLock
 
 from model import ModelConfig
 from training import kept_cost as file_of
 from training.cost import Cost
 from zoo.objectives import ObjectiveConfig
+from zoo.tokenizer_files import open_clip_tokenizer
 
 COST = Cost(866 * 10**6, 430 * 10**6, 2.409e12 / 3, 0.1 + 0.2, 1.6, 0.8)
 WAYS = dict(stage="moments", stored_text=False, size=(64, 64), precision="bf16", gradient_checkpointing=0.0)
@@ -234,3 +238,26 @@ def test_of_three_processes_one_traces_and_a_killed_one_holds_up_nobody(tmp_path
             said = [each.communicate(timeout=100)[0].splitlines() for each in others]
     assert sorted(map(len, said)) == [1, 1, 2] and len({lines[-1] for lines in said}) == 1
     assert "trained_parameters=" in said[0][-1]
+
+
+def test_the_tokenizer_loaded_alone_is_open_clips():
+    import open_clip
+
+    captions = ["", "a photo of a cat!", "  Zürich &amp; l'été  ", "word " * 100]
+    alone = open_clip_tokenizer()
+    assert alone is not open_clip.tokenizer
+    assert torch.equal(alone.tokenize(captions, context_length=77), open_clip.tokenize(captions, context_length=77))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_a_start_loads_nothing_that_only_others_need(tmp_path):
+    """What Composer itself loads is beyond us."""
+    words = [*TINY_RUN, "max_duration=1ba", "measure.warmup_batches=0", "--use_synth_data", f"run_folder={tmp_path}"]
+    code = f"import sys, benchmark; assert benchmark.main({words}) == 0; print(*sorted(sys.modules))"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    others = "wandb timm open_clip mlflow pandas sklearn boto3 pytorch_fid webdataset"
+    assert not loaded & set(others.split())

@@ -155,7 +155,7 @@ def test_processor_time_is_also_that_of_what_a_launcher_has_started(tmp_path):
 def test_starts_take_turns_and_one_of_them_finds_no_cost(monkeypatch, tmp_path):
     """They share a cache, which is not the user's."""
     note = "place = pathlib.Path(os.environ['XDG_CACHE_HOME'], 'easel', 'costs'); found = place.exists(); "
-    note += "place.mkdir(parents=True, exist_ok=True); "
+    note += "place.mkdir(parents=True, exist_ok=True); sum(range(5_000_000)); "
     note += "open(pathlib.Path(folder, 'seen'), 'a').write(f'{name} {found}\\n'); "
     names = (micro_run.TRACED, "first_step", "first_step_predecessor")
     monkeypatch.setattr(micro_run, "STARTS", {name: (made_up(note + WRITE), "metrics.jsonl") for name in names})

@@ -605,5 +605,5 @@ def test_the_table_of_faults_is_that_of_the_committed_records_and_ours_are_all_g
 
 def test_the_table_of_the_parts_is_that_of_the_committed_record():
     made = record("micro")
-    assert table(made) in PAGES["docs/benchmarks.md"]
+    assert all(table(each) in PAGES["docs/benchmarks.md"] for each in (made, record("start")))
     assert made["commit"] and {"ema_speedup_vs_composer", "moments_speedup_vs_webdataset"} <= made.keys()
