@@ -38,12 +38,10 @@ def measure_reading(folder: Path, rounds: int) -> Figures:
         stream.open_shard(shard_id)
     num = len(stream) // MOMENTS_BATCH * MOMENTS_BATCH
     batches = np.random.default_rng(SEED).permutation(len(stream))[:num].reshape(-1, MOMENTS_BATCH)
+    edges = edges_of(stream)
     with contextlib.ExitStack() as files:
         paths = [Path(shard.dirname, shard.raw_data.basename) for shard in stream.shards]
         descriptors = [files.enter_context(open(path, "rb", buffering=0)).fileno() for path in paths]
-        edges = [
-            np.fromfile(path, np.uint32, 2 + len(shard))[1:] for path, shard in zip(paths, stream.shards, strict=True)
-        ]
         readers: dict[str, Callable[[], Any]] = {
             "epoch": functools.partial(_drop, loader),
             "read": lambda: _drop(map(stream.read_batch, batches)),
@@ -59,6 +57,12 @@ def measure_reading(folder: Path, rounds: int) -> Figures:
         figures.ratio(f"{name}_over_preadv", "reading_preadv_cpu_us_a_sample", f"reading_{name}_cpu_us_a_sample")
     figures.ratio("read_speedup_vs_by_row", "reading_by_row_cpu_us_a_sample", "reading_read_cpu_us_a_sample")
     return figures
+
+
+def edges_of(stream: Any) -> list[np.ndarray]:
+    """Return where each row of each shard begins, and its last one ends."""
+    paths = [Path(shard.dirname, shard.raw_data.basename) for shard in stream.shards]
+    return [np.fromfile(path, np.uint32, 2 + len(shard))[1:] for path, shard in zip(paths, stream.shards, strict=True)]
 
 
 def _cpu_us(read: Callable[[], Any], num_samples: int) -> float:

@@ -66,6 +66,7 @@ class _Plan:
 
 @functools.lru_cache(maxsize=64)  # all shards of a stage have one layout
 def _plan(names: tuple[str, ...], sizes: tuple[int | None, ...], wanted: tuple[str, ...]) -> _Plan:
+    assert set(wanted) <= set(names), "a run looks for its columns before it begins"
     varying = [at for at, size in enumerate(sizes) if size is None]
     split = varying[-1] + 1 if varying else 0
     front = tuple(zip(names[:split], sizes[:split], strict=True))

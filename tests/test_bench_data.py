@@ -22,9 +22,9 @@ from conftest import run
 
 from bench import adopt as bench_adopt
 from bench import data as bench_data
-from bench import data_float16
+from bench import data_float16, data_reading
 from bench import store as bench_store
-from bench.micro_data import MOMENTS_BATCH
+from bench.micro_data import MOMENTS_BATCH, our_loader
 
 WARM = SimpleNamespace(run=lambda command, timeout, **ways: run(*command, timeout=timeout))
 """In place of a module's `subprocess`: programs of the project start warm."""
@@ -57,6 +57,18 @@ def test_tars_are_laid_out_as_the_mlperf_reference_has_them(layouts):
     assert names[:3] == ["000000003.npy", "000000003.txt", "000000003.json"]
     assert array.shape == (1, 8, 64, 64) and array.dtype == np.float32
     assert 2 * 65536 < sizes["files"] < sizes["webdataset"] and sizes["ours"] < 0.51 * sizes["webdataset"]
+
+
+def test_batches_read_row_by_row_and_by_preadv_are_ours(layouts):
+    stream = our_loader(layouts[0] / "ours", "moments", MOMENTS_BATCH, workers=0).dataset
+    edges, batches = data_reading.edges_of(stream), np.array([[0, 1, 2, 3], [127, 3, 64, 3]])
+    ours, rows = stream.read_batch(batches[1]), data_reading.by_row(stream, edges, batches[1])
+    assert {name: values.dtype for name, values in rows.items()} == {"moments": torch.float16, "tokens": torch.int64}
+    assert all(torch.equal(ours[name], rows[name]) for name in rows)
+    with open(layouts[0] / "ours" / "stage" / "shard.00000.mds", "rb") as file:
+        buffer = data_reading.preadv(stream, [file.fileno()], edges, batches)
+    assert len(stream.shards) == 1
+    assert all(ours["moments"][place].numpy().tobytes() in buffer[place].tobytes() for place in range(4))
 
 
 def test_cores_of_a_node_are_its_images_times_the_processor_time_of_each():
@@ -153,6 +165,10 @@ def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_
             ours, other = (record["by_round"][f"{each}_{place}_samples_per_sec"] for each in ("ours", name))
             ratios = [a / b for a, b in zip(ours, other, strict=True)]
             assert record[f"speedup_vs_{name}_{place}"] == pytest.approx(statistics.median(ratios), rel=1e-4)
+    for name in data_reading.READERS[:-1]:
+        bare, other = (record["by_round"][f"reading_{each}_cpu_us_a_sample"] for each in ("preadv", name))
+        ratios = [a / b for a, b in zip(bare, other, strict=True)]
+        assert record[f"{name}_over_preadv"] == pytest.approx(statistics.median(ratios), rel=1e-4)
     for key, values in record["by_round"].items():
         assert record[key] == pytest.approx(statistics.median(values), rel=1e-5) and len(values) == 2
     assert record["node_cores_ours"] == pytest.approx(1600e-6 * record["ours_worker_cpu_us_a_sample"], rel=1e-4)
