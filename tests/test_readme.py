@@ -545,6 +545,7 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("data_speed", "speedup_vs_webdataset16_worker", ".2f"),
         ("data_speed", "speedup_vs_files_worker", ".2f"),
         ("data_speed", "paced_data_wait_frac_ours", ".4f"),
+        ("data_speed", "read_speedup_vs_by_row", ".2f"),
     ],
 )
 def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
@@ -577,6 +578,10 @@ def test_the_other_figures_of_data_and_store_are_those_of_their_records():
         f"{data[f'{kind}_worker_cpu_us_a_sample']:.0f}" for kind in ("ours", "webdataset", "webdataset16", "files")
     ]
     assert f"ours | {times[0]} |" in page and f"| {', '.join(times[1:])} |" in page
+    for name in ("epoch", "read", "by_row"):
+        kept = spread(data, f"{name}_over_preadv", ".2f")
+        assert f"| {spread(data, f'reading_{name}_cpu_us_a_sample', '.1f')} | {kept} |" in page
+    assert f"one buffer | {spread(data, 'reading_preadv_cpu_us_a_sample', '.1f')} | |" in page
     assert f"the tars in float32 | {data['bytes_over_webdataset']:.3f} |" in page
     assert f"WebDataset | {data['paced_data_wait_frac_webdataset']:.4f} |" in page
     cores = (
