@@ -196,6 +196,12 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
         or (value is None and types.NoneType not in kinds and hint is not Any)
         or (bool in kinds and not isinstance(value, bool | types.NoneType))
         or (str in kinds and not isinstance(value, str | types.NoneType))
+        # OmegaConf would take an empty list among numbers for None
+        or (
+            typing.get_origin(hint) is tuple
+            and isinstance(value, list)
+            and any(isinstance(v, list | dict) for v in value)
+        )
     )
     if refused:
         return value, _misfit(at, hint, limits.of_text[1] if limits.of_text else None, limits.usual)

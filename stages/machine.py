@@ -306,9 +306,7 @@ class MachineStages(StreamingDataset):
     def _evict_coldest_shard(self) -> None:
         """Put the shard out of the cache that was read longest ago; never one of a stage that is read in place."""
         here = np.flatnonzero((self._shard_states.numpy() == ShardState.LOCAL) & self._is_cached)
-        if not here.size:
-            given = f"data.cache_limit: {self.cache_limit:,} bytes have no room for one shard beside index.json"
-            raise StreamFailure(f"{given} ({self.cache_usage:,} bytes are in use). Give more, or null.")
+        assert here.size, "_has_room has found one"
         self._evict_shard(int(here[self._shard_access_times.numpy()[here].argmin()]))
 
     @property

@@ -67,7 +67,7 @@ class Ahead:
         self._memory.close()
 
 
-def main(argv: Sequence[str]) -> None:
+def make(argv: Sequence[str]) -> None:
     """Make an order. `argv`: the number of the open memory, where the shards' sizes are; the rest of the Epoch in JSON."""
     os.nice(NICE)
     with contextlib.suppress(OSError):  # where memory ends, this process goes first
@@ -88,4 +88,4 @@ def _end_with_the_run() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    make(sys.argv[1:])

@@ -98,15 +98,12 @@ class BriefS3Downloader(S3Downloader):
         from botocore.exceptions import ClientError
 
         place = urlsplit(remote)
-        if self._s3_client is None:
-            self._create_s3_client(timeout=timeout)
         payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
         try:
-            return self._s3_client.head_object(Bucket=place.netloc, Key=place.path.lstrip("/"), **payer)[
-                "ContentLength"
-            ]
+            found = self._client(timeout).head_object(Bucket=place.netloc, Key=place.path.lstrip("/"), **payer)
         except ClientError:
             return None
+        return found["ContentLength"]
 
     def list_objects(self, remote: str, timeout: float) -> list[tuple[str, int, str]]:
         """Return (key, bytes, entity tag) of every object whose key begins as `remote` does, in the order of the keys."""

@@ -147,9 +147,9 @@ TABLE = """
 - self._pending_steps, self._pending_images = state["pending_steps"], state["pending_images"]
 + self._pending_steps, self._pending_images = 0, 0
 
-29 | stages/stream.py | stream | an epoch that is one batch short counts as whole
-- if given < owed and not
-+ if given < owed - 1 and not
+29 | stages/stream.py | stream | an epoch ends one batch early
+- if len(rest) >= batch_size:
++ if len(rest) > batch_size:
 
 30 | stages/moments.py | stream data | an infinity among the moments counts as finite
 - .max() < 0x7C00 and
@@ -159,9 +159,9 @@ TABLE = """
 - (offset + step) % shard_samples
 + (offset + step + 1) % shard_samples
 
-32 | stages/machine.py | stream | room in the cache is made without the wanted shard
-- if used + num_bytes <= self.cache_limit:
-+ if used <= self.cache_limit:
+32 | stages/machine.py | cache_room | room in the cache is made without the wanted shard
+- int(earlier.sum()) + num_bytes - self.cache_limit
++ int(earlier.sum()) - self.cache_limit
 
 33 | stages/fetch.py | stream | digests are not compared
 - (found := file_digest(path, wanted[0])) != wanted[1]

@@ -13,7 +13,7 @@ from streaming import MDSWriter
 from test_shard_table import entry, text_of
 
 from stages.dataset import write_facts
-from stages.fetch import RetryingStream, StreamFailure
+from stages.fetch import RetryingStream
 from stages.machine import MachineStages
 from stages.moments import MomentsStream
 from stages.shard_table import ShardTable, table_of
@@ -43,21 +43,6 @@ def test_a_limit_puts_out_no_shard_of_a_stage_that_is_read_in_place(tmp_path):
     assert len(read) == 20 and all(batch["moments"].shape == (6, 4) for batch in read)
     assert {path.name: path.read_bytes() for path in in_place.iterdir()} == whole
     assert len(list((tmp_path / "cache").glob("*.mds"))) < len(list(ours.glob("*.mds"))) / 2
-
-
-def test_a_limit_that_the_index_fills_is_named(tmp_path):
-    stage = write_stage(tmp_path / "stage", 60)
-    size = (stage / "index.json").stat().st_size
-    assert size > 4 * max(path.stat().st_size for path in stage.glob("*.mds"))
-    streams = [RetryingStream(remote=str(stage), local=str(tmp_path / "cache"))]
-    dataset = MachineStages(streams=streams, batch_size=3, cache_limit=size + 9)
-    with pytest.raises(StreamFailure) as error:
-        dataset.prepare_shard(0)
-    assert str(error.value) == (
-        f"data.cache_limit: {size + 9:,} bytes have no room for one shard beside index.json ({size:,} bytes are in use). "
-        "Give more, or null."
-    )
-    dataset.let_go()
 
 
 def test_the_cache_is_counted_without_what_lies_there_of_others(tmp_path):

@@ -13,13 +13,13 @@ import model as model_module
 
 COUNT = """
 import resource
-import numpy as np
+import torch
 from cli.host_memory import keep_freed_memory
 
-def pages():  # that ten arrays of 40 MiB, one after the other, get from the kernel
+def pages():  # that ten tensors of 40 MiB, one after the other, get from the kernel
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
-        np.ones(40 * 2**20, np.uint8)
+        torch.ones(40 * 2**20, dtype=torch.uint8)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 before, kept = pages(), keep_freed_memory()
@@ -29,7 +29,7 @@ print(before, kept, pages())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_freed_memory_is_given_to_the_next_array_without_new_pages():
+def test_freed_memory_is_given_to_the_next_tensor_without_new_pages():
     """In a process of its own: this one would keep its memory from here on."""
     done = subprocess.run([sys.executable, "-c", COUNT], cwd=ROOT, capture_output=True, text=True, timeout=60)
     before, kept, after = done.stdout.split()

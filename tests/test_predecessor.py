@@ -26,4 +26,4 @@ def test_a_loss_that_is_not_finite_leaves_no_summary(tmp_path):
     words = ["optimizer.lr=1e30", "max_duration=4ba", "data.workers=0", f"run_folder={tmp_path}", "run_name=a"]
     with pytest.raises(ValueError, match="^loss: (nan|inf) at the end: "):
         predecessor.main([*SYNTHETIC, *words])
-    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "a" / "summary.json").exists()

@@ -36,11 +36,13 @@ def given(made, tmp_path, monkeypatch) -> dict:
 
 def test_a_made_up_stage_is_one_with_right_digests_and_few_files_of_its_own(made):
     stage = read_stage(made["stage"])
-    assert stage.num_samples == SHARDS * SAMPLES and len(stage.files) == SHARDS == made["num_shards"]
-    for name, size, digest in sorted(stage.files)[:2] + sorted(stage.files)[-2:]:
-        path = Path(stage.location, name)
-        assert file_digest(path) == digest and path.stat().st_size == size == made["shard_bytes"]
-    assert len({Path(stage.location, name).stat().st_ino for name, *_ in stage.files}) == 2
+    assert stage.num_samples == SHARDS * SAMPLES and len(stage.shards) == SHARDS == made["num_shards"]
+    files = [shard["raw_data"] for shard in stage.shards]
+    for file in files[:2] + files[-2:]:
+        path = Path(stage.location, file["basename"])
+        assert file_digest(path) == file["hashes"]["xxh64"]
+        assert path.stat().st_size == file["bytes"] == made["shard_bytes"]
+    assert len({Path(stage.location, file["basename"]).stat().st_ino for file in files}) == 2
     assert made["index_bytes"] == Path(stage.location, "index.json").stat().st_size
 
 

@@ -418,14 +418,13 @@ def sources_of(stage: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def each_download(monkeypatch, do):
-    """Let `do(name)` run before each download of a shard; none of an earlier test's, whose threads may be ending."""
-    assert settled(lambda: not fetchers())
+def each_download(monkeypatch, do, cache):
+    """Let `do(name)` run before each download of a shard into a folder; threads of an earlier test may still be ending."""
     download = fetch.RetryingStream._download_file
     with monkeypatch.context() as patched:
 
         def downloaded(self, name, *rest):
-            if name.endswith(".mds"):
+            if name.endswith(".mds") and Path(self.local).is_relative_to(cache):
                 do(name)
             return download(self, name, *rest)
 
@@ -433,8 +432,9 @@ def each_download(monkeypatch, do):
         yield
 
 
-def fetchers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if "_fetch_ahead" in thread.name]
+def fetchers(dataset) -> list[threading.Thread]:
+    threads = [thread for thread in threading.enumerate() if "_fetch_ahead" in thread.name]
+    return [thread for thread in threads if getattr(getattr(thread, "_target", None), "__self__", None) is dataset]
 
 
 def settled(is_so, limit_sec: float = 20.0) -> bool:
@@ -452,7 +452,7 @@ def test_several_shards_are_fetched_at_once(moments, tmp_path, monkeypatch):
         if name in sources_of(moments)[1:4]:  # the reader itself may have taken the first one
             together.wait(20)
 
-    with each_download(monkeypatch, meet):
+    with each_download(monkeypatch, meet, tmp_path):
         batches = list(stream_of(tmp_path / "cache", remote=str(moments)))
     assert len(batches) == 9 and "moments" in batches[-1] and not together.broken
 
@@ -472,7 +472,7 @@ def test_shards_that_fail_while_others_are_fetched_are_heard_once(moments, tmp_p
     assert time.monotonic() - began < 20  # in which nobody waited for what others had given up
     assert settled(lambda: ShardState.PREPARING not in dataset._shard_states.numpy())
     batches.close()
-    assert settled(lambda: not fetchers())
+    assert settled(lambda: not fetchers(dataset))
 
 
 def test_an_epoch_that_ends_early_cancels_all_its_fetches(moments, tmp_path, monkeypatch):
@@ -490,7 +490,7 @@ def test_an_epoch_that_ends_early_cancels_all_its_fetches(moments, tmp_path, mon
     began = time.monotonic()
     dataset._epoch_read.end()  # as the next iteration does
     reading.join(20)
-    assert not reading.is_alive() and settled(lambda: not fetchers()) and time.monotonic() - began < 15
+    assert not reading.is_alive() and settled(lambda: not fetchers(dataset)) and time.monotonic() - began < 15
     assert set(dataset._shard_states.numpy()) == {ShardState.REMOTE}
     assert len(set(tried)) <= stream.FETCHES + 1 < dataset.num_shards  # one more: the reader's
 
@@ -511,7 +511,7 @@ def test_several_fetches_at_once_stay_within_a_limit_of_three_shards(moments, tm
         used.append(sum(shard.get_max_size() for shard, is_held in zip(dataset.shards, held, strict=True) if is_held))
         time.sleep(0.02)
 
-    with each_download(monkeypatch, look):
+    with each_download(monkeypatch, look, tmp_path):
         found = [batch["moments"] for batch in dataset]
     assert all(torch.equal(*pair) for pair in zip(found, whole, strict=True))
     assert largest < max(used) <= 3 * largest and dataset.cache_usage <= 3 * largest + index
@@ -536,7 +536,7 @@ def test_two_processes_fetch_no_shard_twice(moments, tmp_path, monkeypatch):
             file.write(f"{name}\n")
         time.sleep(0.02)
 
-    with each_download(monkeypatch, note):
+    with each_download(monkeypatch, note, tmp_path):
         loader = DataLoader(
             stream_of(tmp_path / "cache", remote=str(moments), shuffle=True, shuffle_seed=3), None, num_workers=2
         )

@@ -147,16 +147,15 @@ def test_images_give_nearly_what_their_moments_do(validator_of):
 
 def test_a_sample_that_cannot_be_used_is_said_once_and_counted(validator_of, capsys):
     validator, good = validator_of(20, 8), validator_of(20, 8).measure()
-    stored = validator.dataset._rows
+    stored = validator.dataset._read
 
-    def damaged(shard_id, rows, retry=7):
-        found = stored(shard_id, rows, retry)
-        for row, columns in zip(rows, found, strict=True):
-            if shard_id == row == 0:
-                columns["moments"] = memoryview(np.full(len(columns["moments"]) // 2, np.nan, np.float16).tobytes())
+    def damaged(shard_id, rows, into, retry=7):
+        found = stored(shard_id, rows, into, retry)
+        if shard_id == 0 and 0 in rows:
+            into["moments"][rows.index(0)].view(np.float16)[:] = np.nan
         return found
 
-    validator.dataset._rows = damaged
+    validator.dataset._read = damaged
     one, two = validator.measure(), validator.measure()
     assert one["val_loss"] == two["val_loss"] != good["val_loss"]
     assert (one["bad_samples"], good["bad_samples"]) == (1, 0)
