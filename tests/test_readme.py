@@ -546,6 +546,9 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("data_speed", "speedup_vs_files_worker", ".2f"),
         ("data_speed", "paced_data_wait_frac_ours", ".4f"),
         ("data_speed", "read_speedup_vs_by_row", ".2f"),
+        ("images_speed", "cpu_speedup_vs_before", ".2f"),
+        ("images_speed", "cpu_speedup_vs_predecessor", ".2f"),
+        ("images_speed", "cpu_speedup_vs_webdataset", ".2f"),
     ],
 )
 def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
