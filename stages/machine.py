@@ -64,7 +64,9 @@ OF_DATASET += ("_evict_coldest_shard", "_evict_shard")
 require_private_api(
     StreamingDataset, *OF_DATASET, why="shards that cannot be had are told from those that are waited for"
 )
-require_private_api("streaming.base.dataset", "_ShardState.REMOTE", "_ShardState.LOCAL", why="the same")
+require_private_api(
+    "streaming.base.dataset", "_ShardState.INVALID", "_ShardState.REMOTE", "_ShardState.LOCAL", why="the same"
+)
 require_private_api("streaming.base.dataset", "Spanner", "_get_path", why="no copy of all sample numbers is made")
 ShardState: Any = getattr(streaming_dataset, "_ShardState", None)
 
@@ -197,6 +199,8 @@ class MachineStages(StreamingDataset):
         state = self._shard_states[shard_id]
         if state == FAILED:
             raise StreamFailure(self._failed_elsewhere(shard_id))
+        if state == ShardState.INVALID:  # a thread has outlived its run, whose shared memory another one has taken
+            raise FetchCancelled(f"data: {self.shards[shard_id].raw_data.basename} is of a run that has ended")
         is_open_to_all = state == ShardState.REMOTE or (state == ShardState.LOCAL and blocking)
         if is_open_to_all and self._take(shard_id):
             self._fetch(shard_id)

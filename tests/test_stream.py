@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from cli.errors import ConfigError
 from stages import fetch, stores, stream
 from stages.dataset import holds_another_stage, read_stage, write_facts
-from stages.fetch import RetryingStream, StreamFailure
+from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
 from stages.machine import FAILED, ShardState
 from stages.moments import MomentsStream
 from stages.shard_file import DAMAGED, ShardError
@@ -493,6 +493,14 @@ def test_an_epoch_that_ends_early_cancels_all_its_fetches(moments, tmp_path, mon
     assert not reading.is_alive() and settled(lambda: not fetchers(dataset)) and time.monotonic() - began < 15
     assert set(dataset._shard_states.numpy()) == {ShardState.REMOTE}
     assert len(set(tried)) <= stream.FETCHES + 1 < dataset.num_shards  # one more: the reader's
+
+
+def test_a_reader_that_outlives_its_run_does_not_look_for_ever(moments):
+    """Another run may take its shared memory; a shard then has no state that any thread would change."""
+    dataset = stream_of(moments)
+    dataset._shard_states.numpy()[:] = ShardState.INVALID
+    with pytest.raises(FetchCancelled, match="shard.00000.mds is of a run that has ended"):
+        dataset.open_shard(0)
 
 
 def test_several_fetches_at_once_stay_within_a_limit_of_three_shards(moments, tmp_path, monkeypatch):
