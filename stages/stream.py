@@ -66,6 +66,7 @@ class Epoch:
     def __init__(self) -> None:
         self.shards: SimpleQueue[int | None] = SimpleQueue()
         self.ended = threading.Event()
+        self.threads: list[threading.Thread] = []
 
     def end(self) -> None:
         """Let the threads go; what is being fetched ends with its try."""
@@ -146,6 +147,8 @@ class BatchStream(OrderedStages):
                     num_batches += 1
         finally:
             epoch.end()
+        for thread in epoch.threads:  # all is read, so none of them has anything to fetch
+            thread.join(WATCH_SEC)
 
     def _begin(self) -> tuple[Epoch, np.ndarray]:
         """Start the threads of the next epoch; return it and this process's sample numbers, -1 where there is none."""
@@ -162,7 +165,8 @@ class BatchStream(OrderedStages):
         for stream in self.streams:
             stream.is_wanted = is_wanted
         for _ in range(FETCHES):
-            threading.Thread(target=self._fetch_ahead, args=(epoch,), daemon=True).start()
+            epoch.threads.append(threading.Thread(target=self._fetch_ahead, args=(epoch,), daemon=True))
+            epoch.threads[-1].start()
         return epoch, sample_ids
 
     def _plan(self, epoch: Epoch, batches: Iterator[np.ndarray], ahead: deque[tuple[np.ndarray, set[int]]]) -> bool:
