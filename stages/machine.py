@@ -174,8 +174,10 @@ class MachineStages(StreamingDataset):
 
     def _tell_others(self, text: str) -> None:
         """Leave the reason where every process of this machine finds it: any of them may be the first to report."""
+        own = self._reason_file.with_name(f"{self._reason_file.name}_{os.getpid()}_{threading.get_ident()}")
         with contextlib.suppress(OSError):  # a full disk may be the reason
-            self._reason_file.write_text(text)
+            own.write_text(text)
+            own.replace(self._reason_file)  # whole: two threads may fail at once
 
     def _failed_elsewhere(self, shard_id: int) -> str:
         name = self.shards[shard_id].raw_data.basename
