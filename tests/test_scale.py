@@ -104,7 +104,7 @@ def test_ranks_with_loader_processes_are_measured_together(tmp_path, capsys):
     [size], printed = json.loads(results.read_text())["sizes"], capsys.readouterr().out.splitlines()
     assert size["ranks_all_sec"] > size["ranks_order_sec"] > 0 and size["ranks_memory_mib"] > 200
     assert size["by_round"]["ranks_all_sec"] == [size["ranks_all_sec"]] and size["ranks_shm_mib"] >= 0
-    assert [line.split(":")[0] for line in printed[3:]] == ["several ranks"] * 3 and list(work.iterdir()) == []
+    assert [line.split(":")[0] for line in printed[4:]] == ["several ranks"] * 3 and list(work.iterdir()) == []
 
 
 def test_another_checkout_takes_turns_with_this_one(tmp_path, monkeypatch):
