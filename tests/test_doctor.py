@@ -352,7 +352,7 @@ def test_an_order_too_large_for_shared_memory_or_the_machines_is_found(only_erro
     )
     docker.f_bavail = docker.f_blocks = 2**22
     assert examine(*of(500_000_000))[1]["/dev/shm"][0][1].startswith(
-        "6 batches of 9.61e-05 GiB and the order of 500,000,000 samples (1.86 GiB): 1.86 GiB there; 16 GiB, 16 free"
+        "8 batches of 9.61e-05 GiB and the order of 500,000,000 samples (1.86 GiB): 1.86 GiB there; 16 GiB, 16 free"
     )
     monkeypatch.setattr(machine, "_host_gib", lambda: (4.0, 3.0))
     assert only_error("host memory", *of(500_000_000)) == (
