@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from cli.command_line import Problem, parse_command_line
 from cli.files import write_whole
@@ -53,6 +57,22 @@ def head(schema: int) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "load_average_before": round(os.getloadavg()[0], 2),
     }
+
+
+def ends(began: float) -> dict[str, Any]:
+    """Return what a record ends with; `began`: time.monotonic() of its beginning."""
+    return {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - began, 1)}
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads of a CPU in the block."""
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def write_record(path: str, record: Mapping[str, Any]) -> None:

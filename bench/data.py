@@ -32,7 +32,6 @@ import functools
 import importlib.metadata
 import io
 import json
-import os
 import signal
 import sys
 import tarfile
@@ -45,10 +44,9 @@ from typing import Any
 
 import numpy as np
 import psutil
-import torch
 from torch.utils.data import DataLoader, Dataset
 
-from bench.command import head, read_keys, write_record
+from bench.command import ends, head, read_keys, threads, write_record
 from bench.contest import Figures, rounded, take_turns
 from bench.data_float16 import measure_float16
 from bench.data_reading import READERS, measure_reading
@@ -316,15 +314,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     begin = {**head(SCHEMA), "measured": "data_speed", "webdataset_version": importlib.metadata.version("webdataset")}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the temporary folder is removed first
-    usual_threads, started = torch.get_num_threads(), time.monotonic()
-    try:
-        torch.set_num_threads(1)
-        with _temporary_folder(config.work) as folder:
-            measured = measure(config, folder)
-    finally:
-        torch.set_num_threads(usual_threads)
-    ends = {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - started, 1)}
-    record = {**begin, "config": as_written(config), **ends, **measured}
+    began = time.monotonic()
+    with threads(1), _temporary_folder(config.work) as folder:
+        measured = measure(config, folder)
+    record = {**begin, "config": as_written(config), **ends(began), **measured}
     write_record(config.results, record)
     print("\n".join(lines(record)))
     return 0

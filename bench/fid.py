@@ -27,7 +27,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from bench.command import head, read_keys, write_record
+from bench.command import ends, head, read_keys, threads, write_record
 from bench.contest import Figures, rounded, take_turns
 from cli.command import command
 from cli.limits import limited
@@ -186,13 +186,10 @@ def main(argv: Sequence[str]) -> int:
         "measured": "fid_speed",
         "config": as_written(config),
     }
-    usual_threads, started = torch.get_num_threads(), time.monotonic()
-    try:
-        torch.set_num_threads(config.threads)
-        record = {**begin, **measure(config)}
-    finally:
-        torch.set_num_threads(usual_threads)
-    record["seconds"] = round(time.monotonic() - started, 1)
+    began = time.monotonic()
+    with threads(config.threads):
+        measured = measure(config)
+    record = {**begin, **measured, **ends(began)}
     write_record(config.results, record)
     print(table(record))
     return 0

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import sys
 import tempfile
 import time
@@ -38,7 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from bench.command import head, read_keys, write_record
+from bench.command import ends, head, read_keys, threads, write_record
 from bench.contest import Figures, rounded, take_turns
 from bench.micro_data import (
     IMAGES_BATCH,
@@ -210,15 +209,10 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
         return 0
     begin = {**head(SCHEMA), "measured": "images_speed"}
-    usual_threads, started = torch.get_num_threads(), time.monotonic()
-    try:
-        torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory(dir=config.work, prefix="images-") as folder:
-            measured = measure(config, Path(folder))
-    finally:
-        torch.set_num_threads(usual_threads)
-    ends = {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - started, 1)}
-    record = {**begin, "config": as_written(config), **ends, **measured}
+    began = time.monotonic()
+    with threads(1), tempfile.TemporaryDirectory(dir=config.work, prefix="images-") as folder:
+        measured = measure(config, Path(folder))
+    record = {**begin, "config": as_written(config), **ends(began), **measured}
     write_record(config.results, record)
     print("\n".join(lines(record)))
     return 0

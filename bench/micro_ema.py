@@ -31,6 +31,7 @@ import torch
 from composer import Event, Timestamp
 from torch import nn
 
+from bench.command import threads
 from bench.contest import Figures, rounded, take_turns
 from ema import EMA, EMAConfig
 from zoo.sd2 import FULL, SD2, Architecture
@@ -129,26 +130,22 @@ def temporary_mib(update: Update, device: torch.device) -> float:
     return most / 2**20
 
 
-def measure_ema(num_parameters: int, rounds: int, threads: int) -> Figures:
+def measure_ema(num_parameters: int, rounds: int, num_threads: int) -> Figures:
     """Measure all contestants on a UNet of about `num_parameters`, with so many threads."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = narrow_unet(num_parameters, device)
     tensors = list(model.parameters())
     contestants, figures = updates(model), Figures()
-    usual_threads = torch.get_num_threads()
     turns = {name: functools.partial(_ms, update, device) for name, update in contestants.items()}
-    try:
-        torch.set_num_threads(threads)
+    with threads(num_threads):
         figures.flat = {
             "ema_num_parameters": sum(tensor.numel() for tensor in tensors),
             "ema_num_tensors": len(tensors),
             "ema_copy_mib": rounded(sum(tensor.nbytes for tensor in tensors) / 2**20),
-            "ema_threads": threads,
+            "ema_threads": num_threads,
         }
         for name, values in take_turns(turns, rounds).items():
             figures.add(f"{name}_ms", values)
-    finally:
-        torch.set_num_threads(usual_threads)
     for other in ("composer", "diffusers", "diffusers_foreach"):
         figures.ratio(f"ema_speedup_vs_{other}", f"ema_{other}_ms", "ema_ms")
     figures.ratio("ema_over_flat", "ema_ms", "ema_flat_ms")

@@ -25,7 +25,6 @@ Exit code: 0, 1 when the losses differ, 2 when the command cannot be read.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from bench.command import head, read_keys, write_record
+from bench.command import ends, head, read_keys, threads, write_record
 from bench.contest import Figures, rounded, take_turns
 from bench.latency_contest import free, precision_problem
 from bench.step_contest import contestants, largest_difference
@@ -168,20 +167,17 @@ def main(argv: Sequence[str]) -> int:
     config = read_keys(StepConfig, argv, check)
     if config is None:
         return 0
-    usual_threads, started = torch.get_num_threads(), time.monotonic()
+    began = time.monotonic()
     run, flat, by_round = run_of(config, ema=False), {}, {}
     record: dict[str, Any] = {**head(SCHEMA), "measured": "step", "config": as_written(config)}
-    try:
+    with threads(config.threads):
         for ema in (False, True):
             figures = measure(config, ema=ema)
             flat |= figures.flat
             by_round |= figures.by_round
             free()
-    finally:
-        torch.set_num_threads(usual_threads)
     what: Mapping[str, Any] = {"precision": run.precision, "preset": _preset(config), "image_size": _size_px(config)}
-    ends = {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - started, 1)}
-    record |= {**what, **ends, **flat, "by_round": by_round}
+    record |= {**what, **ends(began), **flat, "by_round": by_round}
     write_record(config.results, record)
     print(text_of(record))
     return 0

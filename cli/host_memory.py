@@ -13,8 +13,8 @@ MMAP_THRESHOLDS = (2**30, 2**25)
 def keep_freed_memory() -> bool:
     """Have glibc keep freed memory for the next tensor; return whether it does. Other C libraries stay as they are.
 
-    By default it gives a large tensor back to the kernel, which then clears each 4 KiB page of the next one anew: a seventh
-    of the time of generating in full size (reports/NOTES.md). The memory is the process's to its end.
+    By default it gives a large tensor back to the kernel, which then clears each 4 KiB page of the next one anew. What that
+    takes is in reports/NOTES.md. The memory is the process's to its end.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

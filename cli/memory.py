@@ -8,10 +8,8 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-RECLAIMED = (
-    "inactive_file",
-    "active_file",
-)  # of memory.stat: copies of files, which the kernel lets go when others ask
+# Of memory.stat: copies of files, which the kernel lets go when others ask.
+RECLAIMED = ("inactive_file", "active_file")
 
 
 def host_bytes() -> tuple[int, int]:

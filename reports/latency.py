@@ -3,10 +3,7 @@
     python -m reports.latency RECORD.json                           # for the terminal
     python -m reports.latency RECORD.json OUT.png PAGE.md           # a picture; the table between a page's marks
 
-A page says where the table goes:
-
-    <!-- latency of reports/results/latency_cpu.json -->
-    <!-- end of latency -->
+A page says by marks where the table goes (reports/marks.py).
 
 The picture has the seconds by batch, of diffusers' pipeline and of each way to compute, and over each bar how many times as
 fast as the pipeline it is. Nothing here needs a GPU. Pages and pictures of the project: `make report`.
@@ -27,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from cli.command import command
 from cli.errors import Refused
-from cli.files import write_whole
 from cli.table import as_table
+from reports.marks import rewrite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,16 +164,6 @@ def _marked(note: str) -> str:
     return re.sub(r"([<>*_`|\[\]])", r"\\\1", note)
 
 
-def written_into(page: str, place: str, record: Mapping[str, Any]) -> str:
-    """Return a page with the table of one record made anew. Raises ValueError: it has no marks for it."""
-    block = re.compile(rf"(<!-- latency of {re.escape(place)} -->\n).*?(<!-- end of latency -->)", re.S)
-    if not block.search(page):
-        raise ValueError(
-            f"the page has no place for the table. Add <!-- latency of {place} --> and <!-- end of latency -->."
-        )
-    return block.sub(lambda found: found[1] + markdown_of(record) + found[2], page)
-
-
 # --- the picture ---
 
 
@@ -276,10 +263,7 @@ def main(argv: Sequence[str]) -> int:
     [place] = kinds[".json"]
     try:
         record = read_record(place)
-        for page in map(Path, kinds[".md"]):
-            if (after := written_into(before := page.read_text(), place, record)) != before:
-                write_whole(page, after)
-                print(f"written: {page}")
+        rewrite(kinds[".md"], place, markdown_of(record))
         for path in kinds[".png"]:
             draw(record, Path(path))
             print(f"written: {path}")

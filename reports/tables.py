@@ -3,12 +3,7 @@
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
 
-A page says where the table goes:
-
-    <!-- table of reports/results/step.json -->
-    <!-- end of table -->
-
-Pages of the project: `make report`.
+A page says by marks where the table goes (reports/marks.py). Pages of the project: `make report`.
 Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
 """
 
@@ -23,8 +18,8 @@ from typing import Any, NamedTuple
 
 from cli.command import command
 from cli.errors import Refused
-from cli.files import write_whole
 from cli.table import as_table
+from reports.marks import rewrite
 
 Record = Mapping[str, Any]
 Row = tuple[str | None, ...]
@@ -165,15 +160,6 @@ def markdown_of(record: Record) -> str:
     return "\n".join(["", f"{about(record)} {table.title}", "", *rows, "", ""])
 
 
-def written_into(page: str, place: str, record: Record) -> str:
-    """Return a page with the table of one record made anew. Raises ValueError: it has no marks for it."""
-    block = re.compile(rf"(<!-- table of {re.escape(place)} -->\n).*?(<!-- end of table -->)", re.S)
-    if not block.search(page):
-        marks = f"<!-- table of {place} --> and <!-- end of table -->"
-        raise ValueError(f"the page has no place for the table of {place}. Add {marks}.")
-    return block.sub(lambda found: found[1] + markdown_of(record) + found[2], page)
-
-
 def read_record(place: str) -> dict[str, Any]:
     """Read a record. Raises ValueError: it is none."""
     try:
@@ -192,10 +178,7 @@ def main(argv: Sequence[str]) -> int:
         raise Refused(f"command line: {' '.join(argv)}. Possible: RECORD.json, or RECORD.json PAGE.md.")
     try:
         record = read_record(argv[0])
-        for page in map(Path, argv[1:]):
-            if (after := written_into(before := page.read_text(), argv[0], record)) != before:
-                write_whole(page, after)
-                print(f"written: {page}")
+        rewrite(argv[1:], argv[0], markdown_of(record))
     except OSError as error:
         raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
     except ValueError as error:

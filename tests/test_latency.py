@@ -241,7 +241,7 @@ def record() -> dict:
 
 def test_the_table_stands_between_the_marks_of_its_record_and_nothing_else_changes(record, tmp_path):
     page = tmp_path / "page.md"
-    marks = "<!-- latency of {} -->\n{}<!-- end of latency -->\n"
+    marks = "<!-- table of {} -->\n{}<!-- end of table -->\n"
     path = tmp_path / "r.json"
     path.write_text(json.dumps(record))
     page.write_text("# A\n" + marks.format(path, "old\n") + "b\n" + marks.format("other.json", "kept\n"))
@@ -297,7 +297,8 @@ def test_other_words_and_pages_without_marks_are_refused(tmp_path, capsys):
     (tmp_path / "page.md").write_text("# A\n")
     assert report.main([str(ROOT / LATENCY_CPU), f"{tmp_path}/page.md"]) == 2
     assert capsys.readouterr().err == (
-        f"the page has no place for the table. Add <!-- latency of {ROOT / LATENCY_CPU} --> and <!-- end of latency -->.\n"
+        f"the page has no place for the table of {ROOT / LATENCY_CPU}. "
+        f"Add <!-- table of {ROOT / LATENCY_CPU} --> and <!-- end of table -->.\n"
     )
 
 
