@@ -255,8 +255,7 @@ class MachineStages(StreamingDataset):
         """Fetch a shard that this thread has taken; it is PREPARING no longer when this ends, however it does."""
         outcome, num_bytes, most = FAILED, 0, self._most_bytes(shard_id)
         try:
-            found = self.streams[self.stream_per_shard[shard_id]].prepare_shard(self.shards[shard_id])
-            num_bytes = min(found, most)
+            num_bytes = self.streams[self.stream_per_shard[shard_id]].prepare_shard(self.shards[shard_id])
             outcome = ShardState.LOCAL
         except FetchCancelled:
             outcome = ShardState.REMOTE
