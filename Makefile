@@ -185,8 +185,7 @@ miniature: $(STAMP)  ## the data of demo
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)
 	@# The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
 	@# Its page is named on stderr: the result stays the last line of stdout. Without a page there is the result all the same.
-	@# Two ranks of one thread each: a network this small is no faster with two threads, and the last bits depend on their number.
-	OMP_NUM_THREADS=1 $(COMPOSER) -n 2 benchmark.py yamls/shapes.yaml run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
+	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
 	@$(PY) -m reports.page runs/$(NAME) >&2 || true
 
 $(SHAPES)/shuffled-tars:
@@ -210,12 +209,12 @@ $(SHAPES)/drawn:
 controls-files: $(addprefix $(SHAPES)/,shuffled/dataset.json one_object.npz drawn)
 
 CONTROLS := reports/results/shapes
-SCORE := OMP_NUM_THREADS=1 $(COMPOSER) -n 2 eval.py
+SCORE := $(COMPOSER) -n 1 eval.py
 
 controls: miniature  ## what the target of demo was chosen from: other seeds, and what has to miss it; replaces their records (an hour and more)
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory controls-files
 	rm -rf $(CONTROLS)/guidance $(CONTROLS)/other_world $(CONTROLS)/drawn
-	OMP_NUM_THREADS=1 $(PY) -m bench.ladder yamls/ladders/shapes.yaml runs=runs/controls
+	$(PY) -m bench.ladder yamls/ladders/shapes.yaml runs=runs/controls
 	$(SCORE) runs/controls/seed17 eval.guidance=[1,1.5,2,3,4,6,8] out=$(CONTROLS)/guidance
 	$(SCORE) runs/controls/seed17 snapshots=last eval.statistics=$(SHAPES)/one_object.npz out=$(CONTROLS)/other_world
 	$(SCORE) $(SHAPES)/drawn eval.statistics=$(SHAPES)/reference.npz eval.inception=zoo/shapes_weights/reader/model.safetensors \

@@ -373,7 +373,7 @@ def load_start(config: RunConfig, model: LatentDiffusion, run: RunState) -> str 
     elif config.model.denoiser is not None:
         notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
         start = fingerprint(model.denoiser)
-    if config.model.variant == "mlperf":
+    if config.model.is_sd2_of_mlperf:
         notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in mlperf.deviations(flat(config))]
     for note in notes:
         log.info(note)

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -33,12 +33,13 @@ from cli import ranks
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from cli.masking import printable
-from stages import stage_checks
-from stages.adopted import AdoptedSet, kept_digests
+from stages import device_decoding, stage_checks
 from stages.batch_memory import BatchMemory
-from stages.dataset import Stage, column_problem, is_remote, read_stage
-from stages.fetch import PATIENCE_SEC, RetryingStream
-from stages.images import captions_of, crop_room, decode_image, resize_and_crop, size_of
+from stages.dataset import Stage, column_problem, is_remote
+from stages.device_decoding import DeviceDecoder
+from stages.draws import Draw
+from stages.fetch import PATIENCE_SEC
+from stages.images import captions_of, crop_room, decode_image, resize_and_crop, shown_part, size_of
 from stages.latents import LatentsStream
 from stages.loader import Loader
 from stages.mixture import (
@@ -48,6 +49,7 @@ from stages.mixture import (
     epoch_samples,
     opened,
     own_folder,
+    stream_of,
     unfilled,
     weight_problems,
 )
@@ -105,6 +107,8 @@ class DataConfig:
     """The part of the scaled picture that is kept: its centre, or another place in each epoch (stage `images` only)."""
     text: Literal["encoded", "stored"] = "encoded"
     """stored: read the text states that prepare.latents wrote with store_text=true. encoded: encode captions in each step."""
+    decode: Literal["cpu", "device"] = "cpu"
+    """Where JPEGs are decoded and scaled: in the loader processes, or on the GPU (nvJPEG), with slightly other colours."""
     max_bad_samples: int = limited(100, 0)
     """The run stops if there are more unusable samples than this."""
 
@@ -113,9 +117,9 @@ class DataConfig:
         if self.local is None and self.remote is not None and is_remote(self.remote) and not self.synthetic:
             object.__setattr__(self, "local", own_folder(self.remote))
 
-    @property
+    @functools.cached_property
     def sources(self) -> list[StreamConfig]:
-        """The stages to read; none for synthetic data, or where none is given."""
+        """The stages to read, each of which keeps what it has read; none for synthetic data, or where none is given."""
         if self.synthetic:
             return []
         if self.streams is not None:
@@ -123,9 +127,14 @@ class DataConfig:
         return [StreamConfig(self.remote, self.local, self.facts)] if self.remote or self.local else []
 
     def read(self) -> list[Stage]:
-        """Return the facts of each stage, those that `problems` has read. Raises ValueError: see `read_stage`."""
-        found: list[Stage] | None = self.__dict__.get("_stages")
-        return found or [read_stage(source.location or "", source.facts) for source in self.sources]
+        """Return the facts of each stage. Raises ValueError: see `read_stage`."""
+        return [source.contents for source in self.sources]
+
+    def on_nodes(self, num_nodes: int) -> DataConfig:
+        """Return this with as many canonical nodes, where none are given; what was read of the stages is not read again."""
+        found = dataclasses.replace(self, num_canonical_nodes=self.num_canonical_nodes or num_nodes)
+        vars(found)["sources"] = self.sources
+        return found
 
     def columns(self, family: Family, size: ImageSize) -> dict[str, Column]:
         """Return the columns of a batch."""
@@ -145,6 +154,8 @@ class DataConfig:
         if self.text == "stored" and self.stage == "images":
             text = "stored, but a stage of images has no text states. Use data.stage=moments, or data.text=encoded."
             found.append(("data.text", text))
+        if self.decode == "device" and not self.synthetic:
+            found += device_decoding.problems(self.stage, made_for.get("resize"))
         return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for, encodings)
 
     def _stage_problems(
@@ -167,7 +178,6 @@ class DataConfig:
         found += weight_problems(sources)
         if len(stages) < len(sources):
             return found
-        object.__setattr__(self, "_stages", stages)
         found += stage_checks.together(self.named_sources(), stages, size, global_batch_size)
         if (samples := epoch_samples(sources, [stage.num_samples for stage in stages])) < (
             self.num_canonical_nodes or 1
@@ -225,7 +235,7 @@ class StreamingLAIONDataset(BatchStream):
         family: gives the images' type and the tokenizer.
         image_sizes: (width, height) of each stream's pictures in a batch, px.
         captions: of each stream, the column of its captions; None: the stage's own.
-        flip, crop: see DataConfig.
+        flip, crop, decode: see DataConfig.
         arguments: keyword arguments of StreamingDataset.
     """
 
@@ -237,19 +247,23 @@ class StreamingLAIONDataset(BatchStream):
         captions: Sequence[str | None] | None = None,
         flip: bool = False,
         crop: str = "center",
+        decode: str = "cpu",
         **arguments: Any,
     ):
         super().__init__(**arguments)
-        self.flip, self.crop, self.image_sizes = flip, crop, list(image_sizes)
+        self.flip, self.crop, self.decode, self.image_sizes = flip, crop, decode, list(image_sizes)
         self.captions = captions or [None] * len(self.image_sizes)
-        self.image_dtype = family.columns("images", self.image_sizes[0])["images"].dtype
+        columns = family.columns("images", self.image_sizes[0])
+        self.image_dtype, self.has_sizes = columns["images"].dtype, "sizes" in columns
         self.tokenize = family.tokenize
         self.memory = BatchMemory()
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
-        """Decode and resize the samples, and tokenise their captions in one call."""
+        """Decode and resize the samples, or hand their files over, and tokenise their captions in one call."""
         ids = sample_ids.tolist()
-        width, height = self.image_sizes[self.stream_of(ids[0])]
+        width, height = size = self.image_sizes[self.stream_of(ids[0])]
+        if self.decode == "device":
+            return device_decoding.read_batch(self, ids, size)
         # Of bytes a pixel's three lie together, as in its file: a worker would take long to part them, a device does not.
         in_planes = self.image_dtype != torch.uint8
         shape = (3, height, width) if in_planes else (height, width, 3)
@@ -260,24 +274,36 @@ class StreamingLAIONDataset(BatchStream):
             image.copy_(samples[-1].pop("images"))
         return {
             "images": images,
-            **self.tokenize([sample["caption"] for sample in samples]),
+            **self.columns_of(samples),
             "bad": [bad for sample in samples for bad in sample["bad"]],
             **receipt,
         }
 
+    def columns_of(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the columns of a batch beside its images."""
+        sizes = {"sizes": torch.tensor([sample["sizes"] for sample in samples])} if self.has_sizes else {}
+        return {**self.tokenize([sample["caption"] for sample in samples]), **sizes}
+
     def read_sample(self, sample_id: int) -> dict[str, Any]:
         """Return the sample, or the next good one of its shard; "bad" lists the skipped ones. Raises: see `first_good`."""
-        used, bad = self.first_good(sample_id, self._use)
+        used, bad = self.first_good(sample_id, self.use)
         return {**used, "bad": bad}
 
-    def _use(self, sample_id: int) -> dict[str, Any]:
-        sample, draw = self[sample_id], self.draw(sample_id)
-        column = self.captions[self.stream_of(sample_id)]
-        caption = draw.one_of(captions_of(sample if column is None else {"caption": sample[column]}))
-        image, size = decode_image(sample["jpg"]), self.image_sizes[self.stream_of(sample_id)]
+    def use(self, sample_id: int) -> dict[str, Any]:
+        """Return a sample's image (3, H, W), its caption, and its sizes (`shown_part`). Raises SampleError."""
+        data, caption, size, draw = self.look(sample_id)
+        image = decode_image(data)
         at = draw.offset(crop_room(size_of(image), size)) if self.crop == "random" else None
-        images = resize_and_crop(image, size, self.image_dtype, at)
-        return {"images": images.flip(-1) if self.flip and draw.is_flipped else images, "caption": caption}
+        images, is_flipped = resize_and_crop(image, size, self.image_dtype, at), self.flip and draw.is_flipped
+        sizes = shown_part(size_of(image), size, at, flipped=is_flipped)
+        return {"images": images.flip(-1) if is_flipped else images, "caption": caption, "sizes": sizes}
+
+    def look(self, sample_id: int) -> tuple[bytes, str, ImageSize, Draw]:
+        """Return a sample's file, its caption, the size of its image in a batch, and what is drawn for it."""
+        sample, draw, stream = self[sample_id], self.draw(sample_id), self.stream_of(sample_id)
+        column = self.captions[stream]
+        caption = draw.one_of(captions_of(sample if column is None else {"caption": sample[column]}))
+        return sample["jpg"], caption, self.image_sizes[stream], draw
 
 
 class SyntheticBatches:
@@ -311,29 +337,6 @@ class SyntheticBatches:
             yield dict(self.batch)
 
 
-def _stream(given: Opened, patience_sec: float) -> RetryingStream:
-    remote, local = given.config.folders
-    assert local is not None
-    return RetryingStream(
-        remote=remote,
-        local=local,
-        patience_sec=patience_sec,
-        index_sha256=given.stage.index_sha256,
-        adopted=_adopted(given.stage, given.config.caption, None if remote is None else local),
-        table=given.stage.shards,
-        **given.config.weight,
-    )
-
-
-def _adopted(stage: Stage, caption: str | None, cache: str | None) -> AdoptedSet | None:
-    """Return what a reader of a data set of others needs: missing digests are kept in the cache, else beside dataset.json."""
-    if stage.adopted is None:
-        return None
-    beside = own_folder(stage.facts_at) if is_remote(stage.facts_at) else str(Path(stage.facts_at).parent)
-    columns = stage.adopted if caption is None else dataclasses.replace(stage.adopted, captions=(caption,))
-    return AdoptedSet(columns, kept_digests(stage.index_sha256, cache or beside))
-
-
 def open_stages(
     config: DataConfig, family: Family, given: Sequence[Opened], *, device_batch_size: int, seed: int
 ) -> BatchStream:
@@ -345,7 +348,7 @@ def open_stages(
     """
     sizes = buckets_of(given)
     arguments: dict[str, Any] = {
-        "streams": [_stream(one, config.patience_sec) for one in given],
+        "streams": [stream_of(one, config.patience_sec) for one in given],
         "sources": [one.source for one in given] if len(config.sources) > 1 else None,
         "buckets": None if sizes is None else [sizes.index(one.size) for one in given],
         "predownload": 8 * device_batch_size,
@@ -363,7 +366,7 @@ def open_stages(
         for columns in (config.columns(family, one.size) for one in given)
     ]
     tokenize = family.tokenize if config.text == "encoded" else None
-    captions = [None if one.stage.adopted else one.config.caption for one in given]  # of others: see _adopted
+    captions = [None if one.stage.adopted else one.config.caption for one in given]  # of others: see stream_of
     with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
         if dist.get_local_rank() == 0:
             remove_dead_segments()
@@ -373,9 +376,8 @@ def open_stages(
             return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
         if config.stage == "moments":
             return MomentsStream(columns=kinds, captions=captions, flip=config.flip, tokenize=tokenize, **arguments)
-        sizes = [one.size for one in given]
-        ways: dict[str, Any] = dict(captions=captions, flip=config.flip, crop=config.crop)
-        return StreamingLAIONDataset(family=family, image_sizes=sizes, **ways, **arguments)
+        ways: dict[str, Any] = dict(captions=captions, flip=config.flip, crop=config.crop, decode=config.decode)
+        return StreamingLAIONDataset(family=family, image_sizes=[one.size for one in given], **ways, **arguments)
 
 
 def _say(config: DataConfig, given: Sequence[Opened], global_batch_size: int) -> None:
@@ -406,7 +408,7 @@ def build_data(
         family: gives the columns and the tokenizer.
         size: (width, height) of the images, px.
         device_batch_size: samples per rank and batch.
-        device: where synthetic batches are kept.
+        device: where synthetic batches are kept, and pictures decoded with data.decode=device.
         seed: of the order of samples, or of the synthetic batch.
         stages: what each stage says of itself; empty: it is read here.
         all_ready: see Loader.
@@ -420,8 +422,10 @@ def build_data(
     given = opened(config.sources, stages or config.read(), size)
     _say(config, given, device_batch_size * dist.get_world_size())
     dataset = open_stages(config, family, given, device_batch_size=device_batch_size, seed=seed)
+    is_later = isinstance(dataset, StreamingLAIONDataset) and config.decode == "device"
     loader = Loader(
         dataset,
+        decode=DeviceDecoder(dataset, device) if is_later else None,  # type: ignore[arg-type]  # it is what is_later says
         all_ready=all_ready,
         epoch_batches=dataset.batches_of_epoch(device_batch_size * dist.get_world_size()),
         max_bad_samples=config.max_bad_samples,

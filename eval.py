@@ -44,7 +44,8 @@ from cli.log import EVERY_RANK, log
 from config import load
 from evaluation import plots
 from evaluation.score_table import Table
-from model import ModelConfig, build_device, model_problems
+from evaluation.scoring import sampler_problems
+from model import build_device
 from preflight import limits
 from preflight.run import precision_problems, speed_problems
 from record.config_file import read_files
@@ -55,7 +56,7 @@ from training.places import Place
 from training.run_config import ALIASES, NOT_YET, resolve
 from training.scores import Row, score
 from zoo import load_family
-from zoo.sampling import MIN_STEPS, sampling_problems
+from zoo.model_config import ModelConfig, model_problems
 from zoo.spec import as_size
 
 DIST_TIMEOUT_SEC = 1800.0
@@ -117,9 +118,9 @@ def _drawing_problems(config: EvalCommand, place: Place) -> list[tuple[str, str]
         pictures.captions_of(config.prompts)
     except ValueError as error:
         found.append(("prompts", str(error)))
-    if config.objective.zero_terminal_snr:
-        of_sampling = sampling_problems(config.eval.sampler, MIN_STEPS, 1.0, zero_terminal_snr=True)
-        found += [(f"eval.{key}", text) for key, text in of_sampling]
+    with contextlib.suppress(ValueError):  # named by model_problems
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        found += sampler_problems(config.eval, config.objective.resolved(family.objective))
     return found
 
 

@@ -33,7 +33,6 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-import model as models
 from cli import errors, masking
 from cli.command import command, start
 from cli.command_line import Assignment, CommandLine, Problem, leaves, parse_command_line
@@ -42,7 +41,7 @@ from cli.files import whole, whole_folder, write_json, write_whole
 from cli.log import EVERY_RANK, log
 from config import load, to_yaml
 from evaluation.score_table import read_rows
-from model import LatentDiffusion, model_problems
+from model import LatentDiffusion
 from record.checkpoint_files import FULL, NAME, WEIGHTS, listed, read
 from record.config_file import CONFIG, masked_text, read_files
 from record.environment import commit
@@ -55,8 +54,9 @@ from training.snapshots import load_snapshot
 from weights.files import SUFFIXES, open_weights
 from weights.hub_upload import upload, upload_problem
 from weights.tensors import fingerprint
-from zoo import pipeline_folder
+from zoo import load_family, model_config, pipeline_folder
 from zoo.encoders import own_weights
+from zoo.model_config import model_problems
 from zoo.sampling import NOT_FROM_PURE_NOISE, build_scheduler
 from zoo.spec import as_size
 
@@ -158,7 +158,7 @@ def read_run(run: Path, weights: str | None) -> RunConfig:
     begun = Assignment("export.py", "model.denoiser", None, "model.denoiser")  # it may be gone, and is not needed
 
     def complete(config: RunConfig) -> RunConfig:
-        family = models.load_family(config.model.family, config.model.preset, config.model.variant)
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
         own = config.model.weights or own_weights(family, is_real=not config.data.synthetic)
         return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=own))
 
@@ -298,7 +298,7 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
         raise ConfigError([f"snapshot: {config.snapshot}, but {file} is one. Give the run's folder, or leave it out."])
     path = file or chosen(run, config.snapshot)
     run_config = read_run(run, config.model.weights)
-    run_config = dataclasses.replace(run_config, model=models.fetched(run_config.model))
+    run_config = dataclasses.replace(run_config, model=model_config.fetched(run_config.model))
     model = build(run_config)
     progress = load_snapshot(model, path, config.weights or run_config.eval.weights, weights_key="weights")
     networks = pipeline_folder.networks_of(model.family, model.denoiser, model.encoders.modules)

@@ -5,6 +5,7 @@ A training step, for a batch whose random numbers `BatchRandomness` has drawn:
     images (B, 3, H, W) --normalise, VAE--------> moments (B, 2C, h, w)      stage `images` only
     moments + posterior noise ------------------> latents x_0 (B, C, h, w)   scaled once
     tokens (B, L), some replaced by the empty caption's --text encoder--> condition; or stored, float16 (B, L, D)
+    further columns of the family ---------------> condition, as they are
     x_0, noise, times --------------------------> x_t --denoiser--> prediction, against the objective's target
 
 Generating images:
@@ -21,11 +22,9 @@ and no optimizer, DDP does not broadcast them, and `model.train()` does not reac
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,14 +35,12 @@ from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor, nn
 
-from cli.command_line import Problem
-from cli.errors import ConfigError
 from cli.host_memory import keep_freed_memory
 from cli.limits import ImageSize
 from cli.private_api import require_private_api
-from weights import hub
 from zoo import load_family
-from zoo.encoders import RANDOM, SHIPPED, FrozenEncoders, build_encoders, on_hub, own_weights, weights_problems
+from zoo.encoders import FrozenEncoders, build_encoders
+from zoo.model_config import ModelConfig
 from zoo.objectives import Objective, ObjectiveConfig
 from zoo.sampling import sample
 from zoo.spec import Family
@@ -54,76 +51,6 @@ DECODE_PLACES = 16 * 64 * 64
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 require_private_api(Device, "_device", why="torch's own device, on which the networks are placed")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The model, its frozen encoders, and its initial weights."""
-
-    family: str = "sd2"
-    """The family of models: sd2 (Stable Diffusion 2), or shapes (the miniature)."""
-    preset: str = "full"
-    """full, or tiny: the same code and types of blocks with under 2 M parameters, for a CPU."""
-    variant: str = "stock"
-    """stock. For sd2 also mlperf (the MLPerf benchmark's network) and sd15 (Stable Diffusion 1.5)."""
-    weights: str | None = None
-    """The frozen encoders: hub name, diffusers folder, LDM checkpoint, `random`, or `shipped`. null: the family's own; for
-    real data the hub's; else random."""
-    denoiser: str | None = None
-    """Initial weights of the denoiser: a run's folder or checkpoint, or published weights (as `weights`). null: random."""
-
-
-def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: bool) -> list[Problem]:
-    """Return the problems of a family, the image size and the encoders' weights.
-
-    Args:
-        encoders_wanted: the run uses real images or their moments: it gets the hub's encoders by default, and random ones
-            have to be requested explicitly.
-    """
-    found, family = [], None
-    try:
-        family = load_family(config.family, config.preset, config.variant)
-    except ValueError as error:
-        found.append(Problem(str(error), ("model.family", "model.preset", "model.variant")))
-    else:
-        if text := family.size_problem(size):
-            found.append(Problem(f"image_size: {text}", ("image_size",)))
-    if family is None:
-        return found
-    weights = config.weights or own_weights(family, is_real=encoders_wanted)
-    if config.weights is None and encoders_wanted and weights == RANDOM:
-        ways = (
-            "Give a name on the hub, a diffusers folder or an LDM checkpoint, or model.weights=random for random ones"
-        )
-        text = f"not given. Real data need encoders, and the preset {config.preset} has none on the hub. {ways}."
-        found.append(Problem(f"model.weights: {text}", ("model.weights", "data.synthetic")))
-    elif weights != RANDOM and (config.weights or weights != SHIPPED):
-        given = "" if config.weights else "not given. The default for real data: "
-        keys = ("model.weights", "model.family", "model.preset", "model.variant", "data.synthetic")
-        found += [Problem(f"model.weights: {given}{text}", keys) for text in weights_problems(family, weights)]
-    return found
-
-
-def fetched(config: ModelConfig) -> ModelConfig:
-    """Bring what the model takes from the hub to this machine, for a command with real data; each process by itself.
-
-    Returns:
-        the configuration with the default of real data, and with names that have their commit.
-
-    Raises:
-        ConfigError: something cannot be had, or does not fit.
-    """
-    family = load_family(config.family, config.preset, config.variant)
-    config = dataclasses.replace(config, weights=config.weights or own_weights(family, is_real=True))
-    names = on_hub(family, config.weights, config.denoiser)
-    try:
-        pinned = hub.fetch_all(names)
-    except ValueError as error:
-        raise ConfigError(str(error).splitlines()) from error
-    config = dataclasses.replace(config, **{key.removeprefix("model."): name for key, name in pinned.items()})
-    if "model.weights" in pinned and (texts := weights_problems(family, pinned["model.weights"])):
-        raise ConfigError([f"model.weights: {text}" for text in texts])
-    return config
 
 
 def normalize_images(images: Tensor, normalize: str) -> Tensor:
@@ -171,6 +98,7 @@ class LatentDiffusion(ComposerModel):
         self.posterior = posterior
         self.caption_dropout = caption_dropout
         self.empty_text = family.tokenize([""])  # column -> (1, L)
+        self.further = tuple(family.further(size))  # names of columns that go to the network as they are
         self.device = torch.device("cpu")
         # Memory format of images and latents at a network's input: see training/speed.py.
         self.memory_format = torch.contiguous_format
@@ -244,7 +172,9 @@ class LatentDiffusion(ComposerModel):
     def empty_condition(self) -> dict[str, Tensor]:
         """Return the condition of the empty caption, (1, L, D); it is encoded once."""
         if self._empty_condition is None:
-            self._empty_condition = self.family.encode_text(self.encoders.modules, self.empty_text)
+            states = self.family.encode_text(self.encoders.modules, self.empty_text)
+            is_zero = self.family.empty_is_zero
+            self._empty_condition = {n: torch.zeros_like(s) if is_zero else s for n, s in states.items()}
         return self._empty_condition
 
     @torch.no_grad()
@@ -260,15 +190,19 @@ class LatentDiffusion(ComposerModel):
         noise = torch.zeros_like(noise) if self.posterior == "mean" else noise
         latents = self.family.sample_latents(moments.float(), noise)
 
-        dropped = batch["caption_dropped"]
-        if self.empty_text.keys() <= batch.keys():
+        return latents, self._text_of(batch) | {name: batch[name] for name in self.further}
+
+    def _text_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the condition that captions give, of which some are dropped: (B, L, D)."""
+        dropped, is_stored = batch["caption_dropped"], not self.empty_text.keys() <= batch.keys()
+        if not (is_stored or self.family.empty_is_zero):
             text = {name: torch.where(dropped[:, None], empty, batch[name]) for name, empty in self.empty_text.items()}
-            return latents, self.family.encode_text(self.encoders.modules, {**batch, **text})
-        condition = {}
-        for name, empty in self.empty_condition().items():  # rounded to float16 as the stored states are
+            return self.family.encode_text(self.encoders.modules, {**batch, **text})
+        states, condition = batch if is_stored else self.family.encode_text(self.encoders.modules, batch), {}
+        for name, empty in self.empty_condition().items():  # rounded to float16 where the stored states are
             where = dropped.reshape(-1, *[1] * (empty.ndim - 1))
-            condition[name] = torch.where(where, empty.to(batch[name].dtype), batch[name]).to(empty.dtype)
-        return latents, condition
+            condition[name] = torch.where(where, empty.to(states[name].dtype), states[name]).to(empty.dtype)
+        return condition
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return prediction and target, (B, C, h, w), and each sample's weight, (B,)."""
@@ -336,7 +270,7 @@ class LatentDiffusion(ComposerModel):
             noise: (B, C, h, w) standard normal; its h and w give the images' size.
             sampler: one of zoo.sampling.SAMPLERS.
             steps: sampling steps.
-            guidance: guidance scale; 1 is none, and takes half the time.
+            guidance: guidance scale; 1 is none, and takes half the time, unless the network has it as an input.
             progress: see `zoo.sampling.sample`.
 
         Returns:
@@ -348,10 +282,8 @@ class LatentDiffusion(ComposerModel):
         columns = {name: tokens.to(self.device, non_blocking=True) for name, tokens in text.items()}
         # The same autocast as in training. On a GPU it includes the text encoder, since Composer opens it around the step.
         with evaluating(self.denoiser), self._autocast("cuda"):
-            condition = self.family.encode_text(self.encoders.modules, columns)
-            if guidance != 1.0:
-                empty = {name: self.empty_condition()[name].expand_as(states) for name, states in condition.items()}
-                condition = {name: torch.cat([empty[name], states]) for name, states in condition.items()}
+            condition = self._condition_of(columns, noise, guidance)
+            shape = tuple(noise.shape[1:])
             with self._autocast("cpu"):
                 latents = sample(
                     lambda noisy, times: self._denoise(noisy, times, condition),
@@ -359,14 +291,27 @@ class LatentDiffusion(ComposerModel):
                     sampler=sampler,
                     prediction=self.objective.prediction,
                     zero_terminal_snr=self.objective.zero_terminal_snr,
+                    shift=self.family.sampling_shift(shape),
                     steps=steps,
-                    guidance=guidance,
+                    guidance=1.0 if self.family.embeds_guidance else guidance,
                     progress=progress,
                 )
         with torch.autocast(self.device.type, enabled=False):
             parts = latents.split(max(1, DECODE_PLACES // latents[0, 0].numel()))
             images = torch.cat([self.family.decode_latents(self.encoders.modules, part).float() for part in parts])
         return ((images + 1.0) / 2.0).clamp(0.0, 1.0)
+
+    def _condition_of(self, text: Mapping[str, Tensor], noise: Tensor, guidance: float) -> dict[str, Tensor]:
+        """Return what the network gets beside the latents, in generating; unconditional rows first, where there are some."""
+        num, condition = len(noise), self.family.encode_text(self.encoders.modules, text)
+        if self.family.embeds_guidance:
+            condition["guidance"] = torch.full((num,), guidance, device=self.device)
+        elif guidance != 1.0:
+            empty = {name: self.empty_condition()[name].expand_as(states) for name, states in condition.items()}
+            condition = {name: torch.cat([empty[name], states]) for name, states in condition.items()}
+        scale, rows = self.family.pixels_per_latent, len(next(iter(condition.values())))
+        further = self.family.further((noise.shape[-1] * scale, noise.shape[-2] * scale))
+        return condition | {n: value.to(self.device).expand(rows, *value.shape[1:]) for n, value in further.items()}
 
 
 @contextlib.contextmanager

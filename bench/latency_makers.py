@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from bench.contest import rounded
 from bench.pipeline import pipeline_of
 from callbacks.throughput import peak_mem_gib
-from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_device, build_model
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_device, build_model
 from reports.latency import PIPELINE
 from training import speed
 from training.speed import SpeedKeys
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.sampling import build_scheduler, prompt_noise
 from zoo.spec import as_size

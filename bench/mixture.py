@@ -43,12 +43,13 @@ from cli.command import command
 from cli.limits import ImageSize, limited
 from config import as_written
 from data import DataConfig, build_data
-from model import LatentDiffusion, ModelConfig, build_model
+from model import LatentDiffusion, build_model
 from stages.buckets import bucket_of, bucket_sizes, cropped_frac
 from stages.dataset import read_stage, write_facts
 from stages.fetch import HASH
 from stages.loader import Loader
 from stages.mixture import StreamConfig
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
 SCHEMA = 1

@@ -4,8 +4,9 @@
     python -m bench.order samples=30000000 algorithms=py1e,naive results=/tmp/order.json
 
     ours_BLOCK        streaming's py1e as a run makes it (stages/shuffling.py), with blocks of so many samples
-    part              the same in an epoch that has a tenth of the samples (choose of a stream)
+    part              the same in an epoch that has half of the samples (choose of a stream)
     streaming_NAME    streaming's own algorithm of that name, as StreamingDataset makes and shares it, blocks of 2**18
+    streaming_part    streaming's py1e in an epoch of half of the samples; where py1e is among the algorithms
 
 Each turn is a process of its own, one node of one worker, shards of 1,000 samples. Its seconds are processor time (`cpu_sec`)
 and wall time (`sec`). `gib` is its greatest memory above what it began with, and what it leaves in /dev/shm. The shuffling:
@@ -44,6 +45,7 @@ from cli.command_line import Problem
 from cli.limits import limited
 from cli.memory import host_bytes
 from config import as_written
+from data import MOST_PICKS
 from stages.shared_memory import SEGMENTS
 from stages.shuffling import Array, Epoch, order_of, share
 
@@ -51,6 +53,7 @@ SCHEMA = 1
 SEED, BATCH = 17, 2048
 SHARD_SAMPLES = 1000
 BLOCK = 1 << 18  # of data.ORDER
+PART = 2  # the stage has so many times the samples of an epoch, where that has a part of it
 STREAMING_BYTES, OURS_BYTES = 64, 40  # a sample; of ours most are to judge it
 TURN_SEC = 3600.0
 QUALITY = ("shards_at_once", "shard_spread", "shards_a_batch")
@@ -109,22 +112,28 @@ def ours(samples: int, block: int, shared: Path) -> Array:
 
 
 def part(samples: int, shared: Path) -> Array:
-    """The same for an epoch that has a tenth of each stage."""
-    units, sample_ids = stage_of(samples, samples // 10).resample_streams(0)
-    order = sample_ids.astype(np.int32)[order_of(Epoch(units, 1, 0, 1, SEED, 0, BLOCK))]
+    """The same for an epoch that has a part of a stage."""
+    sizes = sizes_of(samples)
+    epoch = Epoch(sizes, 1, 0, 1, SEED, 0, BLOCK, [(len(sizes), samples // PART)], granularity_of(samples))
+    order = order_of(epoch)
     share(order, shared)
     return order
 
 
-def streamings(samples: int, algorithm: str, shared: Path) -> Array:
+def granularity_of(samples: int) -> int:
+    """Return how many samples are picked at a time, as data.open_stages has it."""
+    return 1 + samples // MOST_PICKS
+
+
+def streamings(samples: int, choose: int, algorithm: str, shared: Path) -> Array:
     """Make an order as StreamingDataset does, and share it as that does."""
-    stage = stage_of(samples, samples, algorithm)
+    stage = stage_of(samples, choose, algorithm)
     ids = generate_work("random", stage, World(1, 1, 1, 0), 0, 0)
     shared.write_bytes(ids.tobytes())
-    return ids.reshape(-1)[:samples]
+    return ids.reshape(-1)[:choose]
 
 
-def stage_of(samples: int, choose: int, algorithm: str = "py1e") -> Any:
+def stage_of(samples: int, choose: int, algorithm: str) -> Any:
     """Return what streaming's functions read of a StreamingDataset; its shards need not be there."""
     sizes = sizes_of(samples)
     stage = SimpleNamespace(
@@ -135,7 +144,7 @@ def stage_of(samples: int, choose: int, algorithm: str = "py1e") -> Any:
         samples_per_shard=sizes,
         sample_offset_per_shard=np.cumsum(sizes) - sizes,
         sampling_method="balanced",
-        sampling_granularity=1 + samples // 1_000_000,
+        sampling_granularity=granularity_of(samples),
         epoch_seed_change=True,
         epoch_size=choose,
         shuffle=True,
@@ -157,7 +166,11 @@ def contestants_of(config: OrderBenchConfig) -> dict[str, Callable[[Path], Array
         f"ours_{block}": partial(ours, config.samples, int(block)) for block in listed(config.blocks)
     }
     made["part"] = partial(part, config.samples)
-    return made | {f"streaming_{name}": partial(streamings, config.samples, name) for name in listed(config.algorithms)}
+    names = listed(config.algorithms)
+    made |= {f"streaming_{name}": partial(streamings, config.samples, config.samples, name) for name in names}
+    if "py1e" in names:
+        made["streaming_part"] = partial(streamings, config.samples, config.samples // PART, "py1e")
+    return made
 
 
 # --- a turn ---
@@ -218,9 +231,11 @@ def measure(config: OrderBenchConfig) -> dict[str, Any]:
         for key in ("cpu_sec", "sec", "gib"):
             figures.add(f"{name}_{key}", [values[key] for values in seen[name]])
         figures.flat |= {f"{name}_{key}": rounded(value) for key, value in turn(contestants[name], True).items()}
-    if {f"ours_{BLOCK}", "streaming_py1e"} <= contestants.keys():
-        for key in ("cpu_sec", "gib"):
+    for key in ("cpu_sec", "gib"):
+        if {f"ours_{BLOCK}", "streaming_py1e"} <= contestants.keys():
             figures.ratio(f"streaming_over_ours_{key}", f"streaming_py1e_{key}", f"ours_{BLOCK}_{key}")
+        if "streaming_part" in contestants:
+            figures.ratio(f"streaming_over_ours_part_{key}", f"streaming_part_{key}", f"part_{key}")
     return {**begins, "config": as_written(config), **figures.flat, "by_round": figures.by_round}
 
 

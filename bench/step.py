@@ -45,11 +45,12 @@ from cli.limits import limited
 from config import as_written
 from data import DataConfig
 from ema import EMAConfig
-from model import ModelConfig, build_device
+from model import build_device
 from reports.tables import text_of
 from training.optimizer import OptimizerConfig
 from training.run_config import RunConfig, build, resolve
 from zoo import load_family
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import MAX_SIDE_PX, as_size
 

@@ -1,6 +1,7 @@
 """Read a folder's images for an evaluation: sorted by name, decoded, in batches of equal size.
 
 EXIF rotation is ignored and transparency is dropped, as in pytorch-fid, so that both give a folder the same statistics.
+So `stages.images.decode_image` is not for these: it turns pictures upright, and puts them over white.
 
 Shapes: B batch, H W height and width in px.
 """

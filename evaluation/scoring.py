@@ -36,7 +36,8 @@ from evaluation.unfinished import Parts, Work
 from weights import hub
 from weights.hub_names import parse
 from weights.tensors import fingerprint, is_out_of_memory
-from zoo.sampling import MAX_STEPS, MIN_STEPS, SamplerName, shard
+from zoo.objectives import ObjectiveConfig
+from zoo.sampling import MAX_STEPS, MIN_STEPS, SamplerName, sampling_problems, shard, usual_sampler
 from zoo.spec import MAX_SIDE_PX, as_size
 
 NEEDS = {"inception": inception.NEED, "clip": clip_score.NEED}
@@ -63,8 +64,8 @@ class EvalConfig:
     """Classifier-free guidance scale; 1: none. eval.py also takes a list."""
     steps: int = limited(50, MIN_STEPS, MAX_STEPS)
     """Sampling steps."""
-    sampler: SamplerName = "ddim"
-    """How an image is drawn from noise."""
+    sampler: SamplerName | None = None
+    """How an image is drawn from noise. null: ddim, or euler for a flow."""
     weights: Literal["ema", "training"] | None = None
     """Which weights are scored. null: the EMA weights if the run has them."""
     statistics: str | None = None
@@ -93,12 +94,19 @@ class EvalConfig:
         """
         return self._file_problems(images_alone) if now else []
 
-    def resolved(self, global_batch_size: int, *, has_ema: bool) -> EvalConfig:
-        """Replace null by its value; every_images becomes whole batches."""
+    def resolved(self, global_batch_size: int, *, prediction: str, has_ema: bool) -> EvalConfig:
+        """Replace null by its value; every_images becomes whole batches.
+
+        Args:
+            prediction: what the network predicts.
+        """
+        drawn = dataclasses.replace(self, sampler=self.sampler or usual_sampler(prediction))
         if self.when == "off":
-            return self
+            return drawn
         every = rounded_up(self.every_images or EVERY_IMAGES, global_batch_size)
-        return dataclasses.replace(self, every_images=every, weights=self.weights or ("ema" if has_ema else "training"))
+        return dataclasses.replace(
+            drawn, every_images=every, weights=self.weights or ("ema" if has_ema else "training")
+        )
 
     def on_hub(self) -> dict[str, tuple[str, hub.Need]]:
         """Return those weights that are names of the hub: key -> name and what it needs."""
@@ -268,7 +276,9 @@ class Scorer:
         """Try to generate and measure this many images at once."""
         try:
             text, shape = model.family.tokenize([""] * size), model.family.latent_shape(self.size)
-            ways: dict[str, Any] = dict(sampler="ddim", steps=MIN_STEPS, guidance=max(self.config.guidances()))
+            ways: dict[str, Any] = dict(
+                sampler=self.config.sampler, steps=MIN_STEPS, guidance=max(self.config.guidances())
+            )
             images = model.generate(text, torch.zeros(size, *shape), **ways)
             self.meter.add(images, range(size), [""] * size)
             self.meter.measure_given()
@@ -369,6 +379,14 @@ class Scorer:
     def _gather_samples(self, mine: list[tuple[str, Tensor]]) -> None:
         """Gather the sample grid's images on rank 0, in the order of the prompts."""
         self.samples = gathered(mine) if self.config.samples else []
+
+
+def sampler_problems(config: EvalConfig, objective: ObjectiveConfig) -> list[tuple[str, str]]:
+    """(key, message) where the sampler cannot sample what a network was trained on; `objective`: without null."""
+    assert objective.prediction is not None
+    ways: dict[str, Any] = dict(prediction=objective.prediction, zero_terminal_snr=objective.zero_terminal_snr)
+    sampler = config.sampler or usual_sampler(objective.prediction)
+    return [(f"eval.{key}", text) for key, text in sampling_problems(sampler, MIN_STEPS, 1.0, **ways)]
 
 
 def rounded_up(every_images: int, global_batch_size: int) -> int:

@@ -26,7 +26,7 @@ from preflight import limits, machine
 from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, WARNING, Finding
 from preflight.run import batch_gib, cost_of, order_need, planned_microbatch, quick_problems, savings, wanted_of_stage
-from preflight.stage import Need, Shard
+from preflight.stage import Need
 from record.checkpoint_files import FULL, WEIGHTS, is_whole, listed
 from stages.dataset import Stage
 from stages.mixture import StreamConfig, epoch_samples
@@ -84,7 +84,7 @@ class Case:
     """The run being checked, and results that several checks use."""
 
     config: RunConfig
-    opened: list[tuple[StreamConfig, Stage, list[Shard]]] = field(default_factory=list)
+    opened: list[tuple[StreamConfig, Stage]] = field(default_factory=list)
     """Each stage that could be read."""
     of_stage: list[tuple[str, str]] = field(default_factory=list)
     """(key, message): the section `data` against the stage."""
@@ -127,8 +127,8 @@ class Case:
             return None
         epoch_batches = SYNTHETIC_EPOCH_BATCHES
         if not run.data.synthetic:
-            samples = [stage.num_samples for _, stage, _ in self.opened]
-            epoch = epoch_samples([source for source, _, _ in self.opened], samples) if samples else 0
+            samples = [stage.num_samples for _, stage in self.opened]
+            epoch = epoch_samples([source for source, _ in self.opened], samples) if samples else 0
             epoch_batches = epoch // run.global_batch_size
         num = total_batches(run.max_duration, global_batch_size=run.global_batch_size, epoch_batches=epoch_batches)
         return num or None
@@ -213,7 +213,7 @@ def host_memory(case: Case) -> list[Finding]:
     workers = 0 if run.data.synthetic else run.data.workers
     need = {
         count(ranks * workers, "worker"): ranks * workers * machine.WORKER_GIB,
-        "batches": ranks * machine.batches_on_their_way(workers, run.data.stage) * batch_gib(run),
+        "batches": ranks * machine.batches_on_their_way(workers) * batch_gib(run),
     }
     if case.order is not None:
         need[machine.ORDER] = case.order.gib
@@ -230,7 +230,7 @@ def shared_memory_room(case: Case) -> list[Finding]:
     if run is None:
         return not_looked_at("/dev/shm")
     workers = 0 if run.data.synthetic else run.data.workers
-    num = dist.get_local_world_size() * machine.batches_on_their_way(workers, run.data.stage)
+    num = dist.get_local_world_size() * machine.batches_on_their_way(workers)
     return machine.shared_memory_room(batch_gib(run), num, case.order)
 
 
@@ -271,7 +271,7 @@ def schedule(case: Case) -> list[Finding]:
             found.append(Finding(WARNING, "schedule", text))
     epochs = ""
     if case.opened:
-        samples = sum(stage.num_samples for _, stage, _ in case.opened)
+        samples = sum(stage.num_samples for _, stage in case.opened)
         epochs = f", {images / samples:.3g} times the stage's {samples:,} samples"
     return found or [Finding(OK, "schedule", f"{length}{epochs}; warm-up {warmup:,} batches")]
 
@@ -294,8 +294,7 @@ def folders(case: Case) -> list[Finding]:
 def disk(case: Case) -> list[Finding]:
     """Compare checkpoints, snapshots and the cache with the space on their disks; unwritable folders are skipped."""
     found, run = case.errors("disk"), case.resolved
-    shards = [(source, shards) for source, _, shards in case.opened]
-    needs = stage_checks.need_of_cache(case.config.data, shards) if not found else []
+    needs = stage_checks.need_of_cache(case.config.data, case.opened) if not found else []
     if run is not None and not limits.unwritable(run.run_folder):
         folder = Path(run.run_folder, run.run_name or "")
         if run.save.every_images:

@@ -25,7 +25,6 @@ from stages import batch_memory, shared_memory
 OK, WARNING, ERROR = "OK", "warning", "error"
 
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
-BATCHES_A_WORKER = 2  # torch's prefetch_factor
 ORDER = "an epoch's order"  # a kind of memory
 FEWER_SAMPLES = "read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]"
 FILES_OF_A_TRAINER, FILES_A_WORKER = 256, 32  # 49 were open with two workers, plus one per tensor in transfer
@@ -79,14 +78,9 @@ def _host_gib() -> tuple[float, float]:
     return total / 2**30, free / 2**30
 
 
-def batches_on_their_way(workers: int, stage: str) -> int:
-    """Return the number of one rank's batches in shared memory at once: prefetched, being built, and in use.
-
-    Args:
-        stage: `images` have memory that each worker keeps for its next batches.
-    """
-    each = batch_memory.KEPT if stage == "images" else BATCHES_A_WORKER
-    return each * workers + 2 if workers else 0
+def batches_on_their_way(workers: int) -> int:
+    """Return the number of one rank's batches in shared memory at once: what each worker keeps, and two in use."""
+    return batch_memory.KEPT * workers + 2 if workers else 0
 
 
 def shared_memory_room(batch_gib: float, num_batches: int, order: OrderNeed | None = None) -> list[Finding]:
@@ -110,6 +104,9 @@ def shared_memory_room(batch_gib: float, num_batches: int, order: OrderNeed | No
     size, free = room.f_blocks * room.f_frsize / 2**30, room.f_bavail * room.f_frsize / 2**30
     of_batches, of_order = batch_gib * num_batches, order.shared_gib if order else 0.0
     need = of_batches + of_order
+    if need > free:
+        _, dead, hidden = _dead_segments()
+        free += 0.0 if hidden else sum(map(_held_bytes, dead.values())) / 2**30  # the run removes them
     parts = [f"{num_batches} batches of {batch_gib:.3g} GiB"] if num_batches else []
     parts += [f"the order of {order.samples:,} samples ({of_order:.3g} GiB)"] if order and of_order > need / 100 else []
     given = f"{' and '.join(parts) or 'no batches'}: {need:.3g} GiB there; {size:.3g} GiB, {free:.3g} free"
@@ -129,16 +126,8 @@ def stale_segments(locals_: Sequence[str]) -> list[Finding]:
     Args:
         locals_: the folders of this run's shards; two runs may not share one.
     """
-    segments = shared_memory.by_number(shared_memory.SEGMENTS)
+    segments, dead, hidden = _dead_segments()
     locks = shared_memory.by_number(Path(tempfile.gettempdir()), suffix="_filelock")
-    mapped, hidden = shared_memory.mapped_numbers()
-    dead = [
-        number
-        for number, files in segments.items()
-        if number not in mapped
-        and not any(map(shared_memory.is_held, locks.get(number, [])))
-        and not any(map(shared_memory.is_young, files))
-    ]
     six = "[0-9]" * 6
     remove = f"if no other run is alive here: rm -f {shared_memory.SEGMENTS}/{six}_* {tempfile.gettempdir()}/{six}_*_filelock"
     folders = {
@@ -159,11 +148,30 @@ def stale_segments(locals_: Sequence[str]) -> list[Finding]:
     if not dead:
         alive = f"{len(segments)} in use by runs that are alive" if segments else "none in shared memory"
         return [Finding(OK, "segments", f"{alive}{harmless}")]
-    held_mib = sum(path.stat().st_size for n in dead for path in segments[n] if path.exists()) / 2**20
+    held_mib = sum(map(_held_bytes, dead.values())) / 2**20
     named = ", ".join(sorted(dead)[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
     left = f"{named} ({held_mib:.1f} MiB) are left in shared memory by runs that are gone{harmless}"
     todo = f"but {hidden}; {remove}" if hidden else "The next run on streamed data removes them."
     return [Finding(WARNING, "segments", f"{left}{', ' if hidden else '. '}{todo}")]
+
+
+def _dead_segments() -> tuple[dict[str, list[Path]], dict[str, list[Path]], str | None]:
+    """Return streaming's segments by number, those of runs that are gone, and why some of these may be in use, or None."""
+    segments = shared_memory.by_number(shared_memory.SEGMENTS)
+    locks = shared_memory.by_number(Path(tempfile.gettempdir()), suffix="_filelock")
+    mapped, hidden = shared_memory.mapped_numbers()
+    dead = {
+        number: files
+        for number, files in segments.items()
+        if number not in mapped
+        and not any(map(shared_memory.is_held, locks.get(number, [])))
+        and not any(map(shared_memory.is_young, files))
+    }
+    return segments, dead, hidden
+
+
+def _held_bytes(segments: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in segments if path.exists())
 
 
 def _folders_of(segments: Sequence[Path]) -> list[str]:

@@ -16,9 +16,9 @@ from composer.utils import dist
 
 from cli.limits import read_duration
 from config import count, flat, to_yaml
-from model import model_problems
 from training.optimizer import total_batches
 from zoo import load_family, mlperf
+from zoo.model_config import model_problems
 
 if TYPE_CHECKING:
     from training.cost import Cost
@@ -156,7 +156,7 @@ def _duration(values: Mapping[str, Any]) -> list[str]:
 
 def _target(values: Mapping[str, Any]) -> list[str]:
     """Return lines on the images to the target in the reference's runs, and on how this run differs from them."""
-    if values["model.variant"] != "mlperf":
+    if (values["model.family"], values["model.variant"]) != ("sd2", "mlperf"):
         return [f"images to a target: there are no reference points for model.variant={values['model.variant']}"]
     every = mlperf.checkpoint_batches(values["global_batch_size"])
     lines = [

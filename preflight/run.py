@@ -17,8 +17,8 @@ from cli.limits import ImageSize, kind_of_path, read_duration
 from config import flat
 from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
 from evaluation.prompts import read_prompts
-from evaluation.scoring import EVERY_IMAGES, EvalConfig, rounded_up
-from model import LatentDiffusion, model_problems
+from evaluation.scoring import EVERY_IMAGES, EvalConfig, rounded_up, sampler_problems
+from model import LatentDiffusion
 from preflight import limits, machine
 from record import mlperf_events
 from record.checkpoint_files import FULL, listed
@@ -35,7 +35,7 @@ from training.optimizer import total_batches
 from training.published import as_begun
 from training.run_config import RunConfig, resolve, wants_own_rate
 from zoo import load_family, mlperf
-from zoo.sampling import MIN_STEPS, sampling_problems
+from zoo.model_config import model_problems
 from zoo.spec import as_size
 
 # The memory estimate depends on these keys; it is left out if one of them is invalid.
@@ -155,7 +155,7 @@ def _shared_memory_problems(config: RunConfig) -> list[Problem]:
     if config.data.synthetic:
         return []
     with contextlib.suppress(ValueError):  # named by model_problems
-        num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers, config.data.stage)
+        num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers)
         found = machine.shared_memory_room(batch_gib(config), num, order_need(config.data))
         texts = [finding.text for finding in found if finding.level == machine.ERROR]
         return [Problem(f"/dev/shm: {text}", ("data.workers",)) for text in texts]
@@ -172,16 +172,23 @@ def order_need(config: DataConfig) -> machine.OrderNeed | None:
             has_buckets = any(stage.buckets for stage in stages)
             nodes = all_ranks.num_nodes()
             parts = 1 if has_buckets else min(nodes, config.num_canonical_nodes or nodes)
-            is_plain = not (has_buckets or any(source.weight for source in sources))
-            return machine.OrderNeed(samples, *memory_gib(samples, parts, is_plain=is_plain))
+            has_weights = any(source.weight for source in sources)
+            need = memory_gib(samples, parts, has_weights=has_weights, has_buckets=has_buckets)
+            return machine.OrderNeed(samples, *need)
     return None
 
 
 def batch_gib(config: RunConfig) -> float:
-    """Return the size of one rank's batch from the loader, GiB. Raises ValueError: there is no such network."""
+    """Return the size of one rank's batch from the loader, GiB. Raises ValueError: there is no such network, or stage."""
     family = load_family(config.model.family, config.model.preset, config.model.variant)
     columns = config.data.columns(family, config.size).values()
     sample_bytes = sum(math.prod(column.shape) * column.dtype.itemsize for column in columns)
+    if config.data.decode == "device" and not config.data.synthetic:  # files are handed over
+        stages = config.data.read()
+        of_files = sum(int(stage.shards.raw_bytes.sum()) for stage in stages) / sum(
+            stage.num_samples for stage in stages
+        )
+        sample_bytes = max(sample_bytes, math.ceil(of_files))
     return config.global_batch_size // dist.get_world_size() * sample_bytes / 2**30
 
 
@@ -247,9 +254,8 @@ def _objective_problems(config: RunConfig) -> list[Problem]:
             possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
             return [Problem(f"objective.prediction: {possible}", ("objective.prediction",))]
         found += config.objective.problems(family.objective)
-    if (config.eval.when != "off" or config.samples.is_given) and config.objective.zero_terminal_snr:
-        of_sampling = sampling_problems(config.eval.sampler, MIN_STEPS, 1.0, zero_terminal_snr=True)
-        found += [(f"eval.{key}", text) for key, text in of_sampling]
+        if config.eval.when != "off" or config.samples.is_given:
+            found += sampler_problems(config.eval, config.objective.resolved(family.objective))
     return [Problem(f"{key}: {text}", (key,)) for key, text in found]
 
 

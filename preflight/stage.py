@@ -5,9 +5,10 @@ Files fetched from a store for a check go to a temporary folder, which is remove
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import random
+import stat
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from streaming.base.util import bytes_to_int
 
 from data import DataConfig
 from preflight.machine import ERROR, OK, WARNING, Finding, free_gib
 from stages.dataset import Stage, is_remote
 from stages.fetch import file_digest, known_digest
+from stages.index_file import INDEX, stored_file
 from stages.mixture import StreamConfig
+from stages.shard_table import ShardTable
 from stages.store_errors import explain_store_error
 from stages.stores import download_once
 
@@ -30,30 +35,7 @@ MAX_DIGEST_BYTES = 1 << 30
 NO_MORE_AFTER_SEC = 30.0
 SILENCE_SEC = 10.0  # longest silence of a store when a shard is fetched
 SPARE_FILES = 1000  # files of a run besides its shards
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A file as an index lists it; of a shard, the one that a run reads."""
-
-    name: str
-    num_bytes: int
-    digest: tuple[str, str] | None
-    """(kind, digest); None: the index has none."""
-    stored: Shard | None = None
-    """The file that a store has instead, compressed; None: the same."""
-
-    @classmethod
-    def of(cls, file: Mapping[str, Any], stored: Shard | None = None) -> Shard:
-        return cls(file["basename"], file["bytes"], known_digest(file["hashes"]), stored)
-
-
-def shards_of(stage: Stage) -> list[Shard]:
-    """Return a stage's shards, from a folder or a store. Raises ValueError: the store did not return its index."""
-    with tempfile.TemporaryDirectory() as folder:
-        index = json.loads(_file(stage.location, "index.json", Path(folder)).read_bytes())
-    packed = [None if shard["zip_data"] is None else Shard.of(shard["zip_data"]) for shard in index["shards"]]
-    return [Shard.of(shard["raw_data"], of) for shard, of in zip(index["shards"], packed, strict=True)]
+NOTHING, NO_FILE = -1, -2  # in place of a file's size
 
 
 def _file(location: str, name: str, folder: Path) -> Path:
@@ -68,60 +50,61 @@ def _file(location: str, name: str, folder: Path) -> Path:
     return copy
 
 
-def described(stage: Stage, shards: Sequence[Shard]) -> str:
+def described(stage: Stage) -> str:
     """Describe a stage in one line."""
-    size = sum(shard.num_bytes for shard in shards)
+    size = int(stage.shards.raw_bytes.sum())
     readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-    return f"{stage.location}: {stage.kind}, {stage.num_samples:,} samples in {len(shards):,} shards, {readable}"
+    return f"{stage.location}: {stage.kind}, {stage.num_samples:,} samples in {len(stage.shards):,} shards, {readable}"
 
 
-def chosen(shards: Sequence[Shard]) -> list[Shard]:
-    """Return the first shards and some random ones, up to MAX_DIGEST_BYTES in all; always the first one."""
-    others = list(shards[FIRST_SHARDS:])
+def chosen(shards: ShardTable, numbers: Sequence[int]) -> list[int]:
+    """Return the first of some shards and some random ones, up to MAX_DIGEST_BYTES in all; always the first one."""
+    others = numbers[FIRST_SHARDS:]
     some, size = [], 0
-    for shard in [*shards[:FIRST_SHARDS], *random.sample(others, min(RANDOM_SHARDS, len(others)))]:
-        if not some or size + shard.num_bytes <= MAX_DIGEST_BYTES:
-            some.append(shard)
-            size += shard.num_bytes
+    for number in [*numbers[:FIRST_SHARDS], *random.sample(others, min(RANDOM_SHARDS, len(others)))]:
+        if not some or size + shards.raw_bytes[number] <= MAX_DIGEST_BYTES:
+            some.append(number)
+            size += int(shards.raw_bytes[number])
     return some
 
 
-def digests(location: str, shards: Sequence[Shard]) -> list[Finding]:
+def digests(stage: Stage) -> list[Finding]:
     """Read some shards of the stage itself, and compare their digests with the index."""
-    begun, checked, found = time.monotonic(), 0, []
-    for shard in (shard.stored or shard for shard in chosen(shards)):
+    begun, checked, found, shards = time.monotonic(), 0, [], stage.shards
+    for file in (stored_file(shards[number]) for number in chosen(shards, range(len(shards)))):
         if time.monotonic() - begun > NO_MORE_AFTER_SEC:
             break
         with tempfile.TemporaryDirectory() as folder:
             try:
-                text = _damage(_file(location, shard.name, Path(folder)), shard)
+                text = _damage(_file(stage.location, file["basename"], Path(folder)), file)
             except (ValueError, OSError) as error:
                 return [*found, Finding(ERROR, "digests", str(error))]
         if text:
-            damaged = f"{location.rstrip('/')}/{shard.name} is damaged: {text}"
+            damaged = f"{stage.location.rstrip('/')}/{file['basename']} is damaged: {text}"
             found.append(Finding(ERROR, "digests", f"{damaged}. Make that stage again, or copy it anew."))
         checked += 1
     if found:
         return found
-    given = f"{checked} of {len(shards):,} shards of the stage have their {_what(shards[0].stored or shards[0])}"
+    given = f"{checked} of {len(shards):,} shards of the stage have their {_what(stored_file(shards[0]))}"
     return [Finding(OK, "digests", given)]
 
 
-def _what(shard: Shard) -> str:
-    return shard.digest[0] if shard.digest else "size, and no digest in index.json"
+def _what(file: Mapping[str, Any]) -> str:
+    digest = known_digest(file["hashes"])
+    return digest[0] if digest else "size, and no digest in index.json"
 
 
-def _damage(file: Path, shard: Shard) -> str | None:
+def _damage(path: Path, file: Mapping[str, Any]) -> str | None:
     """Say how a file differs from its entry in the index, or None. Raises OSError."""
-    size = file.stat().st_size
-    if size != shard.num_bytes:
-        return f"{size:,} bytes, index.json says {shard.num_bytes:,}"
-    if shard.digest is None or (found := file_digest(file, shard.digest[0])) == shard.digest[1]:
+    size, digest = path.stat().st_size, known_digest(file["hashes"])
+    if size != file["bytes"]:
+        return f"{size:,} bytes, index.json says {file['bytes']:,}"
+    if digest is None or (found := file_digest(path, digest[0])) == digest[1]:
         return None
-    return f"{shard.digest[0]} {found}, index.json says {shard.digest[1]}"
+    return f"{digest[0]} {found}, index.json says {digest[1]}"
 
 
-def cache(config: StreamConfig, shards: Sequence[Shard]) -> list[Finding]:
+def cache(config: StreamConfig, shards: ShardTable) -> list[Finding]:
     """Check the shards that are already in `data.local`: all sizes, and some digests.
 
     A run checks each shard again when it opens it, and fetches damaged ones again. So damage is only a warning here: of a
@@ -129,36 +112,46 @@ def cache(config: StreamConfig, shards: Sequence[Shard]) -> list[Finding]:
     """
     if config.remote is None or config.local is None:
         return [Finding(OK, "cache", "none: the stage is read in place")]
-    local = Path(config.local)
-    if text := _in_the_way(local, shards):
+    local, sizes = Path(config.local), sizes_in(config.local, shards)
+    if text := _in_the_way(local, shards, sizes):
         return [Finding(ERROR, "cache", f"data.local: {text}")]
-    there = [shard for shard in shards if (local / shard.name).is_file()]
-    cut = [shard for shard in there if (local / shard.name).stat().st_size != shard.num_bytes]
-    checked = chosen([shard for shard in there if shard not in cut])
-    damaged = {shard.name: text for shard in [*cut, *checked] if (text := _damage(local / shard.name, shard))}
+    cut = np.flatnonzero((sizes >= 0) & (sizes != shards.raw_bytes)).tolist()
+    checked = chosen(shards, np.flatnonzero(sizes == shards.raw_bytes).tolist())
+    looked_at = ((shards.names[number], shards[number]["raw_data"]) for number in [*cut, *checked])
+    damaged = {name: text for name, file in looked_at if (text := _damage(local / name, file))}
     if damaged:
         name, text = next(iter(damaged.items()))
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         text = f"data.local: {local / name}{more} is damaged: {text}. A run fetches it again; look at that disk."
         return [Finding(WARNING, "cache", text)]
-    if not there:
+    if not (num_there := int((sizes >= 0).sum())):
         return [Finding(OK, "cache", f"{local} holds no shard yet")]
     given = (
-        f"{local} holds {len(there):,} of {len(shards):,} shards, all of their size; {len(checked)} have their "
-        f"{_what(shards[0])}"
+        f"{local} holds {num_there:,} of {len(shards):,} shards, all of their size; {len(checked)} have their "
+        f"{_what(shards[0]['raw_data'])}"
     )
     return [Finding(OK, "cache", given)]
 
 
-def _in_the_way(local: Path, shards: Sequence[Shard]) -> str | None:
+def sizes_in(local: str, shards: ShardTable) -> NDArray[np.int64]:
+    """(N,) bytes of each shard's file in a folder; NOTHING, or NO_FILE where something else has its name."""
+    found = np.full(len(shards), NOTHING)
+    for number, name in enumerate(shards.names):
+        with contextlib.suppress(OSError):  # a broken link will be replaced by the file
+            there = os.stat(f"{local}/{name}")  # noqa: PTH116  # a Path takes twice as long as the call
+            found[number] = there.st_size if stat.S_ISREG(there.st_mode) else NO_FILE
+    return found
+
+
+def _in_the_way(local: Path, shards: ShardTable, sizes: NDArray[np.int64]) -> str | None:
     """Say what blocks a folder or file that a run will create in `local`, or None. `local` itself is not checked."""
-    names = [Path("index.json"), *(Path(shard.name) for shard in shards)]
-    for folder in sorted({parent for name in names for parent in name.parents if parent.name}):
+    folders = {parent for name in shards.folders() for parent in (Path(name), *Path(name).parents) if parent.name}
+    for folder in sorted(folders):
         if os.path.lexists(local / folder) and not (local / folder).is_dir():
             return f"{local / folder} is not a folder, but the stage has one of that name. Remove it."
-    for name in names:  # a broken link will be replaced by the file
-        if (local / name).exists() and not (local / name).is_file():
-            return f"{local / name} is not a file, but the stage has one of that name. Remove it."
+    index = [INDEX] if (local / INDEX).exists() and not (local / INDEX).is_file() else []
+    for name in [*index, *map(shards.names.__getitem__, np.flatnonzero(sizes == NO_FILE).tolist())]:
+        return f"{local / name} is not a file, but the stage has one of that name. Remove it."
     return None
 
 
@@ -176,18 +169,18 @@ class Need:
     files: int = 0
 
 
-def need_of_cache(config: DataConfig, opened: Sequence[tuple[StreamConfig, Sequence[Shard]]]) -> list[Need]:
+def need_of_cache(config: DataConfig, opened: Sequence[tuple[StreamConfig, Stage]]) -> list[Need]:
     """Return the expected growth of each `data.local`: the whole stage, minus what is already there; in all, the limit."""
     needs, room = [], float("inf") if config.cache_limit is None else bytes_to_int(config.cache_limit)
-    for source, shards in opened:
+    for source, stage in opened:
         if source.remote is None or source.local is None:
             continue
-        local, size = Path(source.local), sum(shard.num_bytes for shard in shards)
-        held = [(local / shard.name).stat().st_size for shard in shards if (local / shard.name).is_file()]
-        to_come = max(0, min(size, room) - sum(held)) / 2**30
+        sizes, size = sizes_in(source.local, stage.shards), int(stage.shards.raw_bytes.sum())
+        held = sizes[sizes >= 0]
+        to_come = max(0, min(size, room) - int(held.sum())) / 2**30
         room = max(0, room - size)
         way_out = "Give data.cache_limit, or another data.local"
-        needs.append(Need("shards in data.local", way_out, local, to_come, max(0, len(shards) - len(held))))
+        needs.append(Need("shards in data.local", way_out, Path(source.local), to_come, len(sizes) - len(held)))
     return needs
 
 

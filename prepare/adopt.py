@@ -47,7 +47,6 @@ from cli.limits import limited
 from cli.masking import printable
 from cli.table import as_table
 from config import load
-from model import ModelConfig
 from prepare.adopt_latents import compare, problems_of_latents
 from prepare.encoder import open_shard
 from prepare.places import open_place
@@ -58,6 +57,7 @@ from stages.fetch import known_digest
 from stages.images import SampleError, captions_of, decode_image, size_of
 from stages.index_file import check_named_columns, stored_file
 from stages.shard_table import ShardTable
+from zoo.model_config import ModelConfig
 
 NAMES = {
     "image": ("image", "jpg", "jpeg", "png", "webp", "img", "picture"),

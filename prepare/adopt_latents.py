@@ -23,11 +23,12 @@ from torchvision.transforms.v2 import functional as vision
 
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
-from model import ModelConfig, fetched, model_problems, normalize_images
+from model import normalize_images
 from stages.images import SampleError, decode_image
 from stages.latents import read_latent
 from zoo import load_family
 from zoo.encoders import build_encoders
+from zoo.model_config import ModelConfig, fetched, model_problems
 from zoo.spec import Family
 
 NUM_COMPARED = 8

@@ -24,7 +24,7 @@ import functools
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class Area:
         return f"; cut off of a picture's area: {buckets:.1%} in buckets, {squares:.1%} in squares"
 
 
-def groups_of(shards: Sequence[dict[str, Any]], group_bytes: int) -> list[list[dict[str, Any]]]:
+def groups_of(shards: Sequence[Mapping[str, Any]], group_bytes: int) -> list[list[Mapping[str, Any]]]:
     """Cut a stage's shards into groups of at most so many bytes, at least one shard each."""
     groups, size = [], 0
     for shard in shards:
@@ -103,7 +103,9 @@ def groups_of(shards: Sequence[dict[str, Any]], group_bytes: int) -> list[list[d
     return groups
 
 
-def plan_for(size: ImageSize, config: BucketsConfig, stage: Stage, groups: Sequence[Sequence[dict]]) -> Plan:
+def plan_for(
+    size: ImageSize, config: BucketsConfig, stage: Stage, groups: Sequence[Sequence[Mapping[str, Any]]]
+) -> Plan:
     """Return a bucket's plan: a part of it is made from each group of shards."""
     own = {"caption": "str", "captions": "json", "key": "str", "jpg": "bytes", "width": "int", "height": "int"}
     columns = own if stage.adopted else dict(zip(stage.columns, stage.encodings, strict=True))
@@ -118,7 +120,7 @@ def plan_for(size: ImageSize, config: BucketsConfig, stage: Stage, groups: Seque
 
 
 def rows_of(
-    stage: Stage, source: Place, shards: Sequence[dict[str, Any]]
+    stage: Stage, source: Place, shards: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], str | None]]:
     """Yield the rows of some shards with their pictures' sizes, and why one cannot be used."""
     for shard in shards:
@@ -138,7 +140,7 @@ def rows_of(
 def make_parts(
     places: dict[ImageSize, Place],
     plans: dict[ImageSize, Plan],
-    groups: Sequence[Sequence[dict]],
+    groups: Sequence[Sequence[Mapping[str, Any]]],
     rows: Any,
     area: Area,
 ) -> None:
@@ -167,7 +169,7 @@ def _fill(rows: Sequence[tuple[dict[str, Any], str | None]], number: int, part: 
 
 
 def write_set(
-    config: BucketsConfig, source: Place, stage: Stage, shards: list[dict], place: Place
+    config: BucketsConfig, source: Place, stage: Stage, shards: Sequence[Mapping[str, Any]], place: Place
 ) -> tuple[SampleCounts, Area]:
     """Make the set, or its missing parts. Raises Refused: OUT has other content; Failed, OSError: the work had to stop."""
     shard_size, sizes, area, counts = bytes_to_int(config.shard_size), config.sizes, Area(), SampleCounts()

@@ -32,7 +32,6 @@ from preflight import run as checks
 from preflight import stage as stage_checks
 from preflight.checks import Case, not_looked_at
 from preflight.machine import ERROR, OK, WARNING, Finding
-from stages.dataset import read_stage
 from stages.mixture import opened
 from training.run_config import ALIASES, NOT_YET, RunConfig
 
@@ -51,9 +50,7 @@ def store(case: Case) -> list[Finding]:
     wanted = checks.wanted_of_stage(config)
     for key, source in data.named_sources():
         try:
-            stage = read_stage(source.location or "", source.facts)
-            for one in opened([source], [stage], config.size):
-                case.opened.append((one.config, one.stage, stage_checks.shards_of(one.stage)))
+            case.opened += [(one.config, one.stage) for one in opened([source], [source.contents], config.size)]
         except ValueError as error:
             return [Finding(ERROR, "store", f"{key}.{'remote' if source.remote else 'local'}: {error}")]
     without = dataclasses.replace(data, synthetic=True).problems(config.global_batch_size, *wanted)
@@ -63,7 +60,7 @@ def store(case: Case) -> list[Finding]:
         case.of_stage.append((problem.keys[0], problem.text.partition(": ")[2]))
     if errors := case.errors("store"):
         return errors
-    described = [Finding(OK, "store", stage_checks.described(stage, shards)) for _, stage, shards in case.opened]
+    described = [Finding(OK, "store", stage_checks.described(stage)) for _, stage in case.opened]
     return described or [Finding(OK, "store", "no stage")]
 
 
@@ -81,7 +78,7 @@ def digests(case: Case) -> list[Finding]:
     """Read some shards of the stage."""
     if not case.opened:
         return [Finding(OK, "digests", "none")] if case.config.data.synthetic else not_looked_at("digests")
-    return [found for _, stage, shards in case.opened for found in stage_checks.digests(stage.location, shards)]
+    return [found for _, stage in case.opened for found in stage_checks.digests(stage)]
 
 
 def cache(case: Case) -> list[Finding]:
@@ -90,7 +87,7 @@ def cache(case: Case) -> list[Finding]:
         return errors
     if not case.opened:
         return [Finding(OK, "cache", "none")] if case.config.data.synthetic else not_looked_at("cache")
-    return [found for source, _, shards in case.opened for found in stage_checks.cache(source, shards)]
+    return [found for source, stage in case.opened for found in stage_checks.cache(source, stage.shards)]
 
 
 # --- the command ---

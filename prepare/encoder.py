@@ -22,17 +22,18 @@ from torch import Tensor
 
 from cli.errors import Failed
 from cli.limits import ImageSize
-from model import AUTOCAST_DTYPES, ModelConfig, normalize_images
+from model import AUTOCAST_DTYPES, normalize_images
 from prepare.moments import check_finite, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Place
 from stages.adopted import Columns, mapped
 from stages.fetch import Damaged, check_file, known_digest, unpack
-from stages.images import SampleError, captions_of, decode_image, resize_and_crop
+from stages.images import SampleError, captions_of, decode_image, resize_and_crop, shown_part, size_of
 from stages.index_file import stored_file
 from stages.moments import FLIPPED
 from zoo import load_family
 from zoo.encoders import build_encoders
+from zoo.model_config import ModelConfig
 
 AGAIN = "Make that stage again, or copy it anew"
 
@@ -45,6 +46,8 @@ class Decoded:
     captions: Sequence[str] = ()
     image: Tensor | None = None
     """(3, H, W), of the family's type."""
+    sizes: tuple[int, ...] = ()
+    """See `stages.images.shown_part`."""
     metadata: Any = None
     problem: str | None = None
 
@@ -57,10 +60,11 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int)
         raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
     try:
         captions = captions_of(sample)
-        image = resize_and_crop(decode_image(sample["jpg"]), size, dtype)
+        pixels = decode_image(sample["jpg"])
+        image, sizes = resize_and_crop(pixels, size, dtype), shown_part(size_of(pixels), size)
     except SampleError as error:
         return Decoded(str(sample["key"]), problem=str(error))
-    return Decoded(str(sample["key"]), captions, image, sample.get("metadata"))
+    return Decoded(str(sample["key"]), captions, image, sizes, sample.get("metadata"))
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], ahead: int) -> Iterator[Any]:
@@ -146,7 +150,7 @@ class Encoder:
                     part.skip(sample.key, str(error))
                     continue
                 row |= {"caption": sample.captions[0], "captions": sample.captions}
-                row |= {"key": sample.key, "metadata": sample.metadata}
+                row |= {"key": sample.key, "metadata": sample.metadata, "sizes": np.array(sample.sizes, np.uint16)}
                 part.write({name: row[name] for name in columns})
 
     @staticmethod

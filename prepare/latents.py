@@ -28,17 +28,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from composer.utils import dist
 from PIL import Image
@@ -50,7 +49,6 @@ from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
-from model import ModelConfig, fetched, model_problems
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
 from prepare.moments import mds_columns
@@ -74,6 +72,7 @@ from stages.adopted import Columns
 from stages.dataset import Stage, read_stage
 from stages.fetch import HASH
 from stages.images import resize_name
+from zoo.model_config import ModelConfig, fetched, model_problems
 from zoo.spec import MAX_SIDE_PX, as_size
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ def check(config: LatentsConfig) -> list[Problem]:
     return found + model_problems(config.model, config.size, encoders_wanted=True)
 
 
-def open_input(location: str, facts: str | None = None) -> tuple[Place, Stage, list[dict[str, Any]]]:
+def open_input(location: str, facts: str | None = None) -> tuple[Place, Stage, Sequence[Mapping[str, Any]]]:
     """Return the place of the stage `images`, its facts, and its shards as its index lists them.
 
     Raises:
@@ -134,25 +133,21 @@ def open_input(location: str, facts: str | None = None) -> tuple[Place, Stage, l
         raise ValueError(f"IN: {text}")
     try:
         stage = read_stage(location, facts)
-        shards = json.loads(open_place(location).read("index.json"))["shards"]
     except (ValueError, OSError) as error:
         raise ValueError(f"IN: {error}") from error
     if stage.kind != "images":
         raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of images (prepare.shards).")
     if stage.adopted is not None:
-        firsts = itertools.accumulate((shard["samples"] for shard in shards), initial=0)
-        return (
-            open_place(location),
-            stage,
-            [{**shard, "first": first} for shard, first in zip(shards, firsts, strict=False)],
-        )
+        firsts = (np.cumsum(stage.shards.samples) - stage.shards.samples).tolist()
+        shards = [{**shard, "first": first} for shard, first in zip(stage.shards, firsts, strict=True)]
+        return open_place(location), stage, shards
     missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
     if missing:
         raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
-    return open_place(location), stage, shards
+    return open_place(location), stage, stage.shards
 
 
-def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: list[dict]) -> Plan:
+def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: Sequence[Mapping[str, Any]]) -> Plan:
     """Return the plan for the moments of a stage of images."""
     facts = {
         "family": config.model.family,
@@ -197,7 +192,7 @@ def make_parts(
     todo: Sequence[int],
     encoder: Encoder,
     source: Place,
-    shards: list[dict],
+    shards: Sequence[Mapping[str, Any]],
     workers: int,
     adopted: Columns | None,
 ) -> float:
@@ -276,7 +271,12 @@ def _speed(images: int, seconds: float) -> str:
 
 
 def write_stage(
-    config: LatentsConfig, encoder: Encoder, source: Place, stage: Stage, shards: list[dict], place: Place
+    config: LatentsConfig,
+    encoder: Encoder,
+    source: Place,
+    stage: Stage,
+    shards: Sequence[Mapping[str, Any]],
+    place: Place,
 ) -> tuple[SampleCounts, str] | None:
     """Make this rank's share of the stage's missing parts, and finish the stage.
 

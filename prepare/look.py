@@ -33,7 +33,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +47,6 @@ from cli.limits import limited
 from cli.log import log
 from cli.masking import printable
 from config import load, to_yaml
-from model import ModelConfig, fetched, model_problems
 from prepare import look_picture as draw
 from prepare.encoder import AGAIN, in_order, open_shard
 from prepare.look_picture import Histogram, Sample, Tile, first_of, share, size_in_words, spread
@@ -56,7 +54,9 @@ from prepare.places import Place, address_problem, open_place, out_problem
 from prepare.words import split_words
 from stages.dataset import FACTS_FILE, Stage, is_remote, read_stage
 from stages.shard_file import ShardError, ShardFile
+from stages.shard_table import ShardTable
 from zoo import load_family
+from zoo.model_config import ModelConfig, fetched, model_problems
 from zoo.spec import Family, as_size
 
 Fact = tuple[str, str]  # a name, and what is known of it
@@ -98,8 +98,8 @@ def check(config: LookConfig, stage: Stage | None) -> list[Problem]:
     return found + model_problems(config.model, size, encoders_wanted=False)
 
 
-def open_stage(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
-    """Return the place of a stage, its facts, and its shards as its index lists them.
+def open_stage(location: str) -> tuple[Place, Stage]:
+    """Return the place of a stage, and what it says of itself.
 
     Raises:
         ValueError: it is no stage that can be looked at without executing something of it.
@@ -108,7 +108,6 @@ def open_stage(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
         raise ValueError(f"REMOTE: {text}")
     try:
         stage, place = read_stage(location), open_place(location)
-        shards = json.loads(place.read("index.json"))["shards"]
     except (ValueError, OSError) as error:
         raise ValueError(f"REMOTE: {error}") from error
     if stage.adopted is not None:
@@ -120,7 +119,7 @@ def open_stage(location: str) -> tuple[Place, Stage, list[dict[str, Any]]]:
     column, wanted = NEEDED[stage.kind]
     if not dict(zip(stage.columns, stage.encodings, strict=True)).get(column, "").startswith(wanted):
         raise ValueError(f"REMOTE: {location} has no column {column} of {wanted}. {AGAIN}.")
-    return place, stage, shards
+    return place, stage
 
 
 def picture_problem(out: str, remote: str) -> str | None:
@@ -156,7 +155,7 @@ def choose(sizes: Sequence[int], read: int, seed: int) -> dict[int, list[int]]:
 # --- facts about the whole ---
 
 
-def stage_facts(stage: Stage, shards: Sequence[dict[str, Any]]) -> list[Fact]:
+def stage_facts(stage: Stage) -> list[Fact]:
     """Return what dataset.json and index.json say."""
     facts = [("kind", stage.kind), ("location", stage.location)]
     for name, value in stage.facts.items():
@@ -164,16 +163,17 @@ def stage_facts(stage: Stage, shards: Sequence[dict[str, Any]]) -> list[Fact]:
             group = {f", {key}": of for key, of in value.items()} if isinstance(value, dict) else {"": value}
             words = {key: of if isinstance(of, str) else json.dumps(of) for key, of in group.items()}
             facts += [(f"{name}{key}".replace("_", " "), text) for key, text in words.items()]
-    sizes, samples = [shard["raw_data"]["bytes"] for shard in shards], [shard["samples"] for shard in shards]
-    mean, least, greatest = map(size_in_words, (sum(sizes) / len(sizes), min(sizes), max(sizes)))
-    columns = zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True)
+    sizes, samples = stage.shards.raw_bytes, stage.shards.samples
+    total = int(sizes.sum())
+    mean, least, greatest = map(size_in_words, (total / len(sizes), int(sizes.min()), int(sizes.max())))
+    columns = zip(stage.columns, stage.encodings, strict=True)
     return [
         *facts,
         ("columns", ", ".join(f"{name} ({encoding})" for name, encoding in columns)),
-        ("shards", f"{len(shards):,}"),
+        ("shards", f"{len(sizes):,}"),
         ("samples", f"{stage.num_samples:,}"),
-        ("samples a shard", f"mean {np.mean(samples):,.1f}, least {min(samples):,}, greatest {max(samples):,}"),
-        ("bytes", f"{size_in_words(sum(sizes))} ({sum(sizes):,})"),
+        ("samples a shard", f"mean {samples.mean():,.1f}, least {samples.min():,}, greatest {samples.max():,}"),
+        ("bytes", f"{size_in_words(total)} ({total:,})"),
         ("bytes a shard", f"mean {mean}, least {least}, greatest {greatest}"),
     ]
 
@@ -307,7 +307,7 @@ class Seen:
 # --- the command ---
 
 
-def read_samples(place: Place, shards: Sequence[dict[str, Any]], chosen: dict[int, list[int]], seen: Seen) -> list[str]:
+def read_samples(place: Place, shards: ShardTable, chosen: dict[int, list[int]], seen: Seen) -> list[str]:
     """Read the chosen samples, shard by shard; return what is wrong with those that cannot be read."""
     problems, num_threads = [], len(os.sched_getaffinity(0))
     with (
@@ -319,7 +319,7 @@ def read_samples(place: Place, shards: Sequence[dict[str, Any]], chosen: dict[in
         # As in prepare.latents: what `decode_image` sets for itself is no use in threads.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         for number, rows in chosen.items():
-            name = shards[number]["raw_data"]["basename"]
+            name = shards.names[number]
             try:
                 reader = open_shard(place, shards[number], Path(scratch))
                 with ShardFile(reader) as shard:
@@ -359,19 +359,19 @@ def show(config: LookConfig, stage: Stage, seen: Seen, vae: nn.Module | None, sh
     draw.write_page(out, head, tiles, histograms)
 
 
-def look(config: LookConfig, place: Place, stage: Stage, shards: list[dict[str, Any]], out: Path) -> int:
+def look(config: LookConfig, place: Place, stage: Stage, out: Path) -> int:
     """Print the facts and write the picture; return the exit code. Raises ConfigError: the weights are damaged."""
     family = load_family(config.model.family, config.model.preset, config.model.variant)
     vae, shown_by, made = None, draw.AS_COLOURS, stage.facts.get("encoders")
     if stage.kind == "moments" and config.model.weights is not None:
         made = made.get("vae") if isinstance(made, dict) else None
         vae, shown_by = draw.build_vae(family, str(fetched(config.model).weights), made)
-    print_facts(stage_facts(stage, shards))
+    print_facts(stage_facts(stage))
     seen = Seen(config, stage, family)
-    chosen = choose([shard["samples"] for shard in shards], config.read, config.seed)
-    problems = read_samples(place, shards, chosen, seen)
+    chosen = choose(stage.shards.samples.tolist(), config.read, config.seed)
+    problems = read_samples(place, stage.shards, chosen, seen)
     num = len(chosen) - len(problems)
-    read = f"{len(seen.samples):,} samples of {num:,} of {len(shards):,} shards"
+    read = f"{len(seen.samples):,} samples of {num:,} of {len(stage.shards):,} shards"
     facts = [("read", f"{read}; the hashes of these are right" if num else read)]
     if problems:
         facts.append(("shards that cannot be read", f"{len(problems):,} of {len(chosen):,} that were tried"))

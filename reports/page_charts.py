@@ -130,8 +130,8 @@ def later_scores(run: History) -> list[Line]:
 
 def is_mlperf(run: History) -> bool:
     """True for a run of the benchmark's model, which the reference's curves are of."""
-    is_logged = run.config.get("mlperf.enabled") is True and run.config.get("model.family") == "sd2"
-    return is_logged or run.config.get("model.variant") == "mlperf"
+    is_variant = run.config.get("model.variant") == "mlperf"
+    return run.config.get("model.family", "sd2") == "sd2" and (is_variant or run.config.get("mlperf.enabled") is True)
 
 
 def _band_note(runs: Sequence[History]) -> str:

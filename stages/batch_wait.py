@@ -20,7 +20,8 @@ from cli.private_api import require_private_api
 from stages.fetch import SAY_SEC, StreamFailure
 
 SLICE_SEC = 1.0  # of a wait: so late a signal is heard, by the ranks that have their batch too
-LOOK_SEC = 5.0  # between two looks at what has arrived: a walk over the cache
+LOOK_SEC = 5.0  # between two looks at what has arrived: a walk over the cache, which may have 400,000 files
+LOOK_PART = 10  # of a wait the looks take one in so many seconds
 END = object()
 """What `next_batch` returns after the last batch."""
 NOT_YET = object()
@@ -44,7 +45,7 @@ def next_batch(
     Raises:
         StreamFailure: nothing has come for too long.
     """
-    usual, began, said_at, looked_at = iterator._timeout, time.monotonic(), 0.0, -math.inf
+    usual, began, said_at, look_at = iterator._timeout, time.monotonic(), 0.0, -math.inf
     seen, since = None, began
     poll = _of_workers(iterator) if usual else _of_a_thread(iterator)
     limit_sec = limit_sec if usual else math.inf
@@ -53,10 +54,10 @@ def next_batch(
         while (batch := poll()) is NOT_YET:
             while_waiting()
             now = time.monotonic()
-            if now - looked_at >= LOOK_SEC:
-                looked_at = now
+            if now >= look_at or now - since > limit_sec:
                 if (here := arrived()) != seen:
                     seen, since = here, now if seen is not None else began
+                look_at = now + max(LOOK_SEC, LOOK_PART * (time.monotonic() - now))
             if now - since > limit_sec:
                 text = f"no batch for {now - began:.0f} s, and nothing of the stage has arrived for {now - since:.0f} s"
                 raise StreamFailure(f"data: {text}: the loader's workers hang. Start the run again: it resumes.")

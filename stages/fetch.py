@@ -132,7 +132,7 @@ def unpack(packed: Path, to: Path, compression: str | None) -> None:
     partial.replace(to)
 
 
-OF_STREAM = ("_downloader", "_download_file", "_prepare_shard_part", "set_up_local", "get_shards")
+OF_STREAM = ("_downloader", "_download_file", "_prepare_shard_part", "set_up_local", "get_shards", "get_index_size")
 require_private_api(Stream, *OF_STREAM, why="files are waited for, and compared with their digests")
 
 
@@ -314,6 +314,10 @@ class RetryingStream(Stream):
         if self.adopted is not None:
             self.table = self.table.filled()
         return Readers([(self.table, self.local, self.adopted)])
+
+    def get_index_size(self) -> int:
+        """Return what index.json takes of a cache."""
+        return 0 if self.remote is None else super().get_index_size()
 
     def set_up_local(self, shards: Any, cache_usage_per_shard: Any) -> None:
         """Report no shard as present: each goes through `prepare_shard`, and so through its digest, once in this run."""

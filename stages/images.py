@@ -9,9 +9,12 @@ bicubic overshoots it lies below 0 or above 1, as in the reference, which resize
 
 from __future__ import annotations
 
+import contextlib
 import io
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,10 +29,12 @@ from torchvision.transforms.v2 import functional as vision
 
 from cli.limits import MAX_CAPTION, ImageSize
 
+MOST = 2**16 - 1  # that a stage has for a side, px
 MAX_COVER = 4  # times the crop's side: of a longer picture only what the crop shows is scaled
 STRIP_ROWS = 512  # of a source that are float32 at once
 SAMPLINGS = (0, 1, 2)  # by PIL's numbers: 4:4:4, 4:2:2, 4:2:0
 END_OF_JPEG = b"\xff\xd9"
+MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # ends coded data: no byte 255, no restart, no filler
 FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}  # EXIF's orientation -> axes of (3, h, w)
 TRANSPOSED = (5, 6, 7, 8)  # before that
 CUBIC = -0.5  # Keys' a; torch and PIL take it where they antialias
@@ -51,20 +56,22 @@ def decode_image(data: bytes) -> Tensor:  # -> uint8 (3, h, w), RGB
     Raises:
         SampleError: empty, not an image, truncated, or with more pixels than PIL holds to be safe.
     """
-    if not data:
-        raise SampleError("image of zero bytes")
+    with _refused():
+        image = _opened(data)
+        pixels = _decode_jpeg(image, data)
+        pixels = _pixels_of(image) if pixels is None else pixels
+        return upright(pixels, image.getexif().get(ExifTags.Base.Orientation, 1))
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Say why a picture cannot be used, whatever it was that found it out. Raises SampleError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            if isinstance(data, Pixels):
-                image = _from_pixels(data)
-            else:
-                image = Image.open(
-                    io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")
-                )  # reads the header, checks the size
-            pixels = _decode_jpeg(image, data)
-            pixels = _pixels_of(image) if pixels is None else pixels
-            return _upright(pixels, image.getexif().get(ExifTags.Base.Orientation, 1))
+            yield
+    except SampleError:
+        raise
     except UnidentifiedImageError as error:
         raise SampleError("not an image") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -73,20 +80,78 @@ def decode_image(data: bytes) -> Tensor:  # -> uint8 (3, h, w), RGB
         raise SampleError("truncated or damaged image") from error
 
 
+def _opened(data: bytes) -> Image.Image:
+    """Read the header, which checks the size. Raises what PIL raises, or SampleError."""
+    if not data:
+        raise SampleError("image of zero bytes")
+    if isinstance(data, Pixels):
+        return _from_pixels(data)
+    return Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+
+
+@dataclass(frozen=True)
+class JpegHeader:
+    """What is known of a JPEG before it is decoded."""
+
+    stored: ImageSize
+    """(width, height), px, as it is decoded."""
+    orientation: Any
+    """As EXIF has it; see `upright`."""
+
+    @property
+    def size(self) -> ImageSize:
+        """(width, height), px, of the picture upright."""
+        return self.stored[::-1] if self.orientation in TRANSPOSED else self.stored
+
+
+def header_of_jpeg(data: bytes) -> JpegHeader | None:
+    """Look at a picture without decoding it; None: no JPEG of the kinds that every decoder reads alike.
+
+    Those are grey, or YCbCr by the numbers of its channels; Adobe's marker, which not all decoders look at, does not say RGB.
+
+    Raises:
+        SampleError: as `decode_image`, where the header alone says it.
+    """
+    if isinstance(data, Pixels):
+        return None
+    with _refused():
+        image: Any = _opened(data)
+        if not _is_plain(image, data):
+            return None
+        is_ycc = [channel[0] for channel in image.layer] == [1, 2, 3] and image.info.get("adobe_transform", 1) == 1
+        if not (is_ycc or image.mode == "L"):
+            return None
+        return JpegHeader(image.size, image.getexif().get(ExifTags.Base.Orientation, 1))
+
+
 def _decode_jpeg(image: Image.Image, data: bytes) -> Tensor | None:
     """Decode by torchvision, in 0.7 of PIL's time; None: PIL has to say.
 
     PIL's libjpeg and torchvision's agree on every pixel of grey, 4:4:4, 4:2:2 and 4:2:0, baseline or progressive; of 4:4:0
-    they do not. A file that lacks its end is PIL's: torchvision 0.25 refuses it too, but keeps its memory for ever.
+    they do not, and they smooth a progressive file that lacks scans each in its way. A file that lacks its end, or has
+    another marker before it, is PIL's: torchvision 0.25 refuses most such files too, but keeps their memory for ever.
     """
-    is_alike = image.format == "JPEG" and (image.mode == "L" or get_sampling(image) in SAMPLINGS)
-    if not (is_alike and data.endswith(END_OF_JPEG)):
+    if not _is_plain(image, data):
         return None
     try:  # a copy of some kB: torch warns of memory that it must not write to
         pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
     except RuntimeError:
         return None
     return pixels if size_of(pixels) == image.size else None
+
+
+def _has_end(image: Image.Image, data: bytes) -> bool:
+    """Return whether an opened JPEG's coded data are followed by its end. Where several scans are not progressive: False."""
+    if "progressive" in image.info:  # torchvision makes room for its picture after all scans, so it keeps nothing
+        return data.endswith(END_OF_JPEG)
+    marker = MARKER.search(data, image.fp.tell())  # PIL has read up to the coded data
+    return marker is not None and marker[0] == END_OF_JPEG
+
+
+def _is_plain(image: Image.Image, data: bytes) -> bool:
+    """True for what torchvision decodes as PIL does."""
+    is_alike = image.format == "JPEG" and (image.mode == "L" or get_sampling(image) in SAMPLINGS)
+    return is_alike and _has_end(image, data)
 
 
 def _pixels_of(image: Image.Image) -> Tensor:  # -> uint8 (3, h, w), RGB
@@ -100,7 +165,7 @@ def _pixels_of(image: Image.Image) -> Tensor:  # -> uint8 (3, h, w), RGB
     return torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
 
 
-def _upright(pixels: Tensor, orientation: Any) -> Tensor:  # (3, h, w) -> (3, h, w) or (3, w, h)
+def upright(pixels: Tensor, orientation: Any) -> Tensor:  # (3, h, w) -> (3, h, w) or (3, w, h)
     """Turn a picture as EXIF 2.3, tag 0x0112, says it has to be shown; other values say nothing, as in PIL."""
     pixels = pixels.transpose(1, 2) if orientation in TRANSPOSED else pixels
     pixels = pixels.flip(FLIPPED[orientation]) if orientation in FLIPPED else pixels
@@ -177,6 +242,28 @@ def crop_room(source: ImageSize, size: ImageSize) -> ImageSize:
     return width - size[0], height - size[1]
 
 
+def is_long(covering: ImageSize, size: ImageSize) -> bool:
+    """True where so little of the scaled picture is kept that only this part is scaled."""
+    return any(whole > MAX_COVER * want for whole, want in zip(covering, size, strict=True))
+
+
+def shown_part(
+    source: ImageSize, size: ImageSize, at: tuple[int, int] | None = None, *, flipped: bool = False
+) -> tuple[int, int, int, int]:
+    """Return the picture's own height and width, and top and left of its crop in the scaled picture, px, at most MOST.
+
+    Args:
+        at: see `resize_and_crop`.
+        flipped: it is mirrored: the place is that in the mirrored picture.
+    """
+    room = crop_room(source, size)
+    left, top = at or (round(side / 2) for side in room)
+    height, width, top, left = (
+        min(px, MOST) for px in (source[1], source[0], top, room[0] - left if flipped else left)
+    )
+    return height, width, top, left
+
+
 def resize_name(dtype: torch.dtype) -> str:
     """Return what `resize_and_crop` does to an image, as a stage of moments says it: 'bicubic, uint8'."""
     return f"bicubic, {str(dtype).removeprefix('torch.')}"
@@ -199,8 +286,7 @@ def resize_and_crop(
     covering = covering_size(size_of(pixels), size)
     # As torchvision: 0.5 to the even one.
     left, top = at or (round((whole - want) / 2) for whole, want in zip(covering, size, strict=True))
-    is_long = any(whole > MAX_COVER * want for whole, want in zip(covering, size, strict=True))
-    if dtype == torch.uint8 and not is_long:
+    if dtype == torch.uint8 and not is_long(covering, size):
         pixels = vision.resize(pixels, list(covering[::-1]), interpolation=InterpolationMode.BICUBIC, antialias=True)
         return pixels[:, top : top + size[1], left : left + size[0]]
     if covering[0] > MAX_COVER * size[0]:  # wide: as if it lay on its side

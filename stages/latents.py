@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stages.batch_memory import BatchMemory
 from stages.images import SampleError, captions_of
 from stages.stream import BatchStream
 
@@ -43,15 +44,21 @@ class LatentsStream(BatchStream):
     ):
         super().__init__(**arguments)
         self.latent_shape, self.scale, self.tokenize = tuple(shape), scale, tokenize
+        self.memory = BatchMemory()
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
         """Return the latents as moments, and the captions tokenised in one call."""
         found = [self.first_good(sample_id, self._use) for sample_id in sample_ids.tolist()]
-        means = torch.stack([mean for (mean, _), _ in found])
+        channels, *rest = self.latent_shape
+        shape = (len(found), 2 * channels, *rest)
+        moments, receipt = self.memory.take(shape, torch.float16)
+        torch.stack([mean for (mean, _), _ in found], out=moments[:, :channels])
+        moments[:, channels:] = NO_VARIANCE
         return {
-            "moments": torch.cat([means, torch.full_like(means, NO_VARIANCE)], dim=1),
+            "moments": moments,
             **self.tokenize([caption for (_, caption), _ in found]),
             "bad": [bad for _, passed_over in found for bad in passed_over],
+            **receipt,
         }
 
     def _use(self, sample_id: int) -> tuple[Tensor, str]:

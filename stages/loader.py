@@ -34,6 +34,7 @@ class Loader(StreamingDataLoader):
     can resume on another number of ranks at the same place (mosaicml/streaming issue 869).
 
     `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
+    `decode`: makes a batch whole where loader workers hand over what they have not decoded (stages/device_decoding.py).
     `all_ready`: called about once a second with false while this rank waits for its next batch, then with true. It returns
     whether all ranks have theirs; no rank starts its batch earlier. An error that it raises ends the wait.
     """
@@ -44,11 +45,12 @@ class Loader(StreamingDataLoader):
         *,
         epoch_batches: int,
         max_bad_samples: int,
+        decode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         all_ready: Callable[[bool], bool] = lambda is_here: is_here,
         **arguments: Any,
     ):
         super().__init__(dataset, batch_size=None, worker_init_fn=live_as_worker, **arguments)
-        self.all_ready = all_ready
+        self.decode, self.all_ready = decode, all_ready
         self.epoch_batches = epoch_batches
         self.max_bad_samples = max_bad_samples
         self.bad_samples: dict[int, tuple[str, str]] = {}
@@ -81,17 +83,20 @@ class Loader(StreamingDataLoader):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         num_batches, self._batches_before = self._batches_before, 0
         batches = DataLoader.__iter__(self)  # not StreamingDataLoader's generator: an error in a wait would end that
-        arrived = functools.partial(files_and_bytes, [stream.local for stream in self.dataset.streams])
+        caches = [stream.local for stream in self.dataset.streams if stream.remote is not None]
+        arrived = functools.partial(files_and_bytes, caches)  # nothing arrives in what is read in place
         while num_batches < self.epoch_batches:
             batch = next_batch(batches, arrived, self.timeout, lambda: self.all_ready(False))
             if batch is END:
                 break
             if "failure" in batch:
                 raise StreamFailure(batch["failure"][0])
-            self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
-            self.check(self.bad_samples)
             if RECEIPT in batch:
                 self.dataset.memory.collect(batch)
+            if self.decode is not None:
+                batch = self.decode(batch)
+            self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
+            self.check(self.bad_samples)
             while not self.all_ready(True):
                 pass  # each pass: the others have waited for another second
             num_batches += 1

@@ -45,6 +45,7 @@ from filelock import FileLock, Timeout
 from streaming import StreamingDataset
 from streaming.base import dataset as streaming_dataset
 from streaming.base.shared import SharedArray
+from streaming.base.util import bytes_to_int
 
 from cli.errors import ConfigError
 from cli.private_api import require_private_api
@@ -106,14 +107,15 @@ class MachineStages(StreamingDataset):
 
     Args:
         streams: the stages, each in a folder of its own.
+        cache_limit: most bytes of those that are not read in place, with index.json; or a text, e.g. 100gb.
         arguments: further keyword arguments of StreamingDataset.
 
     Raises:
         StreamFailure: on all ranks, when one of them cannot have a stage's index.
-        ConfigError: on all ranks, when a folder cannot be written, or is in use by another run.
+        ConfigError: on all ranks, when a folder cannot be written, or is in use by another run, or the limit is too low.
     """
 
-    def __init__(self, *, streams: Sequence[RetryingStream], **arguments: Any):
+    def __init__(self, *, streams: Sequence[RetryingStream], cache_limit: int | str | None = None, **arguments: Any):
         folders = [Path(stream.local) for stream in streams if stream.remote is not None]
         self._locks = [FileLock(folder.resolve() / LOCK_FILE, is_singleton=True) for folder in folders]
         self._came = threading.Condition()
@@ -135,6 +137,7 @@ class MachineStages(StreamingDataset):
         name = f"{self._shm_prefix_int:06d}_reason_{os.getuid()}"
         self._reason_file = Path(self._cache_filelock_path).with_name(name)
         _on_one_rank_of_each_machine(lambda: self._reason_file.unlink(missing_ok=True))
+        self._set_limit(cache_limit)
         self._is_cached = np.array([stream.remote is not None for stream in streams])[self.stream_per_shard]
         if self.cache_limit:
             name = streaming_dataset._get_path(self._shm_prefix_int, "earlier_bytes")
@@ -144,6 +147,19 @@ class MachineStages(StreamingDataset):
             stream._downloader.clean_up()
 
     # --- 1. the machine ---
+
+    def _set_limit(self, given: int | str | None) -> None:
+        """Set the cache's limit. Streaming's constructor compares it with what is read in place too, so it is given none."""
+        self.cache_limit = limit = bytes_to_int(given) if isinstance(given, str) else given
+        cached = [stream for stream in self.streams if stream.remote is not None]
+        sizes = (int((stream.table.raw_bytes + stream.table.zip_bytes).max()) for stream in cached)
+        self.largest_bytes, of_index = max(sizes, default=0), sum(stream.get_index_size() for stream in cached)
+        if limit and limit < (least := max(4 * self.largest_bytes, of_index + 1)):
+            needs = f"4 of the largest shard ({self.largest_bytes:,}) or index.json ({of_index:,})"
+            text = (
+                f"data.cache_limit: {limit:,} bytes do not hold {needs}. Give at least {-(-least // 2**20)}mb, or null."
+            )
+            raise ConfigError([text])
 
     def _lock_folders(self) -> None:
         """Keep other runs out of the cache folders, until the process ends or lets them go.

@@ -10,15 +10,20 @@ None of the three: each of its samples once. Which samples of a stage an epoch h
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from cli.files import cache_folder
 from cli.limits import ImageSize, limited
-from stages.dataset import Stage, is_remote
+from stages.adopted import AdoptedSet, kept_digests
+from stages.dataset import Stage, is_remote, read_stage
+from stages.fetch import RetryingStream
 
 WEIGHTS = ("proportion", "repeat", "choose")
 
@@ -58,6 +63,11 @@ class StreamConfig:
     @property
     def location(self) -> str | None:
         return self.remote or self.local
+
+    @functools.cached_property
+    def contents(self) -> Stage:
+        """What the stage says of itself: read when it is first asked for, then kept. Raises ValueError: see `read_stage`."""
+        return read_stage(self.location or "", self.facts)
 
     @property
     def folders(self) -> tuple[str | None, str | None]:
@@ -169,3 +179,27 @@ def names_of(locations: Sequence[str]) -> list[str]:
     """Return a short name for each stage: the last part of its place, numbered where two have the same."""
     last = [location.rstrip("/").rpartition("/")[2] or location for location in locations]
     return [name if last.count(name) == 1 else f"{number}-{name}" for number, name in enumerate(last)]
+
+
+def stream_of(given: Opened, patience_sec: float) -> RetryingStream:
+    """Return the stream of a stage."""
+    remote, local = given.config.folders
+    assert local is not None
+    return RetryingStream(
+        remote=remote,
+        local=local,
+        patience_sec=patience_sec,
+        index_sha256=given.stage.index_sha256,
+        adopted=_adopted(given.stage, given.config.caption, None if remote is None else local),
+        table=given.stage.shards,
+        **given.config.weight,
+    )
+
+
+def _adopted(stage: Stage, caption: str | None, cache: str | None) -> AdoptedSet | None:
+    """Return what a reader of a data set of others needs: missing digests are kept in the cache, else beside dataset.json."""
+    if stage.adopted is None:
+        return None
+    beside = own_folder(stage.facts_at) if is_remote(stage.facts_at) else str(Path(stage.facts_at).parent)
+    columns = stage.adopted if caption is None else dataclasses.replace(stage.adopted, captions=(caption,))
+    return AdoptedSet(columns, kept_digests(stage.index_sha256, cache or beside))

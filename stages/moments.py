@@ -6,6 +6,7 @@ Where a picture has several captions, the tokens of the drawn one are made here,
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor
 
 from stages.adopted import texts_of
+from stages.batch_memory import BatchMemory
 from stages.dataset import Stage
 from stages.images import SampleError, usable_captions
+from stages.machine import ShardState
 from stages.shard_file import ShardError, ShardFile
 from stages.stream import Bad, BatchStream
 
+LOCAL = int(ShardState.LOCAL)
 FLIPPED = "moments_flipped"
 """The column with the moments of the mirrored picture; a VAE gives others than its moments mirrored."""
 
@@ -51,11 +55,19 @@ class MomentsStream(BatchStream):
         self.columns = [dict(of_stream) for of_stream in columns]
         self.flip, self.tokenize = flip, tokenize
         self.captions = captions if any(captions or ()) else None
+        self.memory = BatchMemory()
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
         """Fill one array a column, shard by shard, each row at its place in the batch."""
         columns = self.columns[self.stream_of(int(sample_ids[0]))]  # a batch has one shape
-        batch = {n: np.empty((len(sample_ids), *shape), stored) for n, (shape, stored, _) in columns.items()}
+        shapes = {name: (len(sample_ids), *shape) for name, (shape, *_) in columns.items()}
+        given, receipt = self.memory.take_columns(
+            {name: (shapes[name], getattr(torch, last)) for name, (*_, last) in columns.items()}
+        )
+        batch = {
+            name: given[name].numpy() if stored == last else np.empty(shapes[name], stored)
+            for name, (_, stored, last) in columns.items()
+        }
         captions, broken = self._fill(batch, sample_ids)
         bad: list[Bad] = []
         for place in sorted(broken):
@@ -64,8 +76,10 @@ class MomentsStream(BatchStream):
             captions |= {} if caption is None else {place: caption}
             bad += passed_over
         self._put_tokens(captions, batch)
-        tensors = {n: torch.from_numpy(batch[n].astype(last, copy=False)) for n, (*_, last) in columns.items()}
-        return {**tensors, "bad": bad}
+        for name, (_, stored, last) in columns.items():
+            if stored != last:
+                given[name].numpy()[...] = batch[name]
+        return {**given, "bad": bad, **receipt}
 
     def _fill_one(self, batch: Mapping[str, np.ndarray], sample_id: int) -> str | None:
         """Fill a batch of one sample; return its drawn caption. Raises SampleError: it cannot be used."""
@@ -85,31 +99,36 @@ class MomentsStream(BatchStream):
         broken: dict[int, str] = {}
         groups = 2 * shard_ids + is_flipped  # what is read together: rows of a shard, of the same columns
         order = np.argsort(groups, kind="stable")
-        for group in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
-            moments, places = FLIPPED if is_flipped[group[0]] else "moments", group.tolist()
+        groups, ends = groups[order], np.flatnonzero(np.diff(groups[order])) + 1
+        all_places, all_rows, states = order.tolist(), rows[order].tolist(), self._shard_states.numpy()
+        # A batch may have nearly as many groups as samples: from here on in Python's own numbers, the cheapest one by one.
+        for begin, end in itertools.pairwise([0, *ends.tolist(), len(order)]):
+            shard_id, is_other = divmod(groups.item(begin), 2)
+            moments, places = FLIPPED if is_other else "moments", all_places[begin:end]
             into = {moments if n == "moments" else n: [of[place] for place in places] for n, of in buffers.items()}
-            of_rows = self._read(int(shard_ids[group[0]]), rows[group].tolist(), into)
-            for place, given in zip(places, of_rows, strict=True):
+            if states.item(shard_id) != LOCAL:
+                self.open_shard(shard_id)
+            for place, given in zip(places, self._read(shard_id, all_rows[begin:end], into), strict=True):
                 try:
                     if given is not None:
                         captions[place] = self.draw(int(sample_ids[place])).one_of(usable_captions(given))
                 except SampleError as error:
                     broken[place] = str(error)
+        self._shard_access_times.numpy()[shard_ids] = time.time_ns()
         for name, array in reversed(batch.items()):
             broken |= dict.fromkeys(_not_finite(array), f"{name} are not finite")
         return {place: caption for place, caption in captions.items() if place not in broken}, broken
 
     def _read(self, shard_id: int, rows: Sequence[int], into: Mapping[str, Sequence[Any]], retry: int = 7) -> list[Any]:
-        """Read rows of a shard, fetching it where it is missing or was put out of the cache; return their `_captions`."""
+        """Read rows of a shard that is here, fetching it where it was put out of the cache; return their `_captions`."""
         for _ in range(1 + retry):
             try:
-                self.open_shard(shard_id)
                 with ShardFile(self.shards[shard_id]) as shard:
                     fronts = shard.read_into(rows, into)
-                self._shard_access_times[shard_id] = time.time_ns()
                 return self._captions(shard_id, shard, fronts)
             except FileNotFoundError:
                 self.prepare_shard(shard_id)
+                self.open_shard(shard_id)
         raise ShardError(f"data: {self.shards[shard_id].raw_data.basename} cannot be kept: a larger data.cache_limit?")
 
     def _captions(self, shard_id: int, shard: ShardFile, fronts: Sequence[bytearray]) -> list[Any]:

@@ -59,6 +59,7 @@ class OrderedStages(MachineStages):
         self._ahead: Ahead | None = None
         super().__init__(streams=streams, **arguments)
         assert not self.shuffle or self.shuffle_algo == "py1e"  # the one that is made here
+        assert self.sampling_method == "balanced"  # the same
 
     def resume(self, epoch: int, samples: int) -> None:
         """Begin the next iteration at a sample of an epoch, over all ranks; the epochs after it follow from there."""
@@ -130,10 +131,9 @@ class OrderedStages(MachineStages):
 
     def _order_of_node(self, epoch: int, sample_in_epoch: int) -> Array:
         """Return the samples that this node reads, in their order, from a sample of the epoch (over all nodes) on."""
-        units, sample_ids = self._units(epoch)
-        order = self._made_ahead(self._epoch_of(epoch, units))
-        order = order_of(self._epoch_of(epoch, units), shuffle=self.shuffle) if order is None else order
-        order = order if sample_ids is None else sample_ids.astype(dtype_of(self.num_samples))[order]
+        wanted = self._epoch_of(epoch)
+        order = self._made_ahead(wanted)
+        order = order_of(wanted, shuffle=self.shuffle) if order is None else order
         nodes = self._parallel_worker_world.num_nodes
         if self.buckets is None:
             return order[sample_in_epoch // nodes :]
@@ -142,24 +142,30 @@ class OrderedStages(MachineStages):
             self._parallel_worker_world.node :: nodes
         ]
 
-    def _units(self, epoch: int) -> tuple[Array, Array | None]:
-        """Return how many samples of each shard an epoch has, and which; None: all, in their order."""
-        if self.has_whole_streams:
-            return self.samples_per_shard[self.samples_per_shard > 0], None
-        return self.resample_streams(epoch)
-
     @property
-    def has_whole_streams(self) -> bool:
-        """True where an epoch has each sample of each stream once."""
-        return all(stream.choose == num for stream, num in zip(self.streams, self.samples_per_stream, strict=True))
+    def has_weights(self) -> bool:
+        """True where an epoch has a sample several times, or not at all."""
+        return any(stream.choose != num for stream, num in zip(self.streams, self.samples_per_stream, strict=True))
 
-    def _epoch_of(self, epoch: int, units: Array) -> Epoch:
-        world = self._parallel_worker_world
+    def _epoch_of(self, epoch: int) -> Epoch:
+        world, streams = self._parallel_worker_world, []
+        if self.has_weights:
+            chosen = [int(stream.choose) for stream in self.streams]
+            streams = list(zip(self.shards_per_stream.tolist(), chosen, strict=True))
         node, nodes = (
             (world.node, world.num_nodes) if self.buckets is None else (0, 1)
         )  # batches are dealt from all of it
-        of_run = {"seed": self.shuffle_seed, "canonical_nodes": self.num_canonical_nodes}
-        return Epoch(units, node=node, nodes=nodes, epoch=epoch, block_size=self.shuffle_block_size, **of_run)
+        return Epoch(
+            self.samples_per_shard,
+            canonical_nodes=self.num_canonical_nodes,
+            node=node,
+            nodes=nodes,
+            seed=self.shuffle_seed,
+            epoch=epoch,
+            block_size=self.shuffle_block_size,
+            streams=streams,
+            granularity=self.sampling_granularity,
+        )
 
     def _in_buckets(self, order: Array, batch_size: int) -> Array:
         """# (N,) of streaming's order of all samples -> (batches of an epoch, batch over all ranks): each of one bucket."""
@@ -179,12 +185,12 @@ class OrderedStages(MachineStages):
 
     def _begin_next(self) -> None:
         """Let another process make the next epoch's order, if that takes time, and there is memory for it."""
-        num_samples = int(self.samples_per_shard.sum())
-        if not self.shuffle or not self.has_whole_streams or num_samples < AHEAD_SAMPLES:
+        if not self.shuffle or self.epoch_size < AHEAD_SAMPLES:
             return
-        epoch = self._epoch_of(self.epoch + 1, self._units(self.epoch + 1)[0])
-        parts = 1 if self.buckets is not None else min(epoch.nodes, epoch.canonical_nodes)
-        need, free = memory_gib(num_samples, parts)[1], host_bytes()[1] / 2**30
+        epoch = self._epoch_of(self.epoch + 1)
+        parts = min(epoch.nodes, epoch.canonical_nodes)
+        need = memory_gib(self.epoch_size, parts, has_weights=self.has_weights)[1]
+        free = host_bytes()[1] / 2**30
         if need > free / 2:
             given = f"{need:.2g} GiB to make the next epoch's order meanwhile, {free:.2g} are free"
             log.info(f"data: {given}: it is made when that epoch begins.", extra=EVERY_RANK)

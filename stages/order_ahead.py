@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.shuffling import Array, Epoch, dtype_of, order_of
+from stages.shuffling import Array, Epoch, order_of
 
 ROOT = Path(__file__).parents[1]
 NICE = 19
@@ -58,7 +58,7 @@ class Ahead:
                 said = self._process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
                 raise RuntimeError(said or f"its process ended with {code}")
             memory = mmap.mmap(self._memory.fileno(), 0, prot=mmap.PROT_READ)
-            return np.frombuffer(memory, dtype_of(int(self.epoch.sizes.sum())))
+            return np.frombuffer(memory, self.epoch.dtype)
 
     def close(self) -> None:
         """End the process, and let its memory go."""

@@ -23,7 +23,6 @@ from streaming.base.format.mds.reader import MDSReader
 from stages.fetch import StreamFailure
 
 DAMAGED = "If it lies in data.local, remove that folder; otherwise make the stage again."
-EDGES = struct.Struct("<2I")  # where a row begins, where it ends
 
 
 class ShardError(StreamFailure):
@@ -98,9 +97,10 @@ class ShardFile:
         self._num_bytes = reader.raw_data.bytes
         self._descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            self._edges = os.pread(self._descriptor, 4 * (reader.samples + 2), 0)
-            if len(self._edges) != 4 * (reader.samples + 2) or EDGES.unpack_from(self._edges)[0] != reader.samples:
+            head, num_rows = os.pread(self._descriptor, 4 * (reader.samples + 2), 0), reader.samples
+            if len(head) != 4 * (num_rows + 2) or int.from_bytes(head[:4], "little") != num_rows:
                 raise self._damaged("it has another number of rows than index.json says")
+            self._edges = memoryview(head).cast("I")[1:]  # of row n: where it begins; at n + 1: where it ends
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -126,8 +126,8 @@ class ShardFile:
         plan, file, fronts = _plan(self.names, self.sizes, tuple(places)), self._descriptor, []
         (_, num_bytes, beside), *others = plan.runs
         for row, *buffers in zip(rows, *(places[name] for name in beside), strict=True):
-            begin, end = EDGES.unpack_from(self._edges, 4 * row + 4)
-            length = end - begin - plan.tail_bytes
+            begin = self._edges[row]
+            length = self._edges[row + 1] - begin - plan.tail_bytes
             if not plan.header.size <= length <= self._num_bytes:
                 raise self._damaged(f"it ends within row {row}")
             front = bytearray(length)
@@ -138,8 +138,7 @@ class ShardFile:
             fronts.append(front)
         for to_end, num_bytes, names in others:
             for row, *buffers in zip(rows, *(places[name] for name in names), strict=True):
-                _, end = EDGES.unpack_from(self._edges, 4 * row + 4)
-                if os.preadv(file, buffers, end - to_end) != num_bytes:
+                if os.preadv(file, buffers, self._edges[row + 1] - to_end) != num_bytes:
                     raise self._damaged(f"it ends within row {row}")
         if in_front := [name for name, _ in plan.front if name in places]:
             for at, columns in enumerate(map(self.columns_of, fronts)):

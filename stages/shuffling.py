@@ -15,17 +15,18 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stages.sampling import Array, sampled
+
 WINDOW = 1 << 19  # samples that are sorted at once, beside those that wait for the next window
-# Memory in all, in orders (python -m bench.order); of a plain one: what is made, what is shared, what the workers have.
+# Memory in all, in orders (python -m bench.order): what is made, what is shared, what the workers have; and of buckets.
 PLAIN, DEALT = 3, 7
 WINDOW_BYTES = 64  # of each sample that is in the window of a sort
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Epoch:
     """What the order of an epoch depends on, and whose part of it is wanted."""
 
     sizes: Array
-    """(units,) int64, each above 0: samples of a shard, or of the part of it that the epoch has."""
+    """(shards,) int64: their samples."""
     canonical_nodes: int
     """One divides the other: this, and the number of nodes. No more than there are samples."""
     node: int
@@ -42,6 +43,15 @@ class Epoch:
     epoch: int
     block_size: int
     """Samples; None of `py1e`'s shifts is larger than 0.625 of it."""
+    streams: Sequence[tuple[int, int]] = ()
+    """Of each its number of shards, and of the samples that an epoch has of it; (): each sample once."""
+    granularity: int = 1
+    """Samples of a shard that are picked at a time, where an epoch has a part of a stream."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the order's numbers."""
+        return dtype_of(int(self.sizes.sum()))
 
     @property
     def rows(self) -> range:
@@ -61,21 +71,37 @@ def dtype_of(num_samples: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if num_samples < 2**31 else np.int64)
 
 
-def memory_gib(num_samples: int, parts: int = 1, *, is_plain: bool = True) -> tuple[float, float]:
+def memory_gib(
+    num_samples: int, parts: int = 1, *, has_weights: bool = False, has_buckets: bool = False
+) -> tuple[float, float]:
     """Return what an order takes on a node at most, GiB: of /dev/shm while an epoch begins; of its memory, /dev/shm included.
 
     Args:
         num_samples: of an epoch.
         parts: of the epoch, each read by a node, or by several.
-        is_plain: each sample comes once, and all are of one size: otherwise there is more to keep in mind.
+        has_weights: a sample comes several times, or not at all: which, is kept of the whole epoch.
+        has_buckets: pictures are of several sizes.
     """
-    shared = num_samples / parts * dtype_of(num_samples).itemsize / 2**30
-    beside = WINDOW_BYTES * min(num_samples, 2 * WINDOW) / 2**30
-    return shared, shared * (PLAIN if is_plain else DEALT) + beside
+    whole = num_samples * dtype_of(num_samples).itemsize / 2**30
+    beside = WINDOW_BYTES * min(num_samples, 2 * WINDOW) / 2**30 + whole * has_weights
+    return whole / parts, whole / parts * (DEALT if has_buckets else PLAIN) + beside
 
 
 def order_of(epoch: Epoch, *, shuffle: bool = True) -> Array:
-    """Return the samples that a node reads in an epoch, in their order, numbered through all units; (M,) of `dtype_of`.
+    """Return the samples that a node reads in an epoch, in their order, numbered through all shards; (M,), `epoch.dtype`."""
+    if not epoch.streams:
+        return _order_of_units(replace(epoch, sizes=epoch.sizes[epoch.sizes > 0]), shuffle=shuffle)
+    of_run = {"granularity": epoch.granularity, "seed": epoch.seed, "epoch": epoch.epoch}
+    units, ids = sampled(epoch.sizes, epoch.streams, new_picks=shuffle, **of_run)
+    order = _order_of_units(replace(epoch, sizes=units), shuffle=shuffle)
+    named = order if order.dtype == epoch.dtype else np.empty(len(order), epoch.dtype)
+    for at in range(0, len(order), WINDOW):  # numpy would make each number of a whole order 8 bytes
+        named[at : at + WINDOW] = ids[order[at : at + WINDOW]]
+    return named
+
+
+def _order_of_units(epoch: Epoch, *, shuffle: bool) -> Array:
+    """Return the same of what is in a row: shards, or their repeats and parts.
 
     As streaming's `orig` partition deals them out: M is the same for all nodes, and some samples are there twice for that.
     """

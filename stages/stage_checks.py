@@ -12,7 +12,7 @@ from pathlib import Path
 from streaming.base.util import bytes_to_int
 
 from cli.limits import ImageSize
-from stages.dataset import Stage, holds_another_stage, is_remote, read_stage
+from stages.dataset import Stage, holds_another_stage, is_remote
 from stages.mixture import StreamConfig, buckets_of, epoch_samples, opened, unfilled
 
 MOST_UNFILLED = 0.01  # of a run's samples may lie in buckets that fill no batch
@@ -28,7 +28,7 @@ def read_source(key: str, source: StreamConfig) -> tuple[Stage | None, Problems]
         text = f"{given}. It keeps the shards of {location}. Give a folder, or leave it out."
         return None, [(f"{key}.local", text)]
     try:
-        stage = read_stage(location, source.facts)
+        stage = source.contents
     except ValueError as error:
         return None, [(where, str(error))]
     if stage.is_compressed and source.folders[0] is None:

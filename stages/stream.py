@@ -56,7 +56,7 @@ Bad = tuple[int, str, str]
 Used = TypeVar("Used")
 
 OF_DATASET = ("_unique_rank_world", "_parallel_rank_world", "_unique_worker_world", "_parallel_worker_world")
-OF_DATASET += ("_get_work", "_resume_incr_epoch", "max_shard_size_across_all_streams")
+OF_DATASET += ("_get_work", "_resume_incr_epoch")
 require_private_api(StreamingDataset, *OF_DATASET, why="an epoch is read by batches, and its failures reach the run")
 
 
@@ -177,9 +177,9 @@ class BatchStream(OrderedStages):
         """
         assert self.predownload is not None and self.batch_size is not None
         most = len(self.shards)
-        if self.cache_limit:
+        if self.cache_limit and self.largest_bytes:
             of_process = self.cache_limit // self._unique_worker_world.workers_per_node
-            most = of_process // (2 * int(self.max_shard_size_across_all_streams))
+            most = of_process // (2 * self.largest_bytes)
         while len(ahead) <= self.predownload // self.batch_size:
             if ahead and len(set().union(*(missing for _, missing in ahead))) >= most:
                 break

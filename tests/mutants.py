@@ -48,8 +48,8 @@ TABLE = """
 + torch.exp(logvar
 
 4 | zoo/latent_family.py | zoo model | latents: height and width exchanged
-- (LATENT_CHANNELS, height // self.pixels_per_latent, width // self.pixels_per_latent)
-+ (LATENT_CHANNELS, width // self.pixels_per_latent, height // self.pixels_per_latent)
+- (self.latent_channels, height // self.pixels_per_latent, width // self.pixels_per_latent)
++ (self.latent_channels, width // self.pixels_per_latent, height // self.pixels_per_latent)
 
 5 | model.py | model | caption dropout at one and a half times its rate
 - < self.caption_dropout

@@ -6,11 +6,13 @@ import itertools
 import time
 
 import pytest
+from test_cache_room import COLUMNS, write_stage
 from torch.utils.data import DataLoader, Dataset
 
-from stages import batch_wait
+from stages import batch_wait, loader
 from stages.batch_wait import END, files_and_bytes, next_batch
-from stages.fetch import StreamFailure
+from stages.fetch import RetryingStream, StreamFailure
+from stages.moments import MomentsStream
 
 
 class Slow(Dataset):
@@ -51,6 +53,27 @@ def test_a_wait_in_which_nothing_arrives_ends_with_its_seconds(batches):
         StreamFailure, match=r"^data: no batch for \d s, and nothing of the stage has arrived for \d s: "
     ):
         next_batch(batches, lambda: (1, 5), 0.5, nothing)
+
+
+def test_looks_at_a_large_cache_take_a_small_part_of_a_wait(batches):
+    """A walk over 100,000 files takes two seconds, and one followed the other: the first batch of a store came later."""
+    looks = []
+
+    def walk() -> tuple[int, int]:
+        time.sleep(0.3)
+        looks.append(time.monotonic())
+        return 1, len(looks)
+
+    assert [next_batch(batches, walk, 60, nothing) for _ in range(2)] == [0, 1]
+    assert len(looks) <= 2
+
+
+def test_a_look_is_taken_before_a_wait_is_said_to_be_one_for_nothing(batches):
+    def walk() -> tuple[int, float]:
+        time.sleep(0.1)  # the next one is a second later
+        return 1, time.monotonic()
+
+    assert [next_batch(batches, walk, 0.4, nothing) for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_signal_ends_a_wait(batches):
@@ -106,3 +129,17 @@ def test_unfinished_files_count(tmp_path):
     (tmp_path / "part" / "shard.00000.mds.1a2b3c4d").write_bytes(b"123")
     (tmp_path / "index.json").write_bytes(b"4567")
     assert files_and_bytes([str(tmp_path)]) == (2, 7)
+
+
+def test_only_folders_that_shards_arrive_in_are_looked_at(tmp_path, monkeypatch):
+    """A stage of 400,000 shards that is read in place was walked over in each wait."""
+    looked = []
+    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.02)
+    monkeypatch.setattr(loader, "files_and_bytes", lambda folders: looked.append(folders) or (0, 0))
+    ours, in_place, cache = write_stage(tmp_path / "a", 12), write_stage(tmp_path / "b", 12), str(tmp_path / "cache")
+    streams = [RetryingStream(remote=str(ours), local=cache), RetryingStream(local=str(in_place))]
+    stream = MomentsStream(columns=[COLUMNS] * 2, streams=streams, batch_size=24, num_canonical_nodes=1)
+    read = stream.read_batch
+    monkeypatch.setattr(stream, "read_batch", lambda ids: time.sleep(0.2) or read(ids))
+    assert len(list(loader.Loader(stream, epoch_batches=1, max_bad_samples=0))) == 1 and looked == [[cache]]
+    stream.let_go()

@@ -310,7 +310,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.family=sd3"], "model.family: unknown family 'sd3'. Known: sd2, shapes."),
+        (["model.family=sd3"], "model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes."),
         (["model.variant=sd21"], "model.variant: sd2 has no variant 'sd21'. Known: stock, mlperf, sd15."),
         (
             ["model.variant=mlperf", "global_batch_size=320"],
@@ -339,7 +339,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         ),
         (
             ["objective.shift=3"],
-            "command line: 'objective.shift' is not available: flow matching is not part of this version. Leave it out.",
+            "objective.shift: 3.0, but only a flow has it (objective.prediction=flow). Leave it out.",
         ),
         (
             ["run_folder=/proc/runs"],

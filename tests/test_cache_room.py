@@ -12,6 +12,7 @@ import pytest
 from streaming import MDSWriter
 from test_shard_table import entry, text_of
 
+from cli.errors import ConfigError
 from stages.dataset import write_facts
 from stages.fetch import RetryingStream
 from stages.machine import MachineStages
@@ -36,13 +37,38 @@ def test_a_limit_puts_out_no_shard_of_a_stage_that_is_read_in_place(tmp_path):
     ours, in_place = write_stage(tmp_path / "a", 60), write_stage(tmp_path / "b", 60)
     whole = {path.name: path.read_bytes() for path in in_place.iterdir()}
     size = max(len(content) for name, content in whole.items() if name.endswith(".mds"))
-    limit = (ours / "index.json").stat().st_size + (in_place / "index.json").stat().st_size + 5 * size
+    limit = (ours / "index.json").stat().st_size + 5 * size
     streams = [RetryingStream(remote=str(ours), local=str(tmp_path / "cache")), RetryingStream(local=str(in_place))]
     arguments = dict(batch_size=6, cache_limit=limit, predownload=6, num_canonical_nodes=1, shuffle=True)
     read = list(MomentsStream(columns=[COLUMNS] * 2, streams=streams, **arguments))
     assert len(read) == 20 and all(batch["moments"].shape == (6, 4) for batch in read)
     assert {path.name: path.read_bytes() for path in in_place.iterdir()} == whole
     assert len(list((tmp_path / "cache").glob("*.mds"))) < len(list(ours.glob("*.mds"))) / 2
+
+
+def test_a_limit_is_compared_with_what_it_is_for(tmp_path):
+    """Streaming counted a stage that is read in place, its index and its largest shard, and refused a limit with room."""
+    ours, in_place = write_stage(tmp_path / "a", 12), tmp_path / "b"
+    with MDSWriter(
+        out=str(in_place), columns={"moments": "ndarray:float16:4", "key": "str"}, hashes=["xxh64"]
+    ) as writer:
+        for _ in range(60):
+            writer.write({"moments": np.zeros(4, np.float16), "key": "large"})
+    write_facts(in_place, "moments", {})
+    largest, index = max(path.stat().st_size for path in ours.glob("*.mds")), (ours / "index.json").stat().st_size
+    limit = index + 4 * largest
+
+    def read(**arguments):
+        streams = [RetryingStream(remote=str(ours), local=str(tmp_path / "cache")), RetryingStream(local=str(in_place))]
+        return MomentsStream(columns=[COLUMNS] * 2, streams=streams, batch_size=6, num_canonical_nodes=1, **arguments)
+
+    assert 4 * next(in_place.glob("*.mds")).stat().st_size > limit
+    assert len(list(read(cache_limit=limit))) == 12
+    with pytest.raises(ConfigError) as error:
+        read(cache_limit=index)
+    needs = f"4 of the largest shard ({largest:,}) or index.json ({index:,})"
+    said = f"data.cache_limit: {index:,} bytes do not hold {needs}. Give at least 1mb, or null."
+    assert error.value.problems == [said]
 
 
 def test_the_cache_is_counted_without_what_lies_there_of_others(tmp_path):

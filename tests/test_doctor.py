@@ -25,8 +25,9 @@ from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, WARNING
 from prepare import doctor
 from prepare.doctor import main
-from stages import shared_memory
+from stages import dataset, shared_memory
 from stages.dataset import write_facts
+from stages.index_file import parsed_index
 from stages.store_errors import explain_store_error
 from training import cost
 
@@ -356,9 +357,26 @@ def test_an_order_too_large_for_shared_memory_or_the_machines_is_found(only_erro
     )
     monkeypatch.setattr(machine, "_host_gib", lambda: (4.0, 3.0))
     assert only_error("host memory", *of(500_000_000)) == (
-        "about 13.7 GiB beside the step (2 workers 0.6, an epoch's order 13.1); this machine has 4.0, 3.0 of it free now. "
+        "about 8.1 GiB beside the step (2 workers 0.6, an epoch's order 7.5); this machine has 4.0, 3.0 of it free now. "
         "Lower data.workers, or read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]."
     )
+
+
+def test_room_that_a_killed_run_holds_counts_as_free_for_the_next_one_removes_it(
+    only_error, examine, monkeypatch, tmp_path
+):
+    """A run that was killed while its order lay there could not be started again: the refusal came before the removal."""
+    real = os.statvfs
+    docker = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=0, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: docker if str(path) == f"{tmp_path}/shm" else real(path))
+    assert "0.0625 GiB, 0 free" in only_error("/dev/shm")
+    leave(tmp_path, "000003", tmp_path / "other")
+    with open(tmp_path / "shm" / "000003_order", "wb") as file:
+        file.truncate(60 * 2**20)
+    code, found = examine()
+    assert code == 0 and [level for level, _ in found["/dev/shm"]] == [OK] and found["segments"][0][0] == WARNING
+    monkeypatch.setattr(shared_memory, "mapped_numbers", lambda: (set(), "1 processes could not be inspected"))
+    assert "0.0625 GiB, 0 free" in only_error("/dev/shm")  # then the run leaves it too
 
 
 def test_without_shared_memory_no_worker_can_hand_over_anything(only_error, monkeypatch, tmp_path):
@@ -519,6 +537,14 @@ def damage(path: Path) -> None:
 
 def first_shard(folder: Path) -> Path:
     return folder / json.loads((folder / "index.json").read_bytes())["shards"][0]["raw_data"]["basename"]
+
+
+def test_an_index_is_read_once(examine, tmp_path, monkeypatch):
+    """It was read five times: at 400,000 shards it has 100 MB and more."""
+    read = []
+    monkeypatch.setattr(dataset, "parsed_index", lambda *given: read.append(given[0]) or parsed_index(*given))
+    code, _ = examine("max_duration=1ep")
+    assert code == 0 and read == [str(tmp_path / "stage")]
 
 
 def test_a_damaged_first_shard_is_found_with_both_digests(only_error, tmp_path):

@@ -30,7 +30,7 @@ import eval as scoring
 import export
 from bench.export import CASES, OF_RUNS, drawn_elsewhere, drawn_here, table
 from cli.files import whole_folder
-from model import ModelConfig, build_model
+from model import build_model
 from record.checkpoint_files import FULL, WEIGHTS, listed
 from reports.model_card import blocks_of
 from training import places, warm_start
@@ -38,6 +38,7 @@ from weights import ldm
 from weights.hub_upload import upload
 from weights.tensors import fingerprint
 from zoo import load_family, pipeline_folder
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
@@ -308,8 +309,11 @@ def test_weights_and_encoders_that_are_not_there_are_named(change, tmp_path, cap
     assert (
         text.startswith("model.weights: its vae has the fingerprint ") and f"{newest} was trained with {digest}" in text
     )
-    (change / "config.yaml").write_text(config.replace("family: shapes", "family: flux"))
-    assert refused(capsys, change, tmp_path / "out") == "model.family: unknown family 'flux'. Known: sd2, shapes."
+    (change / "config.yaml").write_text(config.replace("family: shapes", "family: sd3"))
+    assert (
+        refused(capsys, change, tmp_path / "out")
+        == "model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes."
+    )
     newest.write_bytes(newest.read_bytes()[:-1] + b"-")
     (change / "config.yaml").write_text(config)
     assert refused(capsys, change, tmp_path / "out").startswith(

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import model as model_module
 from bench.pipeline import pipeline_of
-from model import LatentDiffusion, ModelConfig, build_model
+from model import LatentDiffusion, build_model
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.sampling import SAMPLERS, prompt_generator, prompt_noise
 

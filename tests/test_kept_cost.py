@@ -17,9 +17,9 @@ import torch
 from conftest import ROOT, TINY_RUN, started
 from filelock import FileLock
 
-from model import ModelConfig
 from training import kept_cost as file_of
 from training.cost import Cost
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.tokenizer_files import open_clip_tokenizer
 
@@ -28,7 +28,7 @@ WAYS = dict(stage="moments", stored_text=False, size=(64, 64), precision="bf16",
 TRACE = """
 import sys
 from pathlib import Path
-from model import ModelConfig
+from zoo.model_config import ModelConfig
 from training import kept_cost as file_of
 from zoo.objectives import ObjectiveConfig
 

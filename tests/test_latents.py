@@ -23,7 +23,7 @@ from torchvision import transforms
 
 import benchmark
 from data import DataConfig
-from model import ModelConfig, build_model
+from model import build_model
 from preflight.run import wanted_of_stage
 from prepare import encoder, latents, parts, places, shards
 from prepare.shards import COLUMNS
@@ -31,6 +31,7 @@ from stages.dataset import read_stage, write_facts
 from stages.fetch import HASH
 from stages.images import decode_image, resize_and_crop
 from training.run_config import RunConfig
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.sd2 import SD2
 
@@ -388,9 +389,9 @@ def test_moments_of_another_resize_than_the_runs_are_refused(unbroken, tmp_path,
     ]
     of_run = {"stock": "mlperf", "mlperf": "stock"}[made_with]
     (folder / "dataset.json").write_text(json.dumps({**facts, "variant": made_with, "resize": resize}))
-    section = DataConfig(stage="moments", local=str(folder))
 
     def problems(variant: str) -> list[tuple[str, str]]:
+        section = DataConfig(stage="moments", local=str(folder))  # it keeps what it has read
         model = ModelConfig(preset="tiny", variant=variant, weights="random")
         return section.problems(8, *wanted_of_stage(RunConfig(model=model, image_size=64)))
 

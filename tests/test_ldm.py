@@ -314,7 +314,7 @@ def vocabulary(tmp_path_factory) -> Path:
     folder.mkdir()
     renamed = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     encoder = {renamed.get(token, token): number for token, number in bpe.SimpleTokenizer().encoder.items()}
-    assert encoder["<|endoftext|>"] == ldm.END_MARK == len(encoder) - 1
+    assert encoder["<|endoftext|>"] == ldm.END_TOKEN == len(encoder) - 1
     (folder / "vocab.json").write_text(json.dumps(encoder, ensure_ascii=False))
     lines = gzip.decompress(Path(bpe.default_bpe()).read_bytes()).decode().split("\n")[1 : 49152 - 256 - 2 + 1]
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")

@@ -35,7 +35,7 @@ SIZES = "500mb, 100gb, 1tb or null"
         ("eval.steps=1", "2 to 500"),
         ("gradient_checkpointing=1.5", "0 to 1"),
         ("max_duration=null", "30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up"),
-        ("eval.sampler=heun", "one of ddim, plms, dpm++, euler"),
+        ("eval.sampler=heun", "one of ddim, plms, dpm++, euler or null"),
         ("target.fid=nan", "0 and up or null"),
         *(
             (f"data.cache_limit={value}", SIZES)

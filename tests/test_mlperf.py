@@ -173,7 +173,8 @@ def test_each_deviation_is_said_in_full(key, value, message):
 
 def test_all_that_the_closed_division_fixes_is_held_against_a_run_as_it_is_given():
     """A stock run, as config.flat gives it: the fixed keys that the benchmark's rules list, then the free ones."""
-    values = {**flat(benchmark.RunConfig()), "objective.prediction": "epsilon", "objective.caption_dropout": 0.1}
+    own = {"objective.prediction": "epsilon", "objective.timesteps": "uniform", "objective.caption_dropout": 0.1}
+    values = {**flat(benchmark.RunConfig()), **own}
     assert [text.partition(":")[0] for text in deviations({**values, "optimizer.lr": 1e-4})] == [
         "objective.prediction",
         "objective.caption_dropout",

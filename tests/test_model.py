@@ -6,7 +6,8 @@ import pytest
 import torch
 from composer import State
 
-from model import BatchRandomness, ModelConfig, build_model, normalize_images, step_seed
+from model import BatchRandomness, build_model, normalize_images, step_seed
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
 SIZE = (64, 64)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 from conftest import ROOT
-from streaming import MDSWriter
+from streaming import MDSWriter, StreamingDataset
 from streaming.base.batching import generate_work
 from streaming.base.partition import get_partitions
 from streaming.base.shuffle import get_shuffle
@@ -20,6 +21,7 @@ from stages import order, order_ahead, shuffling
 from stages.fetch import RetryingStream
 from stages.loader import Loader
 from stages.order_ahead import Ahead
+from stages.sampling import sampled
 from stages.shuffling import Epoch, order_of, padded_for, part_of_worker
 from stages.stream import BatchStream
 
@@ -83,6 +85,47 @@ def test_the_order_is_streamings_bit_for_bit_on_any_number_of_nodes_ranks_and_wo
         seen += 1
 
 
+@pytest.mark.parametrize("new_picks", [True, False])
+def test_what_an_epoch_has_of_each_stream_is_streamings_bit_for_bit(new_picks):
+    random = np.random.default_rng(int(new_picks))
+    for seed in range(60):
+        counts = random.integers(1, 40, random.integers(1, 5))
+        sizes = random.integers(1, random.choice([3, 50, 12_000]), counts.sum())  # numpy chooses otherwise above 10,000
+        begins = np.cumsum(counts) - counts
+        totals = np.add.reduceat(sizes, begins)
+        repeats = random.choice([0.001, 0.3, 0.5, 0.97, 1.0, 1.6, 3.0], len(counts))
+        chosen, epoch = (totals * repeats).astype(int), int(random.integers(0, 9))
+        plain = SimpleNamespace(
+            num_streams=len(counts),
+            streams=[SimpleNamespace(choose=num) for num in chosen],
+            shard_offset_per_stream=begins,
+            shards_per_stream=counts,
+            samples_per_shard=sizes,
+            sample_offset_per_shard=np.cumsum(sizes) - sizes,
+            sampling_method="balanced",
+            sampling_granularity=int(random.choice([1, 7, 400])),
+            epoch_seed_change=new_picks,
+            shuffle_seed=seed,
+        )
+        if not chosen.any():
+            continue
+        expected = StreamingDataset.resample_streams(plain, epoch)
+        streams = list(zip(counts.tolist(), chosen.tolist(), strict=True))
+        of_run = dict(granularity=plain.sampling_granularity, seed=seed, epoch=epoch, new_picks=new_picks)
+        found = sampled(sizes, streams, **of_run)
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), plain
+
+
+def test_a_shard_without_a_sample_is_no_unit():
+    for choose in (12, 5, 29):
+        with_none = sampled(np.array([0, 7, 0, 5, 0]), [(5, choose)], granularity=2, seed=1, epoch=0, new_picks=True)
+        without = sampled(np.array([7, 5]), [(2, choose)], granularity=2, seed=1, epoch=0, new_picks=True)
+        assert all(np.array_equal(a, b) for a, b in zip(with_none, without, strict=True)) and without[0].all()
+    given, without = np.array([0, 70, 0, 50, 20]), np.array([70, 50, 20])
+    orders = [order_of(Epoch(sizes, 1, 0, 1, 7, 3, 256)) for sizes in (given, without)]
+    assert np.array_equal(*orders)
+
+
 def test_a_larger_one_is_streamings_too():
     sizes = np.random.default_rng(0).integers(900, 1100, 2000)
     assert np.array_equal(
@@ -94,9 +137,10 @@ def test_a_larger_one_is_streamings_too():
     "weights",
     [({}, {}), ({"repeat": 2.0}, {}), ({"choose": 20}, {"repeat": 1.5}), ({"proportion": 0.3}, {"proportion": 0.7})],
 )
+@pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_mixture_is_dealt_out_as_streaming_does_it(stages, weights, nodes):
-    stream = stream_of(stages, weights=weights, num_canonical_nodes=nodes)
+def test_a_mixture_is_dealt_out_as_streaming_does_it(stages, weights, nodes, shuffle):
+    stream = stream_of(stages, weights=weights, num_canonical_nodes=nodes, shuffle=shuffle)
     for epoch, drop in ((0, 0), (3, 24)):
         expected = generate_work("random", stream, World(nodes, 2, 2, 0), epoch, drop)
         for node in range(nodes):
@@ -138,6 +182,8 @@ def test_an_order_takes_four_bytes_a_sample_and_eight_above_two_thousand_million
     assert shuffling.dtype_of(2**31 - 1) == np.int32 and shuffling.dtype_of(2**31) == np.int64
     assert shuffling.memory_gib(2**28) == (1.0, 3.0625) and shuffling.memory_gib(2**28, 2) == (0.5, 1.5625)
     assert shuffling.memory_gib(2**31, 4)[0] == 4.0
+    assert shuffling.memory_gib(2**28, 2, has_weights=True) == (0.5, 2.5625)
+    assert shuffling.memory_gib(2**28, has_buckets=True, has_weights=True) == (1.0, 8.0625)
 
 
 def test_a_part_of_an_order_is_shared_whole(tmp_path):
@@ -179,10 +225,10 @@ def test_it_ends_with_the_process_that_wanted_it():
     assert gone == [child] and not alive
 
 
-def epochs_of(folder, monkeypatch, num=3, *, workers=0, persistent=True, resume=None, ahead=True):
+def epochs_of(folders, monkeypatch, num=3, *, workers=0, persistent=True, resume=None, ahead=True, **of_stream):
     """What is read in some epochs: (epochs, batches, 3) numbers."""
     monkeypatch.setattr(order, "AHEAD_SAMPLES", 1 if ahead else 10**9)
-    stream = stream_of([folder])
+    stream = stream_of(folders if isinstance(folders, list) else [folders], **of_stream)
     loader = Loader(
         stream,
         epoch_batches=stream.batches_of_epoch(3),
@@ -218,6 +264,34 @@ def test_the_order_that_was_made_ahead_is_the_one_that_is_read(stages, monkeypat
     monkeypatch.setattr(Ahead, "take", turned)
     found = epochs_of(stages[0], monkeypatch)
     assert taken == [1, 2] and found[0] == expected[0] and found[1] != expected[1]
+
+
+@pytest.mark.parametrize("buckets", [None, [0, 1]], ids=["one size", "buckets"])
+@pytest.mark.parametrize("weights", [({"choose": 20}, {"repeat": 1.5}), ({"proportion": 0.3}, {"proportion": 0.7})])
+def test_the_order_of_streams_with_weights_is_made_ahead_too(stages, monkeypatch, weights, buckets):
+    given = dict(weights=weights, buckets=buckets)
+    expected, taken = epochs_of(stages, monkeypatch, ahead=False, **given), []
+    take = Ahead.take
+
+    def noted(self: Ahead):
+        taken.append((self.epoch.epoch, take(self)))
+        return taken[-1][1]
+
+    monkeypatch.setattr(Ahead, "take", noted)
+    monkeypatch.setattr(order, "order_of", of_first := Counted(order.order_of))
+    assert epochs_of(stages, monkeypatch, **given) == expected and expected[0] != expected[1] != expected[2]
+    assert [number for number, _ in taken] == [1, 2] and of_first.calls == 1
+
+
+class Counted:
+    """A function that counts its calls."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *given, **more):
+        self.calls += 1
+        return self.function(*given, **more)
 
 
 def test_an_order_of_another_epoch_is_thrown_away(stages, monkeypatch):

@@ -20,7 +20,6 @@ from torch import nn
 import benchmark
 import eval as eval_command
 from evaluation.score_table import read_rows
-from model import ModelConfig
 from training import places, warm_start
 from training.pictures import told_by
 from weights import ldm
@@ -28,6 +27,7 @@ from weights.hub import _listing
 from weights.ldm_names import forms
 from zoo import load_family
 from zoo.encoders import build_encoders
+from zoo.model_config import ModelConfig
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 FAMILY = load_family("shapes", "tiny", "stock")
@@ -151,7 +151,8 @@ def test_training_begins_with_a_unet_in_whatever_form(theirs, hub, tmp_path):
 
 
 def benchmark_model(place: str):
-    from model import build_model, fetched
+    from model import build_model
+    from zoo.model_config import fetched
     from zoo.objectives import ObjectiveConfig
 
     config = fetched(ModelConfig(family="shapes", preset="tiny", weights="shipped", denoiser=place))
@@ -258,8 +259,8 @@ def test_an_export_says_which_network_it_has(tmp_path, capsys):
     (tmp_path / "export.json").write_text('{"family": "sd2", "variant": "mlperf", "preset": 7, "seed": 1}')
     place = places.find(str(tmp_path), ModelConfig(), encoders=True)
     assert places.of_export(place) == {"model.family": "sd2", "model.variant": "mlperf"}
-    (tmp_path / "export.json").write_text('{"family": "flux"}')
-    said = "model.family: unknown family 'flux'. Known: sd2, shapes."
+    (tmp_path / "export.json").write_text('{"family": "sd3"}')
+    said = "model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes."
     assert eval_command.main([str(tmp_path), f"images={tmp_path}/x", "prompts=[a]"]) == 2
     assert said in capsys.readouterr().err.splitlines()
 

@@ -25,6 +25,7 @@ RUN = {
     "device_train_microbatch_size": 4,
     "precision": "bf16",
     "max_duration": "2000ba",
+    "model.family": "sd2",
     "model.variant": "mlperf",
     "measure.expected_images_per_sec": None,
 }

@@ -15,13 +15,14 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
 from ema import EMAConfig
-from model import ModelConfig, build_model
+from model import build_model
 from preflight import limits
 from preflight.limits import batch_problem, room_problem, run_folder_problem, unwritable
 from preflight.run import savings
 from training import cost
 from training.cost import Cost, measure_cost, memory_problem
 from training.run_config import RunConfig
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
 GIB = 2**30

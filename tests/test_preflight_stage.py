@@ -17,7 +17,7 @@ from stages.dataset import read_stage
 def filled(stage, tmp_path):
     """A cache folder with the whole stage in it, its configuration, and the stage's shards."""
     local = shutil.copytree(stage, tmp_path / "local")
-    return local, DataConfig(remote=str(stage), local=str(local)), stage_checks.shards_of(read_stage(str(stage)))
+    return local, DataConfig(remote=str(stage), local=str(local)), read_stage(str(stage)).shards
 
 
 def put_folder(path: Path) -> None:
@@ -46,7 +46,7 @@ def put_link_to_nothing(path: Path) -> None:
 )
 def test_what_lies_in_the_way_of_a_run_is_an_error(filled, which, put, wanted):
     local, config, shards = filled
-    shard = local / shards[-1].name
+    shard = local / shards.names[len(shards) - 1]
     path = {"index.json": local / "index.json", "shard": shard, "part": shard.parent}[which]
     put(path)
     text = f"data.local: {path} is not a {wanted}, but the stage has one of that name. Remove it."
@@ -55,8 +55,8 @@ def test_what_lies_in_the_way_of_a_run_is_an_error(filled, which, put, wanted):
 
 def test_what_a_run_replaces_is_no_error(filled):
     local, config, shards = filled
-    (local / shards[0].name).unlink()
-    (local / shards[0].name).symlink_to(local / "nowhere")
+    (local / shards.names[0]).unlink()
+    (local / shards.names[0]).symlink_to(local / "nowhere")
     (local / "index.json").unlink()
     (found,) = stage_checks.cache(config, shards)
     given = f"{local} holds {len(shards) - 1} of {len(shards)} shards, all of their size; "

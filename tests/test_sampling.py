@@ -312,7 +312,7 @@ def test_what_cannot_be_is_said_with_the_choices():
         "steps: 0 is not possible. Possible: 2 to 500.",
         "guidance: -1.0 is not possible. Possible: 0 and up; 1: the conditional model alone.",
     ]
-    with pytest.raises(ValueError, match=r"^prediction: unknown prediction 'x_0'. Known: epsilon, v\.$"):
+    with pytest.raises(ValueError, match=r"^prediction: unknown prediction 'x_0'. Known: epsilon, v, flow\.$"):
         sample(ideal("v"), draw(1, 1, 1, 1), sampler="ddim", prediction="x_0", steps=5)
     with pytest.raises(ValueError, match=r"^sampler: unknown sampler 'heun'. Known: ddim, plms, dpm\+\+, euler\.$"):
         build_scheduler("heun", "v")

@@ -99,7 +99,7 @@ def test_checkpoints_and_snapshots_follow_the_evaluation_where_nothing_else_is_g
     run = resolved("eval.when=after", "global_batch_size=384", "data.remote=x", "ema.enabled=true")
     assert (run.eval.every_images, run.eval.weights) == (512_256, "ema")
     assert (run.save.every_images, run.save.snapshot_every_images) == (512_256, 512_256)
-    assert resolved("eval.when=off").eval == EvalConfig()  # YAML's `off` is a truth value
+    assert resolved("eval.when=off").eval == EvalConfig(sampler="ddim")  # YAML's `off` is a truth value
 
 
 def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
@@ -117,7 +117,7 @@ def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
         "target.clip=0.1",
     )
     assert errors == [
-        "command line: eval.sampler is 'ddpm'. Possible: one of ddim, plms, dpm++, euler.",
+        "command line: eval.sampler is 'ddpm'. Possible: one of ddim, plms, dpm++, euler or null.",
         "command line: eval.steps is 0. Possible: 2 to 500.",
         "command line: eval.samples is -1. Possible: 0 to 1,024.",
         "eval.prompts: not given. Give a tab-separated file with image_id, id and caption.",

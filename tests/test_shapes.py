@@ -17,12 +17,12 @@ from PIL import Image
 from evaluation.clip_score import load_clip
 from evaluation.inception import load_inception
 from evaluation.prompts import read_prompts
-from model import ModelConfig, model_problems
 from prepare.shapes import command, pictures
 from prepare.shapes import training as shapes_training
 from prepare.shapes.pictures import draw_jitter, prompt_scenes, render
 from zoo import load_family
 from zoo.encoders import build_encoders, own_weights, weights_problems
+from zoo.model_config import ModelConfig, model_problems
 from zoo.shapes.networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, tokenize
 from zoo.shapes.scenes import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
 

@@ -228,7 +228,9 @@ def test_a_run_reads_an_index_once(made_up, monkeypatch):
     read = []
     monkeypatch.setattr(dataset, "parsed_index", lambda *given: read.append(given[0]) or parsed_index(*given))
     config = DataConfig(stage="moments", remote=str(made_up))
-    config.problems(8, {})
     [stage] = config.read()
+    config.problems(8, {})  # it has no tokens
+    assert config.read() == [stage]
     assert read == [str(made_up)] and stage.num_samples == 750 == stage.shards.samples.sum()
+    assert config.on_nodes(3).read() == [stage] and len(read) == 1  # as a run's is resolved
     assert dataclasses.replace(config, workers=0).read() == [stage] and len(read) == 2

@@ -18,11 +18,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
-from model import LatentDiffusion, ModelConfig, build_model, step_seed
+from model import LatentDiffusion, build_model, step_seed
 from training import cost, speed
 from training.speed import SpeedKeys
 from weights.tensors import lay_out_like
 from zoo import load_family
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
 pytestmark = pytest.mark.timeout(300, func_only=True)

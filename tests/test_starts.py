@@ -285,7 +285,7 @@ def test_too_little_shared_memory_is_refused_with_the_figure(miniature, tmp_path
     words = miniature.small(tmp_path, "a", "data.workers=4", f"data.local={tmp_path}/c", f"global_batch_size={10**9}")
     said = [line for line in refused(capsys, *words).splitlines() if line.startswith("/dev/shm: ")]
     assert len(said) == 1 and re.fullmatch(
-        r"/dev/shm: 10 batches of [\d.e+]+ GiB: [\d.e+]+ GiB there; [\d.e+]+ GiB, [\d.e+]+ free\. A worker would die of "
+        r"/dev/shm: 14 batches of [\d.e+]+ GiB: [\d.e+]+ GiB there; [\d.e+]+ GiB, [\d.e+]+ free\. A worker would die of "
         r"a bus error\. Enlarge it \(docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm\), or lower "
         r"data\.workers\.",
         said[0],

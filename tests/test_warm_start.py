@@ -12,9 +12,10 @@ from test_encoders import published  # noqa: F401
 from test_ldm import save_folder, tiny_networks
 
 import benchmark
-from model import ModelConfig, build_model
+from model import build_model
 from record.checkpoint_files import FULL, WEIGHTS, listed, read
 from training import warm_start
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
 pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("quick_estimate")]

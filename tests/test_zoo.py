@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weights.clip_text import END_TOKEN
 from weights.tensors import on_meta
 from zoo import FAMILIES, load_family
 from zoo.objectives import ObjectiveConfig
-from zoo.sd2 import ARCHITECTURES, END_TOKEN, LATENT_SCALE
+from zoo.sd2 import ARCHITECTURES, LATENT_SCALE
 from zoo.spec import as_size
 
 SIZES = [(64, 64), (96, 64)]
-VARIANTS = {"sd2": tuple(ARCHITECTURES), "shapes": ("stock",)}
+VARIANTS = {"sd2": tuple(ARCHITECTURES), "sdxl": ("stock",), "flux": ("dev", "schnell", "mlperf"), "shapes": ("stock",)}
 MEMBERS = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
 
 
@@ -28,7 +29,8 @@ def test_every_family_goes_from_its_columns_to_a_prediction(name, variant, size)
     torch.manual_seed(0)
     encoders, denoiser = family.build_encoders(), family.build_denoiser()
     images, moments = family.columns("images", size)["images"], family.columns("moments", size)["moments"]
-    image_dtype = torch.float32 if variant == "mlperf" else torch.uint8  # the benchmark's are not rounded
+    of_benchmark = (name, variant) == ("sd2", "mlperf")  # whose images are not rounded
+    image_dtype = torch.float32 if of_benchmark else torch.uint8
     assert (images.shape, images.dtype) == ((3, size[1], size[0]), image_dtype)
     assert moments.dtype == torch.float16
 
@@ -44,10 +46,15 @@ def test_every_family_goes_from_its_columns_to_a_prediction(name, variant, size)
         assert values.min() >= 0 and values.max() < promised.below
     condition = family.encode_text(encoders, tokens)
     stored = family.columns("moments", size, stored_text=True)
-    assert stored.keys() == {"moments", *condition} and stored["moments"] == moments
+    further = family.further(size)
+    assert stored.keys() == {"moments", *condition, *further} and stored["moments"] == moments
     for column, states in condition.items():
         assert states.shape == (2, *stored[column].shape) and stored[column].dtype == torch.float16
     times = family.build_objective(ObjectiveConfig()).draw_times(2, torch.Generator().manual_seed(0))
+    for column, values in further.items():
+        assert stored[column] == family.columns("images", size)[column]
+        assert values.shape == (1, *stored[column].shape) and values.dtype == stored[column].dtype
+        condition[column] = values.expand(2, *values.shape[1:])
     prediction = family.denoise(denoiser, latents, times, condition)
     assert prediction.shape == latents.shape
 
@@ -60,22 +67,22 @@ def test_every_tiny_family_has_under_two_million_parameters_with_its_encoders(na
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_family_does_not_know_is_refused_with_what_it_knows(name):
-    family = load_family(name, "tiny", "stock")
+    family = load_family(name, "tiny", VARIANTS[name][0])
     with pytest.raises(ValueError, match=f"^data.stage: {name} has no stage 'films'. Known: images, moments.$"):
         family.columns("films", (64, 64))
     known = ", ".join(VARIANTS[name])
     with pytest.raises(ValueError, match=f"^model.variant: {name} has no variant 'x'. Known: {known}.$"):
         load_family(name, "tiny", "x")
     with pytest.raises(ValueError, match="^model.preset: unknown preset 'huge'. Known: full, tiny.$"):
-        load_family(name, "huge", "stock")
-    with pytest.raises(
-        ValueError, match=f"^objective.prediction: {name} cannot be trained on 'flow'. Possible: epsilon, v.$"
-    ):
-        family.build_objective(ObjectiveConfig(prediction="flow"))
+        load_family(name, "huge", VARIANTS[name][0])
+    other, possible = ("v", "flow") if family.predictions == ("flow",) else ("flow", "epsilon, v")
+    given = f"objective.prediction: {name} cannot be trained on '{other}'"
+    with pytest.raises(ValueError, match=f"^{given}. Possible: {possible}.$"):
+        family.build_objective(ObjectiveConfig(prediction=other))
 
 
 def test_an_unknown_family_lists_the_known_ones():
-    with pytest.raises(ValueError, match="^model.family: unknown family 'sd3'. Known: sd2, shapes.$"):
+    with pytest.raises(ValueError, match="^model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes.$"):
         load_family("sd3", "tiny", "stock")
 
 

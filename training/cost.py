@@ -19,10 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cli.limits import ImageSize
 from cli.private_api import require_private_api
-from model import AUTOCAST_DTYPES, LatentDiffusion, ModelConfig, build_model
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_model
 from training import speed
 from weights.tensors import on_meta
 from zoo.encoders import RANDOM
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import Column
 
@@ -137,7 +138,7 @@ def _num_parameters(module: nn.Module) -> int:
 def _step(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> Tensor:
     batch = {name: torch.zeros(num_images, *column.shape, dtype=column.dtype) for name, column in columns.items()}
     batch |= {name: torch.zeros(num_images, *model.latent_shape) for name in ("posterior_noise", "noise")}
-    batch["times"] = torch.zeros(num_images, dtype=torch.int64)
+    batch["times"] = model.objective.times_at(torch.zeros(num_images, dtype=torch.int64))
     batch["caption_dropped"] = torch.zeros(num_images, dtype=torch.bool)
     return model.loss(model(batch), batch)
 

@@ -23,9 +23,9 @@ from filelock import FileLock
 
 from cli.files import cache_folder, write_json
 from cli.log import log
-from model import ModelConfig
 from record.environment import versions
 from training.cost import Cost, measure_cost
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
 TURN_SEC = 120.0  # that a process waits for another one to trace; SD2 takes 5 s, beside busy ones up to a minute

@@ -19,7 +19,6 @@ from typing import Any, Literal
 from cli.limits import kind_of_path
 from cli.log import log
 from evaluation.image_folder import SUFFIXES as OF_IMAGES
-from model import ModelConfig
 from record.checkpoint_files import NAME
 from training import warm_start
 from training.run_config import Config, RunConfig
@@ -28,6 +27,7 @@ from weights.files import SUFFIXES as OF_WEIGHTS
 from weights.files import Refused, open_weights, shown
 from zoo import load_family
 from zoo.encoders import need_of_denoiser, need_of_encoders
+from zoo.model_config import ModelConfig
 from zoo.sampling import SCHEDULE
 from zoo.spec import Family
 

@@ -21,7 +21,7 @@ from cli.limits import ImageSize, Pixels, duration, limited
 from data import DataConfig
 from ema import EMAConfig
 from evaluation.scoring import EvalConfig, TargetConfig
-from model import LatentDiffusion, ModelConfig, build_model
+from model import LatentDiffusion, build_model
 from training.checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
 from training.loggers import LoggersConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
@@ -30,6 +30,7 @@ from training.speed import SpeedKeys
 from training.validation import ValidationConfig
 from zoo import load_family, mlperf
 from zoo.encoders import own_weights
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import MAX_SIDE_PX, as_size
 
@@ -123,7 +124,6 @@ ALIASES = {
 NOT_YET = {
     "num_frames": "training on video",
     "parallelism_config": "sharding a model over ranks (FSDP)",
-    "objective.shift": "flow matching",
 }
 
 
@@ -133,8 +133,9 @@ def resolve(config: Config) -> Config:
         load_family(config.model.family, config.model.preset, config.model.variant),
         config.global_batch_size,
     )
-    is_mlperf = config.model.variant == "mlperf"
-    evaluation = config.eval.resolved(batch, has_ema=config.ema.enabled)
+    is_mlperf, objective = config.model.is_sd2_of_mlperf, config.objective.resolved(family.objective)
+    assert objective.prediction is not None
+    evaluation = config.eval.resolved(batch, prediction=objective.prediction, has_ema=config.ema.enabled)
     every = 0 if config.data.synthetic else DEFAULT_EVERY_IMAGES
     if evaluation.when != "off":  # a checkpoint before each evaluation, which may take longer than training to it
         every = snapshots = evaluation.every_images or 0
@@ -149,13 +150,13 @@ def resolve(config: Config) -> Config:
         eval=evaluation,
         validation=config.validation.resolved(batch),
         samples=config.samples.resolved(batch),
-        data=dataclasses.replace(config.data, num_canonical_nodes=config.data.num_canonical_nodes or ranks.num_nodes()),
+        data=config.data.on_nodes(ranks.num_nodes()),
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         model=dataclasses.replace(
             config.model, weights=config.model.weights or own_weights(family, is_real=not config.data.synthetic)
         ),
-        objective=config.objective.resolved(family.objective),
+        objective=objective,
         optimizer=config.optimizer.resolved(mlperf.lr_per_image(batch) if wants_own_rate(config) else None),
         schedule=config.schedule.resolved(mlperf.WARMUP_BATCHES if is_mlperf else None),
     )
@@ -180,4 +181,4 @@ def build(config: RunConfig) -> LatentDiffusion:
 
 def wants_own_rate(config: RunConfig) -> bool:
     """True if the learning rate is to be taken from the benchmark's reference point."""
-    return config.model.variant == "mlperf" and config.optimizer.lr is None and config.optimizer.lr_per_image is None
+    return config.model.is_sd2_of_mlperf and config.optimizer.lr is None and config.optimizer.lr_per_image is None

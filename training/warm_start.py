@@ -23,13 +23,14 @@ from torch import nn
 
 from cli.command_line import Problem
 from cli.errors import ConfigError
-from model import LatentDiffusion, ModelConfig
+from model import LatentDiffusion
 from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, is_whole, listed, read
 from weights import hub, hub_names, ldm, ldm_names
 from weights.files import Refused, open_weights, shown
 from weights.tensors import canonical_name, difference, on_meta, tensor_specs
 from zoo import load_family
 from zoo.encoders import need_of_denoiser
+from zoo.model_config import ModelConfig
 from zoo.spec import Family
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")

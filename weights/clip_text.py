@@ -9,12 +9,15 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import CLIPTextConfig
 
 PREFIX = "text_model."
+NUM_TOKENS = 77
+VOCABULARY = 49408  # of CLIP's byte-pair encoder
+END_TOKEN = VOCABULARY - 1
 
 
 class TextModel(nn.Module):
@@ -40,15 +43,33 @@ class TextModel(nn.Module):
         return self.text_model(*args, **kwargs)
 
 
-def build_text_model(config: CLIPTextConfig) -> nn.Module:
-    """Build CLIP's text encoder with random weights, from torch's global generator; names as `text_model.encoder...`."""
-    from transformers import CLIPTextModel
+def padded_with_end(tokens: Tensor) -> Tensor:  # (B, 77) -> (B, 77)
+    """Pad with the end mark, as CLIP ViT-L's text encoder was trained; batches are padded with 0, as open_clip does it."""
+    return torch.where((tokens == END_TOKEN).cumsum(dim=1) > 0, END_TOKEN, tokens)
+
+
+def text_config(**sizes: Any) -> CLIPTextConfig:
+    """Return the configuration of a text encoder of these sizes, with CLIP's vocabulary."""
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(vocab_size=VOCABULARY, max_position_embeddings=NUM_TOKENS, **sizes)
+
+
+def build_text_model(config: CLIPTextConfig, *, projected: bool = False) -> nn.Module:
+    """Build CLIP's text encoder with random weights, from torch's global generator; names as `text_model.encoder...`.
+
+    Args:
+        projected: with the projection of the whole caption's state to (B, config.projection_dim), `text_embeds`.
+    """
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
     before = torch.get_rng_state()
-    model = CLIPTextModel(config)
+    model = CLIPTextModelWithProjection(config) if projected else CLIPTextModel(config)
     torch.set_rng_state(before)
     named = model if hasattr(model, "text_model") else TextModel(model)
     draw_weights(named, config)
+    if projected:
+        nn.init.normal_(named.text_projection.weight, std=config.hidden_size**-0.5 * config.initializer_factor)
     return named
 
 

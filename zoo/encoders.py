@@ -10,7 +10,7 @@ from torch import nn
 
 from cli.errors import ConfigError
 from weights import hub, ldm
-from weights.hub_names import parse
+from weights.hub_names import parse, place
 from weights.tensors import fingerprint, on_meta
 from zoo.spec import Family
 
@@ -62,8 +62,7 @@ def need_of_encoders(family: Family) -> hub.Need:
     """Return the files of a model that `build_encoders` and `weights_problems` read."""
     networks = [network for _, network in _placed(family, on_meta(family.build_encoders)).values()]
     folders = tuple((network.folder, network.stems) for network in networks)
-    tokens = () if family.shipped else ("tokenizer",)  # a family that ships its weights has its tokenizer in code
-    return hub.Need(folders, tokens, default=family.on_hub, instead="model.weights=random, for random ones")
+    return hub.Need(folders, family.tokenizers, default=family.on_hub, instead="model.weights=random, for random ones")
 
 
 def need_of_denoiser(family: Family) -> hub.Need:
@@ -93,7 +92,9 @@ def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
         if weights == SHIPPED:
             ldm.load(_shipped_folder(family), _placed(family, modules))  # stored as they were trained: no notes
             return FrozenEncoders(modules, [])
-        return FrozenEncoders(modules, ldm.load(weights, _placed(family, modules)))
+        notes = ldm.load(weights, _placed(family, modules))
+        family.read_tokenizers(place(weights))
+        return FrozenEncoders(modules, notes)
     except ValueError as error:
         raise ConfigError([f"model.weights: {line}" for line in str(error).splitlines()]) from error
 
@@ -116,6 +117,10 @@ def weights_problems(family: Family, weights: str) -> list[str]:
     if not found and family.shipped is None:  # a family that ships its weights has its tokenizer in code
         tokenizer = ldm.tokenizer_problem(str(path), lambda captions: family.tokenize(captions)["tokens"])
         found = [tokenizer] if tokenizer else []
+        try:
+            family.read_tokenizers(path)
+        except ValueError as error:
+            found.append(str(error))
     return [] if found and hub.can_be_mended(weights, need) else found
 
 

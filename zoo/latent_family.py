@@ -1,23 +1,23 @@
-"""Shared by the families that train a UNet on the latents of a KL autoencoder, conditioned on one text encoder's states.
+"""Shared by the families that train a network on the latents of a KL autoencoder, conditioned on states of captions.
 
-Shapes: B batch, H W image height and width in px, p pixels per latent, L text tokens, D text width.
-    images (B, 3, H, W) -> moments (B, 8, H/p, W/p) -> latents (B, 4, H/p, W/p)
+Shapes: B batch, C latent channels (4; FLUX: 16), H W image height and width in px, p pixels per latent, L text tokens,
+D text width.
+    images (B, 3, H, W) -> moments (B, 2C, H/p, W/p) -> latents (B, C, H/p, W/p)
     tokens (B, L) -> text (B, L, D)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cli.limits import ImageSize
-from zoo.objectives import DiscreteDiffusion, ObjectiveConfig
+from zoo.objectives import Objective, ObjectiveConfig, build
 from zoo.spec import Column
-
-LATENT_CHANNELS = 4
 
 
 class LatentFamily:
@@ -27,24 +27,33 @@ class LatentFamily:
         name, objective: see `zoo.spec.Family`.
         image_dtype: type of images in a batch; float32: not rounded, see `stages.images.resize_and_crop`.
         pixels_per_latent: p.
+        latent_channels: C.
         latent_scale: 1 / standard deviation of the latents.
+        latent_shift: their mean, which is subtracted first.
         num_tokens, vocabulary: of the tokenizer: L, and its largest token plus one.
         text_width: of the text encoder's states: D.
     """
 
     name: str
     objective: Mapping[str, Any]
-    predictions = ("epsilon", "v")
+    predictions: tuple[str, ...] = ("epsilon", "v")
     image_dtype = torch.uint8
     pixels_per_latent: int
+    side_step: int | None = None
+    """Sides of images are multiples of this, px; None: of pixels_per_latent."""
+    latent_channels = 4
     latent_scale: float
+    latent_shift = 0.0
+    embeds_guidance = False
+    empty_is_zero = False
     on_hub: str | None = None
+    tokenizers: tuple[str, ...] = ("tokenizer",)
     num_tokens: int
     vocabulary: int
     text_width: int
 
     def size_problem(self, size: ImageSize) -> str | None:
-        step, (width, height) = self.pixels_per_latent, size
+        step, (width, height) = self.side_step or self.pixels_per_latent, size
         if all(side > 0 and side % step == 0 for side in size):
             return None
         return f"{width} x {height} px does not fit {self.name}. Both sides have to be multiples of {step}."
@@ -58,35 +67,73 @@ class LatentFamily:
         }
         if stage not in pictures:
             raise ValueError(f"data.stage: {self.name} has no stage '{stage}'. Known: {', '.join(pictures)}.")
-        if stored_text:
-            return {**pictures[stage], "text": Column((self.num_tokens, self.text_width), torch.float16)}
-        return {**pictures[stage], "tokens": Column((self.num_tokens,), torch.int64, below=self.vocabulary)}
+        text = self.stored_columns() if stored_text else self.text_columns()
+        return {**pictures[stage], **text, **self.further_columns()}
+
+    def text_columns(self) -> dict[str, Column]:
+        """Return the columns that `tokenize` makes."""
+        return {"tokens": Column((self.num_tokens,), torch.int64, below=self.vocabulary)}
+
+    def stored_columns(self) -> dict[str, Column]:
+        """Return what `encode_text` makes, as it is stored."""
+        return {"text": Column((self.num_tokens, self.text_width), torch.float16)}
+
+    def read_tokenizers(self, folder: Path) -> None:
+        """All is in code."""
 
     def latent_shape(self, size: ImageSize) -> tuple[int, ...]:
         width, height = size
-        return (LATENT_CHANNELS, height // self.pixels_per_latent, width // self.pixels_per_latent)
+        return (self.latent_channels, height // self.pixels_per_latent, width // self.pixels_per_latent)
 
-    def build_objective(self, config: ObjectiveConfig) -> DiscreteDiffusion:
-        prediction = config.resolved(self.objective).prediction
+    def further(self, size: ImageSize) -> dict[str, Tensor]:
+        return {}
+
+    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+        return 1.0
+
+    def further_columns(self) -> dict[str, Column]:
+        """Return the columns of `further`."""
+        return {}
+
+    def build_vae(self, **arguments: Any) -> nn.Module:
+        """Build the autoencoder: `block_out_channels`, its width at each level, and further arguments of diffusers' class."""
+        from diffusers.models import AutoencoderKL
+
+        depth = len(arguments["block_out_channels"])
+        return AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * depth,
+            up_block_types=("UpDecoderBlock2D",) * depth,
+            layers_per_block=2,
+            latent_channels=self.latent_channels,
+            scaling_factor=self.latent_scale,
+            **arguments,
+        )
+
+    def build_objective(self, config: ObjectiveConfig) -> Objective:
+        config = config.resolved(self.objective)
+        prediction = config.prediction
         if prediction not in self.predictions:
             given = f"objective.prediction: {self.name} cannot be trained on '{prediction}'"
             raise ValueError(f"{given}. Possible: {', '.join(self.predictions)}.")
-        return DiscreteDiffusion(config, prediction)
+        return build(config)
 
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
-        # (B, 3, H, W) -> (B, 8, H/p, W/p) mean | logvar
+        # (B, 3, H, W) -> (B, 2C, H/p, W/p) mean | logvar
         vae: Any = encoders["vae"]
         return vae.encode(images).latent_dist.parameters
 
     def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:
-        # (B, 8, h, w) -> (B, 4, h, w). The clamp is that of the VAE's own posterior.
+        # (B, 2C, h, w) -> (B, C, h, w). The clamp is that of the VAE's own posterior.
         mean, logvar = moments.chunk(2, dim=1)
-        return (mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise) * self.latent_scale
+        latents = mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise
+        return (latents - self.latent_shift if self.latent_shift else latents) * self.latent_scale
 
     def decode_latents(self, encoders: Mapping[str, nn.Module], latents: Tensor) -> Tensor:
-        # (B, 4, h, w) -> (B, 3, p h, p w)
+        # (B, C, h, w) -> (B, 3, p h, p w)
         vae: Any = encoders["vae"]
-        return vae.decode((latents / self.latent_scale).to(vae.dtype), return_dict=False)[0]
+        latents = latents / self.latent_scale
+        latents = latents + self.latent_shift if self.latent_shift else latents
+        return vae.decode(latents.to(vae.dtype), return_dict=False)[0]
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
         return denoiser(noisy, times, encoder_hidden_states=condition["text"], return_dict=False)[0]

@@ -214,7 +214,7 @@ def not_closed(values: Mapping[str, Any]) -> list[str]:
         values: as in `deviations`, with all keys of a run.
     """
     found = []
-    wanted_keys = {"model.variant": "mlperf", "model.denoiser": None, "data.synthetic": False}
+    wanted_keys = {"model.family": "sd2", "model.variant": "mlperf", "model.denoiser": None, "data.synthetic": False}
     wanted_keys |= {"validation.remote": None, "samples.every_images": None}  # they come before run_start, too
     for key, wanted in wanted_keys.items():
         if values.get(key) != wanted:

@@ -1,7 +1,8 @@
 """The forward process: noise schedules, prediction targets and loss weights.
 
 Symbols as in Ho et al. 2020 (arXiv:2006.11239): x_0 the latent, eps standard normal noise, abar_t the cumulative signal
-fraction, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps (its equation 4).
+fraction, x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps (its equation 4). A flow goes straight: x_t = (1 - t) x_0 + t eps,
+with t in [0, 1] (Liu et al. 2022, arXiv:2209.03003).
 
 Shapes: B batch, C latent channels, h w latent height and width, T steps of the schedule (1000).
 """
@@ -24,26 +25,28 @@ class ObjectiveConfig:
     """What the denoiser is trained to predict."""
 
     prediction: str | None = None
-    """What the network predicts: epsilon or v. null: the variant's own."""
+    """What the network predicts: epsilon, v or flow. null: the variant's own."""
     weighting: Literal["none", "min_snr"] = "none"
     """Weight of each timestep in the loss; min_snr as in arXiv:2303.09556."""
     min_snr_gamma: float = limited(5.0, 0.0, above=True)
     """Gamma of min_snr."""
-    timesteps: Literal["uniform"] = "uniform"
-    """How timesteps are drawn."""
+    timesteps: Literal["uniform", "logit_normal"] | None = None
+    """How timesteps are drawn; logit_normal, of a flow, as in arXiv:2403.03206. null: the variant's own."""
+    shift: float | None = limited(None, 0.0, above=True)
+    """Moves a flow's times towards noise, by this factor (arXiv:2403.03206, equation 23). null: the variant's own."""
     zero_terminal_snr: bool = False
     """The last step is pure noise, and samplers begin there (arXiv:2305.08891). Needs prediction v."""
     offset_noise: float = limited(0.0, 0.0)
     """Adds this times one normal number per image and channel to the noise; 0.1 is usual."""
     caption_dropout: float | None = limited(None, 0.0, 1.0)
-    """Fraction of captions replaced by the empty one; guidance needs it. null: 0.1, or 0 for mlperf."""
+    """Fraction of captions replaced by the empty one; guidance needs it. null: the variant's own, 0.1 or 0."""
 
     def problems(self, own: Mapping[str, Any]) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together. `own`: the variant's own values, see `resolved`."""
         resolved = self.resolved(own)
-        if not resolved.zero_terminal_snr:
-            return []
-        found = []
+        found = _problems_of_flow(self) if resolved.prediction == "flow" else _problems_of_steps(self)
+        if found or not resolved.zero_terminal_snr:
+            return found
         if resolved.prediction != "v":
             given = f"true, but the prediction is {resolved.prediction}, and pure noise says nothing of epsilon"
             found.append(("objective.zero_terminal_snr", f"{given}. Say objective.prediction=v."))
@@ -62,8 +65,29 @@ class ObjectiveConfig:
         return dataclasses.replace(self, **{key: value for key, value in own.items() if getattr(self, key) is None})
 
 
+def _problems_of_flow(given: ObjectiveConfig) -> list[tuple[str, str]]:
+    of_steps = {"weighting": (given.weighting, "none"), "zero_terminal_snr": (given.zero_terminal_snr, False)}
+    text = "{}, but a flow has no noise schedule that it could mean. Leave it out."
+    return [
+        (f"objective.{key}", text.format(_as_yaml(value))) for key, (value, none) in of_steps.items() if value != none
+    ]
+
+
+def _problems_of_steps(given: ObjectiveConfig) -> list[tuple[str, str]]:
+    found, text = [], "{}, but only a flow has it (objective.prediction=flow). Leave it out."
+    if given.timesteps == "logit_normal":
+        found.append(("objective.timesteps", text.format(given.timesteps)))
+    if given.shift is not None:
+        found.append(("objective.shift", text.format(given.shift)))
+    return found
+
+
+def _as_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class Objective(Protocol):
-    """The interface of a forward process for model.py; a flow-matching objective will have the same methods."""
+    """The interface of a forward process for model.py."""
 
     prediction: str
     """What the network predicts, as zoo/sampling.py names it for the reverse process."""
@@ -79,7 +103,7 @@ class Objective(Protocol):
         ...
 
     def times_at(self, thousandths: Tensor) -> Tensor:
-        """# (B,) int64 in [0, 1000) -> (B,): the times at these thousandths of the schedule, from the least noise on."""
+        """# (B,) in [0, 1000) -> (B,): the times at these thousandths of the schedule, from the least noise on."""
         ...
 
     def corrupt(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
@@ -93,6 +117,15 @@ class Objective(Protocol):
     def weight(self, times: Tensor) -> Tensor:
         """Return each sample's weight in the loss, (B,) float32."""
         ...
+
+
+def build(config: ObjectiveConfig) -> Objective:
+    """Build the forward process of a configuration without null."""
+    assert config.prediction is not None
+    if config.prediction != "flow":
+        return DiscreteDiffusion(config, config.prediction)
+    assert config.timesteps is not None and config.shift is not None
+    return RectifiedFlow(timesteps=config.timesteps, shift=config.shift, offset_noise=config.offset_noise)
 
 
 def scaled_linear_alphas_cumprod(num_steps: int = 1000, beta_start: float = 0.00085, beta_end: float = 0.012) -> Tensor:
@@ -161,3 +194,47 @@ class DiscreteDiffusion:
         if self.weighting == "none":
             return torch.ones(len(times), device=times.device)
         return min_snr_weight(self.alpha_bar[times], self.gamma, self.prediction)
+
+
+class RectifiedFlow:
+    """Straight paths from data to noise: x_t = (1 - t) x_0 + t eps, target eps - x_0 (Liu et al. 2022, arXiv:2209.03003).
+
+    Args:
+        timesteps: how t is drawn: "uniform", or "logit_normal": the logistic function of a standard normal number
+            (Esser et al. 2024, arXiv:2403.03206, equation 19, with mean 0 and deviation 1).
+        shift: of the drawn t, see `shifted`.
+        offset_noise: see `ObjectiveConfig`.
+    """
+
+    prediction = "flow"
+    zero_terminal_snr = False  # a path ends in pure noise by itself; this is about schedules in steps
+
+    def __init__(self, *, timesteps: str, shift: float, offset_noise: float = 0.0):
+        self.timesteps, self.shift, self.offset_noise = timesteps, shift, offset_noise
+
+    def to(self, device: torch.device) -> RectifiedFlow:
+        return self
+
+    def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
+        """Return t in [0, 1], float32."""
+        if self.timesteps == "uniform":
+            return shifted(torch.rand(num, generator=generator, device=generator.device), self.shift)
+        return shifted(torch.randn(num, generator=generator, device=generator.device).sigmoid(), self.shift)
+
+    def times_at(self, thousandths: Tensor) -> Tensor:
+        return thousandths.float() / 1000.0
+
+    def corrupt(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        t = times.reshape(-1, *[1] * (latents.ndim - 1))
+        return (1.0 - t).to(latents.dtype) * latents + t.to(latents.dtype) * noise
+
+    def target(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        return noise - latents
+
+    def weight(self, times: Tensor) -> Tensor:
+        return torch.ones(len(times), device=times.device)
+
+
+def shifted(times: Tensor, shift: float) -> Tensor:
+    """Return s t / (1 + (s - 1) t): times with more noise, as more pixels need it (arXiv:2403.03206, equation 23)."""
+    return times if shift == 1.0 else shift * times / (1.0 + (shift - 1.0) * times)

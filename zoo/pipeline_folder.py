@@ -27,6 +27,8 @@ from zoo.spec import Family
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHIPPED_CODE = ("zoo.mixed_norms",)
 """Modules with classes of ours that are copied beside the weights: they import nothing of this project."""
+EXPORTED = ("sd2", "shapes")
+"""Families whose pipeline is diffusers' StableDiffusionPipeline, which is the one that is written here."""
 NONE = [None, None]
 OF_PUBLISHED = dict(clip_sample=False, set_alpha_to_one=False)
 """Settings in all of Stable Diffusion's published scheduler files: another sampler can be made of any of them."""
@@ -37,6 +39,8 @@ Networks = Mapping[str, tuple[nn.Module, Network]]
 
 def networks_of(family: Family, denoiser: nn.Module, encoders: Mapping[str, nn.Module]) -> Networks:
     """Return all networks of a model with their places. Raises ValueError: diffusers has no class for one."""
+    if family.name not in EXPORTED:
+        raise ValueError(f"model.family: {family.name} is not exported yet. Possible: {', '.join(EXPORTED)}.")
     modules = {"denoiser": denoiser, **encoders}
     for label, module in modules.items():
         if _library(module) not in ("diffusers", "transformers") and type(_bare(module)).__module__ not in SHIPPED_CODE:

@@ -9,6 +9,8 @@
 The samplers are diffusers' schedulers with the settings of Stable Diffusion's published scheduler files. All are
 deterministic: each row's latent depends only on that row's noise.
 
+Of a flow there is euler alone: t from 1 to 0 in equal steps, which a shift moves towards 1, as FLUX's pipeline does it.
+
 For ddim and plms, choose a number of steps that divides 1000: with 51, for example, they begin at step 951.
 
 Shapes: N prompts, C latent channels, h w latent height and width.
@@ -40,12 +42,16 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """sampler -> diffusers' class, and its constructor's arguments besides the schedule."""
 
+FLOW = "flow"
+OF_FLOW: dict[str, str] = {"euler": "FlowMatchEulerDiscreteScheduler"}
+"""The same for a flow."""
+
 OF_ZERO_TERMINAL_SNR = dict(rescale_betas_zero_snr=True, timestep_spacing="trailing")
 """In place of a sampler's own spacing: sampling begins at the last step, pure noise (arXiv:2305.08891, section 3.3)."""
 
 SamplerName = Literal["ddim", "plms", "dpm++", "euler"]
 SAMPLERS = tuple(SCHEDULERS)
-PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
+PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", FLOW: "flow_prediction"}
 """What the network predicts -> diffusers' name for it."""
 
 NOT_FROM_PURE_NOISE = ("plms",)
@@ -70,13 +76,20 @@ class Scheduler(Protocol):
     ) -> tuple[Tensor, ...]: ...
 
 
+def usual_sampler(prediction: str) -> SamplerName:
+    """Return the sampler where none is given: MLPerf's, or the only one of a flow."""
+    return "euler" if prediction == FLOW else "ddim"
+
+
 def sampling_problems(
-    sampler: str, steps: int, guidance: float, *, zero_terminal_snr: bool = False
+    sampler: str, steps: int, guidance: float, *, prediction: str | None = None, zero_terminal_snr: bool = False
 ) -> list[tuple[str, str]]:
-    """(key, message) for every invalid value."""
+    """(key, message) for every invalid value. `prediction`: what the network predicts; None: epsilon or v."""
     found = []
     if sampler not in SAMPLERS:
         found.append(("sampler", f"unknown sampler '{sampler}'. Known: {', '.join(SAMPLERS)}."))
+    elif prediction == FLOW and sampler not in OF_FLOW:
+        found.append(("sampler", f"{sampler} does not sample a flow. Possible: {', '.join(OF_FLOW)}."))
     if zero_terminal_snr and sampler in NOT_FROM_PURE_NOISE:
         possible = ", ".join(name for name in SAMPLERS if name not in NOT_FROM_PURE_NOISE)
         found.append(("sampler", f"{sampler} cannot begin at pure noise (zero_terminal_snr). Possible: {possible}."))
@@ -87,7 +100,7 @@ def sampling_problems(
     return found
 
 
-def build_scheduler(sampler: str, prediction: str, *, zero_terminal_snr: bool = False) -> Scheduler:
+def build_scheduler(sampler: str, prediction: str, *, zero_terminal_snr: bool = False, shift: float = 1.0) -> Scheduler:
     """Build diffusers' scheduler for one pass; it keeps state between steps.
 
     Args:
@@ -96,20 +109,48 @@ def build_scheduler(sampler: str, prediction: str, *, zero_terminal_snr: bool = 
             them to epsilon. So with v it takes another path than with epsilon, and is only of order 1; the others are not
             affected.
         zero_terminal_snr: of the objective that the network was trained on.
+        shift: of a flow's times, see `zoo.objectives.shifted`.
 
     Raises:
-        ValueError: an unknown sampler or prediction; the message lists the known ones.
+        ValueError: an unknown sampler or prediction, or one that does not sample a flow; the message lists the known ones.
     """
-    if sampler not in SAMPLERS:
-        raise ValueError(f"sampler: unknown sampler '{sampler}'. Known: {', '.join(SAMPLERS)}.")
     if prediction not in PREDICTIONS:
         raise ValueError(f"prediction: unknown prediction '{prediction}'. Known: {', '.join(PREDICTIONS)}.")
+    known = OF_FLOW if prediction == FLOW else SCHEDULERS
+    if sampler not in known:
+        raise ValueError(f"sampler: unknown sampler '{sampler}'. Known: {', '.join(known)}.")
     import diffusers
 
+    if prediction == FLOW:
+        return _FlowScheduler(getattr(diffusers, OF_FLOW[sampler])(shift=shift))
     name, settings = SCHEDULERS[sampler]
     if zero_terminal_snr:
         settings = settings | OF_ZERO_TERMINAL_SNR
     return getattr(diffusers, name)(**SCHEDULE, **settings, prediction_type=PREDICTIONS[prediction])
+
+
+class _FlowScheduler:
+    """A flow's scheduler, whose times are t in [0, 1] as in training; diffusers counts thousandths.
+
+    Its own times for a number of steps end at a thousandth. FLUX's pipeline gives it others, as here: 1, 1 - 1/n, ... 1/n.
+    """
+
+    init_noise_sigma: float | Tensor = 1.0
+
+    def __init__(self, scheduler: Any):
+        self.scheduler = scheduler
+        self.timesteps = torch.empty(0)
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        self.scheduler.set_timesteps(sigmas=[1.0 - step / num_inference_steps for step in range(num_inference_steps)])
+        self.scheduler.set_begin_index(0)  # it counts its steps, and looks for none of them by its time
+        self.timesteps = self.scheduler.sigmas[:-1]
+
+    def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        return sample
+
+    def step(self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool) -> tuple[Tensor, ...]:
+        return self.scheduler.step(model_output, timestep, sample, return_dict=return_dict)
 
 
 def sample(
@@ -121,6 +162,7 @@ def sample(
     steps: int,
     guidance: float = 1.0,
     zero_terminal_snr: bool = False,
+    shift: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
     build: Callable[..., Scheduler] = build_scheduler,
 ) -> Tensor:  # (N, C, h, w) -> (N, C, h, w)
@@ -139,6 +181,7 @@ def sample(
         steps: calls of the network (plms: one more).
         guidance: guidance scale; 1 is none.
         zero_terminal_snr: of the objective that the network was trained on.
+        shift: of a flow's times, see `zoo.objectives.shifted`.
         progress: called after every step with the steps done and their total.
         build: takes `build_scheduler`'s arguments, returns a new scheduler.
 
@@ -148,9 +191,10 @@ def sample(
     Raises:
         ValueError: an invalid value (see `sampling_problems`), or an unknown prediction.
     """
-    if problems := sampling_problems(sampler, steps, guidance, zero_terminal_snr=zero_terminal_snr):
+    ways: dict[str, Any] = dict(prediction=prediction, zero_terminal_snr=zero_terminal_snr)
+    if problems := sampling_problems(sampler, steps, guidance, **ways):
         raise ValueError("\n".join(f"{key}: {text}" for key, text in problems))
-    scheduler = build(sampler, prediction, zero_terminal_snr=zero_terminal_snr)
+    scheduler = build(sampler, **ways, **({} if shift == 1.0 else {"shift": shift}))
     scheduler.set_timesteps(steps)  # its constants stay on the CPU: reading one does not wait for the device
     x = noise.float() * scheduler.init_noise_sigma
     times = scheduler.timesteps

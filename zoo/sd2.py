@@ -26,15 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from weights import hub_names, ldm_names
-from weights.clip_text import build_text_model
+from weights.clip_text import NUM_TOKENS, VOCABULARY, build_text_model, padded_with_end, text_config
 from zoo import tokenizer_files
 from zoo.latent_family import LatentFamily
 
 LATENT_SCALE = 0.18215  # 1 / standard deviation of SD's latents; Rombach et al. 2022, appendix G, and the SD2 config
 PIXELS_PER_LATENT = 8
-NUM_TOKENS = 77
-VOCABULARY = 49408  # of OpenCLIP's byte-pair encoder
-END_TOKEN = VOCABULARY - 1
 
 
 @dataclass(frozen=True)
@@ -110,9 +107,9 @@ ARCHITECTURES = {
 ON_HUB = {"stock": hub_names.SD2, "mlperf": hub_names.SD2, "sd15": hub_names.SD15}
 """SD2's four releases, and the benchmark, share their encoders."""
 OBJECTIVES = {
-    "stock": dict(prediction="epsilon", caption_dropout=0.1),
-    "mlperf": dict(prediction="v", caption_dropout=0.0),
-    "sd15": dict(prediction="epsilon", caption_dropout=0.1),
+    "stock": dict(prediction="epsilon", caption_dropout=0.1, timesteps="uniform"),
+    "mlperf": dict(prediction="v", caption_dropout=0.0, timesteps="uniform"),
+    "sd15": dict(prediction="epsilon", caption_dropout=0.1, timesteps="uniform"),
 }
 
 
@@ -164,20 +161,8 @@ class SD2(LatentFamily):
         return unet
 
     def build_encoders(self) -> dict[str, nn.Module]:
-        from diffusers.models import AutoencoderKL
-        from transformers import CLIPTextConfig
-
-        depth = len(self.architecture.vae["block_out_channels"])
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * depth,
-            up_block_types=("UpDecoderBlock2D",) * depth,
-            layers_per_block=2,
-            latent_channels=4,
-            scaling_factor=LATENT_SCALE,
-            **self.architecture.vae,
-        )
-        config = CLIPTextConfig(vocab_size=VOCABULARY, max_position_embeddings=NUM_TOKENS, **self.architecture.text)
-        return {"vae": vae, "text": build_text_model(config)}
+        vae = self.build_vae(**self.architecture.vae)
+        return {"vae": vae, "text": build_text_model(text_config(**self.architecture.text))}
 
     def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
         text = ldm_names.clip_text if self.variant == "sd15" else ldm_names.open_clip_text
@@ -185,16 +170,14 @@ class SD2(LatentFamily):
         return {"vae": ldm_names.vae, "text": text, "denoiser": denoiser}
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        tokenize = tokenizer_files.open_clip_tokenizer().tokenize
-        return {"tokens": tokenize(list(captions), context_length=NUM_TOKENS)}
+        return {"tokens": tokenizer_files.clip_tokens(captions)}
 
     def save_tokenizer(self, folder: Path) -> str:
         pad_token = tokenizer_files.CLIP_END if self.architecture.pads_with_end else "!"  # the latter is token 0
-        return tokenizer_files.save_clip(folder, NUM_TOKENS, pad_token)
+        return tokenizer_files.save_clip(folder, pad_token)
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 77) -> (B, 77, D)
         tokens = batch["tokens"].long()
-        if self.architecture.pads_with_end:  # batches are always padded with 0, as open_clip does it
-            tokens = torch.where((tokens == END_TOKEN).cumsum(dim=1) > 0, END_TOKEN, tokens)
+        tokens = padded_with_end(tokens) if self.architecture.pads_with_end else tokens
         return {"text": encoders["text"](input_ids=tokens).last_hidden_state}

@@ -10,10 +10,11 @@ A batch is a dict of tensors with B first. The family says which, for each stage
     moments   moments    float16  (2C, h, w), e.g. (8, 64, 64): mean then logvar of the posterior, unscaled
     both      tokens     int64    (L,), e.g. (77,); a family with two tokenizers has a second such column
     moments   text       float16  (L, D), e.g. (77, 1024): stored states of the text encoder, instead of tokens
-    both      ...                 further columns by the family (SDXL: original size and crop; video: conditions)
+    moments   pooled   float16  (P,): stored states of the whole caption, where the family has some (SDXL, FLUX)
+    both      sizes    int64    (4,): height and width of the picture as it came, top and left of what is shown (SDXL)
 
-SDXL, FLUX and the video families fit the same contract. The family chooses the latent's shape (FLUX packs it, video adds f).
-The condition is a dict, so it can also hold pooled states, time ids and masks.
+The family chooses the latent's shape: FLUX packs it only inside of its network, video adds f. The condition is a dict: text
+states, the family's further columns, and the guidance scale where the network has that as an input.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ class Family(Protocol):
     """Key of the `objective` section -> the variant's own value, used where a configuration has null."""
     on_hub: str | None
     """The model on the hub whose encoders this network is trained with: the default for real data. None: there is none."""
+    pixels_per_latent: int
+    embeds_guidance: bool
+    """The guidance scale is an input of the network, so that no second, unconditional call is made (FLUX.1 dev)."""
+    empty_is_zero: bool
+    """The condition of a dropped or empty caption is zeros, instead of the states of the empty text (SDXL)."""
     shipped: Path | None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
 
@@ -115,8 +121,25 @@ class Family(Protocol):
         """Turn captions into the batch's text columns, int64 (B, L) each."""
         ...
 
+    @property
+    def tokenizers(self) -> tuple[str, ...]:
+        """Folders of published weights that `tokenize`, or a comparison with it, needs; none where weights are shipped."""
+        ...
+
+    def read_tokenizers(self, folder: Path) -> None:
+        """Take those tokenizers of a folder of published weights that are not in code. Raises ValueError: it lacks one."""
+        ...
+
     def save_tokenizer(self, folder: Path) -> str:
         """Write the tokenizer into an empty folder, and return the name of transformers' class that reads it."""
+        ...
+
+    def further(self, size: ImageSize) -> dict[str, Tensor]:
+        """Return the further columns of an image of this size that is generated, (1, ...) each; {}: there are none."""
+        ...
+
+    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+        """Return the shift of a flow's times in sampling latents of this shape, see zoo.objectives.shifted; 1: none."""
         ...
 
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from torch import Tensor
+
+from weights.clip_text import NUM_TOKENS
 
 CLIP_START, CLIP_END = "<|startoftext|>", "<|endoftext|>"
 
@@ -29,7 +33,12 @@ def open_clip_tokenizer() -> ModuleType:
     return module
 
 
-def save_clip(folder: Path, num_tokens: int, pad_token: str) -> str:
+def clip_tokens(captions: Sequence[str]) -> Tensor:
+    """# -> int64 (B, 77), padded with 0."""
+    return open_clip_tokenizer().tokenize(list(captions), context_length=NUM_TOKENS)
+
+
+def save_clip(folder: Path, pad_token: str) -> str:
     """Write OpenCLIP's byte-pair encoder as Stable Diffusion's folders have it; return the class that reads it."""
     known = open_clip_tokenizer().SimpleTokenizer()
     names = {"<start_of_text>": CLIP_START, "<end_of_text>": CLIP_END}
@@ -38,7 +47,7 @@ def save_clip(folder: Path, num_tokens: int, pad_token: str) -> str:
     merges = ["#version: 0.2", *(" ".join(pair) for pair in known.bpe_ranks), ""]
     (folder / "merges.txt").write_text("\n".join(merges))
     ends = dict(bos_token=CLIP_START, eos_token=CLIP_END, unk_token=CLIP_END, pad_token=pad_token)
-    _save_config(folder, tokenizer_class="CLIPTokenizer", model_max_length=num_tokens, **ends)
+    _save_config(folder, tokenizer_class="CLIPTokenizer", model_max_length=NUM_TOKENS, **ends)
     return "CLIPTokenizer"
 
 

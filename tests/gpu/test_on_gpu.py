@@ -15,9 +15,10 @@ from host_waits import GpuWaits, watched
 import benchmark
 from evaluation.meter import QUEUE_SEC, Meter, Pace
 from evaluation.scoring import EvalConfig, Scorer
-from model import ModelConfig, build_model
+from model import build_model
 from record.checkpoint_files import FULL, listed, read
 from training.copy_stream import CopyStream
+from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
 pytestmark = [

@@ -31,7 +31,7 @@ UNETS: dict[str, dict[str, Any]] = {
 }
 """Preset -> the UNet's constructor arguments; diffusers calls the number of heads attention_head_dim. full: 2.77 M
 parameters, 0.19 s of one core per step of 32 images; tiny: 0.72 M, 0.07 s."""
-OBJECTIVE = dict(prediction="v", caption_dropout=0.1)
+OBJECTIVE = dict(prediction="v", caption_dropout=0.1, timesteps="uniform")
 
 
 def build(preset: str, variant: str) -> Shapes:
@@ -53,6 +53,7 @@ class Shapes(LatentFamily):
     variant = "stock"
     objective: Mapping[str, Any] = OBJECTIVE
     shipped = networks.WEIGHTS
+    tokenizers = ()
 
     def __init__(self, unet: Mapping[str, Any]):
         self.unet = unet

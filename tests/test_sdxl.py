@@ -1,0 +1,174 @@
+"""SDXL against the published model's figures and diffusers' own pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import LatentDiffusion, build_model
+from stages.images import shown_part
+from weights.clip_text import TextModel
+from weights.tensors import on_meta
+from zoo import load_family, tokenizer_files
+from zoo.encoders import weights_problems
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+from zoo.sampling import build_scheduler
+
+SIZE = (96, 64)
+CAPTIONS = ["a photograph of an astronaut riding a horse", "word " * 200]
+
+
+def num_parameters(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def tiny(**of_objective: object) -> LatentDiffusion:
+    model = build_model(
+        ModelConfig("sdxl", "tiny", weights="random"),
+        ObjectiveConfig(**of_objective),
+        size=SIZE,
+        normalize="symmetric",
+        seed=0,
+    )
+    return model.place(torch.device("cpu"), "fp32")
+
+
+def test_full_sdxl_has_the_published_number_of_parameters():
+    """2,567,463,684: the UNet's own, as in its file; 694,659,840: OpenCLIP bigG's text encoder with its projection."""
+    family = load_family("sdxl", "full", "stock")
+    parts = {"unet": on_meta(family.build_denoiser), **on_meta(family.build_encoders)}
+    expected = {"unet": 2_567_463_684, "vae": 83_653_863, "text": 123_060_480, "text_2": 694_659_840}
+    assert {name: num_parameters(part) for name, part in parts.items()} == expected
+
+
+def test_text_states_and_images_are_those_of_diffusers_pipeline(tmp_path):
+    from diffusers import StableDiffusionXLPipeline
+    from transformers import CLIPTokenizer
+
+    model, tokenizers = tiny(), []
+    for pad in (tokenizer_files.CLIP_END, "!"):  # as in tokenizer/ and tokenizer_2/ of the published model
+        folder = tmp_path / str(len(tokenizers))
+        folder.mkdir()
+        tokenizer_files.save_clip(folder, pad)
+        tokenizers.append(CLIPTokenizer.from_pretrained(folder))
+    pipeline = StableDiffusionXLPipeline(
+        vae=model.frozen["vae"],
+        text_encoder=model.frozen["text"],
+        text_encoder_2=model.frozen["text_2"],
+        tokenizer=tokenizers[0],
+        tokenizer_2=tokenizers[1],
+        unet=model.denoiser,
+        scheduler=build_scheduler("ddim", "epsilon"),
+    )
+    text, empty, pooled, empty_pooled = pipeline.encode_prompt(CAPTIONS, do_classifier_free_guidance=True)
+    with torch.no_grad():
+        ours = model.family.encode_text(model.frozen, model.family.tokenize(CAPTIONS))
+    assert torch.equal(ours["text"], text) and torch.equal(ours["pooled"], pooled)
+    of_empty = {name: states.expand(2, *states.shape[1:]) for name, states in model.empty_condition().items()}
+    assert torch.equal(of_empty["text"], empty) and torch.equal(of_empty["pooled"], empty_pooled)
+
+    noise = torch.randn(2, *model.family.latent_shape(SIZE), generator=torch.Generator().manual_seed(0))
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(
+        CAPTIONS,
+        latents=noise,
+        num_inference_steps=5,
+        guidance_scale=5.0,
+        width=SIZE[0],
+        height=SIZE[1],
+        output_type="pt",
+    ).images
+    made = model.generate(model.family.tokenize(CAPTIONS), noise, sampler="ddim", steps=5, guidance=5.0)
+    assert made.shape == theirs.shape and float((made - theirs).abs().max()) < 2e-5
+
+
+def test_a_step_is_the_formula_of_diffusers_training_script():
+    """examples/text_to_image/train_text_to_image_sdxl.py: add_noise, the UNet with time ids and pooled text, mean square."""
+    from diffusers import DDPMScheduler
+
+    model, size_ids = tiny(caption_dropout=0.0), torch.tensor([[700, 500, 3, 16], [64, 96, 0, 0]])
+    generator = torch.Generator().manual_seed(1)
+    moments = torch.randn(2, 8, 8, 12, generator=generator)
+    batch = {"moments": moments, "sizes": size_ids, **model.family.tokenize(CAPTIONS)}
+    batch = model.draw(batch, torch.Generator().manual_seed(2))
+    outputs = model(batch)
+
+    scheduler = DDPMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", num_train_timesteps=1000
+    )
+    mean, logvar = moments.chunk(2, dim=1)
+    latents = (mean + torch.exp(0.5 * logvar.clamp(-30, 20)) * batch["posterior_noise"]) * 0.13025
+    noisy = scheduler.add_noise(latents, batch["noise"], batch["times"])
+    time_ids = torch.cat([size_ids, torch.tensor([[64, 96]] * 2)], dim=1)
+    states = model.family.encode_text(model.frozen, batch)
+    added = {"text_embeds": states["pooled"], "time_ids": time_ids}
+    theirs = model.denoiser(noisy, batch["times"], states["text"], added_cond_kwargs=added).sample
+    assert torch.allclose(outputs["prediction"], theirs, atol=1e-5)
+    expected = torch.nn.functional.mse_loss(theirs, batch["noise"])
+    assert float(model.loss(outputs, batch).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_dropped_captions_have_states_of_zeros_and_the_others_their_own():
+    model = tiny(caption_dropout=0.5)
+    batch = {"moments": torch.zeros(8, 8, 8, 12), "sizes": torch.zeros(8, 4, dtype=torch.int64)}
+    batch |= model.family.tokenize(["a cat"] * 8)
+    batch = model.draw(batch, torch.Generator().manual_seed(0))
+    _, condition = model.encode(batch)
+    dropped = batch["caption_dropped"]
+    assert 0 < int(dropped.sum()) < 8
+    for states in (condition["text"], condition["pooled"]):
+        is_zero = ~states.flatten(1).any(dim=1)
+        assert torch.equal(is_zero, dropped)
+    stored = {"text": condition["text"].half(), "pooled": condition["pooled"].half(), "moments": batch["moments"]}
+    rest = {name: batch[name] for name in ("sizes", "noise", "posterior_noise", "times", "caption_dropped")}
+    _, from_stored = model.encode({**stored, **rest})
+    assert torch.allclose(from_stored["text"], condition["text"], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("source", "at", "flipped", "expected"),
+    [
+        ((1000, 500), None, False, (500, 1000, 0, 256)),  # scaled to 1024 x 512, of which the middle is shown
+        ((1000, 500), (100, 0), False, (500, 1000, 0, 100)),
+        ((1000, 500), (100, 0), True, (500, 1000, 0, 412)),  # 512 px of room, 100 px from the other end
+        ((512, 2048), None, False, (2048, 512, 768, 0)),
+        ((70_000, 70_000), None, False, (65_535, 65_535, 0, 0)),  # as much as a stage has
+    ],
+)
+def test_the_sizes_are_those_of_the_picture_and_of_what_is_shown_of_it(source, at, flipped, expected):
+    assert shown_part(source, (512, 512), at, flipped=flipped) == expected
+
+
+def test_a_diffusers_folder_is_read_with_both_its_text_encoders(tmp_path):
+    model = tiny()
+    save_folder(model, tmp_path)
+    read = tiny_from(tmp_path)
+    assert read.encoders.fingerprints == model.encoders.fingerprints
+    (tmp_path / "text_encoder_2" / "model.safetensors").unlink()
+    assert weights_problems(model.family, str(tmp_path))[0].startswith(
+        f"text_2: {tmp_path}/text_encoder_2 has none of "
+    )
+
+
+def save_folder(model: LatentDiffusion, folder: Path) -> None:
+    """Write the encoders as diffusers and transformers themselves do."""
+    for label, module in model.frozen.items():
+        bare = module.text_model if isinstance(module, TextModel) else module
+        bare.save_pretrained(folder / model.family.published()[label](module).folder)
+    (folder / "tokenizer").mkdir()
+    model.family.save_tokenizer(folder / "tokenizer")
+
+
+def tiny_from(folder: Path) -> LatentDiffusion:
+    config = ModelConfig("sdxl", "tiny", weights=str(folder))
+    return build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=0)
+
+
+def test_a_single_file_is_refused_with_what_is_read(tmp_path):
+    (path := tmp_path / "sd_xl_base_1.0.safetensors").write_bytes(b"")
+    assert weights_problems(tiny().family, str(path)) == [
+        f"{path}: is one file, but text, text_2 of this model are read from folders alone. Give a diffusers folder."
+    ]

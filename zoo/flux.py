@@ -1,0 +1,261 @@
+"""FLUX.1: an 11.9 B parameter transformer on 16-channel latents, trained as a rectified flow; T5 and CLIP read the caption.
+
+Black Forest Labs 2024, the configuration of black-forest-labs/FLUX.1-dev and -schnell, and MLPerf Training's benchmark
+(v5.1 on: mlcommons/training, text_to_image/torchtitan, a fork of pytorch/torchtitan's experiments/flux).
+
+    variant   text tokens   the guidance scale   times in training                  weights begin as
+    dev       512           is an input          logit-normal, shifted by 3         torch's default
+    schnell   256           is none              logit-normal, shifted by 3         torch's default
+    mlperf    256           is none              uniform                            the benchmark's
+
+How the published weights were trained is not known: times of dev and schnell are those that AMD's benchmark trains with
+(arXiv:2403.03206 for both). Where guidance is an input, it is 1 in training, as there.
+
+Shapes: B batch, H W image height and width in px, L text tokens, D width of T5's states (4096), P of CLIP's (768),
+h w latent height and width, S = h w / 4 image tokens.
+    images (B, 3, H, W) -> moments (B, 32, H/8, W/8) -> latents (B, 16, H/8, W/8), e.g. (B, 16, 32, 32) at 256 px
+    latents (B, 16, h, w) -> packed (B, S, 64): each 2 x 2 places are one token
+    t5_tokens (B, L) -> text (B, L, D);  tokens (B, 77) -> pooled (B, P)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weights import hub_names, ldm_names
+from weights.clip_text import NUM_TOKENS as CLIP_TOKENS
+from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, text_config
+from weights.t5_text import TOKENIZER, T5Text, T5Tokenizer
+from zoo import tokenizer_files
+from zoo.latent_family import LatentFamily
+from zoo.spec import Column
+
+LATENT_SCALE, LATENT_SHIFT = 0.3611, 0.1159  # vae/config.json of the published models
+LATENT_CHANNELS = 16
+T5_VOCABULARY = 32128
+GUIDANCE_IN_TRAINING = 1.0
+
+# Of dev's scheduler_config.json: the logarithm of the shift grows with the number of image tokens.
+LEAST_TOKENS, LEAST_LOG_SHIFT = 256, 0.5
+MOST_TOKENS, MOST_LOG_SHIFT = 4096, 1.15
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Constructor arguments of the networks that a preset changes."""
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    clip: dict[str, Any]
+    t5: dict[str, Any]
+
+
+FULL = Architecture(
+    transformer=dict(
+        num_layers=19,
+        num_single_layers=38,
+        attention_head_dim=128,
+        num_attention_heads=24,
+        joint_attention_dim=4096,
+        pooled_projection_dim=768,
+        axes_dims_rope=(16, 56, 56),
+    ),
+    vae=dict(block_out_channels=(128, 256, 512, 512), norm_num_groups=32),
+    clip=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12),
+    t5=dict(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64),
+)
+# The same code and block types. 1.4 M parameters with its encoders, of which their two token tables are 0.9 M.
+TINY = Architecture(
+    transformer=dict(
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=8,
+        axes_dims_rope=(4, 6, 6),
+    ),
+    vae=dict(block_out_channels=(8, 16, 16, 16), norm_num_groups=8),
+    clip=dict(hidden_size=8, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2),
+    t5=dict(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
+)
+PRESETS = {"full": FULL, "tiny": TINY}
+FLOW = dict(prediction="flow", caption_dropout=0.1)
+AS_AMD = dict(timesteps="logit_normal", shift=3.0)
+OBJECTIVES = {"dev": FLOW | AS_AMD, "schnell": FLOW | AS_AMD, "mlperf": FLOW | dict(timesteps="uniform", shift=1.0)}
+NUM_TOKENS = {"dev": 512, "schnell": 256, "mlperf": 256}
+ON_HUB = {"dev": hub_names.FLUX_DEV, "schnell": hub_names.FLUX_SCHNELL, "mlperf": hub_names.FLUX_SCHNELL}
+
+
+def build(preset: str, variant: str) -> Flux:
+    """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
+    if variant == "stock":  # the default of the key
+        variant = "dev"
+    if variant not in OBJECTIVES:
+        raise ValueError(f"model.variant: flux has no variant '{variant}'. Known: {', '.join(OBJECTIVES)}.")
+    if preset not in PRESETS:
+        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(PRESETS)}.")
+    family = Flux(PRESETS[preset], variant)
+    family.on_hub = ON_HUB[variant] if preset == "full" else None
+    return family
+
+
+class Flux(LatentFamily):
+    """Implements `zoo.spec.Family`."""
+
+    name = "flux"
+    predictions = ("flow",)
+    pixels_per_latent, side_step = 8, 16
+    latent_channels, latent_scale, latent_shift = LATENT_CHANNELS, LATENT_SCALE, LATENT_SHIFT
+    vocabulary = VOCABULARY  # of CLIP
+    shipped = None
+    tokenizers = ("tokenizer", "tokenizer_2")
+
+    def __init__(self, architecture: Architecture, variant: str):
+        self.architecture, self.variant = architecture, variant
+        self.objective: Mapping[str, Any] = OBJECTIVES[variant]
+        self.num_tokens = NUM_TOKENS[variant]
+        self.text_width = architecture.transformer["joint_attention_dim"]
+        self.embeds_guidance = variant == "dev"
+        self.t5_tokenizer = T5Tokenizer(self.num_tokens)
+
+    def text_columns(self) -> dict[str, Column]:
+        tokens = Column((CLIP_TOKENS,), torch.int64, below=VOCABULARY)
+        return {"tokens": tokens, "t5_tokens": Column((self.num_tokens,), torch.int64, below=T5_VOCABULARY)}
+
+    def stored_columns(self) -> dict[str, Column]:
+        pooled = Column((self.architecture.transformer["pooled_projection_dim"],), torch.float16)
+        return super().stored_columns() | {"pooled": pooled}
+
+    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+        if self.variant != "dev":
+            return 1.0  # scheduler_config.json of schnell
+        tokens = latent[-2] * latent[-1] // 4
+        slope = (MOST_LOG_SHIFT - LEAST_LOG_SHIFT) / (MOST_TOKENS - LEAST_TOKENS)
+        return math.exp(LEAST_LOG_SHIFT + slope * (tokens - LEAST_TOKENS))
+
+    def build_denoiser(self) -> nn.Module:
+        from diffusers.models import FluxTransformer2DModel
+
+        transformer = FluxTransformer2DModel(
+            in_channels=4 * LATENT_CHANNELS, guidance_embeds=self.embeds_guidance, **self.architecture.transformer
+        )
+        if self.variant == "mlperf":
+            draw_weights_of_mlperf(transformer)
+        return transformer
+
+    def build_encoders(self) -> dict[str, nn.Module]:
+        from transformers import T5Config
+
+        no_convolutions = dict(use_quant_conv=False, use_post_quant_conv=False)  # between posterior and latent
+        vae = self.build_vae(shift_factor=LATENT_SHIFT, **no_convolutions, **self.architecture.vae)
+        clip = text_config(hidden_act="quick_gelu", **self.architecture.clip)
+        t5 = T5Config(
+            vocab_size=T5_VOCABULARY,
+            feed_forward_proj="gated-gelu",
+            is_encoder_decoder=False,
+            use_cache=False,
+            **self.architecture.t5,
+        )
+        return {"vae": vae, "text": build_text_model(clip), "t5": T5Text(t5)}
+
+    def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
+        return {
+            "vae": ldm_names.vae,
+            "text": ldm_names.clip_text,
+            "t5": ldm_names.t5_text,
+            "denoiser": ldm_names.flux_transformer,
+        }
+
+    def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        return {"tokens": tokenizer_files.clip_tokens(captions), "t5_tokens": self.t5_tokenizer(captions)}
+
+    def read_tokenizers(self, folder: Path) -> None:
+        """T5's table of words is published with its weights; random ones read bytes."""
+        self.t5_tokenizer = T5Tokenizer(self.num_tokens, folder / "tokenizer_2" / TOKENIZER)
+
+    def save_tokenizer(self, folder: Path) -> str:
+        return tokenizer_files.save_clip(folder, tokenizer_files.CLIP_END)
+
+    def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # (B, L), (B, 77) -> text (B, L, D), pooled (B, P): CLIP's last state at the end mark, which the rest repeats
+        pooled = encoders["text"](input_ids=padded_with_end(batch["tokens"].long())).pooler_output
+        return {"text": encoders["t5"](batch["t5_tokens"].long()), "pooled": pooled}
+
+    def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+        (num, _, height, width), text = noisy.shape, condition["text"]
+        guidance = condition.get("guidance")
+        if guidance is None and self.embeds_guidance:
+            guidance = torch.full((num,), GUIDANCE_IN_TRAINING, device=noisy.device)
+        packed = denoiser(
+            pack(noisy),
+            encoder_hidden_states=text,
+            pooled_projections=condition["pooled"],
+            timestep=times,  # in [0, 1]: it counts thousandths by itself
+            img_ids=places(height // 2, width // 2, noisy.device),
+            txt_ids=torch.zeros(text.shape[1], 3, device=noisy.device),
+            guidance=guidance,
+            return_dict=False,
+        )[0]
+        return unpack(packed, height, width)
+
+
+def pack(latents: Tensor) -> Tensor:
+    """# (B, C, h, w) -> (B, h w / 4, 4 C): the four places of a 2 x 2 block become one token."""
+    num, channels, height, width = latents.shape
+    blocks = latents.reshape(num, channels, height // 2, 2, width // 2, 2)
+    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(num, height * width // 4, 4 * channels)
+
+
+def unpack(packed: Tensor, height: int, width: int) -> Tensor:
+    """# (B, h w / 4, 4 C) -> (B, C, h, w)."""
+    num, channels = len(packed), packed.shape[-1] // 4
+    blocks = packed.reshape(num, height // 2, width // 2, channels, 2, 2)
+    return blocks.permute(0, 3, 1, 4, 2, 5).reshape(num, channels, height, width)
+
+
+def places(rows: int, columns: int, device: torch.device) -> Tensor:
+    """# -> (rows x columns, 3): 0, row and column of each image token, for its rotary embedding."""
+    ids = torch.zeros(rows, columns, 3, device=device)
+    ids[..., 1] = torch.arange(rows, device=device)[:, None]
+    ids[..., 2] = torch.arange(columns, device=device)
+    return ids.reshape(-1, 3)
+
+
+def draw_weights_of_mlperf(transformer: nn.Module) -> None:
+    """Draw the weights that MLPerf's reference begins with, from torch's global generator.
+
+    torchtitan's flux/model (init_weights): Glorot's uniform numbers for linear layers (queries, keys and values are one
+    matrix there, in a single block with the first layer of its network), deviation 0.02 in the two embeddings of time and
+    caption, zeros for what modulates and for the last layer; biases 0.
+    """
+    for name, layer in transformer.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        nn.init.zeros_(layer.bias)
+        if "norm" in name or name == "proj_out":
+            nn.init.zeros_(layer.weight)
+        elif name.startswith("time_text_embed."):
+            nn.init.normal_(layer.weight, std=0.02)
+        else:
+            outputs, inputs = layer.weight.shape
+            limit = math.sqrt(6.0 / (inputs + _outputs_together(name, transformer, outputs)))
+            nn.init.uniform_(layer.weight, -limit, limit)
+
+
+QKV = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+
+
+def _outputs_together(name: str, transformer: Any, outputs: int) -> int:
+    """Return the outputs of the matrix that a layer is a part of in the reference."""
+    last = name.rpartition(".")[2]
+    if name.startswith("single_transformer_blocks.") and last in (*QKV, "proj_mlp"):
+        return 3 * transformer.inner_dim + 4 * transformer.inner_dim
+    return 3 * outputs if last in QKV else outputs
