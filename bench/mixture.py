@@ -63,7 +63,7 @@ class MixtureConfig:
 
     rounds: int = limited(5, 1)
     """Turns of each contestant."""
-    num_samples: int = limited(2048, 4 * MOMENTS_BATCH)
+    num_samples: int = limited(8192, 4 * MOMENTS_BATCH)
     """Samples of the stage of moments."""
     num_images: int = limited(512, 64)
     """Pictures that are trained on."""
