@@ -41,6 +41,10 @@ CASES = {
     "sd2_stock": ("model.variant=stock", "eval.sampler=plms"),
     "sd2_sd15": ("model.variant=sd15", "eval.sampler=euler"),
     "sd2_mlperf": ("model.variant=mlperf", "eval.sampler=ddim", "optimizer.lr=1e-2"),
+    "sdxl": ("model.family=sdxl", "image_size=[96, 64]", "eval.sampler=euler"),
+    "flux_dev": ("model.family=flux", "image_size=[96, 64]"),
+    "flux_schnell": ("model.family=flux", "model.variant=schnell"),
+    "flux_mlperf": ("model.family=flux", "model.variant=mlperf", "optimizer.lr=1e-2"),
     "sd2_zero_snr": ("objective.prediction=v", "objective.zero_terminal_snr=true", "eval.sampler=ddim"),
 }
 """Name -> the keys of its run beside OF_RUNS: every family and variant, every sampler."""

@@ -174,7 +174,8 @@ def test_the_tokenizers_files_give_the_familys_tokens(name, variant, tmp_path):
     import transformers
 
     family = load_family(name, "tiny", variant)
-    tokenizer = getattr(transformers, family.save_tokenizer(tmp_path)).from_pretrained(tmp_path)
+    [(folder, kind)] = family.save_tokenizers(tmp_path).items()
+    tokenizer = getattr(transformers, kind).from_pretrained(tmp_path / folder)
     ours = family.tokenize(CAPTIONS)["tokens"]
     theirs = tokenizer(list(CAPTIONS), padding="max_length", truncation=True, return_tensors="pt").input_ids
     if variant == "sd15":  # `tokenize` pads with 0, `encode_text` puts the end token there
@@ -341,7 +342,7 @@ def test_a_network_of_no_known_class_is_named():
         pipeline_folder.networks_of(family, Other(1, 1), family.build_encoders())
     assert str(caught.value) == (
         "denoiser: a Other of shapes is no class of diffusers or transformers, and no loader for it is written here. "
-        "Possible: the families sd2 and shapes."
+        "Possible: the networks that the families build."
     )
 
 
