@@ -1,12 +1,12 @@
-"""Write a run's model for use elsewhere: a diffusers pipeline folder, or a single LDM file.
+"""Write a run's model for use elsewhere: a diffusers pipeline folder, or a single file.
 
     python export.py runs/NAME OUT                           # a folder: DiffusionPipeline.from_pretrained("OUT")
     python export.py runs/NAME OUT snapshot=im512000         # its snapshot after 512,000 images; ba1000: a full checkpoint
     python export.py runs/NAME/checkpoints/weights-im000000512000-DIGEST.pt OUT weights=training
-    python export.py runs/NAME model.safetensors             # Stability's layout, for tools that do not know diffusers
+    python export.py runs/NAME model.safetensors             # its makers' layout, for tools that do not know diffusers
     python export.py runs/NAME OUT push_to_hub=OWNER/NAME    # and to the Hugging Face Hub, as a private model
 
-The folder has the denoiser, the run's frozen encoders, its tokenizer, the scheduler of its evaluations, a model card
+The folder has the denoiser, the run's frozen encoders, its tokenizers, the scheduler of its evaluations, a model card
 (README.md), the run's configuration (run_config.yaml, without secrets) and export.json: what was exported, with fingerprints.
 It needs nothing of this project, and makes the images of the run's evaluations.
 

@@ -60,7 +60,8 @@ class LatencyConfig:
     """The keys of this command."""
 
     variants: str = "stock,sd15"
-    """Variants of SD2, as model.variant, with commas between: stock, sd15 (SD 1.5); or shapes (the miniature), sdxl, flux (dev)."""
+    """Variants of SD2, as model.variant, with commas between: stock, sd15 (SD 1.5), mlperf; or shapes (the miniature), sdxl,
+    flux (its variant dev)."""
     preset: Literal["full", "tiny"] | None = None
     """Size of the networks. null: full on a GPU, tiny on a CPU."""
     image_size: int | None = limited(None, 1, MAX_SIDE_PX)

@@ -199,7 +199,9 @@ def _limits(card: Card) -> str:
     if facts["encoders"] == "random":
         lines.append("Its text encoder and VAE have random weights: its images mean nothing.")
         if facts["family"] == "flux":
-            lines.append("`tokenizer_2` gives its random T5 the bytes of a caption: T5's own words come with T5's weights.")
+            lines.append(
+                "`tokenizer_2` gives its random T5 the bytes of a caption: T5's own words come with T5's weights."
+            )
     if facts["dtype"] != "fp32":
         lines.append(f"Its weights are rounded to {facts['dtype']}: its images differ from the run's.")
     if facts["precision"] != "fp32":

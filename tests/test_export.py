@@ -100,7 +100,7 @@ def refused(capsys, *words: object, code: int = 2) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240, func_only=True)
+@pytest.mark.timeout(360, func_only=True)
 def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run, tmp_path):
     others = {name: words for name, words in CASES.items() if name != "shapes"}
     runs = {"shapes": run} | {name: train(tmp_path / "runs", name, *words, *SHORT) for name, words in others.items()}
@@ -120,7 +120,7 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     assert zero["rescale_betas_zero_snr"] and zero["timestep_spacing"] == "trailing"
     assert zero["prediction_type"] == "v_prediction"
     # And back: an export is a place of eval.py, which knows its network and size; its first image is that of the run.
-    for name in ("shapes", "sd2_mlperf"):
+    for name in ("shapes", "sd2_mlperf", "sdxl", "flux_dev"):
         out, facts = outs[name], json.loads((outs[name] / "export.json").read_text())
         ways = [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
         words = [str(out), f"images={tmp_path}/look/{name}", f"prompts=[{export.caption_of(runs[name])}]", *ways]

@@ -207,10 +207,10 @@ SD3 = {
     "vae": ["diffusers", "AutoencoderKL"],
 }
 OF_SD3 = (
-    "{} is a StableDiffusion3Pipeline with text_encoder CLIPTextModelWithProjection, transformer SD3Transformer2DModel, which "
-    "nothing here is built of. Possible: unet UNet2DConditionModel, transformer FluxTransformer2DModel, vae AutoencoderKL, "
-    "text_encoder CLIPTextModel, text_encoder_2 CLIPTextModelWithProjection or T5EncoderModel, as Stable Diffusion 1.x, 2 and "
-    "XL and FLUX.1 have them. Give such a model."
+    "{} is a StableDiffusion3Pipeline with text_encoder CLIPTextModelWithProjection, transformer SD3Transformer2DModel, "
+    "which nothing here is built of. Possible: unet UNet2DConditionModel, transformer FluxTransformer2DModel, vae "
+    "AutoencoderKL, text_encoder CLIPTextModel, text_encoder_2 CLIPTextModelWithProjection or T5EncoderModel, as Stable "
+    "Diffusion 1.x, 2 and XL and FLUX.1 have them. Give such a model."
 )
 
 

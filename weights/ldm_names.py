@@ -318,7 +318,10 @@ _FLUX_RULES = (
     (r"^context_embedder", "txt_in"),
     (r"^norm_out\.linear", "final_layer.adaLN_modulation.1"),
     (r"^proj_out", "final_layer.linear"),
-    (r"^single_transformer_blocks\.(\d+)\.attn\.norm_([qk])\.weight", lambda m: f"single_blocks.{m[1]}.norm.{_QK[m[2]]}"),
+    (
+        r"^single_transformer_blocks\.(\d+)\.attn\.norm_([qk])\.weight",
+        lambda m: f"single_blocks.{m[1]}.norm.{_QK[m[2]]}",
+    ),
     (r"^single_transformer_blocks\.(\d+)\.(attn\.to_[qkv]|proj_mlp)", r"single_blocks.\1.linear1"),
     (r"^single_transformer_blocks\.(\d+)\.proj_out", r"single_blocks.\1.linear2"),
     (r"^single_transformer_blocks\.(\d+)\.norm\.linear", r"single_blocks.\1.modulation.lin"),

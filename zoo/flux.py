@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cli.limits import ImageSize
 from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS as CLIP_TOKENS
 from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, text_config

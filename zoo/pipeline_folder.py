@@ -40,7 +40,9 @@ def networks_of(family: Family, denoiser: nn.Module, encoders: Mapping[str, nn.M
         library, name = _class_of(module)
         if library not in ("diffusers", "transformers", *SHIPPED_CODE):
             given = f"{label}: a {name} of {family.name} is no class of diffusers or transformers"
-            raise ValueError(f"{given}, and no loader for it is written here. Possible: the networks that the families build.")
+            raise ValueError(
+                f"{given}, and no loader for it is written here. Possible: the networks that the families build."
+            )
     return {label: (module, family.published()[label](module)) for label, module in modules.items()}
 
 
