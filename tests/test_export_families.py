@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_export import SHORT, exported, train
 from torch import nn
 
+from bench.export import CASES
 from model import LatentDiffusion, build_model
 from training import warm_start
 from weights import ldm, ldm_names
@@ -179,6 +181,23 @@ def test_a_folder_is_read_back_as_encoders_and_as_initial_weights(name, folders)
     assert again.encoders.fingerprints == first.encoders.fingerprints
     for column, tokens in first.family.tokenize(CAPTIONS).items():
         assert torch.equal(again.family.tokenize(CAPTIONS)[column], tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240, func_only=True)
+@pytest.mark.parametrize("name", ["sdxl", "flux_dev"])
+def test_a_run_is_exported_and_another_one_begins_with_it(name, tmp_path):
+    first = train(tmp_path, "first", *CASES[name], *SHORT)
+    out, file = exported(first, tmp_path / "out"), exported(first, tmp_path / "model.safetensors")
+    facts = json.loads((out / "export.json").read_text())
+    assert facts["pipeline"] == {"sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}[facts["family"]]
+    second = train(tmp_path, "second", *CASES[name], *SHORT, f"model.denoiser={out}", f"model.weights={out}")
+    third = train(tmp_path, "third", *CASES[name], *SHORT, f"model.denoiser={file}")
+    of_first, *later = (json.loads((run / "summary.json").read_text()) for run in (first, second, third))
+    for summary in later:
+        assert summary["denoiser_start_fingerprint"] == facts["denoiser_fingerprint"]
+        encoders = [key for key in of_first if key.endswith("_fingerprint") and not key.startswith("denoiser")]
+        assert len(encoders) == 3 and all(summary[key] == of_first[key] for key in encoders)
 
 
 def misfits(name: str, place: Path) -> list[str]:
