@@ -161,7 +161,6 @@ def test_the_second_tokenizer_of_flux_gives_the_familys_tokens_from_bytes_and_fr
         assert torch.equal(ours(captions), found), file
         again = T5Tokenizer(16, folder / "tokenizer.json")
         assert torch.equal(again(captions), found), file
-    assert theirs.decode(theirs("red circle").input_ids) == "red circle</s>"
 
 
 # --- and back ---
@@ -224,8 +223,9 @@ def test_a_folder_of_another_model_is_refused_with_what_it_is(folders):
     assert text.startswith(f"model.denoiser: {folders['sdxl']}: has no transformer/. ")
     [text] = misfits("sdxl", at)
     assert text.startswith(f"model.denoiser: {at}: has no unet/. ")
-    [text] = weights_problems(load_family("flux", "tiny", "dev"), str(folders["sdxl"]))
-    assert text.startswith(("text: ", "t5: "))
+    texts = weights_problems(load_family("flux", "tiny", "dev"), str(folders["sdxl"]))
+    assert {text.partition(":")[0] for text in texts} >= {"vae", "t5"}
+    assert any("vae/config.json has scaling_factor 0.13025, this model's has 0.3611: " in text for text in texts)
 
 
 # --- single files ---
