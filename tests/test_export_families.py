@@ -219,10 +219,12 @@ def test_a_folder_of_another_model_is_refused_with_what_it_is(folders):
     )
     assert "4 left over (time_text_embed.guidance_embedder.linear_1" in of_names
     assert misfits("flux_schnell", folders["flux_mlperf"]) == []  # the same network
-    [text] = misfits("flux_dev", folders["sdxl"])
+    text, of_scheduler = misfits("flux_dev", folders["sdxl"])
     assert text.startswith(f"model.denoiser: {folders['sdxl']}: has no transformer/. ")
-    [text] = misfits("sdxl", at)
+    assert "trained on epsilon, this run has objective.prediction=flow" in of_scheduler
+    text, of_scheduler = misfits("sdxl", at)
     assert text.startswith(f"model.denoiser: {at}: has no unet/. ")
+    assert "trained on flow, this run has objective.prediction=epsilon" in of_scheduler
     texts = weights_problems(load_family("flux", "tiny", "dev"), str(folders["sdxl"]))
     assert {text.partition(":")[0] for text in texts} >= {"vae", "t5"}
     assert any("vae/config.json has scaling_factor 0.13025, this model's has 0.3611: " in text for text in texts)
