@@ -1,12 +1,12 @@
-"""Write a run's model for use elsewhere: a diffusers pipeline folder, or a single LDM file.
+"""Write a run's model for use elsewhere: a diffusers pipeline folder, or a single file.
 
     python export.py runs/NAME OUT                           # a folder: DiffusionPipeline.from_pretrained("OUT")
     python export.py runs/NAME OUT snapshot=im512000         # its snapshot after 512,000 images; ba1000: a full checkpoint
     python export.py runs/NAME/checkpoints/weights-im000000512000-DIGEST.pt OUT weights=training
-    python export.py runs/NAME model.safetensors             # Stability's layout, for tools that do not know diffusers
+    python export.py runs/NAME model.safetensors             # its makers' layout, for tools that do not know diffusers
     python export.py runs/NAME OUT push_to_hub=OWNER/NAME    # and to the Hugging Face Hub, as a private model
 
-The folder has the denoiser, the run's frozen encoders, its tokenizer, the scheduler of its evaluations, a model card
+The folder has the denoiser, the run's frozen encoders, its tokenizers, the scheduler of its evaluations, a model card
 (README.md), the run's configuration (run_config.yaml, without secrets) and export.json: what was exported, with fingerprints.
 It needs nothing of this project, and makes the images of the run's evaluations.
 
@@ -57,7 +57,7 @@ from weights.tensors import fingerprint
 from zoo import load_family, model_config, pipeline_folder
 from zoo.encoders import own_weights
 from zoo.model_config import model_problems
-from zoo.sampling import NOT_FROM_PURE_NOISE, build_scheduler
+from zoo.sampling import NOT_FROM_PURE_NOISE
 from zoo.spec import as_size
 
 SCHEMA = 1
@@ -180,6 +180,7 @@ def facts_of(
     zero_terminal_snr, sampler = model.objective.zero_terminal_snr, config.eval.sampler
     if zero_terminal_snr and sampler in NOT_FROM_PURE_NOISE:  # such a run was never sampled
         sampler = "ddim"
+    size, guidance = as_size(config.eval.image_size or config.image_size), config.eval.guidances()[0]
     return {
         "schema": SCHEMA,
         **_identity(run),
@@ -187,12 +188,14 @@ def facts_of(
         "family": model.family.name,
         "variant": model.family.variant,
         "preset": config.model.preset,
-        "image_size": list(as_size(config.eval.image_size or config.image_size)),
+        "image_size": list(size),
         "prediction": model.objective.prediction,
         "zero_terminal_snr": zero_terminal_snr,
         "sampler": sampler,
         "steps": config.eval.steps,
-        "guidance": config.eval.guidances()[0],
+        "guidance": guidance,
+        "pipeline": model.family.pipeline.name,
+        "pipeline_call": model.family.pipeline_call(size, guidance),
         "seed": config.seed,
         "precision": config.precision or "fp32",
         "encoders": masking.written({"model.weights": config.model.weights})["model.weights"],
@@ -311,14 +314,14 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     if problem := no_room(out, pipeline_folder.num_bytes(networks, config.dtype)):
         raise ConfigError([problem])
     if is_ldm(out):
-        tensors = pipeline_folder.ldm_tensors(networks, config.dtype)
+        tensors = pipeline_folder.single_file_tensors(networks, config.dtype)
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole(out) as temporary:
             pipeline_folder.write_safetensors(temporary, tensors, easel=json.dumps(facts))
         size = out.stat().st_size
     else:
-        made_for = dict(zero_terminal_snr=facts["zero_terminal_snr"])
-        scheduler = build_scheduler(facts["sampler"], facts["prediction"], **made_for)
+        sampled = dict(zero_terminal_snr=facts["zero_terminal_snr"])
+        scheduler = model.family.pipeline_scheduler(facts["sampler"], facts["prediction"], **sampled)
         with whole_folder(out) as folder:
             ways = dict(size=facts["image_size"], dtype=config.dtype)
             facts["code"] = pipeline_folder.save_folder(folder, model.family, networks, scheduler, **ways)

@@ -10,7 +10,7 @@
     cuda_graphs   the same, replayed from CUDA graphs
     blocks        compiled block by block
     tensorrt      the denoiser compiled by Torch-TensorRT, where torch-tensorrt is installed
-    pipeline      diffusers' StableDiffusionPipeline, eager, its weights cast to the precision, as its documentation shows
+    pipeline      diffusers' own of the family, eager, its weights cast to the precision, as its documentation shows
 
 A turn goes from before the tokenizer to after the VAE, the device idle at both ends. All take turns (bench/contest.py), with
 the same random weights, noise, sampler and steps; the first call of each, which compiles, is kept apart. The shares of text
@@ -41,14 +41,14 @@ import torch
 
 from bench.command import head, read_keys, write_record
 from bench.latency_contest import Contest, free
-from bench.latency_makers import MINIATURE, PRECISIONS, WAYS, Case, precision_problem
+from bench.latency_makers import FAMILIES, PRECISIONS, WAYS, Case, family_of, precision_problem
 from cli.command import command
 from cli.command_line import Problem
 from cli.limits import limited
 from cli.log import log
 from reports.latency import PIPELINE, text_of
 from zoo import load_family
-from zoo.sampling import MAX_STEPS, MIN_STEPS, SAMPLERS
+from zoo.sampling import FLOW, MAX_STEPS, MIN_STEPS, OF_FLOW, SAMPLERS
 from zoo.sd2 import ARCHITECTURES
 from zoo.spec import MAX_SIDE_PX, as_size
 
@@ -60,8 +60,8 @@ class LatencyConfig:
     """The keys of this command."""
 
     variants: str = "stock,sd15"
-    """Variants of Stable Diffusion, as model.variant, with commas between: stock is SD2, sd15 is SD 1.5; or shapes, the
-    miniature."""
+    """Variants of SD2, as model.variant, with commas between: stock, sd15 (SD 1.5), mlperf; or shapes (the miniature), sdxl,
+    flux (its variant dev)."""
     preset: Literal["full", "tiny"] | None = None
     """Size of the networks. null: full on a GPU, tiny on a CPU."""
     image_size: int | None = limited(None, 1, MAX_SIDE_PX)
@@ -97,7 +97,7 @@ def listed(text: str) -> list[str]:
 
 def check(config: LatencyConfig) -> list[Problem]:
     """Return every problem of the keys that does not depend on the machine."""
-    known = {"variants": (*ARCHITECTURES, MINIATURE), "samplers": SAMPLERS, "precisions": PRECISIONS, "ways": WAYS}
+    known = {"variants": (*ARCHITECTURES, *FAMILIES), "samplers": SAMPLERS, "precisions": PRECISIONS, "ways": WAYS}
     found = []
     for key, possible in known.items():
         if unknown := [name for name in listed(getattr(config, key)) if name not in possible]:
@@ -106,9 +106,10 @@ def check(config: LatencyConfig) -> list[Problem]:
     if not config.batches or any(type(batch) is not int or not 1 <= batch <= 1024 for batch in config.batches):
         text = f"{list(config.batches)}. Possible: numbers from 1 to 1,024, e.g. [1,2,4]."
         found.append(Problem(f"batches: {text}", ("batches",)))
-    size = as_size(_size_px(config))
-    if text := load_family("sd2", "tiny", "stock").size_problem(size):  # the miniature's sizes include these
-        found.append(Problem(f"image_size: {text}", ("image_size",)))
+    wanted = [variant for variant in listed(config.variants) if variant in FAMILIES]
+    for family in (load_family(*family_of(variant, "tiny")) for variant in ("stock", *wanted)):
+        if text := family.size_problem(as_size(_size_px(config))):
+            found.append(Problem(f"image_size: {text}", ("image_size",)))
     return found
 
 
@@ -121,10 +122,12 @@ def _size_px(config: LatencyConfig) -> int:
 
 
 def cases_of(config: LatencyConfig) -> Iterator[Case]:
-    """Yield the cases in the order in which they are measured."""
-    precisions, samplers = listed(config.precisions), listed(config.samplers)
+    """Yield the cases in the order in which they are measured; a flow is sampled by euler alone."""
+    precisions = listed(config.precisions)
     possible = [precision for precision in precisions if not precision_problem(precision)]
     for variant in listed(config.variants):
+        is_flow = load_family(*family_of(variant, _preset(config))).objective["prediction"] == FLOW
+        samplers = list(OF_FLOW) if is_flow else listed(config.samplers)
         for precision in precisions:
             for sampler in samplers:
                 is_first = sampler == samplers[0]

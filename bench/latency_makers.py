@@ -29,12 +29,12 @@ from training import speed
 from training.speed import SpeedKeys
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
-from zoo.sampling import build_scheduler, prompt_noise
+from zoo.sampling import prompt_noise
 from zoo.spec import as_size
 
 SEED = 0
-MINIATURE = "shapes"
-"""Stands among the variants of Stable Diffusion: its networks are of the same classes."""
+FAMILIES = {"shapes": "stock", "sdxl": "stock", "flux": "dev"}
+"""Families that stand among the variants of Stable Diffusion by their own names -> their variant."""
 TURN_SEC = 3600
 """A process that takes longer for a turn is lost."""
 PRECISIONS = ("fp16", "bf16", "tf32", "fp32")
@@ -102,13 +102,18 @@ def captions_of(case: Case) -> list[str]:
     return [f"a photograph of {number} oranges on a blue table" for number in range(case.batch_size)]
 
 
+def family_of(variant: str, preset: str) -> tuple[str, str, str]:
+    """Return what a word of `variants` stands for, with the preset: arguments of zoo.load_family."""
+    return (variant, preset, FAMILIES[variant]) if variant in FAMILIES else ("sd2", preset, variant)
+
+
 def model_of(case: Case, *, as_torch_comes: bool = False) -> LatentDiffusion:
     """Build the model of a case with random weights, on its device.
 
     Args:
         as_torch_comes: on a CPU, without what a command of ours sets for its process.
     """
-    config = ModelConfig(preset=case.preset, **{"family" if case.variant == MINIATURE else "variant": case.variant})
+    config = ModelConfig(*family_of(case.variant, case.preset))
     model = build_model(
         config,
         ObjectiveConfig(),
@@ -146,18 +151,19 @@ def theirs(model: LatentDiffusion, case: Case) -> Maker:
     """Return what generates with diffusers' pipeline; the model's denoiser is cast to the precision."""
     dtype = AUTOCAST_DTYPES.get(case.precision, torch.float32)
     nn.Module.to(model.denoiser, dtype)  # diffusers' own warns of every cast
-    zero_terminal_snr = model.objective.zero_terminal_snr
-    scheduler = build_scheduler(case.sampler, model.objective.prediction, zero_terminal_snr=zero_terminal_snr)
-    pipeline = pipeline_of(model, scheduler)
+    family, objective = model.family, model.objective
+    made_for = dict(zero_terminal_snr=objective.zero_terminal_snr)
+    pipeline = pipeline_of(model, family.pipeline_scheduler(case.sampler, objective.prediction, **made_for))
+    call = {"width": case.image_size, "height": case.image_size}
+    call |= family.pipeline_call(as_size(case.image_size), case.guidance)
 
     def make() -> Tensor:
+        noise = prompt_noise(SEED, range(case.batch_size), model.latent_shape)
         return pipeline(
             captions_of(case),
-            width=case.image_size,
-            height=case.image_size,
             num_inference_steps=case.steps,
-            guidance_scale=case.guidance,
-            latents=prompt_noise(SEED, range(case.batch_size), model.latent_shape).to(model.device, dtype),
+            latents=family.pipeline_latents(noise.to(model.device, dtype)),
+            **call,
             output_type="pt",
         ).images
 

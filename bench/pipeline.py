@@ -7,39 +7,52 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from model import LatentDiffusion
+from weights.t5_text import T5Text
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusionPipeline
+    from diffusers import DiffusionPipeline
     from transformers import PreTrainedTokenizerBase
 
     from zoo.spec import Family
 
 
-def tokenizer_of(family: Family) -> PreTrainedTokenizerBase:
-    """Return transformers' own, over the family's vocabulary: none has to be fetched."""
+def tokenizers_of(family: Family) -> dict[str, PreTrainedTokenizerBase]:
+    """Return transformers' own by the names of their folders, over the family's vocabularies: none has to be fetched."""
     import transformers
 
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
-        return getattr(transformers, family.save_tokenizer(Path(folder))).from_pretrained(folder)
+        kinds = family.save_tokenizers(Path(folder))
+        return {name: getattr(transformers, kind).from_pretrained(Path(folder, name)) for name, kind in kinds.items()}
 
 
-def pipeline_of(model: LatentDiffusion, scheduler: Any) -> StableDiffusionPipeline:
-    """Assemble diffusers' pipeline from the network objects of a model of SD's kind."""
-    from diffusers import StableDiffusionPipeline
+def pipeline_of(model: LatentDiffusion, scheduler: Any) -> DiffusionPipeline:
+    """Assemble diffusers' pipeline from the network objects of a model."""
+    import diffusers
 
-    pipeline = StableDiffusionPipeline(
-        vae=model.encoders.modules["vae"],
-        text_encoder=model.encoders.modules["text"],
-        tokenizer=tokenizer_of(model.family),
-        unet=model.denoiser.eval(),
-        scheduler=scheduler,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    family, modules = model.family, {"denoiser": model.denoiser.eval(), **model.encoders.modules}
+    parts = {family.published()[label](module).folder: _of_transformers(module) for label, module in modules.items()}
+    absent = dict.fromkeys(family.pipeline.absent)
+    kind = getattr(diffusers, family.pipeline.name)
+    pipeline = kind(**parts, **tokenizers_of(family), **absent, **family.pipeline.settings, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _of_transformers(module: nn.Module) -> nn.Module:
+    """Return a module that takes a pipeline's arguments: T5Text as transformers' own class, around the same tensors."""
+    if not isinstance(module, T5Text):
+        return module
+    from transformers import T5EncoderModel
+
+    with torch.device("meta"):
+        theirs = T5EncoderModel(module.config)
+    table = {"encoder.embed_tokens.weight": module.shared.weight}
+    theirs.load_state_dict({**module.state_dict(), **table}, assign=True)
+    return theirs.eval()
 
 
 def twin_of(model: LatentDiffusion) -> LatentDiffusion:

@@ -35,6 +35,7 @@ Contest = Mapping[str, Any]
 PIPELINE = "pipeline"
 """The contestant that is diffusers' own."""
 MODELS = {"stock": "SD2", "sd15": "SD 1.5", "mlperf": "SD2 as in MLPerf", "shapes": "the miniature"}
+MODELS |= {"sdxl": "SDXL", "flux": "FLUX.1 dev"}
 HEAD = (
     *("model", "sampler", "precision", "batch", "how", "s (median)", "least", "p95"),
     *("times as fast as eager", "times as fast as the pipeline", "in processor time"),

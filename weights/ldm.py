@@ -28,6 +28,7 @@ from weights.ldm_names import (
     CLIP_PREFIX,
     OPEN_CLIP_PREFIX,
     POSITION_IDS,
+    SDXL_PREFIX,
     Network,
     Source,
     clip_text,
@@ -49,7 +50,8 @@ __all__ = [
     "vae",
 ]
 
-SDXL_PREFIX = "conditioner.embedders."
+VARIANT_OF = {("guidance_embeds", True): "dev", ("guidance_embeds", False): "schnell"}
+"""What a configuration states -> the variant that it is of."""
 
 # The attention of a VAE in older diffusers; the published VAEs of SD 1.x and 2 still use these names
 OLD_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
@@ -138,8 +140,6 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
         weights = open_weights(path)
     except ValueError as error:
         return {}, [str(error)]
-    if any(name.startswith(SDXL_PREFIX) for name in weights.entries):
-        return {}, [f"{path}: is an SDXL checkpoint (it has {SDXL_PREFIX}*). Give one of SD 1.x or 2, as the model is."]
     places = {}
     for label, (module, network) in networks.items():
         sources = {name: network.source(name) for name in module.state_dict()}
@@ -149,6 +149,10 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
             )
         places[label] = _Place(weights, sources)
     wanted = {source.name for place in places.values() for source in place.sources.values()}
+    is_xl = any(name.startswith(SDXL_PREFIX) for name in weights.entries)
+    if is_xl and not any(name.startswith(SDXL_PREFIX) or ".label_emb." in name for name in wanted):
+        ways = "Give one of SD 1.x or 2, as the model is, or use model.family=sdxl"
+        return {}, [f"{path}: is an SDXL checkpoint (it has {SDXL_PREFIX}*). {ways}."]
     if extra := _extra_prefix(weights.entries, wanted):
         return {}, [_one_prefix_too_many(weights, extra)]
     found = []
@@ -169,7 +173,7 @@ def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[s
     wanted = {}
     for ours, tensor in module.state_dict().items():
         source = place.sources[ours]
-        wanted[source.name] = (tensor.shape[0] * source.parts, *tensor.shape[1:]) if source.parts > 1 else tensor.shape
+        wanted[source.name] = source.shape_in_file(tensor.shape)
     there = [name for name in wanted if name in entries]
     shapes = [
         f"{name} is {entries[name][1]}, wanted {tuple(wanted[name])}"
@@ -210,10 +214,16 @@ def _other_facts(label: str, folder: Path, network: Network) -> list[str]:
             f"{label}: {path} is missing or no JSON of a configuration. Copy the folder again, with its config.json."
         ]
     return [
-        f"{label}: {path} has {key} {stated[key]}, this model's has {ours}: it is of another model. Give this model's."
+        f"{label}: {path} has {key} {stated[key]}, this model's has {ours}: it is of another model. Give this model's"
+        f"{_or_its_variant(key, stated[key])}."
         for key, ours in network.facts.items()
         if key in stated and not _same(stated[key], ours)
     ]
+
+
+def _or_its_variant(key: str, stated: Any) -> str:
+    variant = VARIANT_OF.get((key, stated)) if isinstance(stated, bool) else None
+    return f", or use model.variant={variant}" if variant else ""
 
 
 def _facts_beside(label: str, path: Path, network: Network) -> list[str]:
@@ -348,7 +358,7 @@ def _fill(label: str, module: nn.Module, place: _Place) -> None:
     for ours, tensor in module.state_dict().items():
         assert not tensor.is_meta, ours
         source = place.sources[ours]
-        values = place.weights.tensor(source.name).chunk(source.parts)[source.part].reshape(tensor.shape).float()
+        values = source.taken(place.weights.tensor(source.name)).reshape(tensor.shape).float()
         num_bad = int((~torch.isfinite(values)).sum())
         if num_bad:
             raise ValueError(

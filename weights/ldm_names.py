@@ -1,8 +1,9 @@
 """The names of a network's tensors in published weights: in diffusers folders and in LDM files.
 
 A diffusers folder has one folder per network and uses our modules' own names. An LDM file (CompVis, Stability:
-`512-base-ema.ckpt`, `v1-5-pruned-emaonly.safetensors`) has all networks in one dictionary, under the names of the program
-that trained them. `source` of a `Network` maps our name to the file's.
+`512-base-ema.ckpt`, `v1-5-pruned-emaonly.safetensors`, `sd_xl_base_1.0.safetensors`) has all networks in one dictionary,
+under the names of the program that trained them; FLUX's (`flux1-dev.safetensors`) has its transformer alone. `source` of a
+`Network` maps our name to the file's.
 
     our module (diffusers, transformers)          LDM file
     vae    encoder.down_blocks.1.resnets.0.conv1  first_stage_model.encoder.down.1.block.0.conv1
@@ -10,6 +11,7 @@ that trained them. `source` of a `Network` maps our name to the file's.
     text   ...layers.0.self_attn.k_proj.weight    cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight, part 2
     unet   up_blocks.1.upsamplers.0.conv          model.diffusion_model.output_blocks.5.2.conv
            its EMA weights, where they are apart  model_ema.diffusion_modeloutput_blocks52conv               without the dots
+    flux   single_transformer_blocks.3.attn.to_k.weight      single_blocks.3.linear1.weight, part 1 of q, k, v and the MLP
 
 Names were checked against diffusers' converter and OpenCLIP's modules (tests/test_ldm.py).
 """
@@ -17,14 +19,15 @@ Names were checked against diffusers' converter and OpenCLIP's modules (tests/te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
+SDXL_PREFIX = "conditioner.embedders."
 NOTHING = re.compile(r"(?!)")
 POSITION_IDS = re.compile(r"(text_model\.)?embeddings\.position_ids")  # 0 .. 76; stored only by old transformers
 
@@ -40,11 +43,36 @@ UNET_RESNET |= dict(time_emb_proj="emb_layers.1", conv_shortcut="skip_connection
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor's place: its name in the file. With `parts` > 1 it is one of that many equal slices of dimension 0."""
+    """One tensor's place: its name in the file, and what part of the file's tensor it is.
+
+    With `parts` > 1 dimension 0 has that many equal slices, of which it is `span` from `part` on.
+    turned: it is the file's matrix transposed, or its two halves exchanged.
+    """
 
     name: str
     part: int = 0
     parts: int = 1
+    span: int = 1
+    turned: Literal["transposed", "halves"] | None = None
+
+    def shape_in_file(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the file's tensor, of which ours has this shape."""
+        if self.turned == "transposed":
+            return tuple(shape[::-1])
+        return (shape[0] * self.parts // self.span, *shape[1:]) if self.parts > 1 else tuple(shape)
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """Return our tensor of the file's."""
+        if self.parts > 1:
+            size = len(tensor) // self.parts
+            return tensor[self.part * size : (self.part + self.span) * size]
+        return self.put(tensor)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return our tensor as it stands in the file, alone or as one of the parts there."""
+        if self.turned == "transposed":
+            return tensor.T
+        return torch.cat(tensor.chunk(2)[::-1]) if self.turned == "halves" else tensor
 
 
 @dataclass(frozen=True)
@@ -57,6 +85,7 @@ class Network:
     facts: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
     contradiction: the names after the prefix -> why they belong to another model even if none is missing, or None.
     only_folders: an LDM file is not read for it, or does not tell it from another network with the same shapes.
+    alone: a single file has this network and no other one.
     """
 
     folder: str
@@ -67,6 +96,7 @@ class Network:
     facts: Mapping[str, Any]
     contradiction: Callable[[Collection[str]], str | None] = lambda names: None
     only_folders: bool = False
+    alone: bool = False
 
 
 def vae(module: nn.Module) -> Network:
@@ -96,7 +126,7 @@ def vae(module: nn.Module) -> Network:
 
 
 def unet(module: nn.Module) -> Network:
-    """Return the place of Stable Diffusion's UNet2DConditionModel (1.x, 2) of any depth and width.
+    """Return the place of Stable Diffusion's UNet2DConditionModel (1.x, 2, XL) of any depth and width.
 
     An LDM file numbers the blocks between skip connections. Input block 0 is the first convolution; then each level has
     its layers and a downsampler. The output blocks have one layer more per level. The upsampler is the last entry of the
@@ -124,6 +154,8 @@ def unet(module: nn.Module) -> Network:
         (r"^mid_block\.attentions\.0", "middle_block.1"),
         (r"^time_embedding\.linear_1", "time_embed.0"),
         (r"^time_embedding\.linear_2", "time_embed.2"),
+        (r"^add_embedding\.linear_1", "label_emb.0.0"),
+        (r"^add_embedding\.linear_2", "label_emb.0.2"),
         (r"^conv_in", "input_blocks.0.0"),
         (r"^conv_norm_out", "out.0"),
         (r"^conv_out", "out.2"),
@@ -151,12 +183,38 @@ def forms(network: Network) -> dict[str, Network]:
     without the prefix; own: our own names, those of a diffusers folder.
     """
     average = f"model_ema.{network.prefix.removeprefix('model.').removesuffix('.')}"
+
+    def undotted(name: str) -> Source:
+        source = network.source(name)
+        return replace(source, name=source.name.replace(".", ""))
+
     return {
         "training": network,
-        "ema": replace(network, prefix=average, source=lambda name: Source(network.source(name).name.replace(".", ""))),
+        "ema": replace(network, prefix=average, source=undotted),
         "bare": replace(network, prefix=""),
         "own": replace(network, prefix="", source=Source),
     }
+
+
+_OPEN_CLIP_RULES = (
+    (r"^text_model\.encoder\.layers", "transformer.resblocks"),
+    (r"^text_model\.embeddings\.token_embedding", "token_embedding"),
+    (r"^text_model\.embeddings\.position_embedding\.weight", "positional_embedding"),
+    (r"^text_model\.final_layer_norm", "ln_final"),
+    (r"^text_projection\.weight", "text_projection"),
+    (r"self_attn\.[qkv]_proj\.", "attn.in_proj_"),
+    (r"self_attn", "attn"),
+    (r"layer_norm([12])", r"ln_\1"),
+    (r"mlp\.fc1", "mlp.c_fc"),
+    (r"mlp\.fc2", "mlp.c_proj"),
+)
+
+
+def _open_clip_source(name: str) -> Source:
+    place = _renamed(name, _OPEN_CLIP_RULES)
+    if packed := re.search(r"self_attn\.([qkv])_proj", name):
+        return Source(place, "qkv".index(packed[1]), 3)
+    return Source(place, turned="transposed" if place == "text_projection" else None)
 
 
 def open_clip_text(module: nn.Module) -> Network:
@@ -167,21 +225,6 @@ def open_clip_text(module: nn.Module) -> Network:
     block less. A tower with two blocks more is another model, too.
     """
     layers = module.config.num_hidden_layers
-    rules = (
-        (r"^text_model\.encoder\.layers", "transformer.resblocks"),
-        (r"^text_model\.embeddings\.token_embedding", "token_embedding"),
-        (r"^text_model\.embeddings\.position_embedding\.weight", "positional_embedding"),
-        (r"^text_model\.final_layer_norm", "ln_final"),
-        (r"self_attn\.[qkv]_proj\.", "attn.in_proj_"),
-        (r"self_attn", "attn"),
-        (r"layer_norm([12])", r"ln_\1"),
-        (r"mlp\.fc1", "mlp.c_fc"),
-        (r"mlp\.fc2", "mlp.c_proj"),
-    )
-
-    def source(name: str) -> Source:
-        packed = re.search(r"self_attn\.([qkv])_proj", name)
-        return Source(_renamed(name, rules), "qkv".index(packed[1]) if packed else 0, 3 if packed else 1)
 
     def contradiction(names: Collection[str]) -> str | None:
         blocks = {int(m[1]) for name in names if (m := re.match(r"transformer\.resblocks\.(\d+)\.", name))}
@@ -197,7 +240,7 @@ def open_clip_text(module: nn.Module) -> Network:
         folder="text_encoder",
         stems=("model", "pytorch_model"),
         prefix=OPEN_CLIP_PREFIX,
-        source=source,
+        source=_open_clip_source,
         unused=re.compile(rf"transformer\.resblocks\.{layers}\.|(text_projection|logit_scale|attn_mask)$"),
         facts={key: getattr(module.config, key) for key in TEXT_FACTS},
         contradiction=contradiction,
@@ -217,18 +260,14 @@ def clip_text(module: nn.Module) -> Network:
 
 
 def first_text_of_xl(module: nn.Module) -> Network:
-    """Return the place of SDXL's first text encoder, SD 1.x's; only folders are read."""
-    return replace(clip_text(module), only_folders=True)
+    """Return the place of SDXL's first text encoder, SD 1.x's."""
+    return replace(clip_text(module), prefix=f"{SDXL_PREFIX}0.transformer.")
 
 
 def second_text_of_xl(module: nn.Module) -> Network:
-    """Return the place of SDXL's second text encoder, a CLIPTextModelWithProjection; only folders are read."""
-    return replace(clip_text(module), folder="text_encoder_2", only_folders=True)
-
-
-def unet_of_xl(module: nn.Module) -> Network:
-    """Return the place of SDXL's UNet; only folders are read."""
-    return replace(unet(module), only_folders=True)
+    """Return the place of SDXL's second text encoder: OpenCLIP's, whole, as a CLIPTextModelWithProjection."""
+    place = replace(clip_text(module), folder="text_encoder_2", prefix=f"{SDXL_PREFIX}1.model.")
+    return replace(place, source=_open_clip_source, unused=re.compile(r"(logit_scale|attn_mask)$"))
 
 
 def t5_text(module: nn.Module) -> Network:
@@ -245,23 +284,78 @@ def t5_text(module: nn.Module) -> Network:
 
 
 def flux_transformer(module: nn.Module) -> Network:
-    """Return the place of FLUX's transformer; only folders are read."""
+    """Return the place of FLUX's transformer. A file's matrices of q, k and v are one, in single blocks with the MLP's."""
+    embeds_guidance = module.config.guidance_embeds
+
+    def contradiction(names: Collection[str]) -> str | None:
+        given = any(name.startswith(("guidance_in", "time_text_embed.guidance_embedder.")) for name in names)
+        if given == embeds_guidance:
+            return None
+        has, variant = ("an", "dev") if given else ("no", "schnell")
+        return f"it has {has} embedding of guidance, as {variant} has: use model.variant={variant}"
+
     facts: dict[str, Any] = {"_class_name": "FluxTransformer2DModel"}
     return Network(
         folder="transformer",
         stems=("diffusion_pytorch_model", "diffusion_pytorch_model"),
         prefix="",
-        source=Source,
+        source=_flux_source,
         unused=NOTHING,
         facts=facts | {key: getattr(module.config, key) for key in FLUX_FACTS},
-        only_folders=True,
+        contradiction=contradiction,
+        alone=True,
     )
+
+
+_QK = {"q": "query_norm.scale", "k": "key_norm.scale"}
+_FLUX_RULES = (
+    (r"^time_text_embed\.timestep_embedder", "time_in"),
+    (r"^time_text_embed\.guidance_embedder", "guidance_in"),
+    (r"^time_text_embed\.text_embedder", "vector_in"),
+    (r"^(\w+_in)\.linear_1", r"\1.in_layer"),
+    (r"^(\w+_in)\.linear_2", r"\1.out_layer"),
+    (r"^x_embedder", "img_in"),
+    (r"^context_embedder", "txt_in"),
+    (r"^norm_out\.linear", "final_layer.adaLN_modulation.1"),
+    (r"^proj_out", "final_layer.linear"),
+    (
+        r"^single_transformer_blocks\.(\d+)\.attn\.norm_([qk])\.weight",
+        lambda m: f"single_blocks.{m[1]}.norm.{_QK[m[2]]}",
+    ),
+    (r"^single_transformer_blocks\.(\d+)\.(attn\.to_[qkv]|proj_mlp)", r"single_blocks.\1.linear1"),
+    (r"^single_transformer_blocks\.(\d+)\.proj_out", r"single_blocks.\1.linear2"),
+    (r"^single_transformer_blocks\.(\d+)\.norm\.linear", r"single_blocks.\1.modulation.lin"),
+    (r"^transformer_blocks", "double_blocks"),
+    (r"attn\.norm_added_([qk])\.weight", lambda m: f"txt_attn.norm.{_QK[m[1]]}"),
+    (r"attn\.norm_([qk])\.weight", lambda m: f"img_attn.norm.{_QK[m[1]]}"),
+    (r"attn\.add_[qkv]_proj", "txt_attn.qkv"),
+    (r"attn\.to_[qkv]\b", "img_attn.qkv"),
+    (r"attn\.to_add_out", "txt_attn.proj"),
+    (r"attn\.to_out\.0", "img_attn.proj"),
+    (r"norm1\.linear", "img_mod.lin"),
+    (r"norm1_context\.linear", "txt_mod.lin"),
+    (r"ff\.net\.0\.proj", "img_mlp.0"),
+    (r"ff\.net\.2", "img_mlp.2"),
+    (r"ff_context\.net\.0\.proj", "txt_mlp.0"),
+    (r"ff_context\.net\.2", "txt_mlp.2"),
+)
+_OF_SINGLE_BLOCK = 7  # slices of its first matrix: q, k, v and the MLP, which is four times as wide
+
+
+def _flux_source(name: str) -> Source:
+    place = _renamed(name, _FLUX_RULES)
+    is_single = place.startswith("single_blocks.")
+    if packed := re.search(r"attn\.(?:to|add)_([qkv])(?:_proj)?\.", name):
+        return Source(place, "qkv".index(packed[1]), _OF_SINGLE_BLOCK if is_single else 3)
+    if is_single and ".proj_mlp." in name:
+        return Source(place, 3, _OF_SINGLE_BLOCK, span=4)
+    return Source(place, turned="halves" if place.startswith("final_layer.adaLN") else None)
 
 
 def as_ldm(networks: Iterable[tuple[nn.Module, Network]]) -> dict[str, Tensor]:
     """Return all tensors of modules under their names in an LDM file: `source` turned round.
 
-    Packed projections are put together; the VAE's attention has 1 x 1 convolutions there, where we have linear layers.
+    Packed projections are put together. The VAE's attention has 1 x 1 convolutions there, where we have linear layers.
     """
     parts: dict[str, dict[int, Tensor]] = {}
     for module, network in networks:
@@ -269,7 +363,7 @@ def as_ldm(networks: Iterable[tuple[nn.Module, Network]]) -> dict[str, Tensor]:
             source = network.source(name)
             if ".attn_1." in source.name and tensor.dim() == 2:
                 tensor = tensor[:, :, None, None]
-            parts.setdefault(network.prefix + source.name, {})[source.part] = tensor
+            parts.setdefault(network.prefix + source.name, {})[source.part] = source.put(tensor)
     return {name: torch.cat([by_part[n] for n in sorted(by_part)]) for name, by_part in parts.items()}
 
 

@@ -68,23 +68,26 @@ class T5Tokenizer:
         length: L.
         file: a model's tokenizer.json; None: bytes, for random weights, since T5's own table is published with its weights.
 
+    Attributes:
+        words: the file's `tokenizers.Tokenizer`; None: bytes.
+
     Raises:
         ValueError: the file is missing, or is none of a tokenizer.
     """
 
     def __init__(self, length: int, file: Path | None = None):
         self.length = length
-        self._words: Any = None
+        self.words: Any = None
         if file is not None:
             from tokenizers import Tokenizer
 
             try:
-                self._words = Tokenizer.from_file(str(file))
+                self.words = Tokenizer.from_file(str(file))
             except Exception as error:  # the library raises Exception itself
                 ways = "Copy the whole diffusers folder, with it"
                 raise ValueError(f"tokenizer_2: {file} is missing, or no tokenizer's ({error}). {ways}.") from error
-            self._words.no_padding()
-            self._words.no_truncation()
+            self.words.no_padding()
+            self.words.no_truncation()
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         tokens = torch.full((len(captions), self.length), PAD)
@@ -94,6 +97,6 @@ class T5Tokenizer:
         return tokens
 
     def _tokens_of(self, caption: str) -> list[int]:
-        if self._words is None:
+        if self.words is None:
             return [FIRST_BYTE + byte for byte in caption.encode(errors="replace")]
-        return self._words.encode(caption, add_special_tokens=False).ids
+        return self.words.encode(caption, add_special_tokens=False).ids

@@ -29,13 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cli.limits import ImageSize
 from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS as CLIP_TOKENS
 from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, text_config
 from weights.t5_text import TOKENIZER, T5Text, T5Tokenizer
 from zoo import tokenizer_files
 from zoo.latent_family import LatentFamily
-from zoo.spec import Column
+from zoo.sampling import build_scheduler
+from zoo.spec import Column, Pipeline
 
 LATENT_SCALE, LATENT_SHIFT = 0.3611, 0.1159  # vae/config.json of the published models
 LATENT_CHANNELS = 16
@@ -45,6 +47,14 @@ GUIDANCE_IN_TRAINING = 1.0
 # Of dev's scheduler_config.json: the logarithm of the shift grows with the number of image tokens.
 LEAST_TOKENS, LEAST_LOG_SHIFT = 256, 0.5
 MOST_TOKENS, MOST_LOG_SHIFT = 4096, 1.15
+SCHEDULER_OF_DEV: dict[str, Any] = dict(
+    use_dynamic_shifting=True,
+    shift=3.0,
+    base_image_seq_len=LEAST_TOKENS,
+    base_shift=LEAST_LOG_SHIFT,
+    max_image_seq_len=MOST_TOKENS,
+    max_shift=MOST_LOG_SHIFT,
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,7 @@ class Flux(LatentFamily):
     latent_channels, latent_scale, latent_shift = LATENT_CHANNELS, LATENT_SCALE, LATENT_SHIFT
     vocabulary = VOCABULARY  # of CLIP
     shipped = None
+    pipeline = Pipeline("FluxPipeline", {}, ("feature_extractor", "image_encoder"))
     tokenizers = ("tokenizer", "tokenizer_2")
 
     def __init__(self, architecture: Architecture, variant: str):
@@ -181,8 +192,24 @@ class Flux(LatentFamily):
         """T5's table of words is published with its weights; random ones read bytes."""
         self.t5_tokenizer = T5Tokenizer(self.num_tokens, folder / "tokenizer_2" / TOKENIZER)
 
-    def save_tokenizer(self, folder: Path) -> str:
-        return tokenizer_files.save_clip(folder, tokenizer_files.CLIP_END)
+    def save_tokenizers(self, folder: Path) -> dict[str, str]:
+        clip = tokenizer_files.save_clip(folder / "tokenizer", tokenizer_files.CLIP_END)
+        t5 = tokenizer_files.save_t5(folder / "tokenizer_2", self.t5_tokenizer.words, self.num_tokens)
+        return {"tokenizer": clip, "tokenizer_2": t5}
+
+    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
+        scheduler: Any = build_scheduler(sampler, prediction)
+        return type(scheduler.scheduler)(**(SCHEDULER_OF_DEV if self.variant == "dev" else {"shift": 1.0}))
+
+    def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
+        width, height = size  # its own defaults are 1024 px and 512 tokens, whatever the folder has
+        call = {"width": width, "height": height, "max_sequence_length": self.num_tokens}
+        if self.embeds_guidance or guidance == 1.0:
+            return call | {"guidance_scale": guidance}
+        return call | {"negative_prompt": "", "true_cfg_scale": guidance}
+
+    def pipeline_latents(self, noise: Tensor) -> Tensor:
+        return pack(noise)
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, L), (B, 77) -> text (B, L, D), pooled (B, P): CLIP's last state at the end mark, which the rest repeats

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from cli.limits import ImageSize
 from zoo.objectives import Objective, ObjectiveConfig, build
-from zoo.spec import Column
+from zoo.sampling import OF_PUBLISHED, build_scheduler
+from zoo.spec import Column, Pipeline
 
 
 class LatentFamily:
@@ -48,6 +49,11 @@ class LatentFamily:
     empty_is_zero = False
     on_hub: str | None = None
     tokenizers: tuple[str, ...] = ("tokenizer",)
+    pipeline = Pipeline(
+        "StableDiffusionPipeline",
+        {"requires_safety_checker": False},
+        ("safety_checker", "feature_extractor", "image_encoder"),
+    )
     num_tokens: int
     vocabulary: int
     text_width: int
@@ -90,6 +96,17 @@ class LatentFamily:
 
     def sampling_shift(self, latent: tuple[int, ...]) -> float:
         return 1.0
+
+    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
+        scheduler: Any = build_scheduler(sampler, prediction, zero_terminal_snr=zero_terminal_snr)
+        scheduler.register_to_config(**OF_PUBLISHED)
+        return scheduler
+
+    def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
+        return {"guidance_scale": guidance}
+
+    def pipeline_latents(self, noise: Tensor) -> Tensor:
+        return noise
 
     def further_columns(self) -> dict[str, Column]:
         """Return the columns of `further`."""

@@ -1,9 +1,9 @@
-"""A model as a diffusers pipeline folder, which diffusers and transformers load without this project; or as an LDM file.
+"""A model as a diffusers pipeline folder, which diffusers and transformers load without this project; or as a single file.
 
-model_index.json             the class of each part; the pipeline is StableDiffusionPipeline
-unet/ vae/ text_encoder/     config.json and a .safetensors file each
-tokenizer/ scheduler/
-unet/mixed_norms.py          for mlperf alone: its UNet is no class of diffusers', see zoo/mixed_norms.py
+model_index.json             the class of the pipeline and of each part, see `Family.pipeline`
+unet/ vae/ text_encoder/     config.json and a .safetensors file each; FLUX: transformer/; it and SDXL: text_encoder_2/
+tokenizer/ scheduler/        SDXL, FLUX: tokenizer_2/
+unet/mixed_norms.py          for mlperf of SD2 alone: its UNet is no class of diffusers', see zoo/mixed_norms.py
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from cli.files import write_json
 from cli.limits import ImageSize
 from weights.clip_text import TextModel
 from weights.ldm_names import Network, as_ldm
-from zoo.sampling import Scheduler
+from weights.t5_text import T5Text
 from zoo.spec import Family
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHIPPED_CODE = ("zoo.mixed_norms",)
 """Modules with classes of ours that are copied beside the weights: they import nothing of this project."""
-EXPORTED = ("sd2", "shapes")
-"""Families whose pipeline is diffusers' StableDiffusionPipeline, which is the one that is written here."""
 NONE = [None, None]
-OF_PUBLISHED = dict(clip_sample=False, set_alpha_to_one=False)
-"""Settings in all of Stable Diffusion's published scheduler files: another sampler can be made of any of them."""
 
 Networks = Mapping[str, tuple[nn.Module, Network]]
 """Encoder or "denoiser" -> the network and its place."""
@@ -39,13 +35,14 @@ Networks = Mapping[str, tuple[nn.Module, Network]]
 
 def networks_of(family: Family, denoiser: nn.Module, encoders: Mapping[str, nn.Module]) -> Networks:
     """Return all networks of a model with their places. Raises ValueError: diffusers has no class for one."""
-    if family.name not in EXPORTED:
-        raise ValueError(f"model.family: {family.name} is not exported yet. Possible: {', '.join(EXPORTED)}.")
     modules = {"denoiser": denoiser, **encoders}
     for label, module in modules.items():
-        if _library(module) not in ("diffusers", "transformers") and type(_bare(module)).__module__ not in SHIPPED_CODE:
-            given = f"{label}: a {type(module).__name__} of {family.name} is no class of diffusers or transformers"
-            raise ValueError(f"{given}, and no loader for it is written here. Possible: the families sd2 and shapes.")
+        library, name = _class_of(module)
+        if library not in ("diffusers", "transformers", *SHIPPED_CODE):
+            given = f"{label}: a {name} of {family.name} is no class of diffusers or transformers"
+            raise ValueError(
+                f"{given}, and no loader for it is written here. Possible: the networks that the families build."
+            )
     return {label: (module, family.published()[label](module)) for label, module in modules.items()}
 
 
@@ -56,13 +53,13 @@ def num_bytes(networks: Networks, dtype: str) -> int:
 
 
 def save_folder(
-    folder: Path, family: Family, networks: Networks, scheduler: Scheduler, *, size: ImageSize, dtype: str
+    folder: Path, family: Family, networks: Networks, scheduler: Any, *, size: ImageSize, dtype: str
 ) -> str | None:
     """Write a pipeline into an empty folder.
 
     Args:
-        scheduler: of zoo.sampling.build_scheduler, as the model is to be sampled.
-        size: (width, height) of the images that the pipeline makes where none is given, px.
+        scheduler: of `Family.pipeline_scheduler`, as the model is to be sampled.
+        size: (width, height) of the images that the pipeline makes where none is given, px; FLUX's makes 1024 x 1024.
         dtype: fp32, fp16 or bf16, in which the weights are stored.
 
     Returns:
@@ -74,28 +71,32 @@ def save_folder(
     """
     from diffusers import __version__
 
-    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline", "_diffusers_version": __version__}
-    index |= {"requires_safety_checker": False, **dict.fromkeys(("safety_checker", "feature_extractor"), NONE)}
-    index |= {"image_encoder": NONE, "scheduler": ["diffusers", type(scheduler).__name__]}
-    _, height, width = family.latent_shape(size)
+    pipeline = family.pipeline
+    index: dict[str, Any] = {"_class_name": pipeline.name, "_diffusers_version": __version__, **pipeline.settings}
+    index |= {**dict.fromkeys(pipeline.absent, NONE), "scheduler": ["diffusers", type(scheduler).__name__]}
     denoiser: Any = networks["denoiser"][0]
-    denoiser.register_to_config(sample_size=height if height == width else [height, width])
+    if "sample_size" in denoiser.config:
+        _, height, width = family.latent_shape(size)
+        sides = [height, width] if height != width and not pipeline.square else max(height, width)
+        denoiser.register_to_config(sample_size=sides)
     for label, (module, network) in networks.items():
         (folder / network.folder).mkdir()
-        index[network.folder] = _save_network(folder / network.folder, _bare(module), label)
+        index[network.folder] = _save_network(folder / network.folder, module)
         tensors = {name: in_type(f"{label}.{name}", t, dtype) for name, t in module.state_dict().items()}
         write_safetensors(folder / network.folder / f"{network.stems[0]}.safetensors", tensors)
-    (folder / "tokenizer").mkdir()
-    index["tokenizer"] = ["transformers", family.save_tokenizer(folder / "tokenizer")]
-    scheduler.register_to_config(**OF_PUBLISHED)  # type: ignore[attr-defined]
-    scheduler.save_config(folder / "scheduler")  # type: ignore[attr-defined]
+    index |= {name: ["transformers", kind] for name, kind in family.save_tokenizers(folder).items()}
+    scheduler.save_config(folder / "scheduler")
     write_json(folder / "model_index.json", dict(sorted(index.items())))
     return next((file.relative_to(folder).as_posix() for file in folder.rglob("*.py")), None)
 
 
-def ldm_tensors(networks: Networks, dtype: str) -> dict[str, Tensor]:
-    """Return all tensors of a model under their names in an LDM file. Raises ValueError: see `save_folder`."""
-    return {name: in_type(name, tensor, dtype) for name, tensor in as_ldm(networks.values()).items()}
+def single_file_tensors(networks: Networks, dtype: str) -> dict[str, Tensor]:
+    """Return a model's tensors under their names in a single file. Raises ValueError: see `save_folder`.
+
+    Files of FLUX hold its transformer alone, as its makers publish it.
+    """
+    alone = [pair for pair in networks.values() if pair[1].alone]
+    return {name: in_type(name, tensor, dtype) for name, tensor in as_ldm(alone or networks.values()).items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:
@@ -120,24 +121,28 @@ def in_type(name: str, tensor: Tensor, dtype: str) -> Tensor:
     return stored
 
 
-def _save_network(folder: Path, module: Any, label: str) -> list[str]:
+def _save_network(folder: Path, module: Any) -> list[str]:
     """Write a network's settings, and its code where diffusers does not have it; return where its class is."""
-    name = type(module).__name__
-    if _library(module) == "transformers":
+    library, name = _class_of(module)
+    if library == "transformers":
         module.config.architectures = [name]
         write_json(folder / "config.json", json.loads(module.config.to_json_string(use_diff=True)))
-        return ["transformers", name]
+        return [library, name]
     module.save_config(folder)
-    if _library(module) == "diffusers":
-        return ["diffusers", name]
-    code = Path(str(sys.modules[type(module).__module__].__file__))
+    if library == "diffusers":
+        return [library, name]
+    code = Path(str(sys.modules[library].__file__))
     (folder / code.name).write_bytes(code.read_bytes())
     return [code.stem, name]
 
 
-def _bare(module: nn.Module) -> nn.Module:
-    return module.text_model if isinstance(module, TextModel) else module
+def _class_of(module: nn.Module) -> tuple[str, str]:
+    """Return a network's library and its class there, or the module of this project that it is of.
 
-
-def _library(module: nn.Module) -> str:
-    return type(_bare(module)).__module__.partition(".")[0]
+    T5Text and TextModel stand for classes of transformers, whose tensors they have under the published names.
+    """
+    if isinstance(module, T5Text):
+        return "transformers", "T5EncoderModel"
+    kind = type(module.text_model if isinstance(module, TextModel) else module)
+    library = kind.__module__.partition(".")[0]
+    return library if library in ("diffusers", "transformers") else kind.__module__, kind.__name__

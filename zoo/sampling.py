@@ -46,6 +46,9 @@ FLOW = "flow"
 OF_FLOW: dict[str, str] = {"euler": "FlowMatchEulerDiscreteScheduler"}
 """The same for a flow."""
 
+OF_PUBLISHED = dict(clip_sample=False, set_alpha_to_one=False)
+"""Settings in all of Stable Diffusion's published scheduler files: another sampler can be made of any of them."""
+
 OF_ZERO_TERMINAL_SNR = dict(rescale_betas_zero_snr=True, timestep_spacing="trailing")
 """In place of a sampler's own spacing: sampling begins at the last step, pure noise (arXiv:2305.08891, section 3.3)."""
 

@@ -172,9 +172,9 @@ class SD2(LatentFamily):
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return {"tokens": tokenizer_files.clip_tokens(captions)}
 
-    def save_tokenizer(self, folder: Path) -> str:
-        pad_token = tokenizer_files.CLIP_END if self.architecture.pads_with_end else "!"  # the latter is token 0
-        return tokenizer_files.save_clip(folder, pad_token)
+    def save_tokenizers(self, folder: Path) -> dict[str, str]:
+        pad_token = tokenizer_files.CLIP_END if self.architecture.pads_with_end else tokenizer_files.CLIP_ZERO
+        return {"tokenizer": tokenizer_files.save_clip(folder / "tokenizer", pad_token)}
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 77) -> (B, 77, D)

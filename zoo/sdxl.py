@@ -28,7 +28,7 @@ from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS, VOCABULARY, build_text_model, padded_with_end, text_config
 from zoo import tokenizer_files
 from zoo.latent_family import LatentFamily
-from zoo.spec import Column
+from zoo.spec import Column, Pipeline
 
 LATENT_SCALE = 0.13025  # vae/config.json of the published model
 NUM_SIZES = 6  # that the UNet gets: height, width, top, left; height and width of the image that it makes
@@ -107,6 +107,12 @@ class SDXL(LatentFamily):
     num_tokens, vocabulary = NUM_TOKENS, VOCABULARY
     empty_is_zero = True  # as it was trained, and as diffusers' pipeline takes an empty caption
     shipped = None
+    pipeline = Pipeline(
+        "StableDiffusionXLPipeline",
+        {"force_zeros_for_empty_prompt": True, "add_watermarker": False},
+        ("feature_extractor", "image_encoder"),
+        square=True,
+    )
 
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
@@ -151,14 +157,19 @@ class SDXL(LatentFamily):
             "vae": ldm_names.vae,
             "text": ldm_names.first_text_of_xl,
             "text_2": ldm_names.second_text_of_xl,
-            "denoiser": ldm_names.unet_of_xl,
+            "denoiser": ldm_names.unet,
         }
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return {"tokens": tokenizer_files.clip_tokens(captions)}
 
-    def save_tokenizer(self, folder: Path) -> str:
-        return tokenizer_files.save_clip(folder, tokenizer_files.CLIP_END)
+    def save_tokenizers(self, folder: Path) -> dict[str, str]:
+        pads = {"tokenizer": tokenizer_files.CLIP_END, "tokenizer_2": tokenizer_files.CLIP_ZERO}
+        return {name: tokenizer_files.save_clip(folder / name, pad) for name, pad in pads.items()}
+
+    def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
+        width, height = size
+        return {"guidance_scale": guidance, "width": width, "height": height}
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 77) -> text (B, 77, D), pooled (B, P). Of both the states before the last block, without the last norm.

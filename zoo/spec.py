@@ -63,6 +63,20 @@ class Column:
         return str(self.dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """diffusers' own pipeline of a family: what its model_index.json has beside the parts that we have.
+
+    name: its class; settings: of its constructor; absent: parts that it does without.
+    square: its images are squares where no size is given: sample_size of the UNet is one number.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    absent: tuple[str, ...]
+    square: bool = False
+
+
 class Family(Protocol):
     """The interface of a family. Everything else is shared (model.py, data.py, prepare/)."""
 
@@ -81,6 +95,7 @@ class Family(Protocol):
     """The condition of a dropped or empty caption is zeros, instead of the states of the empty text (SDXL)."""
     shipped: Path | None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
+    pipeline: Pipeline
 
     def size_problem(self, size: ImageSize) -> str | None:
         """Say why images of this size cannot be trained on, or None."""
@@ -130,8 +145,20 @@ class Family(Protocol):
         """Take those tokenizers of a folder of published weights that are not in code. Raises ValueError: it lacks one."""
         ...
 
-    def save_tokenizer(self, folder: Path) -> str:
-        """Write the tokenizer into an empty folder, and return the name of transformers' class that reads it."""
+    def save_tokenizers(self, folder: Path) -> dict[str, str]:
+        """Write each tokenizer into a new folder there; return the folder's name -> transformers' class that reads it."""
+        ...
+
+    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
+        """Return diffusers' scheduler with which its pipeline samples as `sample` of zoo.sampling does."""
+        ...
+
+    def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
+        """Return how the pipeline is called for what `generate` makes: all arguments but caption, steps and noise."""
+        ...
+
+    def pipeline_latents(self, noise: Tensor) -> Tensor:
+        """# (B, C, h, w) -> as the pipeline's argument `latents` has it."""
         ...
 
     def further(self, size: ImageSize) -> dict[str, Tensor]:

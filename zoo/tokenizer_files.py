@@ -17,8 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from weights.clip_text import NUM_TOKENS
+from weights.t5_text import END, FIRST_BYTE, PAD, TOKENIZER
 
 CLIP_START, CLIP_END = "<|startoftext|>", "<|endoftext|>"
+CLIP_ZERO = "!"
+"""Token 0: OpenCLIP pads with it."""
 
 
 @functools.cache
@@ -39,7 +42,8 @@ def clip_tokens(captions: Sequence[str]) -> Tensor:
 
 
 def save_clip(folder: Path, pad_token: str) -> str:
-    """Write OpenCLIP's byte-pair encoder as Stable Diffusion's folders have it; return the class that reads it."""
+    """Write OpenCLIP's byte-pair encoder, as Stable Diffusion's folders have it, into a new folder; return its class."""
+    folder.mkdir()
     known = open_clip_tokenizer().SimpleTokenizer()
     names = {"<start_of_text>": CLIP_START, "<end_of_text>": CLIP_END}
     vocabulary = {names.get(token, token): number for token, number in known.encoder.items()}
@@ -52,7 +56,7 @@ def save_clip(folder: Path, pad_token: str) -> str:
 
 
 def save_words(folder: Path, num_tokens: int, token_of: Mapping[str, int], special: Mapping[str, int]) -> str:
-    """Write a tokenizer that has a token for each word of a-z, in any case; return the class that reads it.
+    """Write a tokenizer that has a token for each word of a-z, in any case, into a new folder; return the class.
 
     Args:
         token_of: word -> its token.
@@ -68,12 +72,42 @@ def save_words(folder: Path, num_tokens: int, token_of: Mapping[str, int], speci
     start, end = names["bos_token"], names["eos_token"]
     ends = [(start, special["bos_token"]), (end, special["eos_token"])]
     words.post_processor = processors.TemplateProcessing(single=f"{start} $A {end}", special_tokens=ends)
+    folder.mkdir()
     words.save(str(folder / "tokenizer.json"))
     _save_config(folder, tokenizer_class="PreTrainedTokenizerFast", model_max_length=num_tokens, **names)
     return "PreTrainedTokenizerFast"
 
 
-def _save_config(folder: Path, **settings: Any) -> None:
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "split_special_tokens": True}, indent=2) + "\n"
-    )
+def save_t5(folder: Path, words: Any, num_tokens: int) -> str:
+    """Write what `weights.t5_text.T5Tokenizer` makes into a new folder: text, end mark, padding. Return its class.
+
+    Args:
+        words: the tokenizer of a published model, which is copied; None: each byte is a token.
+    """
+    from tokenizers import Tokenizer, processors
+
+    copy = Tokenizer.from_str(words.to_str()) if words is not None else _bytes()
+    pad, end = copy.id_to_token(PAD), copy.id_to_token(END)
+    copy.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, END)])
+    folder.mkdir()
+    copy.save(str(folder / TOKENIZER))
+    names = dict(tokenizer_class="PreTrainedTokenizerFast", pad_token=pad, eos_token=end)
+    # T5's own table reads "</s>" in a caption as the end mark; where it is no such table, it is text.
+    _save_config(folder, model_max_length=num_tokens, split_special_tokens=not copy.get_added_tokens_decoder(), **names)
+    return names["tokenizer_class"]
+
+
+def _bytes() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    characters = open_clip_tokenizer().bytes_to_unicode()  # byte -> the character that stands for it, as in GPT-2
+    table = {"<pad>": PAD, "</s>": END, **{name: FIRST_BYTE + byte for byte, name in characters.items()}}
+    found = Tokenizer(models.BPE(table, merges=[]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    return found
+
+
+def _save_config(folder: Path, *, split_special_tokens: bool = True, **settings: Any) -> None:
+    settings["split_special_tokens"] = split_special_tokens
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -82,8 +82,9 @@ class Shapes(LatentFamily):
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return {"tokens": networks.tokenize(captions)}
 
-    def save_tokenizer(self, folder: Path) -> str:
-        return tokenizer_files.save_words(folder, NUM_TOKENS, networks.TOKEN_OF, networks.SPECIAL)
+    def save_tokenizers(self, folder: Path) -> dict[str, str]:
+        words = (NUM_TOKENS, networks.TOKEN_OF, networks.SPECIAL)
+        return {"tokenizer": tokenizer_files.save_words(folder / "tokenizer", *words)}
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 16) -> (B, 16, 64)

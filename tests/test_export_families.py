@@ -1,0 +1,310 @@
+"""SDXL and FLUX.1 out of a model and back: diffusers' own pipelines and converters of single files; what is refused."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_export import SHORT, exported, train
+from torch import nn
+
+from bench.export import CASES
+from model import LatentDiffusion, build_model
+from training import warm_start
+from weights import ldm, ldm_names
+from weights.t5_text import T5Tokenizer
+from weights.tensors import fingerprint
+from zoo import load_family, pipeline_folder
+from zoo.encoders import weights_problems
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+from zoo.sampling import prompt_generator, prompt_noise
+from zoo.tokenizer_files import save_t5
+
+SIZE = (96, 64)
+CAPTIONS = ["a red circle, </s> in <pad> Å naïve café! 🐱", "word " * 300]
+MODELS = {
+    "sdxl": ("sdxl", "stock", "ddim", 5.0),
+    "flux_dev": ("flux", "dev", "euler", 3.5),
+    "flux_schnell": ("flux", "schnell", "euler", 2.0),  # with a second, unconditional call
+    "flux_mlperf": ("flux", "mlperf", "euler", 1.0),
+}
+
+
+def tiny(name: str, **of_config: str) -> LatentDiffusion:
+    family, variant, *_ = MODELS[name]
+    config = ModelConfig(family, "tiny", variant, **{"weights": "random", **of_config})
+    model = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.denoiser.parameters():  # a last layer of zeros, as of mlperf, would hide all others
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+    return model.place(torch.device("cpu"), "fp32")
+
+
+def saved(model: LatentDiffusion, folder: Path, sampler: str, dtype: str = "fp32") -> Path:
+    family, objective = model.family, model.objective
+    folder.mkdir()
+    networks = pipeline_folder.networks_of(family, model.denoiser, model.frozen)
+    scheduler = family.pipeline_scheduler(sampler, objective.prediction, zero_terminal_snr=False)
+    assert pipeline_folder.save_folder(folder, family, networks, scheduler, size=SIZE, dtype=dtype) is None
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A folder of each model, only read."""
+    root = tmp_path_factory.mktemp("folders")
+    return {name: saved(tiny(name), root / name, of[2]) for name, of in MODELS.items()}
+
+
+def networks_of(model: LatentDiffusion) -> dict[str, tuple[nn.Module, ldm.Network]]:
+    return dict(pipeline_folder.networks_of(model.family, model.denoiser, model.frozen))
+
+
+# --- a folder ---
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_diffusers_draws_from_the_folder_what_the_model_draws(name, folders):
+    from diffusers import DiffusionPipeline
+
+    (*_, sampler, guidance), model = MODELS[name], tiny(name)
+    ours = model.generate(
+        model.family.tokenize(CAPTIONS),
+        prompt_noise(0, [0, 1], model.latent_shape),
+        sampler=sampler,
+        steps=4,
+        guidance=guidance,
+    )
+    pipeline = DiffusionPipeline.from_pretrained(folders[name])
+    assert type(pipeline).__name__ == model.family.pipeline.name
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(
+        CAPTIONS,
+        num_inference_steps=4,
+        generator=[prompt_generator(0, number) for number in range(2)],
+        output_type="pt",
+        **model.family.pipeline_call(SIZE, guidance),
+    ).images
+    assert ours.std() > 0.05 and float((ours[0] - ours[1]).abs().max()) > 0.02
+    assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < 2e-5
+
+
+def test_the_settings_are_those_of_the_published_folders(folders):
+    """model_index.json and scheduler_config.json of stabilityai's SDXL base, black-forest-labs' FLUX.1 dev and schnell."""
+
+    def stated(name: str, file: str) -> dict:
+        return json.loads((folders[name] / file).read_text())
+
+    index = stated("sdxl", "model_index.json")
+    assert index["force_zeros_for_empty_prompt"] is True
+    assert index["text_encoder"] == ["transformers", "CLIPTextModel"]
+    assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
+    assert (
+        stated("sdxl", "unet/config.json")["sample_size"] == 12
+    )  # a square of the longer side: its pipeline takes none else
+    pads = [stated("sdxl", f"{name}/tokenizer_config.json")["pad_token"] for name in ("tokenizer", "tokenizer_2")]
+    assert pads == ["<|endoftext|>", "!"]
+    dynamic = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}
+    dynamic |= {"base_image_seq_len": 256, "max_image_seq_len": 4096, "num_train_timesteps": 1000}
+    assert dynamic.items() <= stated("flux_dev", "scheduler/scheduler_config.json").items()
+    for name in ("flux_schnell", "flux_mlperf"):
+        settings = stated(name, "scheduler/scheduler_config.json")
+        assert (settings["use_dynamic_shifting"], settings["shift"]) == (False, 1.0)
+        assert settings["_class_name"] == "FlowMatchEulerDiscreteScheduler"
+    assert stated("flux_dev", "model_index.json")["text_encoder_2"] == ["transformers", "T5EncoderModel"]
+    assert stated("flux_dev", "transformer/config.json")["guidance_embeds"] is True
+
+
+def test_weights_in_bf16_are_loaded_as_such_and_nearly_draw_the_same(tmp_path):
+    from diffusers import DiffusionPipeline
+
+    model, images = tiny("flux_dev"), []
+    for dtype in ("fp32", "bf16"):
+        folder = saved(model, tmp_path / dtype, "euler", dtype)
+        pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=pipeline_folder.DTYPES[dtype])
+        pipeline.set_progress_bar_config(disable=True)
+        latents = model.family.pipeline_latents(prompt_noise(0, [0], model.latent_shape))
+        call = model.family.pipeline_call(SIZE, 3.5) | {"num_inference_steps": 2, "output_type": "pt"}
+        images.append(pipeline(CAPTIONS[:1], latents=latents.to(pipeline.dtype), **call).images.float())
+    stored = load_file(tmp_path / "bf16/text_encoder_2/model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {
+        torch.bfloat16
+    } and "encoder.embed_tokens.weight" not in stored
+    assert 0 < float((images[0] - images[1]).abs().mean()) < 0.02
+
+
+def test_the_second_tokenizer_of_flux_gives_the_familys_tokens_from_bytes_and_from_words(tmp_path):
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2, "red": 5, "circle": 6}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "plain.json"))
+    words.add_special_tokens(
+        [AddedToken(name, special=True) for name in ("<pad>", "</s>", "<unk>")]
+    )  # as T5's own has them
+    words.save(str(tmp_path / "added.json"))
+    captions = ["", "a red circle </s> red", *CAPTIONS]
+    for file in (None, tmp_path / "plain.json", tmp_path / "added.json"):
+        ours = T5Tokenizer(16, file)
+        folder = tmp_path / f"of_{file and file.stem}"
+        assert save_t5(folder, ours.words, 16) == "PreTrainedTokenizerFast"
+        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        found = theirs(captions, padding="max_length", max_length=16, truncation=True, return_tensors="pt").input_ids
+        assert torch.equal(ours(captions), found), file
+        again = T5Tokenizer(16, folder / "tokenizer.json")
+        assert torch.equal(again(captions), found), file
+
+
+# --- and back ---
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_is_read_back_as_encoders_and_as_initial_weights(name, folders):
+    first, prediction = tiny(name), "flow" if "flux" in name else "epsilon"
+    family, variant, *_ = MODELS[name]
+    config = ModelConfig(family, "tiny", variant, weights=str(folders[name]), denoiser=str(folders[name]))
+    assert weights_problems(first.family, str(folders[name])) == [] == warm_start.problems(config, prediction)
+    assert warm_start.trained_on(folders[name])["prediction"] == prediction
+    again = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=1)
+    assert fingerprint(again.denoiser) != fingerprint(first.denoiser)
+    assert warm_start.load(again, str(folders[name])) == [f"begins with {folders[name]}"]
+    assert fingerprint(again.denoiser) == fingerprint(first.denoiser)
+    assert again.encoders.fingerprints == first.encoders.fingerprints
+    for column, tokens in first.family.tokenize(CAPTIONS).items():
+        assert torch.equal(again.family.tokenize(CAPTIONS)[column], tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240, func_only=True)
+@pytest.mark.parametrize("name", ["sdxl", "flux_dev"])
+def test_a_run_is_exported_and_another_one_begins_with_it(name, tmp_path):
+    first = train(tmp_path, "first", *CASES[name], *SHORT)
+    out, file = exported(first, tmp_path / "out"), exported(first, tmp_path / "model.safetensors")
+    facts = json.loads((out / "export.json").read_text())
+    assert facts["pipeline"] == {"sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}[facts["family"]]
+    second = train(tmp_path, "second", *CASES[name], *SHORT, f"model.denoiser={out}", f"model.weights={out}")
+    third = train(tmp_path, "third", *CASES[name], *SHORT, f"model.denoiser={file}")
+    of_first, *later = (json.loads((run / "summary.json").read_text()) for run in (first, second, third))
+    for summary in later:
+        assert summary["denoiser_start_fingerprint"] == facts["denoiser_fingerprint"]
+        encoders = [key for key in of_first if key.endswith("_fingerprint") and not key.startswith("denoiser")]
+        assert len(encoders) == 3 and all(summary[key] == of_first[key] for key in encoders)
+
+
+def misfits(name: str, place: Path) -> list[str]:
+    family, variant, *_ = MODELS[name]
+    return [
+        problem.text for problem in warm_start.problems(ModelConfig(family, "tiny", variant, denoiser=str(place)), None)
+    ]
+
+
+def test_a_folder_of_another_model_is_refused_with_what_it_is(folders):
+    is_of_another = "it is of another model. Give this model's"
+    at = folders["flux_schnell"]
+    [of_config, of_names] = misfits("flux_dev", at)
+    given = f"{at}/transformer/config.json has guidance_embeds False, this model's has True"
+    assert of_config == f"model.denoiser: {given}: {is_of_another}, or use model.variant=schnell."
+    assert "4 missing (time_text_embed.guidance_embedder.linear_1.weight" in of_names
+    [of_config, of_names] = misfits("flux_schnell", folders["flux_dev"])
+    assert of_config.endswith(
+        f"has guidance_embeds True, this model's has False: {is_of_another}, or use model.variant=dev."
+    )
+    assert "4 left over (time_text_embed.guidance_embedder.linear_1" in of_names
+    assert misfits("flux_schnell", folders["flux_mlperf"]) == []  # the same network
+    text, of_scheduler = misfits("flux_dev", folders["sdxl"])
+    assert text.startswith(f"model.denoiser: {folders['sdxl']}: has no transformer/. ")
+    assert "trained on epsilon, this run has objective.prediction=flow" in of_scheduler
+    text, of_scheduler = misfits("sdxl", at)
+    assert text.startswith(f"model.denoiser: {at}: has no unet/. ")
+    assert "trained on flow, this run has objective.prediction=epsilon" in of_scheduler
+    texts = weights_problems(load_family("flux", "tiny", "dev"), str(folders["sdxl"]))
+    assert {text.partition(":")[0] for text in texts} >= {"vae", "t5"}
+    assert any("vae/config.json has scaling_factor 0.13025, this model's has 0.3611: " in text for text in texts)
+
+
+# --- single files ---
+
+
+def assert_equal(given: Mapping[str, torch.Tensor], expected: nn.Module) -> None:
+    state = expected.state_dict()
+    assert given.keys() - {"text_model.embeddings.position_ids"} == state.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in state.items())
+
+
+def test_sdxls_single_file_is_read_back_by_ours_and_by_diffusers_converters(tmp_path):
+    from diffusers.loaders import single_file_utils as theirs
+
+    model = tiny("sdxl")
+    tensors = pipeline_folder.single_file_tensors(networks_of(model), "fp32")
+    file = tmp_path / "sd_xl.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    assert tensors["conditioner.embedders.1.model.text_projection"].shape == (16, 12)
+    assert_equal(theirs.convert_ldm_unet_checkpoint(dict(tensors), dict(model.denoiser.config)), model.denoiser)
+    vae = model.frozen["vae"]
+    assert_equal(theirs.convert_ldm_vae_checkpoint(dict(tensors), dict(vae.config)), vae)
+    first = theirs.convert_ldm_clip_checkpoint(dict(tensors))
+    assert_equal(first, model.frozen["text"])
+    second = model.frozen["text_2"]
+    assert_equal(theirs.convert_open_clip_checkpoint(second, dict(tensors), "conditioner.embedders.1.model."), second)
+
+    other = build_model(
+        ModelConfig("sdxl", "tiny", weights=str(file)), ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=1
+    )
+    assert other.encoders.fingerprints == model.encoders.fingerprints
+    assert misfits("sdxl", file) == []
+    warm_start.load(other, str(file))
+    assert fingerprint(other.denoiser) == fingerprint(model.denoiser)
+
+
+def flux_converter(width: int) -> types.FunctionType:
+    """Return diffusers' converter with FLUX's width, which is a constant in its code, replaced."""
+    from diffusers.loaders import single_file_utils
+
+    function = single_file_utils.convert_flux_transformer_checkpoint_to_diffusers
+    constants = tuple(width if constant == 3072 else constant for constant in function.__code__.co_consts)
+    assert constants.count(width) == 1
+    return types.FunctionType(function.__code__.replace(co_consts=constants), function.__globals__)
+
+
+@pytest.mark.parametrize("name", ["flux_dev", "flux_schnell"])
+def test_fluxs_single_file_has_its_transformer_alone_as_diffusers_converter_reads_it(name, tmp_path):
+    model = tiny(name)
+    tensors = pipeline_folder.single_file_tensors(networks_of(model), "fp32")
+    assert tensors["single_blocks.1.linear1.weight"].shape == (7 * 32, 32)
+    assert ("guidance_in.in_layer.weight" in tensors) == (name == "flux_dev")
+    assert_equal(flux_converter(32)(dict(tensors)), model.denoiser)
+
+    file = tmp_path / "flux1.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    assert misfits(name, file) == []
+    again = build_model(
+        ModelConfig(*MODELS[name][:1], "tiny", MODELS[name][1], weights="random"),
+        ObjectiveConfig(),
+        size=SIZE,
+        normalize="symmetric",
+        seed=1,
+    )
+    warm_start.load(again, str(file))
+    assert fingerprint(again.denoiser) == fingerprint(model.denoiser)
+    other = {"flux_dev": ("flux_schnell", "an", "dev"), "flux_schnell": ("flux_dev", "no", "schnell")}[name]
+    [text] = misfits(other[0], file)
+    assert f"it has {other[1]} embedding of guidance, as {other[2]} has: use model.variant={other[2]}" in text
+    [text] = weights_problems(model.family, str(file))
+    assert text == f"{file}: is one file, but t5 of this model are read from folders alone. Give a diffusers folder."
+
+
+def test_every_part_of_a_packed_tensor_is_put_and_taken():
+    parts = [ldm_names.Source("x", 0, 7), ldm_names.Source("x", 1, 7), ldm_names.Source("x", 3, 7, span=4)]
+    whole = torch.arange(14.0)[:, None]
+    assert [part.taken(whole).flatten().tolist() for part in parts] == [[0, 1], [2, 3], list(range(6, 14))]
+    assert {part.shape_in_file(part.taken(whole).shape) for part in parts} == {(14, 1)}
+    turned = ldm_names.Source("x", turned="halves")
+    assert turned.taken(torch.arange(4)).tolist() == [2, 3, 0, 1]
