@@ -90,7 +90,7 @@ from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
-from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.run_config import ALIASES, NOT_YET, RunConfig, build, left_out, resolve
 from training.trainer import NonBlockingTrainer
 from weights.tensors import fingerprint
 from zoo import mlperf
@@ -411,6 +411,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         if command_line.print_config:
             return show(config)
         say_what_is_later(command_line.yaml)
+        if note := left_out(config):
+            log.info(note)
         config = resolve(published.as_begun(config))
         asked_for_cpu()
         result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config, began)

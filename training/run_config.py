@@ -22,6 +22,7 @@ from data import DataConfig
 from ema import EMAConfig
 from evaluation.scoring import EvalConfig, TargetConfig
 from model import LatentDiffusion, build_model
+from training import speed
 from training.checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
 from training.loggers import LoggersConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
@@ -127,8 +128,24 @@ NOT_YET = {
 }
 
 
+def as_tried(config: Config) -> Config:
+    """Return a tiny network's run on a machine without a GPU without the keys of speed that need one."""
+    if config.model.preset != "tiny" or torch.cuda.is_available():
+        return config
+    attention = config.attention if config.attention in speed.ON_A_CPU else "auto"
+    return dataclasses.replace(config, attention=attention, **dict.fromkeys(speed.ON_A_GPU, False))
+
+
+def left_out(config: RunConfig) -> str | None:
+    """Say which keys `as_tried` leaves out of a run; None: none."""
+    given, tried = speed.values_of(config), speed.values_of(as_tried(config))
+    keys = [f"{key}={str(value).lower()}" for key, value in given.items() if value != tried[key]]
+    return f"{', '.join(keys)}: left out, since model.preset=tiny has no GPU here" if keys else None
+
+
 def resolve(config: Config) -> Config:
     """Replace null by its value on this machine, so that the run record shows what was used."""
+    config = as_tried(config)
     family, batch = (
         load_family(config.model.family, config.model.preset, config.model.variant),
         config.global_batch_size,

@@ -117,6 +117,7 @@ class Flux(LatentFamily):
     vocabulary = VOCABULARY  # of CLIP
     shipped = None
     tokenizers = ("tokenizer", "tokenizer_2")
+    wide_encoders = ("t5",)  # transformers clips its states in float16 (T5Block), which gives others
 
     def __init__(self, architecture: Architecture, variant: str):
         self.architecture, self.variant = architecture, variant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from cli.command_line import Problem
 from cli.errors import ConfigError
@@ -28,6 +29,8 @@ class ModelConfig:
     real data the hub's; else random."""
     denoiser: str | None = None
     """Initial weights of the denoiser: a run's folder or checkpoint, or published weights (as `weights`). null: random."""
+    frozen_device: Literal["device", "cpu"] = "device"
+    """Where the frozen encoders are: on the run's device, or on the CPU, so that their weights (T5: 9 GiB) take none of a GPU."""
 
     @property
     def is_sd2_of_mlperf(self) -> bool:
