@@ -186,10 +186,7 @@ class LatentDiffusion(ComposerModel):
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run each frozen encoder once; return the latents, (B, C, h, w) float32, and the condition."""
-        if "moments" in batch:
-            moments = batch["moments"]
-        else:
-            moments = self._encode_images(batch["images"])
+        moments = batch["moments"] if "moments" in batch else self._encode_images(batch["images"])
         noise = batch["posterior_noise"]
         noise = torch.zeros_like(noise) if self.posterior == "mean" else noise
         latents = self.family.sample_latents(moments.float(), noise)

@@ -33,7 +33,7 @@ from training.cost import Cost, has_average_on_device, host_memory_problem, memo
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
 from training.published import as_begun
-from training.run_config import RunConfig, as_tried, resolve, wants_own_rate
+from training.run_config import RunConfig, resolve, wants_own_rate
 from zoo import load_family, mlperf
 from zoo.model_config import model_problems
 from zoo.spec import as_size
@@ -91,7 +91,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     Args:
         of_data: (key, message) of the section `data`, with the stage's if it was read.
     """
-    config = as_begun(as_tried(config))
+    config = as_begun(config)
     found = _run_problems(config)
     sections = (config.optimizer, config.schedule, config.ema)
     of_eval = config.eval.problems(now=config.eval.when == "in_training")

@@ -1,17 +1,19 @@
-"""The contract of every family and variant, in its tiny preset: from its columns to a run that is stopped, resumed and exported.
+"""The contract of every family and variant, in its tiny preset: from its columns to a run, resumed and exported.
 
 A family that is added here has to pass all of it; its own numbers (against diffusers, papers) are in a file of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_RUN
+import yaml
+from conftest import ROOT, TINY_RUN, cost_made_up
 from test_checkpoints import newest, same_training
 
 import benchmark
@@ -19,6 +21,8 @@ import export
 from model import LatentDiffusion, build_model
 from prepare import latents
 from record.checkpoint_files import FULL, listed, read
+from training import speed
+from training.speed import SpeedKeys
 from zoo import FAMILIES, load_family
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
@@ -34,6 +38,13 @@ VARIANTS = {
 MEMBERS = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
 SIZES = [(64, 64), (96, 64)]
 CAPTIONS = ["a red circle", "a dog on a beach", "", "word " * 600]
+DECAY = 0.75
+RUN = [
+    *TINY_RUN, "max_duration=6ba", "data.workers=0", "model.weights=random", "optimizer.lr=1e-3", "measure.window_batches=1",
+    "ema.enabled=true", f"ema.decay={DECAY}", "save.every_images=8", "save.keep=99", "save.snapshot_every_images=0",
+]  # fmt: skip
+
+
 every_member = pytest.mark.parametrize(("name", "variant"), MEMBERS)
 
 
@@ -157,13 +168,112 @@ def test_the_same_noise_gives_the_same_images_twice(name, variant):
     assert 0.0 <= float(once.min()) < float(once.max()) <= 1.0 and torch.equal(once, again)
 
 
-# --- a run ---
+@every_member
+def test_the_keys_of_speed_are_for_its_blocks_too_and_change_rounding_alone(name, variant):
+    plain, fast = tiny(name, variant), tiny(name, variant)
+    speed.apply(fast, SpeedKeys(attention="math", gradient_checkpointing=1.0, channels_last=True), None)
+    assert {type(own).__name__ for own in fast.denoiser.attn_processors.values()} == {"ChosenAttention"}
+    assert any(type(module).__name__.startswith("Checkpointed") for module in fast.denoiser.modules())
+    assert speed.denoiser_parts(fast.denoiser, "blocks")
+    gradients = []
+    for model in (plain, fast):
+        generator = torch.Generator().manual_seed(0)
+        columns = model.family.columns("moments", SIZES[1], stored_text=True)
+        batch = {
+            n: torch.randn(2, *column.shape, generator=generator).to(column.dtype) for n, column in columns.items()
+        }
+        batch = model.draw(batch, generator)
+        model.loss(model(batch), batch).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
-DECAY = 0.75
-RUN = [
-    *TINY_RUN, "max_duration=6ba", "data.workers=0", "model.weights=random", "optimizer.lr=1e-3", "measure.window_batches=1",
-    "ema.enabled=true", f"ema.decay={DECAY}", "save.every_images=8", "save.keep=99", "save.snapshot_every_images=0",
-]  # fmt: skip
+
+# --- what is given that does not fit ---
+
+
+def refused(capsys, *words: str) -> list[str]:
+    given = [*TINY_RUN, "data.synthetic=true", *words]
+    assert benchmark.main(given) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+NONE = "but a flow has no noise schedule that it could mean. Leave it out."
+
+
+@pytest.mark.usefixtures("quick_estimate")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sd3", "model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes."),
+        ("sdxl model.variant=turbo", "model.variant: sdxl has no variant 'turbo'. Known: stock."),
+        ("flux model.variant=pro", "model.variant: flux has no variant 'pro'. Known: dev, schnell, mlperf."),
+        ("flux model.preset=small", "model.preset: unknown preset 'small'. Known: full, tiny."),
+        ("sdxl image_size=100", "image_size: 100 x 100 px does not fit sdxl. Both sides have to be multiples of 8."),
+        ("flux image_size=[64,72]", "image_size: 64 x 72 px does not fit flux. Both sides have to be multiples of 16."),
+        (
+            "flux objective.prediction=epsilon",
+            "objective.prediction: flux cannot be trained on 'epsilon'. Possible: flow.",
+        ),
+        (
+            "sdxl objective.prediction=flow",
+            "objective.prediction: sdxl cannot be trained on 'flow'. Possible: epsilon, v.",
+        ),
+        ("flux objective.weighting=min_snr", f"objective.weighting: min_snr, {NONE}"),
+        ("flux objective.min_snr_gamma=3", f"objective.min_snr_gamma: 3.0, {NONE}"),
+        (
+            "flux samples.prompts=a.tsv eval.sampler=ddim",
+            "eval.sampler: ddim does not sample a flow. Possible: euler.",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_family_is_refused_with_what_does(words, said, capsys):
+    assert said in refused(capsys, *f"model.family={words}".split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100, func_only=True)
+def test_moments_of_another_family_or_of_more_tokens_are_refused_with_both_named(stage, tmp_path, capsys):
+    out, small = tmp_path / "dev", ["model.preset=tiny", "image_size=64", "model.weights=random"]
+    assert latents.main([str(stage), str(out), *small, "model.family=flux", "model.variant=dev"]) == 0
+    words = ["data.synthetic=false", "data.stage=moments", f"data.remote={out}", "model.weights=random"]
+    said = refused(capsys, *words, "model.family=sdxl")
+    assert f"model.family: sdxl, but the moments at {out} were made for flux. Use that value." in said
+    said = refused(capsys, *words, "model.family=flux", "model.variant=schnell")
+    assert said[0].startswith(f"data.remote: {out} has a column t5_tokens of ndarray:uint16:512, this run reads ")
+    assert "ndarray:uint16:256" in said[0]
+
+
+# --- its recipe ---
+
+
+def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(monkeypatch, tmp_path, capsys):
+    """The header's command with model.preset=tiny; keys of the YAML that need a GPU are left out, typed ones are refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    seen = set()
+    for path in sorted((ROOT / "yamls").glob("*_synthetic*.yaml")):
+        words = [str(path), "model.preset=tiny", f"run_folder={tmp_path}"]
+        with cost_made_up():
+            assert benchmark.main([*words, "--print_config"]) == 0
+            shown = yaml.safe_load(capsys.readouterr().out)
+            assert (shown["attention"], shown["cudnn_benchmark"]) == ("auto", False)
+            assert benchmark.main([*words, "attention=cudnn"]) == 2
+        said = capsys.readouterr().err
+        assert said == "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math.\n"
+        seen.add(shown["model"]["family"])
+    assert seen == FAMILIES.keys() - {"shapes"}  # the miniature's own is for a CPU
+
+
+@pytest.mark.usefixtures("quick_estimate")
+def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys):
+    words = [str(ROOT / "yamls/sdxl_1024_synthetic.yaml"), *RUN[:6], "compile=off", "device_train_microbatch_size=8"]
+    assert benchmark.main([*words, "max_duration=1ba", f"run_folder={tmp_path}", "run_name=a"]) == 0
+    left = "attention=cudnn, cudnn_benchmark=true: left out, since model.preset=tiny has no GPU here\n"
+    assert left in capsys.readouterr().err
+    assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["attention"] == "auto"
+
+
+# --- a run ---
 
 
 def lines(folder: Path) -> list[dict]:
@@ -189,7 +299,7 @@ def test_a_run_from_pictures_has_finite_losses_its_average_and_goes_on_bit_for_b
     assert all(0.0 < line["loss"] < 10.0 and line["gradient_norm"] > 0.0 for line in lines(runs / "whole"))
     contents = [read(path) for path in reversed(listed(runs / "whole" / "checkpoints", FULL))]
     assert [content["progress"]["batch"] for content in contents] == [1, 2, 3, 4, 5, 6]
-    for before, after in zip(contents, contents[1:], strict=False):
+    for before, after in itertools.pairwise(contents):
         for key, average in after["ema"]["weights"].items():
             expected = DECAY * before["ema"]["weights"][key].double() + (1 - DECAY) * after["model"][key].double()
             torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
@@ -210,10 +320,20 @@ def test_its_moments_and_stored_text_are_made_of_pictures_and_trained_on(of_pict
     """The first loss from pictures, from moments and from stored states differ by float16's rounding alone."""
     _, words, runs = of_pictures
     model = [word for word in words if word.startswith(("model.", "image_size="))]
-    plain = ["objective.caption_dropout=0", "data.posterior=mean", "max_duration=1ba", "ema.enabled=false", "save.every_images=0"]
+    plain = [
+        "objective.caption_dropout=0",
+        "data.posterior=mean",
+        "max_duration=1ba",
+        "ema.enabled=false",
+        "save.every_images=0",
+    ]
     first, moments = [], tmp_path / "moments"
     assert latents.main([str(stage), str(moments), *model, "store_text=true"]) == 0
-    for at, kind, text in ((stage, "images", "encoded"), (moments, "moments", "encoded"), (moments, "moments", "stored")):
+    for at, kind, text in (
+        (stage, "images", "encoded"),
+        (moments, "moments", "encoded"),
+        (moments, "moments", "stored"),
+    ):
         own = ["ema.decay=null", f"data.stage={kind}", f"data.remote={at}", f"data.text={text}", "data.shuffle=false"]
         assert benchmark.main([*words, *plain, *own, f"run_name={kind}-{text}"]) == 0
         first.append(lines(runs / f"{kind}-{text}")[0]["loss"])
@@ -226,7 +346,13 @@ def test_the_loss_of_a_run_falls_on_the_one_batch_of_synthetic_data(of_pictures)
     """With text in the step and stored; times and noise are drawn anew for each step, so windows are compared."""
     _, words, runs = of_pictures
     for text in ("encoded", "stored"):
-        own = ["data.synthetic=true", "data.stage=moments", f"data.text={text}", "measure.window_batches=20", "optimizer.lr=3e-3"]
+        own = [
+            "data.synthetic=true",
+            "data.stage=moments",
+            f"data.text={text}",
+            "measure.window_batches=20",
+            "optimizer.lr=3e-3",
+        ]
         own += ["max_duration=60ba", "save.every_images=0", f"run_name=synthetic-{text}"]
         assert benchmark.main([*words, *own]) == 0
         windows = [line["loss"] for line in lines(runs / f"synthetic-{text}")]
@@ -243,3 +369,12 @@ def test_a_run_is_exported_and_begun_from_or_refused_by_name(of_pictures, tmp_pa
         assert code == 2 and f"{name} is not exported yet. Possible: {', '.join(EXPORTED)}." in capsys.readouterr().err
         return
     assert code == 0 and (out / "model_index.json").is_file()
+    own = [
+        f"model.denoiser={out}",
+        f"model.weights={out}",
+        "data.synthetic=true",
+        "max_duration=1ba",
+        "run_name=second",
+    ]
+    assert benchmark.main([*words, *own]) == 0
+    assert f"model.denoiser: begins with {out}" in capsys.readouterr().err

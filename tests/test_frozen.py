@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import TINY_RUN
 from test_families import CAPTIONS, MEMBERS
+from test_plan import lines
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import benchmark
 from model import LatentDiffusion, build_model
 from preflight import run as checks
-from test_plan import lines
 from training import cost
 from training.cost import Cost, measure_cost
 from training.run_config import RunConfig
@@ -97,10 +97,18 @@ def test_a_step_on_a_gpu_gets_what_encoders_on_the_cpu_make(config, stage):
 @pytest.mark.timeout(60, func_only=True)
 @pytest.mark.usefixtures("quick_estimate")
 def test_on_a_cpu_the_key_changes_no_digit_and_may_change_between_starts(tmp_path):
-    words = [*TINY_RUN, "data.synthetic=true", "model.family=flux", f"run_folder={tmp_path}", "measure.window_batches=1"]
+    words = [
+        *TINY_RUN,
+        "data.synthetic=true",
+        "model.family=flux",
+        f"run_folder={tmp_path}",
+        "measure.window_batches=1",
+    ]
     words += ["save.every_images=16"]
     for name, at, duration in (("a", "device", "4ba"), ("b", "cpu", "2ba"), ("b", "device", "4ba")):
-        assert benchmark.main([*words, f"run_name={name}", f"model.frozen_device={at}", f"max_duration={duration}"]) == 0
+        assert (
+            benchmark.main([*words, f"run_name={name}", f"model.frozen_device={at}", f"max_duration={duration}"]) == 0
+        )
     losses = [
         [json.loads(line)["loss"] for line in Path(tmp_path, name, "metrics.jsonl").read_text().splitlines()]
         for name in ("a", "b")
@@ -131,7 +139,10 @@ APART = Cost(2**28, 2**32, 1e12, 0.5, 0.0, frozen_gib=0.0, frozen_host_gib=8.9)
 def test_a_plan_says_where_the_encoders_are():
     shown = lines(APART)
     assert "memory of the machine: 8.9 GiB for the frozen encoders of each rank" in shown
-    assert "compute: 1 TFLOP an image and training step (denoiser forward and backward, the encoders run on the CPU)" in shown
+    assert (
+        "compute: 1 TFLOP an image and training step (denoiser forward and backward, the encoders run on the CPU)"
+        in shown
+    )
     assert not any("frozen encoders" in line for line in lines(dataclasses.replace(APART, frozen_host_gib=0.0)))
 
 

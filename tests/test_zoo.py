@@ -1,4 +1,4 @@
-"""Stable Diffusion 2 against published numbers, open_clip and diffusers; the contract of all families is in test_families.py."""
+"""Stable Diffusion 2 against published numbers, open_clip and diffusers. Contract of all families: test_families.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 
 from weights.clip_text import END_TOKEN
 from weights.tensors import on_meta
-from zoo import FAMILIES, load_family
-from zoo.objectives import ObjectiveConfig
+from zoo import load_family
 from zoo.sd2 import ARCHITECTURES, LATENT_SCALE
 from zoo.spec import as_size
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from composer.utils import dist
@@ -128,24 +129,30 @@ NOT_YET = {
 }
 
 
-def as_tried(config: Config) -> Config:
-    """Return a tiny network's run on a machine without a GPU without the keys of speed that need one."""
+def as_tried(config: Config, typed: Collection[str]) -> tuple[Config, str | None]:
+    """Take from a tiny network's run on a machine without a GPU those keys of speed of its YAML that need one.
+
+    So a recipe for GPUs is tried with model.preset=tiny alone.
+
+    Args:
+        typed: keys of the command line; they stay, and are refused.
+
+    Returns:
+        the configuration, and what was left out, for the user; None: nothing.
+    """
     if config.model.preset != "tiny" or torch.cuda.is_available():
-        return config
-    attention = config.attention if config.attention in speed.ON_A_CPU else "auto"
-    return dataclasses.replace(config, attention=attention, **dict.fromkeys(speed.ON_A_GPU, False))
-
-
-def left_out(config: RunConfig) -> str | None:
-    """Say which keys `as_tried` leaves out of a run; None: none."""
-    given, tried = speed.values_of(config), speed.values_of(as_tried(config))
-    keys = [f"{key}={str(value).lower()}" for key, value in given.items() if value != tried[key]]
-    return f"{', '.join(keys)}: left out, since model.preset=tiny has no GPU here" if keys else None
+        return config, None
+    plain: dict[str, Any] = dict.fromkeys(speed.ON_A_GPU, False)
+    plain |= {} if config.attention in speed.ON_A_CPU else {"attention": "auto"}
+    plain = {key: value for key, value in plain.items() if key not in typed and getattr(config, key) != value}
+    if not plain:
+        return config, None
+    given = ", ".join(f"{key}={str(getattr(config, key)).lower()}" for key in sorted(plain))
+    return dataclasses.replace(config, **plain), f"{given}: left out, since model.preset=tiny has no GPU here"
 
 
 def resolve(config: Config) -> Config:
     """Replace null by its value on this machine, so that the run record shows what was used."""
-    config = as_tried(config)
     family, batch = (
         load_family(config.model.family, config.model.preset, config.model.variant),
         config.global_batch_size,
@@ -171,7 +178,9 @@ def resolve(config: Config) -> Config:
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         model=dataclasses.replace(
-            config.model, weights=config.model.weights or own_weights(family, is_real=not config.data.synthetic)
+            config.model,
+            variant=family.variant,  # "stock" is FLUX.1 dev
+            weights=config.model.weights or own_weights(family, is_real=not config.data.synthetic),
         ),
         objective=objective,
         optimizer=config.optimizer.resolved(mlperf.lr_per_image(batch) if wants_own_rate(config) else None),

@@ -282,9 +282,9 @@ def attention_processor(attention: str, theirs: Any) -> Any:
             *rest: Any,
             **more: Any,
         ) -> Tensor:
-            own, other = hidden_states.shape[1], None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-            is_joint = other is not None and attn.added_kv_proj_dim is not None  # FLUX: of picture and text together
-            lengths = (own + other,) * 2 if is_joint else (own, other or own)
+            text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+            own, is_joint = hidden_states.shape[1], text and attn.added_kv_proj_dim is not None  # FLUX: over both
+            lengths = (own + text,) * 2 if is_joint else (own, text or own)
             with sdpa_kernel(BACK_ENDS[back_end_for(attention, lengths)]):
                 return super().__call__(attn, hidden_states, encoder_hidden_states, *rest, **more)
 
@@ -311,20 +311,21 @@ def checkpoint_blocks(denoiser: nn.Module, fraction: float) -> int:
     if fraction <= 0.0:
         return 0
     from diffusers.models.attention import BasicTransformerBlock
-    from diffusers.models.resnet import ResnetBlock2D
 
-    kinds = (BasicTransformerBlock, ResnetBlock2D, *_flux_blocks())
-    blocks: list[Any] = [module for module in denoiser.modules() if isinstance(module, kinds)]
+    blocks: list[Any] = _blocks(denoiser, BasicTransformerBlock)
     chosen = [block for n, block in enumerate(blocks) if int((n + 1) * fraction) > int(n * fraction)]
     for block in chosen:
         block.__class__ = _checkpointed(block.__class__)
     return len(chosen)
 
 
-def _flux_blocks() -> tuple[type[nn.Module], ...]:
-    from diffusers.models.transformers import transformer_flux as theirs
+def _blocks(denoiser: nn.Module, of_unet: type[nn.Module]) -> list[nn.Module]:
+    """Return a denoiser's residual blocks, its UNet's transformers of a kind, and the blocks of FLUX's transformer."""
+    from diffusers.models.resnet import ResnetBlock2D
+    from diffusers.models.transformers import transformer_flux as flux
 
-    return theirs.FluxTransformerBlock, theirs.FluxSingleTransformerBlock
+    kinds = (ResnetBlock2D, of_unet, flux.FluxTransformerBlock, flux.FluxSingleTransformerBlock)
+    return [module for module in denoiser.modules() if isinstance(module, kinds)]
 
 
 @functools.cache
@@ -390,10 +391,8 @@ def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:
     if how == "whole":
         return [denoiser]
     from diffusers.models import Transformer2DModel
-    from diffusers.models.resnet import ResnetBlock2D
 
-    kinds = (ResnetBlock2D, Transformer2DModel, *_flux_blocks())
-    return [module for module in denoiser.modules() if isinstance(module, kinds)]
+    return _blocks(denoiser, Transformer2DModel)
 
 
 def _frozen_parts(network: nn.Module) -> list[nn.Module]:

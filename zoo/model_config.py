@@ -21,7 +21,8 @@ class ModelConfig:
     family: str = "sd2"
     """The family of models: sd2 (Stable Diffusion 2), sdxl, flux (FLUX.1), or shapes (the miniature)."""
     preset: str = "full"
-    """full, or tiny: the same code and types of blocks with under 2 M parameters, for a CPU."""
+    """full, or tiny: the same types of blocks with under 2 M parameters, for a CPU, where keys of speed for GPUs are
+    left out."""
     variant: str = "stock"
     """stock; of sd2 also mlperf (the MLPerf benchmark's) and sd15 (Stable Diffusion 1.5); of flux dev, schnell, mlperf."""
     weights: str | None = None
@@ -30,7 +31,7 @@ class ModelConfig:
     denoiser: str | None = None
     """Initial weights of the denoiser: a run's folder or checkpoint, or published weights (as `weights`). null: random."""
     frozen_device: Literal["device", "cpu"] = "device"
-    """Where the frozen encoders are: on the run's device, or on the CPU, so that their weights (T5: 9 GiB) take none of a GPU."""
+    """Where the frozen encoders are: on the run's device; or on the CPU, slower, without memory of the GPU."""
 
     @property
     def is_sd2_of_mlperf(self) -> bool:
