@@ -42,9 +42,8 @@ DECAY = 0.75
 RUN = [
     *TINY_RUN, "max_duration=6ba", "data.workers=0", "model.weights=random", "optimizer.lr=1e-3", "measure.window_batches=1",
     "ema.enabled=true", f"ema.decay={DECAY}", "save.every_images=8", "save.keep=99", "save.snapshot_every_images=0",
+    "schedule.warmup_batches=0",
 ]  # fmt: skip
-
-
 every_member = pytest.mark.parametrize(("name", "variant"), MEMBERS)
 
 
@@ -222,7 +221,7 @@ NONE = "but a flow has no noise schedule that it could mean. Leave it out."
         ("flux objective.weighting=min_snr", f"objective.weighting: min_snr, {NONE}"),
         ("flux objective.min_snr_gamma=3", f"objective.min_snr_gamma: 3.0, {NONE}"),
         (
-            "flux samples.prompts=a.tsv eval.sampler=ddim",
+            "flux samples.prompts=a.tsv samples.every_images=8 eval.sampler=ddim",
             "eval.sampler: ddim does not sample a flow. Possible: euler.",
         ),
     ],
@@ -266,7 +265,7 @@ def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(mon
 
 @pytest.mark.usefixtures("quick_estimate")
 def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys):
-    words = [str(ROOT / "yamls/sdxl_1024_synthetic.yaml"), *RUN[:6], "compile=off", "device_train_microbatch_size=8"]
+    words = [str(ROOT / "yamls/sdxl_1024_synthetic.yaml"), *TINY_RUN, "compile=off", "device_train_microbatch_size=8"]
     assert benchmark.main([*words, "max_duration=1ba", f"run_folder={tmp_path}", "run_name=a"]) == 0
     left = "attention=cudnn, cudnn_benchmark=true: left out, since model.preset=tiny has no GPU here\n"
     assert left in capsys.readouterr().err
@@ -353,7 +352,7 @@ def test_the_loss_of_a_run_falls_on_the_one_batch_of_synthetic_data(of_pictures)
             "measure.window_batches=20",
             "optimizer.lr=3e-3",
         ]
-        own += ["max_duration=60ba", "save.every_images=0", f"run_name=synthetic-{text}"]
+        own += ["max_duration=40ba", "save.every_images=0", f"run_name=synthetic-{text}"]
         assert benchmark.main([*words, *own]) == 0
         windows = [line["loss"] for line in lines(runs / f"synthetic-{text}")]
         assert windows[-1] < 0.9 * windows[0], windows

@@ -15,11 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import benchmark
 from model import LatentDiffusion, build_model
-from preflight import run as checks
 from training import cost
 from training.cost import Cost, measure_cost
-from training.run_config import RunConfig
-from weights.tensors import on_meta
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
@@ -83,18 +80,19 @@ def test_states_beyond_float16_are_those_of_float32_in_a_run_of_fp16(autocast):
 @pytest.mark.parametrize("config", [ON_CPU, ON_DEVICE, ModelConfig("sdxl", "tiny", frozen_device="cpu")])
 def test_a_step_on_a_gpu_gets_what_encoders_on_the_cpu_make(config, stage):
     """Traced with tensors that have a device and no content: torch refuses operations on two devices there too."""
-    model, cuda = on_meta(lambda: build(config)), torch.device("cuda")
+    model, cuda = build(config).place(torch.device("meta"), "bf16"), torch.device("cuda")
+    parts = [model.denoiser, *model.frozen.values()]
+    places = [{p.device.type for p in part.parameters()} for part in parts]
+    assert places == [{"meta"}] + [{"cpu" if config.frozen_device == "cpu" else "meta"}] * len(model.frozen)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in (model.denoiser, *model.frozen.values()):
-            module.to_empty(device="cpu")
-        model.place(cuda, "bf16")
-        at = "cpu" if config.frozen_device == "cpu" else "cuda"
-        assert {p.device.type for m in model.frozen.values() for p in m.parameters()} == {at}
-        assert {p.device.type for p in model.parameters()} == {"cuda"}
+        for part, (place,) in zip(parts, places, strict=True):
+            part.to_empty(device=cuda if place == "meta" else "cpu")
+        model.compute_on(cuda, "bf16")
         assert step(model, stage).device.type == "cuda"
 
 
-@pytest.mark.timeout(60, func_only=True)
+@pytest.mark.slow
+@pytest.mark.timeout(100, func_only=True)
 @pytest.mark.usefixtures("quick_estimate")
 def test_on_a_cpu_the_key_changes_no_digit_and_may_change_between_starts(tmp_path):
     words = [
@@ -120,10 +118,10 @@ def test_on_a_cpu_the_key_changes_no_digit_and_may_change_between_starts(tmp_pat
 
 
 def test_encoders_on_the_cpu_take_the_machines_memory_and_none_of_the_gpus_nor_of_its_operations(monkeypatch):
-    ways = dict(stage="moments", size=SIZE, precision="bf16")
+    ways = dict(stage="moments", size=SIZE, precision="fp32")
     here = measure_cost(ON_CPU, ObjectiveConfig(), **ways)
     assert here == measure_cost(ON_DEVICE, ObjectiveConfig(), **ways)  # on a CPU both are one place
-    assert here.frozen_gib == 2 * here.frozen_parameters / 2**30 and here.frozen_host_gib == 0.0
+    assert here.frozen_gib == 4 * here.frozen_parameters / 2**30 and here.frozen_host_gib == 0.0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     apart, beside = (measure_cost(config, ObjectiveConfig(), **ways) for config in (ON_CPU, ON_DEVICE))
     assert (apart.frozen_gib, apart.frozen_host_gib) == (0.0, beside.frozen_gib) == (0.0, here.frozen_gib)
@@ -156,10 +154,3 @@ def test_a_machine_without_room_for_the_encoders_of_all_ranks_is_named(monkeypat
         "cpu, and the frozen encoders of 8 processes need 71.2 GiB there; this machine has 64.0 free. Use device, or start "
         "fewer processes on it."
     )
-
-
-def test_a_gpu_that_is_too_small_is_told_of_the_key(monkeypatch):
-    assert "model.frozen_device=cpu" not in checks.savings(RunConfig(precision="bf16"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "model.frozen_device=cpu" in checks.savings(RunConfig(precision="bf16"))
-    assert "model.frozen_device=cpu" not in checks.savings(RunConfig(precision="bf16", model=ON_CPU))
