@@ -90,7 +90,7 @@ from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
-from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.run_config import ALIASES, NOT_YET, RunConfig, as_tried, build, resolve
 from training.trainer import NonBlockingTrainer
 from weights.tensors import fingerprint
 from zoo import mlperf
@@ -406,11 +406,15 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     sys.argv[1:] = map(masking.masked, sys.argv[1:])  # W&B keeps them
     is_speaker = dist.get_global_rank() == 0
     try:
-        config = load(RunConfig, command_line, not_yet=NOT_YET, check=check)
+        typed = {at.key for at in command_line.assignments}
+        config = load(RunConfig, command_line, not_yet=NOT_YET, check=lambda config: check(as_tried(config, typed)[0]))
+        config, left_out = as_tried(config, typed)
         debug = config.loggers.debug
         if command_line.print_config:
             return show(config)
         say_what_is_later(command_line.yaml)
+        if left_out is not None:
+            log.info(left_out)
         config = resolve(published.as_begun(config))
         asked_for_cpu()
         result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config, began)

@@ -74,6 +74,7 @@ class LatentDiffusion(ComposerModel):
         normalize: "symmetric" or "unit", see `normalize_images`.
         posterior: "sample" or "mean": the latent is drawn from the VAE's posterior, or is its mean.
         caption_dropout: fraction of captions replaced by the empty one in training.
+        frozen_device: where the encoders are: "device", the model's, or "cpu".
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class LatentDiffusion(ComposerModel):
         normalize: str,
         posterior: str = "sample",
         caption_dropout: float,
+        frozen_device: str = "device",
     ):
         super().__init__()
         self.family = family
@@ -97,6 +99,7 @@ class LatentDiffusion(ComposerModel):
         self.normalize = normalize
         self.posterior = posterior
         self.caption_dropout = caption_dropout
+        self.frozen_device = frozen_device
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.further = tuple(family.further(size))  # names of columns that go to the network as they are
         self.device = torch.device("cpu")
@@ -115,10 +118,13 @@ class LatentDiffusion(ComposerModel):
     def place(self, device: torch.device, precision: str) -> LatentDiffusion:
         """Move everything to the device. Encoders are cast to the compute precision; the denoiser stays float32.
 
+        With frozen_device="cpu" the encoders stay on the CPU, and what they make is moved.
+
         Composer opens autocast on a GPU and refuses it on a CPU, so on a CPU the model opens its own.
         """
         self.denoiser.to(device)
-        self.encoders.to(device, AUTOCAST_DTYPES.get(precision, torch.float32))
+        dtype = AUTOCAST_DTYPES.get(precision, torch.float32)
+        self.encoders.to(torch.device("cpu") if self.frozen_device == "cpu" else device, dtype)
         return self.compute_on(device, precision)
 
     def compute_on(self, device: torch.device, precision: str) -> LatentDiffusion:
@@ -172,7 +178,7 @@ class LatentDiffusion(ComposerModel):
     def empty_condition(self) -> dict[str, Tensor]:
         """Return the condition of the empty caption, (1, L, D); it is encoded once."""
         if self._empty_condition is None:
-            states = self.family.encode_text(self.encoders.modules, self.empty_text)
+            states = self._encode_text(self.empty_text)
             is_zero = self.family.empty_is_zero
             self._empty_condition = {n: torch.zeros_like(s) if is_zero else s for n, s in states.items()}
         return self._empty_condition
@@ -180,25 +186,36 @@ class LatentDiffusion(ComposerModel):
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run each frozen encoder once; return the latents, (B, C, h, w) float32, and the condition."""
-        if "moments" in batch:
-            moments = batch["moments"]
-        else:
-            images = normalize_images(batch["images"], self.normalize).to(self.encoders.dtype)
-            images = images.contiguous(memory_format=self.memory_format)
-            moments = self.family.encode_images(self.encoders.modules, images)
+        moments = batch["moments"] if "moments" in batch else self._encode_images(batch["images"])
         noise = batch["posterior_noise"]
         noise = torch.zeros_like(noise) if self.posterior == "mean" else noise
         latents = self.family.sample_latents(moments.float(), noise)
 
         return latents, self._text_of(batch) | {name: batch[name] for name in self.further}
 
+    def _encode_images(self, images: Tensor) -> Tensor:  # (B, 3, H, W) -> (B, 2C, h, w)
+        """Run the VAE's encoder where it is."""
+        images = normalize_images(images.to(self.encoders.device), self.normalize)
+        images = images.contiguous(memory_format=self.memory_format)
+        with self._frozen_autocast():
+            return self.family.encode_images(self.encoders.modules, images).to(self.device)
+
+    def _encode_text(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the text encoders where they are, on the batch's text columns; return the states on the model's device."""
+        at = self.encoders.device
+        to_gpu = at.type == "cuda"  # towards the CPU nothing else would wait for the copy
+        columns = {name: text[name].to(at, non_blocking=to_gpu) for name in self.empty_text}
+        with self._frozen_autocast():
+            states = self.family.encode_text(self.encoders.modules, columns)
+        return {name: state.to(self.device) for name, state in states.items()}
+
     def _text_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the condition that captions give, of which some are dropped: (B, L, D)."""
         dropped, is_stored = batch["caption_dropped"], not self.empty_text.keys() <= batch.keys()
         if not (is_stored or self.family.empty_is_zero):
             text = {name: torch.where(dropped[:, None], empty, batch[name]) for name, empty in self.empty_text.items()}
-            return self.family.encode_text(self.encoders.modules, {**batch, **text})
-        states, condition = batch if is_stored else self.family.encode_text(self.encoders.modules, batch), {}
+            return self._encode_text(text)
+        states, condition = batch if is_stored else self._encode_text(batch), {}
         for name, empty in self.empty_condition().items():  # rounded to float16 where the stored states are
             where = dropped.reshape(-1, *[1] * (empty.ndim - 1))
             condition[name] = torch.where(where, empty.to(states[name].dtype), states[name]).to(empty.dtype)
@@ -250,6 +267,11 @@ class LatentDiffusion(ComposerModel):
             return contextlib.nullcontext()
         return torch.autocast(device_type, dtype=self._autocast_dtype)
 
+    def _frozen_autocast(self) -> contextlib.AbstractContextManager:
+        """No autocast around encoders of which some are wide in a run of fp16: it would cast these to float16."""
+        is_wide = self._autocast_dtype is torch.float16 and bool(self.encoders.wide)
+        return torch.autocast(self.device.type, enabled=False) if is_wide else contextlib.nullcontext()
+
     # --- generating ---
 
     @torch.no_grad()
@@ -279,10 +301,9 @@ class LatentDiffusion(ComposerModel):
         Raises:
             ValueError: an invalid sampler, number of steps or guidance.
         """
-        columns = {name: tokens.to(self.device, non_blocking=True) for name, tokens in text.items()}
         # The same autocast as in training. On a GPU it includes the text encoder, since Composer opens it around the step.
         with evaluating(self.denoiser), self._autocast("cuda"):
-            condition = self._condition_of(columns, noise, guidance)
+            condition = self._condition_of(text, noise, guidance)
             shape = tuple(noise.shape[1:])
             with self._autocast("cpu"):
                 latents = sample(
@@ -298,12 +319,17 @@ class LatentDiffusion(ComposerModel):
                 )
         with torch.autocast(self.device.type, enabled=False):
             parts = latents.split(max(1, DECODE_PLACES // latents[0, 0].numel()))
-            images = torch.cat([self.family.decode_latents(self.encoders.modules, part).float() for part in parts])
+            images = torch.cat([self._decode(part) for part in parts])
         return ((images + 1.0) / 2.0).clamp(0.0, 1.0)
+
+    def _decode(self, latents: Tensor) -> Tensor:  # (B, C, h, w) -> (B, 3, H, W)
+        """Run the VAE's decoder where it is."""
+        on = latents.to(self.encoders.device)
+        return self.family.decode_latents(self.encoders.modules, on).to(self.device).float()
 
     def _condition_of(self, text: Mapping[str, Tensor], noise: Tensor, guidance: float) -> dict[str, Tensor]:
         """Return what the network gets beside the latents, in generating; unconditional rows first, where there are some."""
-        num, condition = len(noise), self.family.encode_text(self.encoders.modules, text)
+        num, condition = len(noise), self._encode_text(text)
         if self.family.embeds_guidance:
             condition["guidance"] = torch.full((num,), guidance, device=self.device)
         elif guidance != 1.0:
@@ -352,6 +378,7 @@ def build_model(
         normalize=normalize,
         posterior=posterior,
         caption_dropout=objective.caption_dropout,
+        frozen_device=config.frozen_device,
     )
 
 

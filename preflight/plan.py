@@ -87,10 +87,11 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         "--- what this run will take, by estimate: nothing here was measured ---",
         f"parameters: {cost.trained_parameters:,} trained, {cost.frozen_parameters:,} frozen",
         f"compute: {_short(cost.flops_per_image / 1e12)} TFLOP an image and training step (denoiser forward and backward, "
-        f"encoders forward)",
+        f"{_encoders(cost)})",
         _batch(values["global_batch_size"], num_ranks, microbatch),
         f"memory of one device at {count(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
+        *_on_host(cost),
         f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
         *_duration(values),
         *_target(values),
@@ -109,6 +110,15 @@ def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
     of = {"activations": f" = {microbatch} x {cost.activation_gib_per_image:.3g}"}
     rows = [f"  {_short(gib):>8}  {kind}{of.get(kind, '')}" for kind, gib in kinds.items() if gib > 0.0]
     return [*rows, f"  {_short(sum(kinds.values())):>8}  sum; {room}"]
+
+
+def _encoders(cost: Cost) -> str:
+    return "the encoders run on the CPU" if cost.frozen_host_gib else "encoders forward"
+
+
+def _on_host(cost: Cost) -> list[str]:
+    gib = cost.frozen_host_gib
+    return [f"memory of the machine: {_short(gib)} GiB for the frozen encoders of each rank"] if gib else []
 
 
 # --- how long ---

@@ -29,7 +29,7 @@ from stages.moments import FLIPPED
 from stages.shuffling import memory_gib
 from training import microbatch as microbatch_search
 from training import warm_start
-from training.cost import Cost, has_average_on_device, memory_problem
+from training.cost import Cost, has_average_on_device, host_memory_problem, memory_problem
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
 from training.published import as_begun
@@ -383,6 +383,8 @@ def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]
     ways = dict(ema=has_average_on_device(config), savings=savings(config))
     text = memory_problem(cost, microbatch, ranks_on_device(), **ways)
     found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
+    if text := host_memory_problem(cost, dist.get_local_world_size()):
+        found.append(Problem(f"model.frozen_device: {text}", ("model.frozen_device", *MEMORY_KEYS)))
     every, snapshot_every = config.save.every_images or 0, config.save.snapshot_every_images or 0
     if min(every, snapshot_every) >= 0 < max(every, snapshot_every):  # invalid values are reported by the section
         ema, num = config.ema.enabled, config.save.keep + 1 if every else 0
@@ -401,6 +403,7 @@ def savings(config: RunConfig) -> list[str]:
         "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
         "precision=bf16": config.precision in ("fp32", "tf32"),
         "ema.device=cpu": is_gpu and has_average_on_device(config),
+        "model.frozen_device=cpu": is_gpu and config.model.frozen_device == "device",
     }
     return [way for way, is_open in ways.items() if is_open]
 

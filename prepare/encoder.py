@@ -98,6 +98,8 @@ class Encoder:
         self.store_text = store_text
         self.normalize = normalize
         self.device = build_device(precision)
+        if config.frozen_device == "cpu":
+            self.device = torch.device("cpu")
         self.family = load_family(config.family, config.preset, config.variant)
         self.image_dtype = self.family.columns("images", size)["images"].dtype
         self.encoders = build_encoders(self.family, config.weights)
@@ -116,7 +118,7 @@ class Encoder:
     def moments(self, images: Tensor) -> np.ndarray:
         """# (B, 3, H, W), of the family's type -> float16 (B, 2C, h, w): mean | logvar, unscaled."""
         encoders = self.encoders
-        normalized = normalize_images(images.to(self.device), self.normalize).to(encoders.dtype)
+        normalized = normalize_images(images.to(self.device), self.normalize)
         return to_float16(self.family.encode_images(encoders.modules, normalized))
 
     def fill(

@@ -365,7 +365,7 @@ def look(config: LookConfig, place: Place, stage: Stage, out: Path) -> int:
     vae, shown_by, made = None, draw.AS_COLOURS, stage.facts.get("encoders")
     if stage.kind == "moments" and config.model.weights is not None:
         made = made.get("vae") if isinstance(made, dict) else None
-        vae, shown_by = draw.build_vae(family, str(fetched(config.model).weights), made)
+        vae, shown_by = draw.build_vae(family, fetched(config.model), made)
     print_facts(stage_facts(stage))
     seen = Seen(config, stage, family)
     chosen = choose(stage.shards.samples.tolist(), config.read, config.seed)

@@ -33,6 +33,7 @@ from cli.masking import printable
 from prepare.moments import check_finite
 from stages.images import SampleError, check_caption, decode_image, size_of
 from zoo.encoders import RANDOM, build_encoders
+from zoo.model_config import ModelConfig
 from zoo.spec import Family
 
 if TYPE_CHECKING:
@@ -87,17 +88,18 @@ def thumbnail(image: Image.Image) -> np.ndarray:
     return np.asarray(image)
 
 
-def build_vae(family: Family, weights: str, made: str | None) -> tuple[nn.Module, str]:
+def build_vae(family: Family, config: ModelConfig, made: str | None) -> tuple[nn.Module, str]:
     """Return the VAE of some weights on this machine's device, and in words whether it is the one that made the moments.
 
     Args:
-        weights: as model.weights has it.
+        config: with its weights fetched.
         made: fingerprint of the one that made them, where dataset.json says it.
 
     Raises:
         ConfigError: the weights are damaged.
     """
-    encoders = build_encoders(family, weights)
+    weights = str(config.weights)
+    encoders, on_gpu = build_encoders(family, weights), torch.cuda.is_available() and config.frozen_device == "device"
     for note in encoders.notes:
         log.info(f"model.weights: {note}")
     used = encoders.fingerprints["vae"]
@@ -106,7 +108,7 @@ def build_vae(family: Family, weights: str, made: str | None) -> tuple[nn.Module
         text += ", perhaps not the one that made them: dataset.json does not say"
     else:
         text += ", which made them" if used == made else f", NOT the one that made them: {used} instead of {made}"
-    return encoders.modules["vae"].to("cuda" if torch.cuda.is_available() else "cpu"), text
+    return encoders.modules["vae"].to("cuda" if on_gpu else "cpu"), text
 
 
 @torch.no_grad()

@@ -119,10 +119,11 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(mo
 
 def test_what_would_lower_the_need_is_what_the_run_does_not_do_yet(monkeypatch):
     plain = RunConfig(precision="fp32", ema=EMAConfig(enabled=True))
-    saving = RunConfig(precision="bf16", gradient_checkpointing=1.0, ema=EMAConfig(enabled=True, device="cpu"))
+    on_cpu = dict(ema=EMAConfig(enabled=True, device="cpu"), model=ModelConfig(frozen_device="cpu"))
+    saving = RunConfig(precision="bf16", gradient_checkpointing=1.0, **on_cpu)
     assert savings(plain) == ["gradient_checkpointing=1", "precision=bf16"] and savings(saving) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert savings(plain)[2:] == ["ema.device=cpu"] and savings(saving) == []
+    assert savings(plain)[2:] == ["ema.device=cpu", "model.frozen_device=cpu"] and savings(saving) == []
 
 
 def test_several_ranks_need_ddps_buckets_too_and_an_average_is_a_fifth_copy(monkeypatch):

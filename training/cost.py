@@ -48,9 +48,10 @@ require_private_api(torch.UntypedStorage, "_cdata", why="tensors that share a st
 class Cost:
     """The cost of one training step.
 
-    flops_per_image: forward and backward of the denoiser, forward of the encoders that the stage needs.
+    flops_per_image: of the device: forward and backward of the denoiser, forward of the encoders that the stage needs.
     activation_gib_per_image: saved for the backward pass, per image of a microbatch.
     activation_gib_once: saved for the backward pass, independent of the microbatch size (weights cast by autocast).
+    frozen_gib: of the frozen encoders on the device; frozen_host_gib: of those that stay in the machine's memory.
     """
 
     trained_parameters: int
@@ -59,6 +60,7 @@ class Cost:
     activation_gib_per_image: float
     activation_gib_once: float
     frozen_gib: float
+    frozen_host_gib: float = 0.0
 
     def memory_gib(self, microbatch: int, *, ema: bool) -> float:
         """Return the memory that one device needs, GiB; `ema`: with EMA weights on it."""
@@ -100,7 +102,7 @@ def measure_cost(
 ) -> Cost:
     """Trace a training step with one and with two images; takes about 5 s for SD2 at 512 px.
 
-    The FLOPs are the model's own. Recomputation in checkpointed blocks is not counted.
+    The FLOPs are the model's own. Recomputation in checkpointed blocks is not counted, nor are encoders on another device.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -113,21 +115,23 @@ def measure_cost(
         for module in (model.denoiser, *model.encoders.modules.values()):
             module.to_empty(device="cpu")
         model.compute_on(torch.device("cpu"), precision)
-        if stored_text:
-            model.empty_condition()  # encoded once in a run, so it is no part of a step
-        flops = _flops(model, columns)
+        model.empty_condition()  # encoded once in a run, so it is no part of a step
+        is_apart = config.frozen_device == "cpu" and torch.cuda.is_available()
+        flops = _flops(model, columns, with_encoders=not is_apart)
         speed.checkpoint_blocks(model.denoiser, gradient_checkpointing)
         one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
     is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
     factor = CUDA_AUTOCAST_FACTOR if is_cuda_autocast and not is_compiled else 1.0
     frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
+    frozen_gib = model.encoders.num_bytes / 2**30
     return Cost(
         trained_parameters=_num_parameters(model.denoiser),
         frozen_parameters=frozen,
         flops_per_image=flops,
         activation_gib_per_image=(two - one) * factor,
         activation_gib_once=max(0.0, 2 * one - two),
-        frozen_gib=frozen * compute.itemsize / 2**30,
+        frozen_gib=0.0 if is_apart else frozen_gib,
+        frozen_host_gib=frozen_gib if is_apart else 0.0,
     )
 
 
@@ -135,11 +139,16 @@ def _num_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _step(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> Tensor:
+def _batch(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> dict[str, Tensor]:
     batch = {name: torch.zeros(num_images, *column.shape, dtype=column.dtype) for name, column in columns.items()}
     batch |= {name: torch.zeros(num_images, *model.latent_shape) for name in ("posterior_noise", "noise")}
     batch["times"] = model.objective.times_at(torch.zeros(num_images, dtype=torch.int64))
     batch["caption_dropped"] = torch.zeros(num_images, dtype=torch.bool)
+    return batch
+
+
+def _step(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> Tensor:
+    batch = _batch(model, columns, num_images)
     return model.loss(model(batch), batch)
 
 
@@ -159,12 +168,16 @@ def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: i
     return sum(storage.nbytes() for key, storage in kept.items() if key not in parameters) / 2**30
 
 
-def _flops(model: LatentDiffusion, columns: dict[str, Column]) -> float:
+def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> float:
     """Count the FLOPs of one image's step. Attention is plain, so that the counter knows its matrix products everywhere."""
-    counter = FlopCounterMode(display=False)
-    with counter, sdpa_kernel(SDPBackend.MATH):
-        _step(model, columns, 1).backward()
-    return float(counter.get_total_flops())
+    counter, of_encoders = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH):
+        with counter:
+            _step(model, columns, 1).backward()
+        if not with_encoders:
+            with of_encoders:
+                model.encode(_batch(model, columns, 1))
+    return float(counter.get_total_flops() - of_encoders.get_total_flops())
 
 
 def available_gib() -> tuple[float, str]:
@@ -220,6 +233,15 @@ def memory_problem(
         f"encoders and cast weights, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. "
         f"{ways}."
     )
+
+
+def host_memory_problem(cost: Cost, ranks: int) -> str | None:
+    """Return the message that the encoders do not fit into the machine's memory, of which each rank holds them, or None."""
+    need, available = ranks * cost.frozen_host_gib, psutil.virtual_memory().available / 2**30
+    if need <= USABLE_FRACTION * available:
+        return None
+    given = f"cpu, and the frozen encoders of {ranks} process{'es' * (ranks > 1)} need {need:.1f} GiB there"
+    return f"{given}; this machine has {available:.1f} free. Use device, or start fewer processes on it."
 
 
 def has_average_on_device(config: RunConfig) -> bool:

@@ -48,6 +48,7 @@ MAY_CHANGE = (
     "device_train_microbatch_size",
     *(key.name for key in fields(SpeedKeys)),  # these change rounding only
     "model.weights",  # the encoders' fingerprints have to agree
+    "model.frozen_device",
     "data.remote",  # the stage's digest has to agree
     "data.local",
     "data.facts",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from composer.utils import dist
@@ -22,6 +23,7 @@ from data import DataConfig
 from ema import EMAConfig
 from evaluation.scoring import EvalConfig, TargetConfig
 from model import LatentDiffusion, build_model
+from training import speed
 from training.checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
 from training.loggers import LoggersConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
@@ -127,6 +129,28 @@ NOT_YET = {
 }
 
 
+def as_tried(config: Config, typed: Collection[str]) -> tuple[Config, str | None]:
+    """Take from a tiny network's run on a machine without a GPU those keys of speed of its YAML that need one.
+
+    So a recipe for GPUs is tried with model.preset=tiny alone.
+
+    Args:
+        typed: keys of the command line; they stay, and are refused.
+
+    Returns:
+        the configuration, and what was left out, for the user; None: nothing.
+    """
+    if config.model.preset != "tiny" or torch.cuda.is_available():
+        return config, None
+    plain: dict[str, Any] = dict.fromkeys(speed.ON_A_GPU, False)
+    plain |= {} if config.attention in speed.ON_A_CPU else {"attention": "auto"}
+    plain = {key: value for key, value in plain.items() if key not in typed and getattr(config, key) != value}
+    if not plain:
+        return config, None
+    given = ", ".join(f"{key}={str(getattr(config, key)).lower()}" for key in sorted(plain))
+    return dataclasses.replace(config, **plain), f"{given}: left out, since model.preset=tiny has no GPU here"
+
+
 def resolve(config: Config) -> Config:
     """Replace null by its value on this machine, so that the run record shows what was used."""
     family, batch = (
@@ -154,7 +178,9 @@ def resolve(config: Config) -> Config:
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         model=dataclasses.replace(
-            config.model, weights=config.model.weights or own_weights(family, is_real=not config.data.synthetic)
+            config.model,
+            variant=family.variant,  # "stock" is FLUX.1 dev
+            weights=config.model.weights or own_weights(family, is_real=not config.data.synthetic),
         ),
         objective=objective,
         optimizer=config.optimizer.resolved(mlperf.lr_per_image(batch) if wants_own_rate(config) else None),

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from cli.errors import ConfigError
 from cli.limits import limited
 from cli.private_api import require_private_api
 from training import fp8
@@ -39,6 +40,7 @@ BACK_ENDS = {
     "math": SDPBackend.MATH,
 }
 ON_A_CPU = ("auto", "flash", "math")
+ON_A_GPU = ("cuda_graphs", "copy_stream", "cudnn_benchmark")
 IN_16_BITS = ("flash", "cudnn")  # on a GPU they do not support float32
 # cuDNN before 9.15.1 reads out of bounds if a length is not a multiple of this (pytorch issue 169849).
 CUDNN_LENGTH = 128
@@ -93,7 +95,7 @@ class SpeedKeys:
             )
             found.append(("cuda_graphs", f"{text} Say compile=whole, or leave it out."))
         if not is_gpu:
-            for key in ("cuda_graphs", "copy_stream", "cudnn_benchmark"):
+            for key in ON_A_GPU:
                 if getattr(self, key):
                     found.append((key, "true needs a GPU. Leave it out on a CPU."))
         if self.copy_stream and not self.async_loss:
@@ -200,7 +202,8 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: 
         use_channels_last(model)
     if keys.attention != "auto":
         denoiser: Any = model.denoiser  # of diffusers
-        denoiser.set_attn_processor(attention_processor(keys.attention))
+        theirs = denoiser.attn_processors.items()
+        denoiser.set_attn_processor({name: attention_processor(keys.attention, type(own)) for name, own in theirs})
     checkpoint_blocks(model.denoiser, keys.gradient_checkpointing)
     if keys.compile != "off":
         compile_networks(model, keys, num_sizes)
@@ -261,24 +264,27 @@ def _nhwc_transformer() -> type[nn.Module]:
 
 
 @functools.cache
-def attention_processor(attention: str) -> Any:
-    """Return a diffusers attention processor for one back-end."""
-    from diffusers.models import attention_processor as theirs
+def attention_processor(attention: str, theirs: Any) -> Any:
+    """Return a diffusers attention processor for one back-end. `theirs`: the class that the network has."""
+    from diffusers.models.attention_processor import AttnProcessor2_0, XFormersAttnProcessor
 
     if attention == "xformers":
-        return theirs.XFormersAttnProcessor()
+        if theirs is not AttnProcessor2_0:
+            raise ConfigError(["attention: xformers has no kernel for this network in diffusers. Use attention=auto."])
+        return XFormersAttnProcessor()
 
-    class ChosenAttention(theirs.AttnProcessor2_0):
+    class ChosenAttention(theirs):
         def __call__(
             self,
-            attn: theirs.Attention,
+            attn: Any,
             hidden_states: Tensor,
             encoder_hidden_states: Tensor | None = None,
             *rest: Any,
             **more: Any,
         ) -> Tensor:
-            keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-            lengths = (hidden_states.shape[1], keys.shape[1])
+            text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+            own, is_joint = hidden_states.shape[1], text and attn.added_kv_proj_dim is not None  # FLUX: over both
+            lengths = (own + text,) * 2 if is_joint else (own, text or own)
             with sdpa_kernel(BACK_ENDS[back_end_for(attention, lengths)]):
                 return super().__call__(attn, hidden_states, encoder_hidden_states, *rest, **more)
 
@@ -305,15 +311,21 @@ def checkpoint_blocks(denoiser: nn.Module, fraction: float) -> int:
     if fraction <= 0.0:
         return 0
     from diffusers.models.attention import BasicTransformerBlock
-    from diffusers.models.resnet import ResnetBlock2D
 
-    blocks: list[Any] = [
-        module for module in denoiser.modules() if isinstance(module, BasicTransformerBlock | ResnetBlock2D)
-    ]
+    blocks: list[Any] = _blocks(denoiser, BasicTransformerBlock)
     chosen = [block for n, block in enumerate(blocks) if int((n + 1) * fraction) > int(n * fraction)]
     for block in chosen:
         block.__class__ = _checkpointed(block.__class__)
     return len(chosen)
+
+
+def _blocks(denoiser: nn.Module, of_unet: type[nn.Module]) -> list[nn.Module]:
+    """Return a denoiser's residual blocks, its UNet's transformers of a kind, and the blocks of FLUX's transformer."""
+    from diffusers.models.resnet import ResnetBlock2D
+    from diffusers.models.transformers import transformer_flux as flux
+
+    kinds = (ResnetBlock2D, of_unet, flux.FluxTransformerBlock, flux.FluxSingleTransformerBlock)
+    return [module for module in denoiser.modules() if isinstance(module, kinds)]
 
 
 @functools.cache
@@ -379,9 +391,8 @@ def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:
     if how == "whole":
         return [denoiser]
     from diffusers.models import Transformer2DModel
-    from diffusers.models.resnet import ResnetBlock2D
 
-    return [module for module in denoiser.modules() if isinstance(module, ResnetBlock2D | Transformer2DModel)]
+    return _blocks(denoiser, Transformer2DModel)
 
 
 def _frozen_parts(network: nn.Module) -> list[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,24 +22,35 @@ RANDOM_SEED = 20221124  # any fixed number: random encoders are the same in ever
 class FrozenEncoders:
     """Holds encoders in eval mode and without gradients, outside any module tree.
 
+    Args:
+        wide: see `Family.wide_encoders`.
+
     Attributes:
         fingerprints: encoder -> digest of its weights, taken before `to` casts them; none on the meta device.
         notes: remarks about the weights for the user.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], notes: list[str]):
+    def __init__(self, modules: Mapping[str, nn.Module], notes: list[str], wide: Collection[str] = ()):
         self.modules = {name: module.eval().requires_grad_(False) for name, module in modules.items()}
-        self.notes = notes
+        self.notes, self.wide = notes, wide
         on_meta = any(p.is_meta for module in modules.values() for p in module.parameters())
         self.fingerprints = {} if on_meta else {name: fingerprint(module) for name, module in modules.items()}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        for module in self.modules.values():
-            nn.Module.to(module, device=device, dtype=dtype)  # not diffusers' own `to`, which warns of every cast
+        """Move and cast all of them. Wide ones are float32 where the others are float16."""
+        for name, module in self.modules.items():
+            own = torch.float32 if dtype == torch.float16 and name in self.wide else dtype
+            nn.Module.to(module, device=device, dtype=own)  # not diffusers' own `to`, which warns of every cast
 
     @property
-    def dtype(self) -> torch.dtype:
-        return next(next(iter(self.modules.values())).parameters()).dtype
+    def device(self) -> torch.device:
+        return next(next(iter(self.modules.values())).parameters()).device
+
+    @property
+    def num_bytes(self) -> int:
+        """What their weights take, as they are cast."""
+        parameters = (p for module in self.modules.values() for p in module.parameters())
+        return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def own_weights(family: Family, *, is_real: bool = False) -> str:
@@ -87,14 +98,14 @@ def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
         modules = family.build_encoders()
     weights = weights or own_weights(family)
     if weights == RANDOM:
-        return FrozenEncoders(modules, [])
+        return FrozenEncoders(modules, [], family.wide_encoders)
     try:
         if weights == SHIPPED:
             ldm.load(_shipped_folder(family), _placed(family, modules))  # stored as they were trained: no notes
-            return FrozenEncoders(modules, [])
+            return FrozenEncoders(modules, [], family.wide_encoders)
         notes = ldm.load(weights, _placed(family, modules))
         family.read_tokenizers(place(weights))
-        return FrozenEncoders(modules, notes)
+        return FrozenEncoders(modules, notes, family.wide_encoders)
     except ValueError as error:
         raise ConfigError([f"model.weights: {line}" for line in str(error).splitlines()]) from error
 

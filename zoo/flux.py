@@ -128,6 +128,7 @@ class Flux(LatentFamily):
     shipped = None
     pipeline = Pipeline("FluxPipeline", {}, ("feature_extractor", "image_encoder"))
     tokenizers = ("tokenizer", "tokenizer_2")
+    wide_encoders = ("t5",)  # transformers clips its states in float16 (T5Block), which gives others
 
     def __init__(self, architecture: Architecture, variant: str):
         self.architecture, self.variant = architecture, variant

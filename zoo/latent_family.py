@@ -47,6 +47,7 @@ class LatentFamily:
     latent_shift = 0.0
     embeds_guidance = False
     empty_is_zero = False
+    wide_encoders: tuple[str, ...] = ()
     on_hub: str | None = None
     tokenizers: tuple[str, ...] = ("tokenizer",)
     pipeline = Pipeline(
@@ -137,7 +138,7 @@ class LatentFamily:
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
         # (B, 3, H, W) -> (B, 2C, H/p, W/p) mean | logvar
         vae: Any = encoders["vae"]
-        return vae.encode(images).latent_dist.parameters
+        return vae.encode(images.to(vae.dtype)).latent_dist.parameters
 
     def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:
         # (B, 2C, h, w) -> (B, C, h, w). The clamp is that of the VAE's own posterior.

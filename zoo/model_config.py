@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from cli.command_line import Problem
 from cli.errors import ConfigError
@@ -20,7 +21,8 @@ class ModelConfig:
     family: str = "sd2"
     """The family of models: sd2 (Stable Diffusion 2), sdxl, flux (FLUX.1), or shapes (the miniature)."""
     preset: str = "full"
-    """full, or tiny: the same code and types of blocks with under 2 M parameters, for a CPU."""
+    """full, or tiny: the same types of blocks with under 2 M parameters, for a CPU, where keys of speed for GPUs are
+    left out."""
     variant: str = "stock"
     """stock; of sd2 also mlperf (the MLPerf benchmark's) and sd15 (Stable Diffusion 1.5); of flux dev, schnell, mlperf."""
     weights: str | None = None
@@ -28,6 +30,8 @@ class ModelConfig:
     real data the hub's; else random."""
     denoiser: str | None = None
     """Initial weights of the denoiser: a run's folder or checkpoint, or published weights (as `weights`). null: random."""
+    frozen_device: Literal["device", "cpu"] = "device"
+    """Where the frozen encoders are: on the run's device; or on the CPU, slower, without memory of the GPU."""
 
     @property
     def is_sd2_of_mlperf(self) -> bool:

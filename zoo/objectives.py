@@ -66,7 +66,11 @@ class ObjectiveConfig:
 
 
 def _problems_of_flow(given: ObjectiveConfig) -> list[tuple[str, str]]:
-    of_steps = {"weighting": (given.weighting, "none"), "zero_terminal_snr": (given.zero_terminal_snr, False)}
+    of_steps: dict[str, tuple[Any, Any]] = {
+        "weighting": (given.weighting, "none"),
+        "min_snr_gamma": (given.min_snr_gamma, ObjectiveConfig().min_snr_gamma),
+        "zero_terminal_snr": (given.zero_terminal_snr, False),
+    }
     text = "{}, but a flow has no noise schedule that it could mean. Leave it out."
     return [
         (f"objective.{key}", text.format(_as_yaml(value))) for key, (value, none) in of_steps.items() if value != none

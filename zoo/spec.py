@@ -93,6 +93,8 @@ class Family(Protocol):
     """The guidance scale is an input of the network, so that no second, unconditional call is made (FLUX.1 dev)."""
     empty_is_zero: bool
     """The condition of a dropped or empty caption is zeros, instead of the states of the empty text (SDXL)."""
+    wide_encoders: tuple[str, ...]
+    """Frozen networks with values beyond 65,504, the largest float16: they are float32 in a run of fp16."""
     shipped: Path | None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
     pipeline: Pipeline
@@ -170,7 +172,7 @@ class Family(Protocol):
         ...
 
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
-        """# (B, 3, H, W) normalised, in the encoder's dtype -> (B, 2C, h, w) mean | logvar, unscaled."""
+        """# (B, 3, H, W) normalised, on the encoder's device -> (B, 2C, h, w) mean | logvar, unscaled."""
         ...
 
     def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:

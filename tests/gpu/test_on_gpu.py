@@ -48,6 +48,23 @@ def test_every_precision_trains(tmp_path, precision, stage_name):
     assert summary["device"] == torch.cuda.get_device_name() and summary["peak_mem_gib"] > 0
 
 
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_encoders_on_the_cpu_give_the_losses_of_those_on_the_gpu(tmp_path, family):
+    losses = []
+    for at in ("device", "cpu"):
+        words = [
+            *TINY_RUN,
+            "data.synthetic=true",
+            f"model.family={family}",
+            f"model.frozen_device={at}",
+            "precision=fp32",
+        ]
+        assert benchmark.main([*words, f"run_folder={tmp_path}", f"run_name={at}"]) == 0
+        lines = (tmp_path / at / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_the_memory_estimate_of_sd2_is_near_the_truth(tmp_path):
     words = [
         "yamls/sd2_512_synthetic_moments.yaml",

@@ -1,0 +1,379 @@
+"""The contract of every family and variant, in its tiny preset: from its columns to a run, resumed and exported.
+
+A family that is added here has to pass all of it; its own numbers (against diffusers, papers) are in a file of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, TINY_RUN, cost_made_up
+from test_checkpoints import newest, same_training
+
+import benchmark
+import export
+from model import LatentDiffusion, build_model
+from prepare import latents
+from record.checkpoint_files import FULL, listed, read
+from training import speed
+from training.speed import SpeedKeys
+from zoo import FAMILIES, load_family
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+from zoo.pipeline_folder import EXPORTED
+from zoo.sampling import usual_sampler
+
+VARIANTS = {
+    "sd2": ("stock", "mlperf", "sd15"),
+    "sdxl": ("stock",),
+    "flux": ("dev", "schnell", "mlperf"),
+    "shapes": ("stock",),
+}
+MEMBERS = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
+SIZES = [(64, 64), (96, 64)]
+CAPTIONS = ["a red circle", "a dog on a beach", "", "word " * 600]
+DECAY = 0.75
+RUN = [
+    *TINY_RUN, "max_duration=6ba", "data.workers=0", "model.weights=random", "optimizer.lr=1e-3", "measure.window_batches=1",
+    "ema.enabled=true", f"ema.decay={DECAY}", "save.every_images=8", "save.keep=99", "save.snapshot_every_images=0",
+    "schedule.warmup_batches=0",
+]  # fmt: skip
+every_member = pytest.mark.parametrize(("name", "variant"), MEMBERS)
+
+
+def num_parameters(*modules: torch.nn.Module) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def tiny(name: str, variant: str, size: tuple[int, int] = SIZES[1]) -> LatentDiffusion:
+    config = ModelConfig(name, "tiny", variant, weights="random")
+    model = build_model(config, ObjectiveConfig(), size=size, normalize="symmetric", seed=0)
+    return model.place(torch.device("cpu"), "fp32")
+
+
+# --- what it says of itself ---
+
+
+def test_every_family_of_the_zoo_is_held_to_the_contract():
+    assert VARIANTS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_does_not_know_is_refused_with_what_it_knows(name):
+    family = load_family(name, "tiny", VARIANTS[name][0])
+    with pytest.raises(ValueError, match=f"^data.stage: {name} has no stage 'films'. Known: images, moments.$"):
+        family.columns("films", (64, 64))
+    known = ", ".join(VARIANTS[name])
+    with pytest.raises(ValueError, match=f"^model.variant: {name} has no variant 'x'. Known: {known}.$"):
+        load_family(name, "tiny", "x")
+    with pytest.raises(ValueError, match="^model.preset: unknown preset 'huge'. Known: full, tiny.$"):
+        load_family(name, "huge", VARIANTS[name][0])
+    other, possible = ("v", "flow") if family.predictions == ("flow",) else ("flow", "epsilon, v")
+    given = f"objective.prediction: {name} cannot be trained on '{other}'"
+    with pytest.raises(ValueError, match=f"^{given}. Possible: {possible}.$"):
+        family.build_objective(ObjectiveConfig(prediction=other))
+
+
+def test_an_unknown_family_lists_the_known_ones():
+    with pytest.raises(ValueError, match="^model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes.$"):
+        load_family("sd3", "tiny", "stock")
+
+
+@every_member
+def test_a_tiny_family_has_under_two_million_parameters_with_its_encoders(name, variant):
+    family = load_family(name, "tiny", variant)
+    assert num_parameters(family.build_denoiser(), *family.build_encoders().values()) < 2_000_000
+
+
+# --- a step ---
+
+
+@every_member
+@pytest.mark.parametrize("size", SIZES)
+def test_it_goes_from_its_columns_to_a_prediction(name, variant, size):
+    """The shapes and types are those that the columns promise."""
+    family = load_family(name, "tiny", variant)
+    torch.manual_seed(0)
+    encoders, denoiser = family.build_encoders(), family.build_denoiser()
+    assert set(family.wide_encoders) <= encoders.keys()
+    images, moments = family.columns("images", size)["images"], family.columns("moments", size)["moments"]
+    of_benchmark = (name, variant) == ("sd2", "mlperf")  # whose images are not rounded
+    image_dtype = torch.float32 if of_benchmark else torch.uint8
+    assert (images.shape, images.dtype) == ((3, size[1], size[0]), image_dtype)
+    assert moments.dtype == torch.float16
+
+    encoded = family.encode_images(encoders, torch.zeros(2, *images.shape))
+    assert encoded.shape == (2, *moments.shape)
+    noise = torch.randn(2, *family.latent_shape(size))
+    latents = family.sample_latents(encoded, noise)
+    assert latents.shape == noise.shape
+    tokens = family.tokenize(["a cat", ""])
+    for column, values in tokens.items():
+        promised = family.columns("moments", size)[column]
+        assert values.shape == (2, *promised.shape) and values.dtype == promised.dtype
+        assert values.min() >= 0 and values.max() < promised.below
+    condition = family.encode_text(encoders, tokens)
+    stored = family.columns("moments", size, stored_text=True)
+    further = family.further(size)
+    assert stored.keys() == {"moments", *condition, *further} and stored["moments"] == moments
+    for column, states in condition.items():
+        assert states.shape == (2, *stored[column].shape) and stored[column].dtype == torch.float16
+    times = family.build_objective(ObjectiveConfig()).draw_times(2, torch.Generator().manual_seed(0))
+    for column, values in further.items():
+        assert stored[column] == family.columns("images", size)[column]
+        assert values.shape == (1, *stored[column].shape) and values.dtype == stored[column].dtype
+        condition[column] = values.expand(2, *values.shape[1:])
+    prediction = family.denoise(denoiser, latents, times, condition)
+    assert prediction.shape == latents.shape
+
+
+@every_member
+def test_the_loss_falls_on_one_batch_and_a_gradient_reaches_every_trained_parameter_and_nothing_else(name, variant):
+    """Within ten steps: layers that begin at zero let none through to those before them in the first ones."""
+    model, generator = tiny(name, variant), torch.Generator().manual_seed(0)
+    columns, further = model.family.columns("moments", SIZES[1]), model.family.further(SIZES[1])
+    batch = {"moments": torch.randn(4, *columns["moments"].shape, generator=generator)}
+    batch |= model.family.tokenize(CAPTIONS) | {n: value.expand(4, *value.shape[1:]) for n, value in further.items()}
+    assert batch.keys() == columns.keys()
+    batch, losses, reached = model.draw(batch, generator), [], set()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(10):
+        loss = model.loss(model(batch), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        reached |= {n for n, p in model.named_parameters() if p.grad.any()}
+        assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert [n for n, _ in model.named_parameters() if n not in reached] == []
+    assert all(p.grad is None for encoder in model.frozen.values() for p in encoder.parameters())
+    assert {n.partition(".")[0] for n in model.state_dict()} == {"denoiser"}
+
+
+@every_member
+def test_the_same_noise_gives_the_same_images_twice(name, variant):
+    model = tiny(name, variant)
+    noise = torch.randn(2, *model.family.latent_shape(SIZES[1]), generator=torch.Generator().manual_seed(0))
+    ways = dict(sampler=usual_sampler(model.objective.prediction), steps=2, guidance=3.0)
+    once, again = (model.generate(model.family.tokenize(CAPTIONS[:2]), noise, **ways) for _ in range(2))
+    assert once.shape == (2, 3, 64, 96) and bool(once.isfinite().all())
+    assert 0.0 <= float(once.min()) < float(once.max()) <= 1.0 and torch.equal(once, again)
+
+
+@every_member
+def test_the_keys_of_speed_are_for_its_blocks_too_and_change_rounding_alone(name, variant):
+    plain, fast = tiny(name, variant), tiny(name, variant)
+    speed.apply(fast, SpeedKeys(attention="math", gradient_checkpointing=1.0, channels_last=True), None)
+    assert {type(own).__name__ for own in fast.denoiser.attn_processors.values()} == {"ChosenAttention"}
+    assert any(type(module).__name__.startswith("Checkpointed") for module in fast.denoiser.modules())
+    assert speed.denoiser_parts(fast.denoiser, "blocks")
+    gradients = []
+    for model in (plain, fast):
+        generator = torch.Generator().manual_seed(0)
+        columns = model.family.columns("moments", SIZES[1], stored_text=True)
+        batch = {
+            n: torch.randn(2, *column.shape, generator=generator).to(column.dtype) for n, column in columns.items()
+        }
+        batch = model.draw(batch, generator)
+        model.loss(model(batch), batch).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+# --- what is given that does not fit ---
+
+
+def refused(capsys, *words: str) -> list[str]:
+    given = [*TINY_RUN, "data.synthetic=true", *words]
+    assert benchmark.main(given) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+NONE = "but a flow has no noise schedule that it could mean. Leave it out."
+
+
+@pytest.mark.usefixtures("quick_estimate")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sd3", "model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes."),
+        ("sdxl model.variant=turbo", "model.variant: sdxl has no variant 'turbo'. Known: stock."),
+        ("flux model.variant=pro", "model.variant: flux has no variant 'pro'. Known: dev, schnell, mlperf."),
+        ("flux model.preset=small", "model.preset: unknown preset 'small'. Known: full, tiny."),
+        ("sdxl image_size=100", "image_size: 100 x 100 px does not fit sdxl. Both sides have to be multiples of 8."),
+        ("flux image_size=[64,72]", "image_size: 64 x 72 px does not fit flux. Both sides have to be multiples of 16."),
+        (
+            "flux objective.prediction=epsilon",
+            "objective.prediction: flux cannot be trained on 'epsilon'. Possible: flow.",
+        ),
+        (
+            "sdxl objective.prediction=flow",
+            "objective.prediction: sdxl cannot be trained on 'flow'. Possible: epsilon, v.",
+        ),
+        ("flux objective.weighting=min_snr", f"objective.weighting: min_snr, {NONE}"),
+        ("flux objective.min_snr_gamma=3", f"objective.min_snr_gamma: 3.0, {NONE}"),
+        (
+            "flux samples.prompts=a.tsv samples.every_images=8 eval.sampler=ddim",
+            "eval.sampler: ddim does not sample a flow. Possible: euler.",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_family_is_refused_with_what_does(words, said, capsys):
+    assert said in refused(capsys, *f"model.family={words}".split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100, func_only=True)
+def test_moments_of_another_family_or_of_more_tokens_are_refused_with_both_named(stage, tmp_path, capsys):
+    out, small = tmp_path / "dev", ["model.preset=tiny", "image_size=64", "model.weights=random"]
+    assert latents.main([str(stage), str(out), *small, "model.family=flux", "model.variant=dev"]) == 0
+    words = ["data.synthetic=false", "data.stage=moments", f"data.remote={out}", "model.weights=random"]
+    said = refused(capsys, *words, "model.family=sdxl")
+    assert f"model.family: sdxl, but the moments at {out} were made for flux. Use that value." in said
+    said = refused(capsys, *words, "model.family=flux", "model.variant=schnell")
+    assert said[0].startswith(f"data.remote: {out} has a column t5_tokens of ndarray:uint16:512, this run reads ")
+    assert "ndarray:uint16:256" in said[0]
+
+
+# --- its recipe ---
+
+
+def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(monkeypatch, tmp_path, capsys):
+    """The header's command with model.preset=tiny; keys of the YAML that need a GPU are left out, typed ones are refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    seen = set()
+    for path in sorted((ROOT / "yamls").glob("*_synthetic*.yaml")):
+        words = [str(path), "model.preset=tiny", f"run_folder={tmp_path}"]
+        with cost_made_up():
+            assert benchmark.main([*words, "--print_config"]) == 0
+            shown = yaml.safe_load(capsys.readouterr().out)
+            assert (shown["attention"], shown["cudnn_benchmark"]) == ("auto", False)
+            assert benchmark.main([*words, "attention=cudnn"]) == 2
+        said = capsys.readouterr().err
+        assert said == "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math.\n"
+        seen.add(shown["model"]["family"])
+    assert seen == FAMILIES.keys() - {"shapes"}  # the miniature's own is for a CPU
+
+
+@pytest.mark.usefixtures("quick_estimate")
+def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys):
+    words = [str(ROOT / "yamls/sdxl_1024_synthetic.yaml"), *TINY_RUN, "compile=off", "device_train_microbatch_size=8"]
+    assert benchmark.main([*words, "max_duration=1ba", f"run_folder={tmp_path}", "run_name=a"]) == 0
+    left = "attention=cudnn, cudnn_benchmark=true: left out, since model.preset=tiny has no GPU here\n"
+    assert left in capsys.readouterr().err
+    assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["attention"] == "auto"
+
+
+# --- a run ---
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=MEMBERS, ids=lambda member: "-".join(member))
+def of_pictures(request, stage, tmp_path_factory) -> tuple[str, list[str], Path]:
+    """A family's name, the words of its run from pictures, and the folder in which that has run as `whole`."""
+    name, variant = request.param
+    runs = tmp_path_factory.mktemp(f"{name}-{variant}")
+    words = [*RUN, f"model.family={name}", f"model.variant={variant}", f"run_folder={runs}"]
+    assert benchmark.main([*words, "data.stage=images", f"data.remote={stage}", "run_name=whole"]) == 0
+    return name, words, runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200, func_only=True)
+def test_a_run_from_pictures_has_finite_losses_its_average_and_goes_on_bit_for_bit(of_pictures, stage):
+    """From the checkpoint after its second batch, as after a kill in the sixth; EMA by its formula."""
+    _, words, runs = of_pictures
+    assert [line["batch"] for line in lines(runs / "whole")] == [1, 2, 3, 4, 5, 6]
+    assert all(0.0 < line["loss"] < 10.0 and line["gradient_norm"] > 0.0 for line in lines(runs / "whole"))
+    contents = [read(path) for path in reversed(listed(runs / "whole" / "checkpoints", FULL))]
+    assert [content["progress"]["batch"] for content in contents] == [1, 2, 3, 4, 5, 6]
+    for before, after in itertools.pairwise(contents):
+        for key, average in after["ema"]["weights"].items():
+            expected = DECAY * before["ema"]["weights"][key].double() + (1 - DECAY) * after["model"][key].double()
+            torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
+
+    shutil.copytree(runs / "whole", runs / "killed")
+    (runs / "killed" / "summary.json").unlink()
+    for path in listed(runs / "killed" / "checkpoints", FULL)[:4]:
+        path.unlink()
+    assert benchmark.main([*words, "data.stage=images", f"data.remote={stage}", "run_name=killed"]) == 0
+    assert json.loads((runs / "killed" / "summary.json").read_text())["starts"] == 2
+    assert same_training(newest(runs, "killed"), newest(runs, "whole"))
+    assert [line["loss"] for line in lines(runs / "killed")] == [line["loss"] for line in lines(runs / "whole")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200, func_only=True)
+def test_its_moments_and_stored_text_are_made_of_pictures_and_trained_on(of_pictures, stage, tmp_path):
+    """The first loss from pictures, from moments and from stored states differ by float16's rounding alone."""
+    _, words, runs = of_pictures
+    model = [word for word in words if word.startswith(("model.", "image_size="))]
+    plain = [
+        "objective.caption_dropout=0",
+        "data.posterior=mean",
+        "max_duration=1ba",
+        "ema.enabled=false",
+        "save.every_images=0",
+    ]
+    first, moments = [], tmp_path / "moments"
+    assert latents.main([str(stage), str(moments), *model, "store_text=true"]) == 0
+    for at, kind, text in (
+        (stage, "images", "encoded"),
+        (moments, "moments", "encoded"),
+        (moments, "moments", "stored"),
+    ):
+        own = ["ema.decay=null", f"data.stage={kind}", f"data.remote={at}", f"data.text={text}", "data.shuffle=false"]
+        assert benchmark.main([*words, *plain, *own, f"run_name={kind}-{text}"]) == 0
+        first.append(lines(runs / f"{kind}-{text}")[0]["loss"])
+    assert first == pytest.approx([first[0]] * 3, rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100, func_only=True)
+def test_the_loss_of_a_run_falls_on_the_one_batch_of_synthetic_data(of_pictures):
+    """With text in the step and stored; times and noise are drawn anew for each step, so windows are compared."""
+    _, words, runs = of_pictures
+    for text in ("encoded", "stored"):
+        own = [
+            "data.synthetic=true",
+            "data.stage=moments",
+            f"data.text={text}",
+            "measure.window_batches=20",
+            "optimizer.lr=3e-3",
+        ]
+        own += ["max_duration=40ba", "save.every_images=0", f"run_name=synthetic-{text}"]
+        assert benchmark.main([*words, *own]) == 0
+        windows = [line["loss"] for line in lines(runs / f"synthetic-{text}")]
+        assert windows[-1] < 0.9 * windows[0], windows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100, func_only=True)
+def test_a_run_is_exported_and_begun_from_or_refused_by_name(of_pictures, tmp_path, capsys):
+    name, words, runs = of_pictures
+    out = tmp_path / "exported"
+    code = export.main([str(runs / "whole"), str(out)])
+    if name not in EXPORTED:
+        assert code == 2 and f"{name} is not exported yet. Possible: {', '.join(EXPORTED)}." in capsys.readouterr().err
+        return
+    assert code == 0 and (out / "model_index.json").is_file()
+    own = [
+        f"model.denoiser={out}",
+        f"model.weights={out}",
+        "data.synthetic=true",
+        "max_duration=1ba",
+        "run_name=second",
+    ]
+    assert benchmark.main([*words, *own]) == 0
+    assert f"model.denoiser: begins with {out}" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""Where the frozen encoders are and in what type: model.frozen_device, and what float16 cannot hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_RUN
+from test_families import CAPTIONS, MEMBERS
+from test_plan import lines
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import benchmark
+from model import LatentDiffusion, build_model
+from training import cost
+from training.cost import Cost, measure_cost
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+
+SIZE = (96, 64)
+ON_CPU = ModelConfig("flux", "tiny", "schnell", weights="random", frozen_device="cpu")
+ON_DEVICE = dataclasses.replace(ON_CPU, frozen_device="device")
+
+
+def build(config: ModelConfig) -> LatentDiffusion:
+    return build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=0)
+
+
+def step(model: LatentDiffusion, stage: str = "images") -> torch.Tensor:
+    """The prediction of one step, its columns and random numbers on the model's device, as Composer brings them there."""
+    device, columns = model.device, model.family.columns(stage, SIZE)
+    batch = {name: torch.zeros(2, *column.shape, dtype=column.dtype, device=device) for name, column in columns.items()}
+    batch |= {name: torch.zeros(2, *model.latent_shape, device=device) for name in ("posterior_noise", "noise")}
+    batch["times"] = model.objective.times_at(torch.zeros(2, dtype=torch.int64, device=device))
+    batch["caption_dropped"] = torch.zeros(2, dtype=torch.bool, device=device)
+    return model(batch)["prediction"]
+
+
+# --- types ---
+
+
+@pytest.mark.parametrize(("name", "variant"), MEMBERS)
+def test_no_encoder_whose_values_float16_cannot_hold_is_in_it(name, variant):
+    """SDXL's VAE overflows (diffusers: force_upcast), T5's states are clipped (diffusers' page of FLUX, "fp16 inference")."""
+    wide = {"sdxl": {"vae"}, "flux": {"t5"}}.get(name, set())
+    model = build(ModelConfig(name, "tiny", variant, weights="random"))
+    for precision, usual in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        model.place(torch.device("cpu"), precision)
+        types = {label: {p.dtype for p in module.parameters()} for label, module in model.frozen.items()}
+        is_wide = {label for label in types if precision == "fp16" and label in wide}
+        assert types == {label: {torch.float32 if label in is_wide else usual} for label in types}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "under Composer's autocast"])
+def test_states_beyond_float16_are_those_of_float32_in_a_run_of_fp16(autocast):
+    """T5 with one layer made a million times larger, as training makes them large: in float16 it says something else."""
+    models = [build(ON_DEVICE) for _ in range(3)]
+    for model in models:
+        model.frozen["t5"].encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e6)
+    exact, ours, half = models
+    exact.place(torch.device("cpu"), "fp32")
+    ours.place(torch.device("cpu"), "fp16")
+    half.frozen["t5"].half()
+    tokens = ours.family.tokenize(CAPTIONS[:2])
+    with torch.autocast("cpu", torch.float16, enabled=autocast), torch.no_grad():
+        found = ours._encode_text(tokens)["text"]
+        clipped = half.frozen["t5"](tokens["t5_tokens"]).float()
+    expected = exact._encode_text(tokens)["text"]
+    assert torch.equal(found, expected)
+    assert not torch.allclose(clipped, expected, atol=0.1)
+
+
+# --- places ---
+
+
+@pytest.mark.parametrize("stage", ["images", "moments"])
+@pytest.mark.parametrize("config", [ON_CPU, ON_DEVICE, ModelConfig("sdxl", "tiny", frozen_device="cpu")])
+def test_a_step_on_a_gpu_gets_what_encoders_on_the_cpu_make(config, stage):
+    """Traced with tensors that have a device and no content: torch refuses operations on two devices there too."""
+    model, cuda = build(config).place(torch.device("meta"), "bf16"), torch.device("cuda")
+    parts = [model.denoiser, *model.frozen.values()]
+    places = [{p.device.type for p in part.parameters()} for part in parts]
+    assert places == [{"meta"}] + [{"cpu" if config.frozen_device == "cpu" else "meta"}] * len(model.frozen)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for part, (place,) in zip(parts, places, strict=True):
+            part.to_empty(device=cuda if place == "meta" else "cpu")
+        model.compute_on(cuda, "bf16")
+        assert step(model, stage).device.type == "cuda"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100, func_only=True)
+@pytest.mark.usefixtures("quick_estimate")
+def test_on_a_cpu_the_key_changes_no_digit_and_may_change_between_starts(tmp_path):
+    words = [
+        *TINY_RUN,
+        "data.synthetic=true",
+        "model.family=flux",
+        f"run_folder={tmp_path}",
+        "measure.window_batches=1",
+    ]
+    words += ["save.every_images=16"]
+    for name, at, duration in (("a", "device", "4ba"), ("b", "cpu", "2ba"), ("b", "device", "4ba")):
+        assert (
+            benchmark.main([*words, f"run_name={name}", f"model.frozen_device={at}", f"max_duration={duration}"]) == 0
+        )
+    losses = [
+        [json.loads(line)["loss"] for line in Path(tmp_path, name, "metrics.jsonl").read_text().splitlines()]
+        for name in ("a", "b")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+# --- what they cost ---
+
+
+def test_encoders_on_the_cpu_take_the_machines_memory_and_none_of_the_gpus_nor_of_its_operations(monkeypatch):
+    ways = dict(stage="moments", size=SIZE, precision="fp32")
+    here = measure_cost(ON_CPU, ObjectiveConfig(), **ways)
+    assert here == measure_cost(ON_DEVICE, ObjectiveConfig(), **ways)  # on a CPU both are one place
+    assert here.frozen_gib == 4 * here.frozen_parameters / 2**30 and here.frozen_host_gib == 0.0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    apart, beside = (measure_cost(config, ObjectiveConfig(), **ways) for config in (ON_CPU, ON_DEVICE))
+    assert (apart.frozen_gib, apart.frozen_host_gib) == (0.0, beside.frozen_gib) == (0.0, here.frozen_gib)
+    assert beside.memory_gib(1, ema=False) - apart.memory_gib(1, ema=False) == pytest.approx(here.frozen_gib, rel=1e-6)
+    assert beside.flops_per_image == here.flops_per_image
+    stored = measure_cost(ON_DEVICE, ObjectiveConfig(), **ways, stored_text=True)
+    assert apart.flops_per_image == stored.flops_per_image < beside.flops_per_image  # the network's alone
+
+
+APART = Cost(2**28, 2**32, 1e12, 0.5, 0.0, frozen_gib=0.0, frozen_host_gib=8.9)
+
+
+def test_a_plan_says_where_the_encoders_are():
+    shown = lines(APART)
+    assert "memory of the machine: 8.9 GiB for the frozen encoders of each rank" in shown
+    assert (
+        "compute: 1 TFLOP an image and training step (denoiser forward and backward, the encoders run on the CPU)"
+        in shown
+    )
+    assert not any("frozen encoders" in line for line in lines(dataclasses.replace(APART, frozen_host_gib=0.0)))
+
+
+def test_a_machine_without_room_for_the_encoders_of_all_ranks_is_named(monkeypatch):
+    class Memory:
+        available = 64.0 * 2**30
+
+    monkeypatch.setattr(cost.psutil, "virtual_memory", Memory)
+    assert cost.host_memory_problem(APART, 6) is None
+    assert cost.host_memory_problem(APART, 8) == (
+        "cpu, and the frozen encoders of 8 processes need 71.2 GiB there; this machine has 64.0 free. Use device, or start "
+        "fewer processes on it."
+    )
