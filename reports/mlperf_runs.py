@@ -52,7 +52,7 @@ class Run(RunFiles):
 
     @property
     def ruleset(self) -> str:
-        return str(self.config.get("mlperf.ruleset", RULESETS[-1]))
+        return str(self.config.get("mlperf.ruleset") or self.rules.rulesets[-1])
 
     @property
     def header(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from conftest import ROOT
 from omegaconf import OmegaConf
 
 from callbacks.mlperf_log import MLPerfConfig, MLPerfLog
-from zoo import mlperf
+from zoo import mlperf_sd
 
 FIXTURE = "written from the published curves of MLPerf's reference: not a result"
 BEGAN = 1_700_000_000.0
@@ -38,7 +38,7 @@ def curves(global_batch_size: int) -> list[list[Point]]:
 
 
 def passes(point: Point) -> bool:
-    return point["fid"] <= mlperf.TARGET_FID and point["clip"] >= mlperf.TARGET_CLIP
+    return point["fid"] <= mlperf_sd.TARGET_FID and point["clip"] >= mlperf_sd.TARGET_CLIP
 
 
 def header(global_batch_size: int, seed: int, **changes: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Drive:
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.time, self.images_per_sec, self.evaluations = BEGAN + 60.0, images_per_sec, []
-        every = mlperf.CHECKPOINT_EVERY_IMAGES
+        every = mlperf_sd.EVERY_IMAGES
         self.log = MLPerfLog(
             folder,
             config,
@@ -146,7 +146,7 @@ def record(
         "seed": seed,
         "global_batch_size": global_batch_size,
         "mlperf": {**section, "platform": config.platform},
-        "target": {"fid": mlperf.TARGET_FID, "clip": mlperf.TARGET_CLIP},
+        "target": {"fid": mlperf_sd.TARGET_FID, "clip": mlperf_sd.TARGET_CLIP},
         **more,
     }
     folder.mkdir(parents=True, exist_ok=True)
