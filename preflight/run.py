@@ -12,8 +12,8 @@ from composer.utils import dist
 
 from cli import ranks as all_ranks
 from cli.command_line import Problem
+from cli.errors import ConfigError
 from cli.limits import ImageSize, read_duration
-from config import flat
 from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
 from evaluation.scoring import EVERY_IMAGES, rounded_up, sampler_problems
 from model import LatentDiffusion
@@ -96,7 +96,9 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     of_eval = config.eval.problems(now=config.eval.when == "in_training")
     of_target = config.target.problems(config.eval)
     if config.target.val_loss is not None and not config.validation.is_given:
-        of_target.append(("target.val_loss", "given, but nothing is validated. Give validation.remote, or leave it out."))
+        of_target.append(
+            ("target.val_loss", "given, but nothing is validated. Give validation.remote, or leave it out.")
+        )
     in_sections = [
         of_data,
         *(s.problems() for s in sections),

@@ -6,8 +6,6 @@ import pytest
 
 import benchmark
 from config import flat, schema_keys
-from zoo.mlperf import BENCHMARKS, benchmark_of, logged_as
-from zoo.mlperf_flux import FLUX
 from zoo.mlperf_sd import EVERY_IMAGES, RULESETS, SD
 
 
@@ -80,7 +78,8 @@ def test_the_rate_where_there_is_no_point_names_the_nearest():
 def test_a_ruleset_without_points_names_those_that_have_some():
     with pytest.raises(ValueError) as error:
         SD.lr_per_image(512, "3.1.0")
-    assert str(error.value) == "ruleset: '3.1.0' has no reference points of stable_diffusion here. Known: 4.0.0, 4.1.0, 5.0.0."
+    said = "ruleset: '3.1.0' has no reference points of stable_diffusion here. Known: 4.0.0, 4.1.0, 5.0.0."
+    assert str(error.value) == said
 
 
 # --- deviations ---

@@ -1,4 +1,4 @@
-"""MLPerf's FLUX.1: its constants against MLCommons' own files, its validation by formulas, its log before MLPerf's checkers."""
+"""MLPerf's FLUX.1: constants against MLCommons' own files, the validation by formulas, the log before MLPerf's checkers."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ def test_reference_points_are_those_of_the_official_checker(ruleset):
 
     official = RCP_Checker("training", ruleset, "flux1", False).rcp_data.values()
     ours = FLUX.points_of(ruleset)
-    assert [point.global_batch_size for point in ours] == [record["BS"] for record in official] == [512, 1024, 2048, 4096]
+    assert [point.global_batch_size for point in ours] == [record["BS"] for record in official]
     for point, record in zip(ours, official, strict=True):
         given = record["Hyperparams"]
         assert list(point.images) == sorted(record["samples to converge"])
         assert point.mean_images == pytest.approx(record["RCP Mean"], rel=1e-12)
-        assert (point.lr, point.warmup_batches) == (given["opt_base_learning_rate"], given["opt_learning_rate_warmup_steps"])
+        assert point.lr == given["opt_base_learning_rate"]
+        assert point.warmup_batches == given["opt_learning_rate_warmup_steps"]
         assert point.platform == record["Platform"]
         own = {key: FLUX.fixed[f"optimizer.{key}"] for key in ("betas", "eps", "weight_decay", "clip_norm")}
         betas = [given["opt_adamw_beta_1"], given["opt_adamw_beta_2"]]
@@ -88,7 +89,11 @@ def test_each_network_has_its_benchmark_and_reports_know_the_same():
     ("ruleset", "of", "text"),
     [
         ("5.0.0", FLUX, "5.0.0 has no flux1, the benchmark of model.family=flux. Possible: 5.1.0, 6.0.0."),
-        ("6.0.0", SD, "6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. Possible: 4.0.0, 4.1.0, 5.0.0."),
+        (
+            "6.0.0",
+            SD,
+            "6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. Possible: 4.0.0, 4.1.0, 5.0.0.",
+        ),
     ],
 )
 def test_a_ruleset_of_the_other_benchmark_is_refused(ruleset, of, text):
@@ -267,7 +272,8 @@ def validations(folder: Path) -> list[dict]:
 def test_a_run_stops_at_the_first_validation_that_meets_its_target_and_says_so(ran, stages, capsys):
     folder = ran / "aimed"
     lines, summary = validations(folder), json.loads((folder / "summary.json").read_text())
-    assert [line["images"] for line in lines] == [16, 32]  # none before training: MLPerf's clock runs before data are read
+    # None before training: MLPerf's clock runs before data are read.
+    assert [line["images"] for line in lines] == [16, 32]
     plain = {line["images"]: line["val_loss"] for line in validations(ran / "plain")}
     assert {line["images"]: line["val_loss"] for line in lines} == {images: plain[images] for images in (16, 32)}
     found = {key: summary[key] for key in ("target", "images_to_target", "val_loss", "batches", "stopped_early")}
@@ -350,7 +356,9 @@ def header(batch: int, seed: int, **changes: object) -> dict[str, object]:
     }
 
 
-def fixture(folder: Path, images: int, *, seed: int, ruleset: str = "6.0.0", loss: float = 0.585, **changes: object) -> Path:
+def fixture(
+    folder: Path, images: int, *, seed: int, ruleset: str = "6.0.0", loss: float = 0.585, **changes: object
+) -> Path:
     """A log that ends at so many images; the losses are made up."""
     drive = Drive(folder, closed(ruleset), header(512, seed, **changes), benchmark=FLUX)
     points = [

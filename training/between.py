@@ -51,7 +51,9 @@ def open_held_out(
     dataset = open_stages(source, family, given, device_batch_size=1, seed=0)  # no batch of its own
     num = min(config.validation.num_samples, held_out.num_samples)
     if config.mlperf.enabled:
-        log.info("validation: whether its samples are trained on is not checked: MLPerf's clock runs before data are read.")
+        log.info(
+            "validation: that none of its samples is trained on is not checked: MLPerf's clock is not running yet."
+        )
     else:
         ranks.on_rank_zero(lambda: check_samples(dataset, num, trained))
     return dataset

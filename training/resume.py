@@ -35,7 +35,7 @@ from stages.keys import KEYS_FILE
 from stages.machine import LOCK_FILE
 from stages.mixture import StreamConfig
 from training.checkpoints import Progress, disagreements
-from training.evaluated import has_files_of, is_evaluated_alike, measured
+from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
 from training.run_config import RunConfig, resolve
 from training.speed import SpeedKeys

@@ -141,9 +141,7 @@ def resolve(config: Config) -> Config:
     if evaluation.when != "off":  # a checkpoint before each evaluation, which may take longer than training to it
         every = snapshots = evaluation.every_images or 0
     else:
-        snapshots = (
-            SD.interval(batch) if every and is_mlperf else every
-        )  # the rules ask for these
+        snapshots = SD.interval(batch) if every and is_mlperf else every  # the rules ask for these
     return dataclasses.replace(
         config,
         run_name=config.run_name or _new_name(config),

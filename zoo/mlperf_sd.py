@@ -21,9 +21,7 @@ def _point(
     rulesets: Sequence[str], global_batch_size: int, lr_per_image: float, platform: str, runs: Mapping[int, int]
 ) -> ReferencePoint:
     """The files give the learning rate for each image of the global batch."""
-    return ReferencePoint(
-        tuple(rulesets), global_batch_size, lr_per_image, WARMUP_BATCHES, platform, sorted_runs(runs)
-    )
+    return ReferencePoint(tuple(rulesets), global_batch_size, lr_per_image, WARMUP_BATCHES, platform, sorted_runs(runs))
 
 
 SD = Benchmark(
