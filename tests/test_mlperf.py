@@ -1,4 +1,4 @@
-"""zoo/mlperf.py against MLCommons' own checker, and in which keys a run differs from the benchmark's reference."""
+"""zoo/mlperf_sd.py against MLCommons' own checker, and in which keys a run differs from the benchmark's reference."""
 
 from __future__ import annotations
 
