@@ -42,7 +42,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from callbacks.gradient_norm import GradientNorm
 from callbacks.mlperf_log import MLPerfLog
-from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
 from callbacks.stalled_data import StalledData
 from cli import errors, masking, ranks
@@ -83,9 +82,11 @@ from training.eval_callbacks import (
     build_evaluation,
     build_mlperf_log,
     build_scorer,
+    build_target,
     draw_evaluations,
     outcome_of,
 )
+from training.evaluated import check_validations
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
@@ -161,8 +162,8 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         validation = build_validation(config, model, held_out, networks.held_out, pause)
         samples = build_samples(config, model, pause)
         evaluation = build_evaluation(config, networks.scorer, model, pause)
-        target = QualityTarget(config.target.is_met, lambda: [] if evaluation is None else record.evaluations)
-        mlperf_log = build_mlperf_log(config, networks.stages, record)
+        target = build_target(config, evaluation, record)
+        mlperf_log = build_mlperf_log(config, networks.stages, networks.held_out, record)
         callbacks = in_order(
             profile=build_profile(config, record, throughput),
             graphs=networks.graphs,
@@ -250,6 +251,8 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     scorer = build_scorer(config, run.folder)
     if scorer is not None:
         run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
+    if held_out is not None and config.target.val_loss is not None:
+        check_validations(run.folder, run.progress.batch, config.validation.identity_of(held_out))
     graphs = speed.GraphCounter(config.compile != "off")
     return Networks(config, model, scorer, cost, graphs, stages, sizes, held_out, identity)
 
@@ -373,8 +376,9 @@ def load_start(config: RunConfig, model: LatentDiffusion, run: RunState) -> str 
     elif config.model.denoiser is not None:
         notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
         start = fingerprint(model.denoiser)
-    if config.model.is_sd2_of_mlperf:
-        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in mlperf.deviations(flat(config))]
+    if benchmark := mlperf.benchmark_of(config.model.family, config.model.variant):
+        deviations = benchmark.deviations(flat(config), config.mlperf.ruleset)
+        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in deviations]
     for note in notes:
         log.info(note)
     return start

@@ -44,6 +44,7 @@ from cli.table import as_table
 from preflight.limits import unwritable
 from record.environment import commit, device_name
 from record.files import read_lines
+from record.summary import VAL_LOSS
 from weights.tensors import OF_MEMORY
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", *OF_MEMORY)
@@ -313,6 +314,8 @@ def _extreme(row: Mapping[str, Any], end: str) -> float:
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Format records as a table for the terminal, one row a rung; with what became of its target, where one has a target."""
     columns = COLUMNS if all(record.get("target") is None for record in records) else (*COLUMNS, *TARGET_KEYS)
+    if any(record.get(VAL_LOSS) is not None for record in records):
+        columns = (*columns, VAL_LOSS)
     rows = [[record["rung"], *(record.get(column) for column in columns)] for record in records]
     return as_table(("rung", *columns), rows, "ll" + "r" * (len(columns) - 1))
 

@@ -7,7 +7,7 @@ run_start have samples_count (images seen) in their metadata.
     init_start seed train_samples eval_samples ... opt_* init_stop       the run's configuration, before its clock runs
     run_start
     block_start loss lr_abs tracked_stats block_stop                     training, one block up to each evaluation point
-    eval_start eval_accuracy (FID) eval_accuracy (CLIP) eval_stop        an evaluation
+    eval_start eval_accuracy (FID) eval_accuracy (CLIP) eval_stop        an evaluation; of flux1 one accuracy, the loss
     run_stop                                                             status: success if the target is met, else aborted
     restart                                                              our own event: a later start of the run
 
@@ -18,13 +18,14 @@ Lines are only appended. Two things are removed: an unfinished line that a kille
 resumed or more of its points are scored. A restarted run is no result of the closed division; its log says `restart`, and
 where. Times never decrease from line to line, except for a run_stop that has its snapshot's time, as the rules require.
 
-Sources: mlcommons/logging at 7bbf7926 (compliance_checker/training_{4.0.0,4.1.0,5.0.0}: common.yaml and
-{closed,open}_stable_diffusion.yaml); the order is that of the submissions to v5.0.
+Sources: mlcommons/logging at 7bbf7926 (compliance_checker/training_RULESET: common.yaml, and {closed,open}_BENCHMARK.yaml of
+stable_diffusion and flux1); the order is that of the submissions to v5.0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import math
 import re
@@ -43,12 +44,14 @@ from cli.errors import ConfigError
 from record.checkpoint_files import read as read_checkpoint
 from record.files import read_summary
 from record.mlperf_events import NAME, EventLog, close, evaluated, is_begun, num_lasting, read_events, reopen, say
+from zoo.mlperf_rules import Benchmark
 
 Line = Mapping[str, Any]
 
 INIT_LIMIT_MIN = {"closed": 30, "open": 240}  # from init_start to init_stop (compliance_checker, common.yaml)
 LOCK_TIMEOUT_SEC = 60.0
 STATUS = "research"  # submission_status, required by 4.0.0, of a run that nobody has submitted yet
+OF_NOBODY = "5.0.0"  # the one ruleset that asks for no submitter
 
 
 @dataclass(frozen=True)
@@ -59,24 +62,33 @@ class MLPerfConfig:
     """Write mlperf.log."""
     division: Literal["closed", "open"] = "open"
     """closed: a run is refused if any constant differs from the benchmark's."""
-    ruleset: Literal["4.0.0", "4.1.0", "5.0.0"] = "5.0.0"
-    """MLPerf's ruleset."""
+    ruleset: Literal["4.0.0", "4.1.0", "5.0.0", "5.1.0", "6.0.0"] | None = None
+    """MLPerf's ruleset: to 5.0.0 for Stable Diffusion, from 5.1.0 on for FLUX.1. null: the newest of the benchmark."""
     org: str | None = None
-    """The submitter's name. Required by 4.0.0 and 4.1.0. null: not stated."""
+    """The submitter's name. Required by every ruleset but 5.0.0. null: not stated."""
     platform: str | None = None
-    """The system's name, for example 8xH200. Required by 4.0.0 and 4.1.0. null: not stated."""
+    """The system's name, for example 8xH200. Required by every ruleset but 5.0.0. null: not stated."""
 
-    def problems(self) -> list[tuple[str, str]]:
-        """(key, message) for every invalid value."""
+    def resolved(self, benchmark: Benchmark) -> MLPerfConfig:
+        """Replace null by the newest ruleset."""
+        return dataclasses.replace(self, ruleset=self.ruleset or benchmark.newest)  # type: ignore[arg-type]
+
+    def problems(self, benchmark: Benchmark) -> list[tuple[str, str]]:
+        """(key, message) for every invalid value. `benchmark`: whose log is written."""
+        found, ruleset = [], self.ruleset or benchmark.newest
+        if ruleset not in benchmark.rulesets:
+            known = ", ".join(benchmark.rulesets)
+            text = f"{ruleset} has no {benchmark.name}, the benchmark of model.family={benchmark.family}. Possible: {known}."
+            found.append(("mlperf.ruleset", text))
         if not self.enabled:
-            return []
-        found = []
+            return found
         if importlib.util.find_spec("mlperf_logging") is None:
             text = "true, but the package mlperf-logging is not installed. Install it (requirements.txt), or say false."
             found.append(("mlperf.enabled", text))
         for key, value in (("org", self.org), ("platform", self.platform)):
-            if value is None and self.ruleset != "5.0.0":
-                text = f"not given; ruleset {self.ruleset} asks for it. Give it, or use mlperf.ruleset=5.0.0."
+            if value is None and ruleset != OF_NOBODY:
+                way = f", or use mlperf.ruleset={OF_NOBODY}" if OF_NOBODY in benchmark.rulesets else ""
+                text = f"not given; ruleset {ruleset} asks for it. Give it{way}."
                 found.append((f"mlperf.{key}", text))
             elif value is not None and not re.fullmatch(r"\w[\w.+ -]*", value):
                 text = f"'{value}' cannot be the name of a folder, which it is in a submission. Use letters, digits, . _ - +"
@@ -94,6 +106,7 @@ class MLPerfLog(Callback):
         folder: of the run.
         config: the section `mlperf`.
         header: key -> value of the events between init_start and init_stop, seed first.
+        benchmark: as submissions name it.
         every_images: images between two evaluation points.
         in_training: the run is evaluated during training, so its result is known when training ends.
         evaluations: those of this run so far, in order.
@@ -109,13 +122,14 @@ class MLPerfLog(Callback):
         config: MLPerfConfig,
         header: Mapping[str, Any],
         *,
+        benchmark: str = "stable_diffusion",
         every_images: int,
         in_training: bool,
         evaluations: Callable[[], Sequence[Line]],
         began: float | None = None,
         now: Callable[[], float] = time.time,
     ):
-        self.path, self.config, self.header = folder / NAME, config, dict(header)
+        self.path, self.config, self.header, self.benchmark = folder / NAME, config, dict(header), benchmark
         self.every_images, self.in_training, self.evaluations = every_images, in_training, evaluations
         self.began = psutil.Process().create_time() if began is None else began
         self.log = EventLog(self.path, now)
@@ -200,7 +214,7 @@ class MLPerfLog(Callback):
     def _begin(self) -> None:
         """Write everything up to run_start; init_start has the process's start time."""
         given = {"org": self.config.org, "platform": self.config.platform, "status": STATUS}
-        submission = {"benchmark": "stable_diffusion", "division": self.config.division, **given}
+        submission = {"benchmark": self.benchmark, "division": self.config.division, **given}
         self.log.event("cache_clear", False, at=self.began)  # Easel clears no cache: the machine's owner does
         for key, value in submission.items():
             if value is not None:
@@ -228,7 +242,9 @@ class MLPerfLog(Callback):
     def _write_evaluations(self) -> None:
         for line in self.evaluations():
             if line["images"] not in self._written:
-                self.log.evaluation(line, began=self.log.now() - line["eval_sec"])
+                self.log.evaluation(
+                    line, began=self.log.now() - line["eval_sec"], is_open=self.config.division == "open"
+                )
                 self._written.add(line["images"])
 
 

@@ -1,6 +1,6 @@
-"""Stops a run at the first evaluation that meets its target, and reports how long that took.
+"""Stops a run at the first evaluation, or validation, that meets its target, and reports how long that took.
 
-The decision depends only on the evaluations in the run record, so it is the same on all ranks and after a restart.
+The decision depends only on the lines in the run record, so it is the same on all ranks and after a restart.
 """
 
 from __future__ import annotations
@@ -13,22 +13,29 @@ from composer import Callback, Logger, State
 from cli.log import log
 from record.metric_names import alert
 
-TARGET_KEYS = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval", "fid", "clip")
-"""Additional keys of the result line of a run with a target."""
+OF_TARGET = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval")
+SCORES = ("fid", "clip")
+TARGET_KEYS = (*OF_TARGET, *SCORES)
+"""Additional keys of the result line of a run with a target; one of validation loss has val_loss instead of scores."""
+NAMES = {"fid": "FID", "clip": "CLIP", "val_loss": "a validation loss of"}
 
 
 class QualityTarget(Callback):
     """Ends training once the target is met.
 
     Args:
-        is_met: whether an evaluation meets the target.
+        is_met: whether an evaluation, or a validation, meets the target.
         evaluations: those of this run so far, in order.
+        metrics: the keys of a line that the target is about.
     """
 
     def __init__(
-        self, is_met: Callable[[Mapping[str, Any]], bool], evaluations: Callable[[], Sequence[Mapping[str, Any]]]
+        self,
+        is_met: Callable[[Mapping[str, Any]], bool],
+        evaluations: Callable[[], Sequence[Mapping[str, Any]]],
+        metrics: Sequence[str] = SCORES,
     ):
-        self.is_met, self.evaluations = is_met, evaluations
+        self.is_met, self.evaluations, self.metrics = is_met, evaluations, metrics
 
     @property
     def reached(self) -> Mapping[str, Any] | None:
@@ -45,12 +52,14 @@ class QualityTarget(Callback):
             alert(logger.destinations, "target reached", said(line))
 
     def result(self) -> dict[str, Any]:
-        """Return TARGET_KEYS of the evaluation that met the target; else the last one's metrics and `missed`."""
-        return outcome(self.evaluations(), self.reached)
+        """Return the keys of the evaluation that met the target; else the last one's metrics and `missed`."""
+        return outcome(self.evaluations(), self.reached, self.metrics)
 
 
-def outcome(evaluations: Sequence[Mapping[str, Any]], reached: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return TARGET_KEYS for a list of evaluations; `reached` is the one that met the target, or None."""
+def outcome(
+    evaluations: Sequence[Mapping[str, Any]], reached: Mapping[str, Any] | None, metrics: Sequence[str] = SCORES
+) -> dict[str, Any]:
+    """Return OF_TARGET and metrics for a list of evaluations; `reached` is the one that met the target, or None."""
     last = reached or (evaluations[-1] if evaluations else {})
     to_target = reached or {}
     values = (
@@ -58,13 +67,11 @@ def outcome(evaluations: Sequence[Mapping[str, Any]], reached: Mapping[str, Any]
         to_target.get("images"),
         to_target.get("seconds"),
         to_target.get("seconds_with_eval"),
-        last.get("fid"),
-        last.get("clip"),
     )
-    return dict(zip(TARGET_KEYS, values, strict=True))
+    return {**dict(zip(OF_TARGET, values, strict=True)), **{key: last.get(key) for key in metrics}}
 
 
 def said(line: Mapping[str, Any]) -> str:
     """Describe an evaluation that met its target."""
-    figures = " and ".join(f"{key.upper()} {line[key]:.6g}" for key in ("fid", "clip") if line.get(key) is not None)
+    figures = " and ".join(f"{name} {line[key]:.6g}" for key, name in NAMES.items() if line.get(key) is not None)
     return f"reached with {figures} after {line['images']:,} images and {line['seconds']:.1f} s of training"

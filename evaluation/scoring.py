@@ -155,22 +155,37 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """The quality target: training ends when one evaluation meets all given thresholds."""
+    """The quality target: training ends when one evaluation meets all given thresholds, or one validation its own."""
 
     fid: float | None = limited(None, 0.0)
     """Highest FID; 90 in the MLPerf benchmark. null: no threshold."""
     clip: float | None = limited(None, -MOST, MOST)
     """Lowest CLIP score, as a cosine; 0.15 in the MLPerf benchmark. null: no threshold."""
+    val_loss: float | None = limited(None, 0.0)
+    """Highest validation loss; 0.586 in the MLPerf benchmark with FLUX.1. Not beside the other two. null: no threshold."""
 
     @property
     def is_given(self) -> bool:
+        return self.is_of_scores or self.val_loss is not None
+
+    @property
+    def is_of_scores(self) -> bool:
+        """True for a target of FID or CLIP score, which an evaluation meets; one of val_loss is met by a validation."""
         return self.fid is not None or self.clip is not None
 
-    def is_met(self, score: Mapping[str, Any]) -> bool:
-        """True if a score meets the target; a partial one never does."""
-        if not self.is_given or score["partial"]:
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The keys of a line that the target is about."""
+        return ("fid", "clip") if self.val_loss is None else ("val_loss",)
+
+    def is_met(self, line: Mapping[str, Any]) -> bool:
+        """True if an evaluation, or a validation, meets the target; a partial score never does."""
+        if self.val_loss is not None:
+            loss = line.get("val_loss")
+            return loss is not None and loss <= self.val_loss
+        if not self.is_of_scores or line["partial"]:
             return False
-        fid, clip = score["fid"], score["clip"]
+        fid, clip = line["fid"], line["clip"]
         fid_met = self.fid is None or (fid is not None and fid <= self.fid)
         return fid_met and (self.clip is None or (clip is not None and clip >= self.clip))
 
@@ -184,6 +199,9 @@ class TargetConfig:
             elif value is not None and needs is None:
                 other = "eval.statistics and eval.inception" if key == "fid" else "eval.clip"
                 found.append((f"target.{key}", f"given, but {key} is not measured. Give {other}, or leave it out."))
+        if self.val_loss is not None and self.is_of_scores:
+            text = "given, but a score is a target too. A run ends at one kind of target: leave out the others."
+            found.append(("target.val_loss", text))
         return found
 
 

@@ -2,7 +2,8 @@
 
 `shown` returns the output of `--print_config`: the resolved run as YAML, then the plan as comments. So the whole output is
 a YAML file with the same configuration. Every number comes from the traced network (training/cost.py), from the run's keys,
-or from the runs of the benchmark's reference (zoo/mlperf.py). If a number cannot be computed, a line says so.
+or from the runs of the benchmark's reference (zoo/mlperf_sd.py and zoo/mlperf_flux.py). If a number cannot be
+computed, a line says so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cli.limits import read_duration
 from config import count, flat, to_yaml
 from training.optimizer import total_batches
 from zoo import load_family, mlperf
+from zoo.mlperf_rules import Benchmark, ReferencePoint
 from zoo.model_config import model_problems
 
 if TYPE_CHECKING:
@@ -166,42 +168,49 @@ def _duration(values: Mapping[str, Any]) -> list[str]:
 
 def _target(values: Mapping[str, Any]) -> list[str]:
     """Return lines on the images to the target in the reference's runs, and on how this run differs from them."""
-    if (values["model.family"], values["model.variant"]) != ("sd2", "mlperf"):
+    benchmark = mlperf.benchmark_of(values["model.family"], values["model.variant"])
+    if benchmark is None:
         return [f"images to a target: there are no reference points for model.variant={values['model.variant']}"]
-    every = mlperf.checkpoint_batches(values["global_batch_size"])
+    batch, every = values["global_batch_size"], benchmark.interval(values["global_batch_size"])
+    in_batches = f"{count(every // batch, 'batch', 'batches')} ({count(every, 'image')})"
     lines = [
-        f"target: FID {mlperf.TARGET_FID:g} or less and CLIP {mlperf.TARGET_CLIP:g} or more on one checkpoint; one every "
-        f"{count(every, 'batch', 'batches')} ({count(every * values['global_batch_size'], 'image')})",
-        *_images_to_target(values),
+        f"target: {benchmark.target_said}; one every {in_batches if every % batch == 0 else count(every, 'image')}",
+        *_images_to_target(benchmark, values),
     ]
-    if deviations := mlperf.deviations(values):
+    if deviations := benchmark.deviations(values, _ruleset(benchmark, values)):
         return [*lines, "deviations from the reference:", *(f"  {text}" for text in deviations)]
     return [*lines, "no deviation from the reference's constants (data, encoders and precision are not compared)"]
 
 
-def _images_to_target(values: Mapping[str, Any]) -> list[str]:
-    fixed = mlperf.fixed_deviations(values)
+def _ruleset(benchmark: Benchmark, values: Mapping[str, Any]) -> str:
+    """Return the ruleset of a run; the newest where it has none, or another benchmark's, which is refused elsewhere."""
+    given = values.get("mlperf.ruleset")
+    return given if given in benchmark.rulesets else benchmark.newest
+
+
+def _images_to_target(benchmark: Benchmark, values: Mapping[str, Any]) -> list[str]:
+    fixed, ruleset = benchmark.fixed_deviations(values), _ruleset(benchmark, values)
     if others := [text for text in fixed if text.startswith(("model.preset:", "image_size:"))]:
         return [f"images to the target: there are no reference points for this network ({', '.join(others)})"]
     global_batch_size, rate = values["global_batch_size"], _rate(values)
-    point = mlperf.reference_point(global_batch_size)
+    point = benchmark.reference_point(global_batch_size, ruleset)
     if point is None:
-        given = f"no reference point at a global batch of {global_batch_size} (ruleset {mlperf.NEWEST})"
-        rows = [row for near in mlperf.nearest(global_batch_size) for row in _runs(near, None)]
+        given = f"no reference point at a global batch of {global_batch_size} (ruleset {ruleset})"
+        rows = [row for near in benchmark.nearest(global_batch_size, ruleset) for row in _runs(near, ruleset, None)]
         return [f"images to the target: {given}, and none is guessed. Nearest:", *rows]
-    lines = ["images to the target, as the reference's own runs took them:", *_runs(point, rate)]
+    lines = ["images to the target, as the reference's own runs took them:", *_runs(point, ruleset, rate)]
     if fixed:
         lines.append("  those runs had none of the deviations below: this one may take more, or never get there")
-    if any(text.startswith("optimizer.lr") for text in mlperf.free_deviations(values)):
+    if any(text.startswith("optimizer.lr") for text in benchmark.free_deviations(values, ruleset)):
         given = f"{point.lr:g}, not {values['optimizer.lr']:g}"
         lines.append(f"  those runs had another learning rate ({given}): this one may take more, or fewer")
     return lines
 
 
-def _runs(point: mlperf.ReferencePoint, rate: float | None) -> list[str]:
+def _runs(point: ReferencePoint, ruleset: str, rate: float | None) -> list[str]:
     """Rows on the runs of a reference point; with a rate, also their time."""
     runs = f"{len(point.images)} runs on {point.platform}, lr_per_image {point.lr_per_image:g}"
-    head = f"  global batch {point.global_batch_size:,}, ruleset {mlperf.NEWEST}, {runs}; mean without best and worst:"
+    head = f"  global batch {point.global_batch_size:,}, ruleset {ruleset}, {runs}; mean without best and worst:"
     rows = {"mean": point.mean_images, "fastest": point.fastest_images, "slowest": point.slowest_images}
     return [head] + [
         f"    {name:7} {images:10,.0f} images, {point.batches(images):,} batches"

@@ -13,14 +13,12 @@ from composer.utils import dist
 from cli import ranks as all_ranks
 from cli.command_line import Problem
 from cli.errors import ConfigError
-from cli.limits import ImageSize, kind_of_path, read_duration
-from config import flat
+from cli.limits import ImageSize, read_duration
 from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
-from evaluation.prompts import read_prompts
-from evaluation.scoring import EVERY_IMAGES, EvalConfig, rounded_up, sampler_problems
+from evaluation.scoring import EVERY_IMAGES, rounded_up, sampler_problems
 from model import LatentDiffusion
 from preflight import limits, machine
-from record import mlperf_events
+from preflight.mlperf import closed_data_problems, log_problems
 from record.checkpoint_files import FULL, listed
 from stages.dataset import array_encoding
 from stages.images import resize_name
@@ -35,6 +33,7 @@ from training.optimizer import total_batches
 from training.published import as_begun
 from training.run_config import RunConfig, resolve, wants_own_rate
 from zoo import load_family, mlperf
+from zoo.mlperf_sd import SD
 from zoo.model_config import model_problems
 from zoo.spec import as_size
 
@@ -96,6 +95,10 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     sections = (config.optimizer, config.schedule, config.ema)
     of_eval = config.eval.problems(now=config.eval.when == "in_training")
     of_target = config.target.problems(config.eval)
+    if config.target.val_loss is not None and not config.validation.is_given:
+        of_target.append(
+            ("target.val_loss", "given, but nothing is validated. Give validation.remote, or leave it out.")
+        )
     in_sections = [
         of_data,
         *(s.problems() for s in sections),
@@ -103,7 +106,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         of_target,
         config.samples.problems(config.eval),
         config.loggers.problems(),
-        config.mlperf.problems(),
+        config.mlperf.problems(mlperf.logged_as(config.model.family)),
         config.profile.problems(_num_batches(config), config.measure.warmup_batches),
     ]
     also = {"data.remote": ("data.streams",)}  # where that cannot be read, nobody says that no stage is given
@@ -114,7 +117,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
     found += model_problems(config.model, config.size, encoders_wanted=not config.data.synthetic)
     found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
-    found += _mlperf_problems(config) + _log_folder_problems(config)
+    found += log_problems(config) + _log_folder_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
@@ -263,7 +266,7 @@ def _learning_rate_problems(config: RunConfig) -> list[Problem]:
     """Without a learning rate, the benchmark's is used; it exists only for some batch sizes."""
     if wants_own_rate(config):
         try:
-            mlperf.lr_per_image(config.global_batch_size)
+            SD.lr_per_image(config.global_batch_size)
         except ValueError as error:
             keys = ("optimizer.lr_per_image", "optimizer.lr", "global_batch_size", "model.variant")
             return [Problem(f"optimizer.lr_per_image: {error}", keys)]
@@ -312,63 +315,6 @@ def _scoring_problems(config: RunConfig) -> list[tuple[str, str]]:
         text = f"{snapshots}, but eval.when=after scores snapshots every {every} images. Leave it out."
         found.append(("save.snapshot_every_images", text))
     return found
-
-
-def _mlperf_problems(config: RunConfig) -> list[Problem]:
-    """An MLPerf log needs both metrics and a target. In the closed division it also needs the benchmark's constants."""
-    if not config.mlperf.enabled:
-        return []
-    found, given, folder = [], config.eval, Path(config.run_folder, config.run_name or "")
-    missing = [f"eval.{key}" for key in ("prompts", "statistics", "inception", "clip") if getattr(given, key) is None]
-    if given.when == "off":
-        found.append(("eval.when", "nothing is evaluated. Say eval.when=after, or in_training."))
-    elif missing:
-        found.append(("eval.prompts", f"{', '.join(missing)}: not given. FID and CLIP score belong in the log."))
-    elif kind_of_path(given.prompts or "") != "file":
-        found.append(("eval.prompts", f"no file {given.prompts}, whose prompts the log counts. Check the path."))
-    elif not config.target.is_given:
-        found.append(("target.fid", "no target, so no run could succeed. The benchmark's: 90 and 0.15."))
-    of_log: list[str] = []
-    try:
-        if config.run_name and not mlperf_events.is_begun(folder) and listed(folder / "checkpoints", FULL):
-            text = (
-                f"{folder} was trained before its log was begun, or it was cut. Leave it out, or take another run_name."
-            )
-            found.append(("run_name", text))
-    except ConfigError as error:
-        of_log = error.problems
-    problems = [Problem(f"mlperf.enabled: true, but {text}", ("mlperf.enabled", key)) for key, text in found]
-    problems += [Problem(text, ("mlperf.enabled", "run_name")) for text in of_log]
-    if config.mlperf.division == "closed":
-        with contextlib.suppress(ValueError):  # values that cannot be resolved are reported elsewhere
-            for text in [*mlperf.not_closed(flat(resolve(config))), *_prompts_deviation(given)]:
-                fix = "Use the reference's value, or mlperf.division=open."
-                problems.append(Problem(f"mlperf.division: closed, but {text}. {fix}", (text.partition(":")[0],)))
-    return problems
-
-
-def closed_data_problems(config: RunConfig) -> list[Problem]:
-    """The closed division requires all of the benchmark's samples; read the stage's number."""
-    if not (config.mlperf.enabled and config.mlperf.division == "closed") or config.data.synthetic:
-        return []
-    with contextlib.suppress(ValueError):  # named by the section
-        stages = config.data.read()
-        if stages and (num := sum(stage.num_samples for stage in stages)) != mlperf.TRAIN_SAMPLES:
-            where = ", ".join(stage.location for stage in stages)
-            given = f"train_samples: {num:,} at {where}; the benchmark: {mlperf.TRAIN_SAMPLES:,}"
-            fix = "Give the stage of all of them; a subset, if it is meant, is mlperf.division=open"
-            return [Problem(f"mlperf.division: closed, but {given}. {fix}.", ("mlperf.division", "data.remote"))]
-    return []
-
-
-def _prompts_deviation(given: EvalConfig) -> list[str]:
-    """The closed division requires all of the benchmark's prompts; return deviations as `mlperf.deviations` does."""
-    if given.prompts is None or kind_of_path(given.prompts) != "file":
-        return []  # named by the section
-    with contextlib.suppress(ValueError):  # named by the section too
-        if (num := len(read_prompts(given.prompts).prompts)) != mlperf.NUM_PROMPTS:
-            return [f"eval.prompts: {num:,} prompts; the reference: {mlperf.NUM_PROMPTS:,}"]
-    return []
 
 
 def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]:

@@ -142,6 +142,11 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / METRICS) if line.get("evaluation")]
 
 
+def validations_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's validations."""
+    return [line for line in read_lines(folder / METRICS) if line.get("validation")]
+
+
 def check_are_files(folder: Path) -> None:
     """Look for what is no file where one of the run's belongs. Raises ConfigError: there is such."""
     others = [path for name in ALL if (path := folder / name).exists() and not path.is_file()]

@@ -18,8 +18,10 @@ Line = Mapping[str, Any]
 
 NAME = "mlperf.log"
 TOKEN = ":::MLLOG "
-METRICS = {"fid": "FID", "clip": "CLIP"}
-"""Our names -> those of the checkers. The CLIP score is the mean cosine, not times 100."""
+METRICS = {"fid": "FID", "clip": "CLIP", "val_loss": "VAL_LOSS"}
+"""Our names -> those of the log. The CLIP score is the mean cosine, not times 100. A loss has none in the checkers."""
+OPEN_LOSS = "averaged_validation_loss"
+"""The key by which the checker of the open division looks for the loss of flux1, beside eval_accuracy."""
 MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model", "eval_precision")
 """What an eval_stop says of its scores: how long they took, of how many images, by which networks and in which precision."""
 
@@ -92,7 +94,7 @@ class EventLog:
             time_ms = self._last_ms = max(time_ms, self._last_ms)
         kind(key, value, metadata=metadata, time_ms=time_ms)
 
-    def evaluation(self, line: Line, began: float) -> None:
+    def evaluation(self, line: Line, began: float, *, is_open: bool = False) -> None:
         """Append an evaluation: its line in the record, or its row in the table of eval.py.
 
         One that earlier starts had a part in began before the last event: its eval_sec says how long it took.
@@ -102,8 +104,15 @@ class EventLog:
         for key, metric in METRICS.items():
             if line.get(key) is not None:
                 self.event("eval_accuracy", line[key], metric=metric, **where)
+                if is_open and key == "val_loss":
+                    self.event(OPEN_LOSS, line[key], **where)
         made_with = {key: line[key] for key in MADE_WITH if line.get(key) is not None}
         self.event("eval_stop", line["images"], **made_with, **where)
+
+
+def as_evaluation(line: Line) -> dict[str, Any]:
+    """Return a validation's line of the record as an evaluation's, as far as a log goes."""
+    return {**line, "eval_sec": line["val_sec"], "num_images": line["num_samples"]}
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -164,7 +173,7 @@ def _fault_of(event: Any) -> str | None:
     if not isinstance(metadata.get("samples_count", 0), int) or (key == "seed" and not isinstance(value, int)):
         return "has no whole number where one belongs"
     if key == "eval_accuracy" and not (is_number(value) and metadata["metric"] in METRICS.values()):
-        return "is no FID or CLIP score"
+        return "is no score or loss"
     return None
 
 

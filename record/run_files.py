@@ -29,7 +29,7 @@ class RunFiles:
     summary: Mapping[str, Any]
     """Empty where the run is not finished."""
     recorded: Sequence[Mapping[str, Any]]
-    """The evaluations of metrics.jsonl, without partial ones."""
+    """The evaluations and validations of metrics.jsonl, without partial scores."""
     events: Sequence[Mapping[str, Any]] | None
     """Events of the MLPerf log, up to the first that cannot be read; None: there is no log."""
     fault: str | None = None
@@ -77,7 +77,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _evaluations(path: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of metrics.jsonl, without a last line that a killed writer left unfinished."""
+    """Return the evaluations and validations of metrics.jsonl, without a last line that a killed writer left unfinished."""
     found = []
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, 1):
@@ -85,8 +85,9 @@ def _evaluations(path: Path) -> list[dict[str, Any]]:
             content = json.loads(line)
         except (ValueError, RecursionError):
             content = None
-        is_whole = isinstance(content, dict) and (not content.get("evaluation") or is_number(content.get("images")))
+        is_one = isinstance(content, dict) and bool(content.get("evaluation") or content.get("validation"))
+        is_whole = isinstance(content, dict) and (not is_one or is_number(content.get("images")))
         if not is_whole and line.endswith("\n"):
             raise ValueError(f"{path} cannot be read: line {number:,} is none of a run's")
-        found += [content] if is_whole and content.get("evaluation") else []
+        found += [content] if is_whole and is_one else []
     return found

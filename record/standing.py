@@ -43,6 +43,7 @@ class Standing:
     images_per_sec: float | None
     fid: float | None
     clip: float | None
+    val_loss: float | None
     images: float | None
     seconds: float | None
     """On the clocks of all starts."""
@@ -139,6 +140,7 @@ def standing_of(folder: Path, parent: Path, signed: tuple[Any, ...]) -> Standing
         images_per_sec=number_of(line, "images_per_sec"),
         fid=number_of(line, "fid"),
         clip=number_of(line, "clip"),
+        val_loss=number_of(line, "val_loss"),
         images=batches * batch if batches and batch else number_of(line, "images"),
         seconds=number_of(summary, "wall_seconds") or history.seconds or None,
         cost=number_of(summary, "cost") or (hours * price if hours and price else None),
@@ -152,4 +154,5 @@ def _so_far(history: History) -> dict[str, Any]:
     speed = float(np.median(history.speeds)) if len(history.speeds) else None
     last = {"images": float(windows["images"][-1])} if len(windows["images"]) else {}
     scores = history.evaluations[-1] if history.evaluations else {}
-    return {"images_per_sec": speed, "fid": scores.get("fid"), "clip": scores.get("clip"), **last}
+    loss = history.validations[-1].get("val_loss") if history.validations else None
+    return {"images_per_sec": speed, "fid": scores.get("fid"), "clip": scores.get("clip"), "val_loss": loss, **last}

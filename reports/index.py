@@ -18,7 +18,7 @@ from record.standing import Standing, runs_under, signature, standing_of
 from reports.page_text import NONE, figure, moment, script_of, span, template
 
 PAGE, INDEX = "page.html", "index.html"
-COLUMNS = ("run", "state", "target", "images/s", "FID", "CLIP", "images seen", "time", "cost", "started")
+COLUMNS = ("run", "state", "target", "images/s", "FID", "CLIP", "val. loss", "images seen", "time", "cost", "started")
 
 
 def is_folder_of_runs(folder: Path) -> bool:
@@ -73,8 +73,8 @@ def _link(run: Standing, folder: Path, *, is_live: bool) -> str | None:
 
 def _cells(run: Standing) -> list[tuple[str, float | str]]:
     """Return (text, what it is sorted by) of each column after the run; an empty text comes last."""
-    figures = [run.images_per_sec, run.fid, run.clip, run.images]
-    texts = [figure(run.images_per_sec), figure(run.fid), figure(run.clip), figure(run.images)]
+    figures = [run.images_per_sec, run.fid, run.clip, run.val_loss, run.images]
+    texts = list(map(figure, figures))
     cells = [
         (run.state, run.state),
         (run.target or NONE, run.target or ""),

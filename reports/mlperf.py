@@ -7,14 +7,14 @@ A result is ten runs of one configuration with ten seeds. One of them may fail; 
 division none may have been restarted. A run that cannot count is named with the reason. A run without a log is only drawn.
 Written are
 
-    band.png                                               FID and CLIP score over images, over the reference's 40 runs
-    ORG/results/SYSTEM/stable_diffusion/result_0.txt ...   the logs, by seed
-    ORG/systems/SYSTEM.json                                the system, as far as environment.json knows it
-    ORG/benchmarks/stable_diffusion/implementations/easel/README.md
+    band.png                                       FID and CLIP score over images, over the reference's 40 runs (not of flux1)
+    ORG/results/SYSTEM/BENCHMARK/result_0.txt ...  the logs, by seed; BENCHMARK: stable_diffusion or flux1
+    ORG/systems/SYSTEM.json                        the system, as far as environment.json knows it
+    ORG/benchmarks/BENCHMARK/implementations/easel/README.md
 
 and every missing field is named. MLCommons' own check of a submission:
 
-    python -m mlperf_logging.package_checker OUT/ORG training 5.0.0
+    python -m mlperf_logging.package_checker OUT/ORG training RULESET
 
 Exit code: 0, or 2 where the runs cannot be combined (each problem on a line of stderr).
 Source: mlcommons/training_policies at d73e20f1, training_rules.adoc; mlcommons/logging at 7bbf7926, system_desc_checker.
@@ -36,7 +36,7 @@ from cli.log import log
 from cli.table import as_table
 from record.config_file import masked_text
 from reports.mlperf_band import draw, read_bands, standing
-from reports.mlperf_runs import BENCHMARK, Run, differences, olympic_mean, read_run, reference_points, same_seeds
+from reports.mlperf_runs import Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
 NUM_RUNS = 10  # of a result (mlperf_logging.benchmark_meta)
 MAX_FAILED = 1
@@ -210,7 +210,13 @@ def print_result(runs: Sequence[Run], folder: Path) -> None:
 def write_picture(runs: Sequence[Run], out: Path) -> None:
     """Draw the runs that have evaluations, and compare the last one of each with the reference."""
     bands = read_bands()
-    drawn = [run for run in runs if run.evaluations]
+    for run in (run for run in runs if run.evaluations and not run.rules.is_late):
+        last = run.evaluations[-1]
+        figures = ", ".join(f"{key}={last[key]:.6g}" for key in run.rules.target if last[key] is not None)
+        print(f"{run.label} at {last['images']:,} images: {figures}. The reference published no curve of it.")
+    drawn = [run for run in runs if run.evaluations and run.rules.is_late]
+    if not drawn and any(not run.rules.is_late for run in runs):
+        return
     for run in drawn:
         print(f"{run.label} {standing(run.evaluations[-1], run.config['global_batch_size'], bands)}.")
     draw([(run.label, run.evaluations) for run in drawn], out / "band.png", bands)
@@ -228,7 +234,7 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     """
     system = system_of(runs[0])
     org, name = system["submitter"] or "ORG", system["system_name"] or "SYSTEM"
-    results = out / org / "results" / name / BENCHMARK
+    results = out / org / "results" / name / runs[0].benchmark
     results.mkdir(parents=True, exist_ok=True)
     for old in results.glob("result_*.txt"):
         old.unlink()
@@ -239,7 +245,7 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     by_hand = _read_system(systems / f"{name}.json")  # fields filled in since the last report stay
     filled = {field: system[field] or by_hand.get(field, "") for field in SYSTEM_FIELDS}
     write_json(systems / f"{name}.json", filled)
-    code = out / org / "benchmarks" / BENCHMARK / "implementations" / "easel"
+    code = out / org / "benchmarks" / runs[0].benchmark / "implementations" / "easel"
     code.mkdir(parents=True, exist_ok=True)
     write_whole(code / "config.yaml", masked_text(runs[0].folder))
     commit = runs[0].environment.get("commit")

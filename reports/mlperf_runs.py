@@ -6,15 +6,36 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from record.run_files import RunFiles, read_run_files
 
-BENCHMARK = "stable_diffusion"
-RULESETS = ("4.0.0", "4.1.0", "5.0.0")
-NUM_SAMPLES, NUM_IMAGES = 6_513_144, 30_000  # of training, and of each score of the benchmark
+
+@dataclass(frozen=True)
+class Rules:
+    """What a benchmark asks of a run's log. A report reads runs alone, so it has these for itself (zoo/mlperf_*.py)."""
+
+    rulesets: tuple[str, ...]
+    num_samples: int
+    """Of training."""
+    num_images: int
+    """Of an evaluation."""
+    target: Mapping[str, str]
+    """Metric -> how it meets its target."""
+    is_late: bool
+    """Scores may be made after training, so points may lack them, and the rules ask for two."""
+
+
+AT_MOST, AT_LEAST = "at most", "at least"
+RULES = {
+    "stable_diffusion": Rules(
+        ("4.0.0", "4.1.0", "5.0.0"), 6_513_144, 30_000, {"fid": AT_MOST, "clip": AT_LEAST}, is_late=True
+    ),
+    "flux1": Rules(("5.1.0", "6.0.0"), 1_099_776, 29_696, {"val_loss": AT_MOST}, is_late=False),
+}
 NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
 """The benchmark's networks, as the line of an evaluation names them."""
 
@@ -51,8 +72,18 @@ class Run(RunFiles):
         return next(iter(self.values(f"submission_{key}")), self.config.get(f"mlperf.{key}"))
 
     @property
+    def benchmark(self) -> str:
+        """As its log says, else as its network is."""
+        own = "flux1" if self.config.get("model.family") == "flux" else "stable_diffusion"
+        return next((name for name in self.values("submission_benchmark") if name in RULES), own)
+
+    @property
+    def rules(self) -> Rules:
+        return RULES[self.benchmark]
+
+    @property
     def ruleset(self) -> str:
-        return str(self.config.get("mlperf.ruleset", RULESETS[-1]))
+        return str(self.config.get("mlperf.ruleset") or self.rules.rulesets[-1])
 
     @property
     def header(self) -> dict[str, Any]:
@@ -63,30 +94,38 @@ class Run(RunFiles):
 
     @property
     def logged(self) -> list[dict[str, Any]]:
-        """Images, fid and clip of each evaluation in the log, by images."""
+        """Images and metrics of each evaluation in the log, by images."""
         found: dict[int, dict[str, Any]] = {}
         for event in self.events or ():
             if event["key"] == "eval_accuracy":
                 images = event["metadata"]["samples_count"]
-                of_point = found.setdefault(images, {"images": images, "fid": None, "clip": None})
+                of_point = found.setdefault(images, {"images": images, **dict.fromkeys(self.rules.target)})
                 of_point[event["metadata"]["metric"].lower()] = event["value"]
         return [found[images] for images in sorted(found)]
 
     @property
+    def _of_target(self) -> list[Mapping[str, Any]]:
+        """The evaluations of the record, or its validations where the target is their loss."""
+        return [line for line in self.recorded if bool(line.get("validation")) != self.rules.is_late]
+
+    @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The same, with the evaluations of metrics.jsonl that the log does not have."""
-        found = {line["images"]: {key: line.get(key) for key in ("images", "fid", "clip")} for line in self.recorded}
+        keys = ("images", *self.rules.target)
+        found = {line["images"]: {key: line.get(key) for key in keys} for line in self._of_target}
         found |= {line["images"]: line for line in self.logged}
         return [found[images] for images in sorted(found)]
 
     @property
     def foreign_scores(self) -> list[str]:
         """Reasons why its scores do not compare with the reference's."""
-        num = next(iter([*self.values("eval_samples"), *(line.get("num_images") for line in self.recorded)]), None)
+        nums = [line.get("num_images", line.get("num_samples")) for line in self._of_target]
+        num = next(iter([*self.values("eval_samples"), *nums]), None)
         networks = [key for key in ("inception", "clip") if self.config.get(f"eval.{key}") == "random"]
-        lines = [*self.recorded, *(event["metadata"] for event in self.events or () if event["key"] == "eval_stop")]
+        lines = [*self._of_target, *(event["metadata"] for event in self.events or () if event["key"] == "eval_stop")]
         others = {line[key] for line in lines for key, name in NETWORKS.items() if line.get(key, name) != name}
-        said = [f"{num:,} images a score"] if num not in (None, NUM_IMAGES) else []
+        what = "score" if self.rules.is_late else "validation"
+        said = [f"{num:,} images a {what}"] if num not in (None, self.rules.num_images) else []
         said += [f"random {' and '.join(networks)}"] if networks else []
         others -= {None, *(f"random-{name}" for name in RANDOM if name.lower() in networks)}  # their key names them
         return said + ([f"scored by {' and '.join(sorted(others))}"] if others else [])
@@ -101,14 +140,16 @@ class Run(RunFiles):
     @property
     def first_pass(self) -> dict[str, Any] | None:
         """The first evaluation in the log that meets the run's own target; None: there is none, or no target."""
-        fid, clip = (self.config.get(f"target.{key}") for key in ("fid", "clip"))
-        if fid is None and clip is None:
-            return None
-        for line in self.logged:
-            fid_met = fid is None or (line["fid"] is not None and line["fid"] <= fid)
-            if fid_met and (clip is None or (line["clip"] is not None and line["clip"] >= clip)):
-                return line
-        return None
+        target = {key: value for key, value in self._target.items() if value is not None}
+        met = (line for line in self.logged if all(self._meets(key, line[key], target[key]) for key in target))
+        return next(met, None) if target else None
+
+    @property
+    def _target(self) -> dict[str, Any]:
+        return {key: self.config.get(f"target.{key}") for key in self.rules.target}
+
+    def _meets(self, key: str, value: float | None, wanted: float) -> bool:
+        return value is not None and (value <= wanted if self.rules.target[key] == AT_MOST else value >= wanted)
 
     @property
     def points(self) -> list[int]:
@@ -176,28 +217,25 @@ class Run(RunFiles):
         for key in ("org", "platform"):
             if (name := self.said(key)) is not None and not re.fullmatch(r"\w[\w.+ -]*", str(name)):
                 return f"mlperf.{key}: '{name}' cannot be a folder's name, and a submission has a folder of that name"
-        if self.ruleset not in RULESETS:
-            return f"mlperf.ruleset: '{self.ruleset}' is not known here. Possible: {', '.join(RULESETS)}"
+        if self.ruleset not in self.rules.rulesets:
+            return f"mlperf.ruleset: '{self.ruleset}' is not known here. Possible: {', '.join(self.rules.rulesets)}"
         if self.values("fixture"):
             return f"a fixture: {self.values('fixture')[0]}"
         if is_closed and (restart := next((e for e in self.events or () if e["key"] == "restart"), None)):
             where = f"{restart['metadata']['samples_count']:,} images"
             return f"was restarted at {where}: no result of the closed division"
         if is_closed and self.foreign_scores:
-            asked = f"{NUM_IMAGES:,} images, by the benchmark's networks"
+            networks = ", by the benchmark's networks" if self.rules.is_late else ""
+            asked = f"{self.rules.num_images:,} images{networks}"
             return f"{', '.join(self.foreign_scores)}: no result of the closed division, which asks for {asked}"
-        if is_closed and {*self.values("train_samples")} - {NUM_SAMPLES}:
+        if is_closed and {*self.values("train_samples")} - {self.rules.num_samples}:
             given = f"trained on {self.values('train_samples')[0]:,} samples"
-            return f"{given}: no result of the closed division, which asks for {NUM_SAMPLES:,}"
+            return f"{given}: no result of the closed division, which asks for {self.rules.num_samples:,}"
         return None
 
     def _of_its_end(self) -> str | None:
         """What is wrong with its end; None: nothing."""
-        first, ended, target = (
-            self.first_pass,
-            self.images,
-            [self.config.get(f"target.{key}") for key in ("fid", "clip")],
-        )
+        first, ended = self.first_pass, self.images
         if not self.has_passed:
             changed = "its target was changed after its end, or its log was"
             return (
@@ -206,14 +244,13 @@ class Run(RunFiles):
                 else f"its log says aborted, but it passed at {first['images']:,} images: {changed}"
             )
         if first is None:
-            return "its log says success, but none of its evaluations meets target.fid={} and target.clip={}".format(
-                *target
-            )
+            target = " and ".join(f"target.{key}={value}" for key, value in self._target.items())
+            return f"its log says success, but none of its evaluations meets {target}"
         if first["images"] != ended:
             return f"its run_stop is at {ended:,} images, but it passed first at {first['images']:,}"
         if missing := {*self.points[-2:]} - {line["images"] for line in self.logged}:
             return f"its log has no scores at {min(missing):,} images: the rules ask for the first pass and the point before"
-        if len(self.logged) < 2:
+        if len(self.logged) < 2 and self.rules.is_late:
             return (
                 "it passed at its first evaluation, the checkers ask for two: evaluate more often (eval.every_images)"
             )

@@ -149,12 +149,12 @@ def _result(card: Card) -> str:
             lines.append("\nNot all prompts of the file were used: these scores are partial, and meet no target.")
     else:
         lines.append("FID and CLIP score of these weights were not measured.")
-    wanted = {key: card.config.get(f"target.{key}") for key in ("fid", "clip")}
+    wanted = {key: card.config.get(f"target.{key}") for key in ("fid", "clip", "val_loss")}
     if any(value is not None for value in wanted.values()):
         goal = ", ".join(f"{key} {code(value)}" for key, value in wanted.items() if value is not None)
         met = card.summary.get("target", "not decided")
         after = f" after {card.summary['images_to_target']:,} images" if card.summary.get("images_to_target") else ""
-        lines.append(f"\nThe run's target ({goal}; FID at most, CLIP score at least): {code(met)}{after}.")
+        lines.append(f"\nThe run's target ({goal}; FID and loss at most, CLIP score at least): {code(met)}{after}.")
     return "\n".join([*lines, ""])
 
 

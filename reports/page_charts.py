@@ -16,7 +16,7 @@ from reports.page_plots import NUM_COLOURS, Array, Plot, Series, smoothed, thinn
 from reports.page_text import figure, plain
 
 LABELS = {"fid": "FID", "clip": "CLIP score (mean cosine)"}
-SIDE = {"fid": "at most", "clip": "at least"}
+SIDE = {"fid": "at most", "clip": "at least", "val_loss": "at most"}
 IMAGES = "images seen"
 CLOCK_NAMES = dict(zip(CLOCKS, ("training", "waiting for data", "evaluation", "checkpoints and the rest"), strict=True))
 CLOCK_COLOURS = dict(zip(CLOCKS, ("s0", "s5", "s1", "s7"), strict=True))
@@ -251,7 +251,8 @@ def _validation(runs: Sequence[History]) -> list[Plot]:
         )
         for number, line in enumerate(shown):
             values = column([{"bin": value} for value in line["val_loss_bins"]], "bin")
-            middles = (np.arange(len(values)) + 0.5) * 1000 / len(values)
+            inside = 0.0 if line.get("times") == "eighths" else 0.5  # at that time, or spread over a tenth of them
+            middles = (np.arange(len(values)) + inside) * 1000 / len(values)
             own = (
                 _own(place, runs)
                 if len(runs) > 1
@@ -261,12 +262,13 @@ def _validation(runs: Sequence[History]) -> list[Plot]:
     by_time = Plot(
         "validation-by-time",
         "Validation loss by timestep",
-        "timestep (mean of a tenth)",
+        "timestep, of 1000",
         "loss",
         bins,
         is_log=_is_wide(bins),
     )
-    return [Plot("validation", "Validation loss", IMAGES, "loss on held-out samples", series), by_time]
+    targets = _targets(runs, "val_loss")
+    return [Plot("validation", "Validation loss", IMAGES, "loss on held-out samples", series, targets), by_time]
 
 
 # --- speed, memory ---

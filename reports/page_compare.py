@@ -51,6 +51,11 @@ OF_LOSS = (
     ("objective.timesteps", "other timesteps"),
     ("image_size", "images of another size"),
 )
+OF_VALIDATION = (
+    ("stage_sha256", "other held-out stages"),
+    ("num_samples", "another number of samples"),
+    ("times", "other times"),
+)
 OF_SPEED = (
     ("model.family", "other families"),
     ("model.preset", "other presets"),
@@ -121,12 +126,14 @@ def differing_environment(runs: Sequence[History]) -> list[Row]:
 def not_comparable(runs: Sequence[History]) -> list[str]:
     """Say which figures do not compare between these runs, and why."""
     scored = [run.evaluations[-1] for run in runs if run.evaluations]
+    validated = [{"times": "thousandths", **run.validations[-1]} for run in runs if run.validations]
     configs = [run.config for run in runs]
     found = []
     for what, lines, keys in (
         ("FID", scored, (*OF_SCORES["fid"], *OF_BOTH)),
         ("CLIP scores", scored, (*OF_SCORES["clip"], *OF_BOTH)),
         ("Losses", configs, OF_LOSS),
+        ("Validation losses", validated, OF_VALIDATION),
         ("Images/s", configs, OF_SPEED),
     ):
         why = [words for key, words in keys if _differs(lines, key)]

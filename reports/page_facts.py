@@ -12,7 +12,7 @@ import numpy as np
 from record import standing
 from record.files import CLOCKS
 from record.history import History, Line, number_of
-from reports.page_charts import CLOCK_COLOURS, CLOCK_NAMES, SIDE
+from reports.page_charts import CLOCK_COLOURS, CLOCK_NAMES, LABELS, SIDE
 from reports.page_text import NONE, TIMES, figure, moment, plain, share, span
 
 MOST_ROWS = 50  # of bad samples, and of starts at either end
@@ -104,17 +104,19 @@ def target_of(run: History) -> dict[str, float]:
 
 
 def is_met(line: Line, target: Mapping[str, float]) -> bool:
-    """True where an evaluation of all prompts meets a target: FID at most, CLIP score at least."""
+    """True where an evaluation of all prompts, or a validation, meets a target."""
     values = {key: number_of(line, key) for key in target}
     if not target or line.get("partial") or None in values.values():
         return False
-    return all(value <= target[key] if key == "fid" else value >= target[key] for key, value in values.items())  # type: ignore[operator]
+    found = [(SIDE[key] == "at most", value, target[key]) for key, value in values.items() if value is not None]
+    return all(value <= wanted if is_most else value >= wanted for is_most, value, wanted in found)
 
 
 def reached_by(run: History) -> Line | None:
     """Return the first evaluation that met the target: of training, else as eval.py has told summary.json."""
     target = target_of(run)
-    found = next((line for line in run.evaluations if is_met(line, target)), None)
+    lines = run.validations if "val_loss" in target else run.evaluations
+    found = next((line for line in lines if is_met(line, target)), None)
     if found is None and run.summary.get("target") == "reached":
         keys = {
             "images": "images_to_target",
@@ -140,15 +142,16 @@ def state_of(run: History) -> str:
 def result_of(run: History) -> Result:
     """Say how a run ended."""
     state, target, line = state_of(run), target_of(run), reached_by(run)
-    wanted = " and ".join(f"{key.upper()} {SIDE[key]} {value:g}" for key, value in target.items())
+    wanted = " and ".join(f"{_name(key)} {SIDE[key]} {value:g}" for key, value in target.items())
     ended = f"{figure(int(images_of(run)))} images in {span(run.seconds)}"
+    what = "loss" if "val_loss" in target else "scores"
     if state == "reached" and line is not None:
         seconds, whole = number_of(line, "seconds"), number_of(line, "seconds_with_eval")
         times = [f"{span(seconds)} of training"] if seconds is not None else []
         times += [f"{span(whole)} with evaluation"] if whole is not None else []
         text = f"{scores_said(line)} after {figure(_int(line, 'images'))} images: {', '.join(times)}. The target is {wanted}."
     elif state == "missed":
-        text = f"The target is {wanted}. The run ended after {ended}; its last scores: {scores_said(last_scores(run))}."
+        text = f"The target is {wanted}. The run ended after {ended}; its last {what}: {scores_said(last_scores(run))}."
     elif state == "pending":
         text = f"The target is {wanted}. The run ended after {ended}; "
         text += f"composer eval.py {plain(run.folder)} scores its snapshots."
@@ -182,12 +185,19 @@ def _wants(wanted: str) -> str:
 
 def last_scores(run: History) -> Line:
     """Return the last evaluation, or that of a finished run that eval.py has scored."""
+    if "val_loss" in target_of(run):
+        return run.validations[-1] if run.validations else {}
     return run.evaluations[-1] if run.evaluations else run.summary if number_of(run.summary, "fid") is not None else {}
+
+
+def _name(key: str) -> str:
+    return "validation loss" if key == "val_loss" else key.upper()
 
 
 def scores_said(line: Line) -> str:
     """Return the scores of a line in words."""
-    said = [f"{key.upper()} {figure(value)}" for key in SIDE if (value := number_of(line, key)) is not None]
+    keys = LABELS if any(number_of(line, key) is not None for key in LABELS) else SIDE  # a loss is no score
+    said = [f"{_name(key)} {figure(value)}" for key in keys if (value := number_of(line, key)) is not None]
     return " and ".join(said) if said else "none"
 
 
@@ -233,7 +243,7 @@ def figures_of(run: History) -> dict[str, float | None]:
     if found["val_loss"] is None and run.validations:
         found["val_loss"] = number_of(run.validations[-1], "val_loss")
     scores = reached_by(run) or last_scores(run)
-    found |= {key: number_of(scores, key) for key in SIDE}
+    found |= {key: number_of(scores, key) for key in LABELS}
     line = reached_by(run) or {}
     found |= {f"{key}_to_target": number_of(line, key) for key in ("images", "seconds", "seconds_with_eval")}
     return found | {"device_hours": run.device_hours, "cost": cost_of(run, run.device_hours)}
@@ -248,6 +258,7 @@ def cards_of(run: History) -> list[Card]:
     """Return the figures that stand on top."""
     found, target = figures_of(run), target_of(run)
     _, least, most = speed_of(run)
+    of_loss = f"target at most {target['val_loss']:g}" if "val_loss" in target else "last one"
     between = f"{figure(least, 3)} to {figure(most, 3)}" if least is not None else ""
     cards = [
         *(
@@ -257,13 +268,13 @@ def cards_of(run: History) -> list[Card]:
                 "",
                 f"target {SIDE[key]} {target[key]:g}" if key in target else "",
             )
-            for key in SIDE
+            for key in LABELS
         ),
         Card("Images seen", figure(int(found["images"])) if found["images"] else NONE),
         Card("Time", span(found["seconds"]), "", "all clocks of all starts"),
         Card("Throughput", figure(found["images_per_sec"]), "images/s", between),
         Card("Training loss", figure(found["loss"]), "", "last window"),
-        Card("Validation loss", figure(found["val_loss"]), "", "last one"),
+        Card("Validation loss", figure(found["val_loss"]), "", of_loss),
         Card(
             "Peak memory",
             figure(found["peak_mem_gib"], 3),

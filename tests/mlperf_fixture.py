@@ -17,7 +17,10 @@ from conftest import ROOT
 from omegaconf import OmegaConf
 
 from callbacks.mlperf_log import MLPerfConfig, MLPerfLog
-from zoo import mlperf
+from zoo import mlperf_sd
+from zoo.mlperf_flux import FLUX
+from zoo.mlperf_rules import Benchmark
+from zoo.mlperf_sd import SD
 
 FIXTURE = "written from the published curves of MLPerf's reference: not a result"
 BEGAN = 1_700_000_000.0
@@ -38,7 +41,9 @@ def curves(global_batch_size: int) -> list[list[Point]]:
 
 
 def passes(point: Point) -> bool:
-    return point["fid"] <= mlperf.TARGET_FID and point["clip"] >= mlperf.TARGET_CLIP
+    if "val_loss" in point:
+        return point["val_loss"] <= FLUX.target["val_loss"]
+    return point["fid"] <= mlperf_sd.TARGET_FID and point["clip"] >= mlperf_sd.TARGET_CLIP
 
 
 def header(global_batch_size: int, seed: int, **changes: Any) -> dict[str, Any]:
@@ -65,16 +70,22 @@ class Drive:
     """A run without a network: the callback, its clock, and what the trainer would tell it."""
 
     def __init__(
-        self, folder: Path, config: MLPerfConfig, header: Mapping[str, Any], *, images_per_sec: float = 1000.0
+        self,
+        folder: Path,
+        config: MLPerfConfig,
+        header: Mapping[str, Any],
+        *,
+        images_per_sec: float = 1000.0,
+        benchmark: Benchmark = SD,
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.time, self.images_per_sec, self.evaluations = BEGAN + 60.0, images_per_sec, []
-        every = mlperf.CHECKPOINT_EVERY_IMAGES
         self.log = MLPerfLog(
             folder,
             config,
             header,
-            every_images=every,
+            benchmark=benchmark.name,
+            every_images=benchmark.every_images,
             in_training=True,
             evaluations=lambda: self.evaluations,
             began=BEGAN,
@@ -146,7 +157,7 @@ def record(
         "seed": seed,
         "global_batch_size": global_batch_size,
         "mlperf": {**section, "platform": config.platform},
-        "target": {"fid": mlperf.TARGET_FID, "clip": mlperf.TARGET_CLIP},
+        "target": {"fid": mlperf_sd.TARGET_FID, "clip": mlperf_sd.TARGET_CLIP},
         **more,
     }
     folder.mkdir(parents=True, exist_ok=True)

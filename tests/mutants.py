@@ -104,8 +104,8 @@ TABLE = """
 + self.features.update(self.extractor(images)[-num:], numbers)
 
 18 | evaluation/scoring.py | scoring | a partial score meets the target
-- if not self.is_given or score["partial"]:
-+ if not self.is_given:
+- if not self.is_of_scores or line["partial"]:
++ if not self.is_of_scores:
 
 19 | evaluation/scoring.py | unfinished scoring | an evaluation that goes on leaves out a batch
 - [work.num_done :]

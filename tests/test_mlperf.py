@@ -1,4 +1,4 @@
-"""zoo/mlperf.py against MLCommons' own checker, and in which keys a run differs from the benchmark's reference."""
+"""zoo/mlperf_sd.py against MLCommons' own checker, and in which keys a run differs from the benchmark's reference."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ import pytest
 
 import benchmark
 from config import flat, schema_keys
-from zoo import mlperf
-from zoo.mlperf import (
-    REFERENCE_POINTS,
-    RULESETS,
-    checkpoint_batches,
-    deviations,
-    fixed_deviations,
-    lr_per_image,
-    nearest,
-    reference_point,
-)
+from zoo.mlperf_sd import EVERY_IMAGES, RULESETS, SD
 
 
 @pytest.mark.parametrize("ruleset", RULESETS)
@@ -25,7 +15,7 @@ def test_reference_points_are_those_of_the_official_checker(ruleset):
     from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
     official = RCP_Checker("training", ruleset, "stable_diffusion", False).rcp_data.values()
-    ours = mlperf.points_of(ruleset)
+    ours = SD.points_of(ruleset)
     assert [point.global_batch_size for point in ours] == [record["BS"] for record in official]
     for point, record in zip(ours, official, strict=True):
         assert list(point.images) == record["Epochs to converge"]
@@ -34,18 +24,18 @@ def test_reference_points_are_those_of_the_official_checker(ruleset):
         assert point.warmup_batches == record["Hyperparams"]["opt_learning_rate_warmup_steps"]
         for key in ("eps", "weight_decay"):
             name = {"eps": "epsilon"}.get(key, key)
-            assert mlperf.FIXED[f"optimizer.{key}"] == record["Hyperparams"][f"opt_adamw_{name}"]
+            assert SD.fixed[f"optimizer.{key}"] == record["Hyperparams"][f"opt_adamw_{name}"]
 
 
 def test_the_mean_of_each_point_is_the_published_one_to_the_image():
     """As computed by the official checker at mlcommons/logging 7bbf7926, without the files that are installed here."""
     published = (1_706_667, 2_049_024, 2_104_889, 2_048_000, 2_561_280, 2_560_000, 2_839_273, 4_002_909)
-    assert tuple(round(point.mean_images) for point in REFERENCE_POINTS) == published
+    assert tuple(round(point.mean_images) for point in SD.points) == published
 
 
 def test_every_run_of_a_point_ends_at_a_checkpoint_of_the_benchmark():
-    for point in REFERENCE_POINTS:
-        every = checkpoint_batches(point.global_batch_size) * point.global_batch_size
+    for point in SD.points:
+        every = SD.interval(point.global_batch_size)
         assert all(images % every == 0 for images in point.images), point
         assert list(point.images) == sorted(point.images)
         assert point.fastest_images <= point.mean_images <= point.slowest_images
@@ -56,29 +46,29 @@ def test_every_run_of_a_point_ends_at_a_checkpoint_of_the_benchmark():
 )
 def test_batches_between_two_checkpoints(global_batch_size, batches):
     """384 is the example of the rules: 1334 batches, 512,256 images; 64, 512 and 2048 are the reference's configurations."""
-    assert checkpoint_batches(global_batch_size) == batches
-    assert (batches - 1) * global_batch_size < mlperf.CHECKPOINT_EVERY_IMAGES <= batches * global_batch_size
+    assert SD.interval(global_batch_size) == batches * global_batch_size
+    assert (batches - 1) * global_batch_size < EVERY_IMAGES <= batches * global_batch_size
 
 
 def test_a_point_is_found_by_its_exact_global_batch_and_ruleset():
-    assert reference_point(256).lr == pytest.approx(7.168e-5, rel=1e-12)
-    assert reference_point(256, "4.1.0").lr_per_image == 1.8e-7 and reference_point(256, "4.0.0") is None
-    assert reference_point(257) is None
-    assert reference_point(384).batches(reference_point(384).fastest_images) == 3 * 1334
+    assert SD.reference_point(256).lr == pytest.approx(7.168e-5, rel=1e-12)
+    assert SD.reference_point(256, "4.1.0").lr_per_image == 1.8e-7 and SD.reference_point(256, "4.0.0") is None
+    assert SD.reference_point(257) is None
+    assert SD.reference_point(384).batches(SD.reference_point(384).fastest_images) == 3 * 1334
 
 
 def test_the_nearest_points_are_the_next_below_and_the_next_above():
     def sizes(*given) -> list[int]:
-        return [point.global_batch_size for point in nearest(*given)]
+        return [point.global_batch_size for point in SD.nearest(*given)]
 
     assert sizes(320) == [256, 384] and sizes(512) == [384, 1024]
     assert sizes(64) == [256] and sizes(8192) == [2048] and sizes(300, "4.0.0") == [384]
 
 
 def test_the_rate_where_there_is_no_point_names_the_nearest():
-    assert lr_per_image(512) == 2.3e-7 and lr_per_image(512, "4.0.0") == 1.25e-7
+    assert SD.lr_per_image(512) == 2.3e-7 and SD.lr_per_image(512, "4.0.0") == 1.25e-7
     with pytest.raises(ValueError) as error:
-        lr_per_image(320)
+        SD.lr_per_image(320)
     assert str(error.value) == (
         "no reference point at a global batch of 320 (ruleset 5.0.0). Nearest: 256 (2.8e-07 an image), 384 (2.3e-07 an "
         "image). Give optimizer.lr_per_image."
@@ -87,14 +77,15 @@ def test_the_rate_where_there_is_no_point_names_the_nearest():
 
 def test_a_ruleset_without_points_names_those_that_have_some():
     with pytest.raises(ValueError) as error:
-        lr_per_image(512, "3.1.0")
-    assert str(error.value) == "ruleset: '3.1.0' has no reference points here. Known: 4.0.0, 4.1.0, 5.0.0."
+        SD.lr_per_image(512, "3.1.0")
+    said = "ruleset: '3.1.0' has no reference points of stable_diffusion here. Known: 4.0.0, 4.1.0, 5.0.0."
+    assert str(error.value) == said
 
 
 # --- deviations ---
 
 REFERENCE = {
-    **mlperf.FIXED,
+    **SD.fixed,
     "global_batch_size": 256,
     "optimizer.lr": None,
     "optimizer.lr_per_image": 2.8e-7,
@@ -105,7 +96,7 @@ REFERENCE = {
 
 def changed(**values) -> list[str]:
     """Deviations of the reference with some keys changed; a dot is written as two underlines."""
-    return deviations({**REFERENCE, **{key.replace("__", "."): value for key, value in values.items()}})
+    return SD.deviations({**REFERENCE, **{key.replace("__", "."): value for key, value in values.items()}})
 
 
 def test_every_key_that_is_compared_is_a_key_of_a_run():
@@ -168,14 +159,14 @@ def test_the_reference_itself_does_not_deviate_however_its_numbers_are_written()
     ],
 )
 def test_each_deviation_is_said_in_full(key, value, message):
-    assert deviations({**REFERENCE, key: value}) == [message]
+    assert SD.deviations({**REFERENCE, key: value}) == [message]
 
 
 def test_all_that_the_closed_division_fixes_is_held_against_a_run_as_it_is_given():
     """A stock run, as config.flat gives it: the fixed keys that the benchmark's rules list, then the free ones."""
     own = {"objective.prediction": "epsilon", "objective.timesteps": "uniform", "objective.caption_dropout": 0.1}
     values = {**flat(benchmark.RunConfig()), **own}
-    assert [text.partition(":")[0] for text in deviations({**values, "optimizer.lr": 1e-4})] == [
+    assert [text.partition(":")[0] for text in SD.deviations({**values, "optimizer.lr": 1e-4})] == [
         "objective.prediction",
         "objective.caption_dropout",
         "data.normalize",
@@ -186,6 +177,6 @@ def test_all_that_the_closed_division_fixes_is_held_against_a_run_as_it_is_given
 
 def test_snapshots_elsewhere_than_where_the_rules_ask_for_them_are_a_deviation():
     values = {"global_batch_size": 384, "save.snapshot_every_images": 512_000}
-    assert deviations(values)[0] == "save.snapshot_every_images: 512000; the rules: 512256"
-    assert fixed_deviations({**values, "save.snapshot_every_images": 512_256}) == []
-    assert fixed_deviations({**values, "data.synthetic": True}) == []
+    assert SD.deviations(values)[0] == "save.snapshot_every_images: 512000; the rules: 512256"
+    assert SD.fixed_deviations({**values, "save.snapshot_every_images": 512_256}) == []
+    assert SD.fixed_deviations({**values, "data.synthetic": True}) == []

@@ -23,12 +23,13 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import flat, load
 from evaluation.scoring import TargetConfig
-from preflight.run import closed_data_problems, quick_problems
+from preflight.mlperf import closed_data_problems
+from preflight.run import quick_problems
 from record.checkpoint_files import WEIGHTS, listed, read, stem, write
 from record.mlperf_events import MADE_WITH, TOKEN, read_events
 from reports.mlperf_runs import read_run
 from training import scores
-from zoo.mlperf import RULESETS, not_closed
+from zoo.mlperf_sd import RULESETS, SD
 
 pytestmark = pytest.mark.timeout(200, func_only=True)
 
@@ -536,14 +537,14 @@ def test_a_run_that_still_trains_or_was_decided_in_training_is_left_alone(tmp_pa
 
 
 def test_the_older_rulesets_ask_who_and_on_what():
-    assert MLPerfConfig(enabled=True).problems() == [] == MLPerfConfig(ruleset="4.0.0").problems()
-    assert MLPerfConfig(enabled=True, ruleset="4.1.0", org="A", platform="..").problems() == [
+    assert MLPerfConfig(enabled=True).problems(SD) == [] == MLPerfConfig(ruleset="4.0.0").problems(SD)
+    assert MLPerfConfig(enabled=True, ruleset="4.1.0", org="A", platform="..").problems(SD) == [
         (
             "mlperf.platform",
             "'..' cannot be the name of a folder, which it is in a submission. Use letters, digits, . _ - +",
         )
     ]
-    assert [key for key, _ in MLPerfConfig(enabled=True, ruleset="4.0.0").problems()] == [
+    assert [key for key, _ in MLPerfConfig(enabled=True, ruleset="4.0.0").problems(SD)] == [
         "mlperf.org",
         "mlperf.platform",
     ]
@@ -637,13 +638,13 @@ def test_the_closed_division_refuses_a_shortcut(key):
         benchmark.RunConfig, parse_command_line(["yamls/mlperf_256.yaml"], {}), not_yet={}, check=lambda run: []
     )
     value, text = SHORTCUTS[key]
-    assert not_closed({**flat(benchmark.resolve(config)), key: value}) == [f"{key}: {text}"]
+    assert SD.not_closed({**flat(benchmark.resolve(config)), key: value}) == [f"{key}: {text}"]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "yamls").glob("mlperf_*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "yamls").glob("mlperf_[0-9]*.yaml")), ids=lambda path: path.name)
 def test_each_recipe_of_the_benchmark_may_be_logged_in_the_closed_division(path):
     config = load(benchmark.RunConfig, parse_command_line([str(path)], {}), not_yet={}, check=lambda run: [])
-    assert not_closed(flat(benchmark.resolve(config))) == []
+    assert SD.not_closed(flat(benchmark.resolve(config))) == []
 
 
 # --- whole runs ---

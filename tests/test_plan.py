@@ -10,7 +10,7 @@ from test_mlperf import REFERENCE
 
 from preflight import plan
 from training.cost import Cost
-from zoo.mlperf import reference_point
+from zoo.mlperf_sd import SD
 
 COST = Cost(
     trained_parameters=865_910_724,
@@ -86,7 +86,7 @@ def test_an_average_in_host_memory_is_in_the_checkpoint_and_not_on_the_device():
 @pytest.mark.parametrize("global_batch_size", [256, 2048])
 def test_time_is_images_over_rate(rate, global_batch_size):
     seconds_in = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
-    point = reference_point(global_batch_size)
+    point = SD.reference_point(global_batch_size)
     printed = lines(
         global_batch_size=global_batch_size,
         optimizer__lr_per_image=point.lr_per_image,

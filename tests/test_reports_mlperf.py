@@ -25,7 +25,7 @@ from record.environment import environment
 from reports import mlperf, mlperf_runs
 from reports.mlperf_band import read_bands, standing
 from reports.mlperf_runs import olympic_mean
-from zoo.mlperf import RULESETS
+from zoo.mlperf_sd import RULESETS
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 

@@ -24,7 +24,7 @@ from config import load
 from evaluation.scoring import EvalConfig, TargetConfig, rounded_up
 from preflight import limits
 from training.checkpoints import Progress
-from training.resume import check_evaluations
+from training.evaluated import check_evaluations
 from training.run_config import RunConfig, resolve
 from training.scores import keep, to_target
 

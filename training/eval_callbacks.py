@@ -31,12 +31,14 @@ from evaluation.scoring import Scorer
 from evaluation.unfinished import Parts
 from model import LatentDiffusion
 from record.config_file import keep_batch_size
+from record.mlperf_events import as_evaluation
 from record.summary import VAL_LOSS, finite
 from stages.dataset import Stage
 from training.checkpoints import Checkpointer
 from training.run_config import RunConfig
 from training.samples import shown
 from training.speed import GraphCounter
+from zoo import mlperf
 
 
 def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
@@ -72,15 +74,20 @@ class Pause:
     """The weights that are measured; None: the training weights."""
 
     def at_points(
-        self, kind: str, measure: Callable[[], Found], keep: Callable[[Line, Found, Logger], None], **more: Any
+        self,
+        kind: str,
+        measure: Callable[[], Found],
+        keep: Callable[[Line, Found, Logger], None],
+        from_start: bool = True,
+        **more: Any,
     ) -> AtPoints:
-        """Build the callback of such work, which begins before training.
+        """Build the callback of such work.
 
         Args:
             kind: for the count of graphs.
-            measure, keep, more: of AtPoints.
+            measure, keep, from_start, more: of AtPoints.
         """
-        return AtPoints(self.counted(kind, measure), keep, from_start=True, **more, **self.how())
+        return AtPoints(self.counted(kind, measure), keep, from_start=from_start, **more, **self.how())
 
     def how(self) -> dict[str, Any]:
         """Return how the clock, the weights and signals are handled."""
@@ -138,17 +145,40 @@ def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapp
     return len(missing)
 
 
-def build_mlperf_log(config: RunConfig, stages: Sequence[Stage], record: RunRecord) -> MLPerfLog | None:
+def build_target(config: RunConfig, evaluation: Evaluation | None, record: RunRecord) -> QualityTarget:
+    """Build the callback that ends a run at its target: by its validations where that is a loss, else by its scores."""
+
+    def lines() -> Sequence[Mapping[str, Any]]:
+        if config.target.val_loss is not None:
+            return record.validations
+        return [] if evaluation is None else record.evaluations
+
+    return QualityTarget(config.target.is_met, lines, config.target.metrics)
+
+
+def build_mlperf_log(
+    config: RunConfig, stages: Sequence[Stage], held_out: Stage | None, record: RunRecord
+) -> MLPerfLog | None:
     """Build the callback that writes the MLPerf log, with its header; None if no log is wanted."""
     if not config.mlperf.enabled:
         return None
     given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
-    assert config.eval.prompts is not None and config.eval.every_images is not None
     assert config.device_train_microbatch_size != "auto"  # it has been found
+    benchmark = mlperf.logged_as(config.model.family)
+    is_of_loss = "val_loss" in benchmark.target
+    if is_of_loss:
+        assert held_out is not None and config.validation.every_images is not None
+        every = config.validation.every_images
+        eval_samples = min(config.validation.num_samples, held_out.num_samples)
+    else:
+        assert config.eval.prompts is not None and config.eval.every_images is not None
+        every = config.eval.every_images
+        eval_samples = len(read_prompts(config.eval.prompts, config.eval.num_prompts).prompts)
     header = {
         "seed": config.seed,
         "train_samples": sum(stage.num_samples for stage in stages),  # synthetic ones are drawn, not sampled
-        "eval_samples": len(read_prompts(config.eval.prompts, config.eval.num_prompts).prompts),
+        "eval_samples": eval_samples,
+        **({"evaluation_frequency": every} if is_of_loss else {}),
         "gradient_accumulation_steps": math.ceil(batch / ranks / (config.device_train_microbatch_size or batch)),
         "global_batch_size": batch,
         "number_of_nodes": ranks // dist.get_local_world_size(),
@@ -159,14 +189,16 @@ def build_mlperf_log(config: RunConfig, stages: Sequence[Stage], record: RunReco
         "opt_adamw_weight_decay": given.weight_decay,
         "opt_base_learning_rate": given.learning_rate(batch),
         "opt_learning_rate_warmup_steps": config.schedule.num_warmup_batches(batch),
+        **({"opt_gradient_clip_norm": given.clip_norm} if is_of_loss else {}),
     }
     return MLPerfLog(
         record.folder,
         config.mlperf,
         header,
-        every_images=config.eval.every_images,
-        in_training=config.eval.when == "in_training",
-        evaluations=lambda: record.evaluations,
+        benchmark=benchmark.name,
+        every_images=every,
+        in_training=is_of_loss or config.eval.when == "in_training",
+        evaluations=lambda: list(map(as_evaluation, record.validations)) if is_of_loss else record.evaluations,
     )
 
 
@@ -180,6 +212,8 @@ def draw_evaluations(config: RunConfig, record: RunRecord) -> None:
 def outcome_of(config: RunConfig, target: QualityTarget, record: RunRecord) -> dict[str, Any]:
     """Return the result line's keys about validation and evaluation; pending if eval.py has yet to score."""
     of_validation = {VAL_LOSS: finite(record.validations[-1][VAL_LOSS])} if record.validations else {}
+    if config.target.val_loss is not None:
+        return of_validation | {key: finite(value) for key, value in target.result().items()}
     if config.eval.when == "off":
         return of_validation
     outcome = target.result()

@@ -89,7 +89,7 @@ def vain(command: CommandLine, kinds: Collection[Kind]) -> list[str]:
 def which(config: EvalCommand) -> str:
     """Return which snapshots of a run are scored, or drawn from."""
     is_last = config.images is not None or len(config.eval.guidances()) > 1
-    return config.snapshots or ("last" if is_last else "to_target" if config.target.is_given else "all")
+    return config.snapshots or ("last" if is_last else "to_target" if config.target.is_of_scores else "all")
 
 
 def snapshots_problems(config: EvalCommand) -> list[tuple[str, str]]:
@@ -98,7 +98,7 @@ def snapshots_problems(config: EvalCommand) -> list[tuple[str, str]]:
     if config.images is not None:
         text = "to_target, but nothing is scored where images are drawn. Say last or all, or give a snapshot's file."
         return [("snapshots", text)] if kind == "to_target" else []
-    if kind == "to_target" and (is_curve or not config.target.is_given):
+    if kind == "to_target" and (is_curve or not config.target.is_of_scores):
         return [("snapshots", "to_target needs a target.fid or target.clip, and one guidance. Give them, or all.")]
     if kind != "to_target" and config.from_images:
         text = f"{config.from_images:,}, but {kind} snapshots are scored. It is where snapshots=to_target begins"

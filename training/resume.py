@@ -7,7 +7,6 @@ later.yaml), before anything is built. Then, with encoders and stage loaded, it 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from cli.errors import ConfigError
 from cli.log import log
 from config import flat
 from data import DataConfig
-from evaluation.score_table import OF_BEFORE, read_rows
+from evaluation.score_table import read_rows
 from record.checkpoint_files import check_whole, find_newest, read
 from record.config_file import found_batch_size, keep_keys, read_config
 from record.files import check_are_files, evaluations_of, lost_history, read_summary
@@ -36,6 +35,7 @@ from stages.keys import KEYS_FILE
 from stages.machine import LOCK_FILE
 from stages.mixture import StreamConfig
 from training.checkpoints import Progress, disagreements
+from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
 from training.run_config import RunConfig, resolve
 from training.speed import SpeedKeys
@@ -117,11 +117,12 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
     summary = read_summary(folder, "batches")
     if not summary:
         return None
-    lines = evaluations_of(folder) if config.eval.when == "in_training" or _is_evaluated_alike(folder, config) else []
-    met = next((line for line in lines if config.eval.when != "off" and config.target.is_met(line)), None)
+    lines, is_of_loss = measured(folder, config), config.target.val_loss is not None
+    is_decided = is_of_loss or config.eval.when != "off"
+    met = next((line for line in lines if is_decided and config.target.is_met(line)), None)
     stopped_early = summary.get("stopped_early", summary.get("target") == "reached" and bool(lines))
     if met is not None:
-        found, text = outcome(lines, met), f"has reached its target ({said(met)})"
+        found, text = outcome(lines, met, config.target.metrics), f"has reached its target ({said(met)})"
     elif stopped_early or max_duration not in (None, summary.get("max_duration")):
         return None  # it met an easier target, or a longer training is wanted
     else:
@@ -140,7 +141,7 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
         keep_keys(folder, {key: value for key, value in flat(config).items() if key in lost})
         if "cost" in found:
             keep_keys(folder, flat(config), ("cost.",))
-        if config.eval.when != "off":  # so that eval.py scores with this start's settings
+        if is_decided:  # so that eval.py scores with this start's settings
             batch_size = config.eval.batch_size or found_batch_size(folder)
             keep_keys(folder, {**flat(config), "eval.batch_size": batch_size}, ("eval.", "target."))
     summary |= found
@@ -154,6 +155,8 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: R
     Points that were not evaluated are left to eval.py. Scoring only the last one now could report `missed` for a run that
     met the target earlier. Scoring them all would need the clock and the weights of a training that is over.
     """
+    if config.target.val_loss is not None:
+        return outcome(lines, None, config.target.metrics) if lines else {}, ""
     if config.eval.when == "off":
         return {}, ""
     every, images = config.eval.every_images, summary["batches"] * config.global_batch_size
@@ -165,7 +168,7 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: R
     begun = read_config(folder)
     same = all(begun.get(key) == value for key, value in flat(config).items() if key.startswith("target."))
     try:
-        has_files = _has_files_of(read_rows(folder / "eval.jsonl"), config)
+        has_files = has_files_of(read_rows(folder / "eval.jsonl"), config)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     if same and has_files and summary.get("target") in ("reached", "missed"):
@@ -174,65 +177,6 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: R
     more = f"; {len(missing)} of its {len(due)} points were not evaluated in training"
     more += "" if has_files else ", and its scores are of other prompts or statistics than these"
     return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
-
-
-# Settings on an evaluation's line that its metrics depend on, and the keys they come from.
-SETTINGS = {
-    "prompts_sha256": "eval.prompts",
-    "num_prompts": "eval.num_prompts",
-    "guidance": "eval.guidance",
-    "steps": "eval.steps",
-    "sampler": "eval.sampler",
-    "eval_weights": "eval.weights",
-    "eval_image_size": "eval.image_size",
-    "statistics_sha256": "eval.statistics",
-    "inception_fingerprint": "eval.inception",
-    "resize": "eval.resize",
-    "eval_precision": "eval.precision",
-    "clip_fingerprint": "eval.clip",
-}
-
-
-def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> None:
-    """Compare a run's evaluation settings with those of its earlier evaluations, so that all its scores are comparable.
-
-    Args:
-        batch: where the run resumes; later lines are cut.
-        settings: of evaluation.scoring.Scorer, and eval_weights.
-
-    Raises:
-        ConfigError: lists what differs.
-    """
-    known = {"eval_weights": settings["eval_weights"], **OF_BEFORE}  # older lines do not have it
-    settings = {**OF_BEFORE, **settings}
-    lines = [{**known, **line} for line in evaluations_of(folder) if line["batch"] <= batch]
-    differing = [
-        f"{key}: {setting} {settings.get(setting)}, but {folder} was evaluated with {line.get(setting)} at "
-        f"{line['images']:,} images. A run's evaluations have to be alike: use that, or another run_name; its snapshots can "
-        f"be scored anew by composer eval.py {folder} {key}=... out=FOLDER."
-        for line in lines[-1:]
-        for setting, key in SETTINGS.items()
-        if line.get(setting) != settings.get(setting)
-    ]
-    if differing:
-        raise ConfigError(differing)
-
-
-def _is_evaluated_alike(folder: Path, config: RunConfig) -> bool:
-    """True if the keys that a score depends on equal the run's, and their small files are unchanged."""
-    evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
-    begun = {**flat(type(config)()), **read_config(folder)}  # a missing key has its default
-    return evaluated.items() <= begun.items() and _has_files_of(evaluations_of(folder)[-1:], config)
-
-
-def _has_files_of(scores: Sequence[Mapping[str, Any]], config: RunConfig) -> bool:
-    """True if there is no score, or the scores used these prompts and statistics: a path's content may have changed."""
-    now = {}
-    for setting in ("prompts_sha256", "statistics_sha256"):
-        path = getattr(config.eval, SETTINGS[setting].removeprefix("eval."))
-        if path is not None and Path(path).expanduser().is_file():
-            now[setting] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
-    return not scores or any(all(score.get(key, digest) == digest for key, digest in now.items()) for score in scores)
 
 
 def _as_yaml(value: Any) -> Any:
@@ -267,7 +211,7 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     lines = evaluations_of(folder)  # unreadable lines are refused before anything is built
     if _lasting(config).keys() - begun.keys():
         return None  # if it lacks keys (cut off, or an older version), the checkpoint has them
-    if config.eval.when == "in_training" and lines and not _is_evaluated_alike(folder, config):
+    if config.eval.when == "in_training" and lines and not is_evaluated_alike(folder, config):
         return None  # the scorer will tell whether its settings differ
     return finished(folder, config.max_duration, config)
 

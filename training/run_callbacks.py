@@ -144,5 +144,6 @@ def in_order(
     """
     found: list[Callback | None] = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
     found += [validation, samples, evaluation]
-    found += [None if evaluation is None else target, mlperf_log, stalled]
+    has_lines = evaluation is not None or (validation is not None and "val_loss" in target.metrics)
+    found += [target if has_lines else None, mlperf_log, stalled]
     return [callback for callback in found if callback is not None]

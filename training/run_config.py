@@ -32,6 +32,7 @@ from training.speed import SpeedKeys
 from training.validation import ValidationConfig
 from zoo import load_family, mlperf
 from zoo.encoders import own_weights
+from zoo.mlperf_sd import SD, WARMUP_BATCHES
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import MAX_SIDE_PX, as_size
@@ -164,9 +165,7 @@ def resolve(config: Config) -> Config:
     if evaluation.when != "off":  # a checkpoint before each evaluation, which may take longer than training to it
         every = snapshots = evaluation.every_images or 0
     else:
-        snapshots = (
-            mlperf.checkpoint_batches(batch) * batch if every and is_mlperf else every
-        )  # the rules ask for these
+        snapshots = SD.interval(batch) if every and is_mlperf else every  # the rules ask for these
     return dataclasses.replace(
         config,
         run_name=config.run_name or _new_name(config),
@@ -183,8 +182,9 @@ def resolve(config: Config) -> Config:
             weights=config.model.weights or own_weights(family, is_real=not config.data.synthetic),
         ),
         objective=objective,
-        optimizer=config.optimizer.resolved(mlperf.lr_per_image(batch) if wants_own_rate(config) else None),
-        schedule=config.schedule.resolved(mlperf.WARMUP_BATCHES if is_mlperf else None),
+        optimizer=config.optimizer.resolved(SD.lr_per_image(batch) if wants_own_rate(config) else None),
+        mlperf=config.mlperf.resolved(mlperf.logged_as(config.model.family)),
+        schedule=config.schedule.resolved(WARMUP_BATCHES if is_mlperf else None),
     )
 
 

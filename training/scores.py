@@ -61,7 +61,7 @@ def score_run(config: EvalCommand, place: Place, table: Table, device: torch.dev
     else:
         begin = next((n for n, path in enumerate(paths) if _images(path) >= config.from_images), len(paths) - 1)
         rows = list(to_target([functools.partial(first, path) for path in paths], begin, config.target.is_met))
-    if config.target.is_given and len(guidances) == 1 and kind != "last":
+    if config.target.is_of_scores and len(guidances) == 1 and kind != "last":
         conclude(config, place.path, rows)
     return rows
 

@@ -2,7 +2,7 @@
 
     held-out stage, its first samples in order -> chunks, strided over the ranks -> batches, as in training
     sample n -> its time and noise, see `fixed_draws` -> model -> mean squared error, unweighted, no caption dropped
-    errors of all samples, float64 (N,) ---> all-reduced -> mean, and a mean for each tenth of the times (a bin)
+    errors of all samples, float64 (N,) ---> all-reduced -> mean, and a mean for each bin of the times
 
 So the losses of a run differ by its weights alone. Seed, ranks and resumes do not change them; the size of a chunk, which the
 microbatch sets, changes the last bits of a float32. Losses of two runs compare where stage, number of samples, prediction and
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from stages.mixture import Opened
 from stages.stream import BatchStream
 from zoo.sampling import prompt_generator
 
-NUM_BINS = 10
 MAX_CHUNK = 64  # samples of a pass: more are no faster, and the last chunk is filled up
 NOISE_SEED = 0  # not the run's: runs of two seeds compare
 NAMED = 3
@@ -54,10 +53,17 @@ class ValidationConfig:
     """Images between two validations, rounded up to whole batches. null: 512000."""
     num_samples: int = limited(1000, 10)
     """The stage's first samples that are used; all, if it has fewer. With 1000, each of 1000 timesteps has one."""
+    times: Literal["thousandths", "eighths"] = "thousandths"
+    """The time of sample n: thousandths spreads them evenly; eighths is (n mod 8) / 8, as MLPerf's FLUX.1 has it."""
 
     @property
     def is_given(self) -> bool:
         return self.remote is not None
+
+    def identity_of(self, held_out: Stage) -> dict[str, Any]:
+        """Return what a loss depends on besides the weights, as a line of the record names it."""
+        num = min(self.num_samples, held_out.num_samples)
+        return {"times": self.times, "num_samples": num, "stage_sha256": held_out.index_sha256}
 
     def resolved(self, global_batch_size: int) -> ValidationConfig:
         """Replace null by its value; every_images becomes whole batches."""
@@ -174,11 +180,30 @@ def thousandths_of(numbers: Sequence[int]) -> Tensor:  # -> (B,) int64 in [0, 10
     return torch.tensor([int(f"{number % 1000:03d}"[::-1]) for number in numbers])
 
 
-def fixed_draws(model: LatentDiffusion, numbers: Sequence[int]) -> dict[str, Tensor]:
-    """Return all random numbers of a step for these samples, on the CPU; a sample's depend on its number alone."""
+def eighths_of(numbers: Sequence[int]) -> Tensor:  # -> (B,) int64 in [0, 1000)
+    """Return the same as MLPerf's FLUX.1 has it: of any eight samples in a row each eighth, from 0 to 7/8, has one.
+
+    mlcommons/training at 1c759d08, text_to_image/README.md, quality metric: the samples take the eight times in turn.
+    """
+    return torch.tensor([125 * (number % 8) for number in numbers])
+
+
+TIMES: dict[str, tuple[Callable[[Sequence[int]], Tensor], int]] = {
+    "thousandths": (thousandths_of, 10),
+    "eighths": (eighths_of, 8),
+}
+"""Ways to give each sample its time, and how many bins their means have."""
+
+
+def fixed_draws(model: LatentDiffusion, numbers: Sequence[int], times: str) -> dict[str, Tensor]:
+    """Return all random numbers of a step for these samples, on the CPU; a sample's depend on its number alone.
+
+    Args:
+        times: a key of TIMES.
+    """
     each = [model.draw({"number": torch.tensor([number])}, prompt_generator(NOISE_SEED, number)) for number in numbers]
     draws = {name: torch.cat([draw[name] for draw in each]) for name in each[0] if name != "number"}
-    draws["times"] = model.objective.times_at(thousandths_of(numbers))
+    draws["times"] = model.objective.times_at(TIMES[times][0](numbers))
     draws["caption_dropped"] = torch.zeros_like(draws["caption_dropped"])
     return draws
 
@@ -190,6 +215,7 @@ class Validator:
         dataset: the held-out stage; its batches are read in this process.
         num_samples: how many are used.
         chunk: samples of a pass.
+        times: a key of TIMES: when each sample is seen.
         signal: returns the signal that this rank has received, 0: none.
     """
 
@@ -200,10 +226,12 @@ class Validator:
         *,
         num_samples: int,
         chunk: int,
+        times: str = "thousandths",
         signal: Callable[[], int] = lambda: 0,
     ):
         self.model, self.dataset, self.num_samples, self.chunk, self.signal = model, dataset, num_samples, chunk, signal
-        self.bins = thousandths_of(range(num_samples)) * NUM_BINS // 1000
+        self.times, (of_numbers, self.num_bins) = times, TIMES[times]
+        self.bins = of_numbers(range(num_samples)) * self.num_bins // 1000
         self.bad: dict[int, str] = {}
 
     def measure(self) -> dict[str, Any]:
@@ -230,10 +258,11 @@ class Validator:
         errors = errors.to(self.model.device)
         dist.all_reduce(errors, reduce_operation="SUM")
         errors = errors.cpu()
-        of_bins = [errors[self.bins == number] for number in range(NUM_BINS)]
+        of_bins = [errors[self.bins == number] for number in range(self.num_bins)]
         return {
             "val_loss": errors.mean().item(),
             "val_loss_bins": [of_bin.mean().item() if len(of_bin) else None for of_bin in of_bins],
+            "times": self.times,
             "num_samples": self.num_samples,
             "bad_samples": sum(dist.all_gather_object(len(self.bad))),
             "val_sec": time.monotonic() - began,
@@ -248,7 +277,8 @@ class Validator:
                 given = f"sample {number:,} ({printable(key)}) cannot be used: {reason}"
                 log.info(f"validation: {given}. The next good one of its shard takes its place.", extra=EVERY_RANK)
                 self.bad[number] = reason
-        batch = {name: column.to(model.device) for name, column in {**columns, **fixed_draws(model, numbers)}.items()}
+        columns |= fixed_draws(model, numbers, self.times)
+        batch = {name: column.to(model.device) for name, column in columns.items()}
         with torch.no_grad(), evaluating(model.denoiser), model.autocast():
             errors = model.errors(model(batch))
         return errors[: len(places)].double().cpu()

@@ -1,0 +1,447 @@
+"""MLPerf's FLUX.1: constants against MLCommons' own files, the validation by formulas, the log before MLPerf's checkers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import mlperf_logging
+import pytest
+import torch
+from conftest import ROOT, sample_files, write_tar
+from mlperf_fixture import FIXTURE, Drive, closed
+from omegaconf import OmegaConf
+from streaming import StreamingDataset
+
+import benchmark
+from callbacks.mlperf_log import MLPerfConfig
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import flat, load
+from data import DataConfig, open_stages
+from preflight.mlperf import closed_data_problems
+from preflight.run import quick_problems
+from prepare import latents, shards
+from record.mlperf_events import OPEN_LOSS, read_events
+from reports import mlperf as report
+from reports.mlperf_runs import RULES, check, read_run, reference_points
+from stages.mixture import opened
+from training.run_config import build, resolve
+from training.validation import Validator, eighths_of
+from zoo.mlperf import BENCHMARKS, benchmark_of, logged_as
+from zoo.mlperf_flux import FLUX
+from zoo.mlperf_sd import SD
+from zoo.sampling import prompt_generator
+
+pytestmark = pytest.mark.timeout(200, func_only=True)
+
+CHECKERS = Path(mlperf_logging.__file__).parent
+RECIPES = sorted((ROOT / "yamls").glob("mlperf_flux_*.yaml"))
+
+# --- constants ---
+
+
+@pytest.mark.parametrize("ruleset", FLUX.rulesets)
+def test_reference_points_are_those_of_the_official_checker(ruleset):
+    from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
+
+    official = RCP_Checker("training", ruleset, "flux1", False).rcp_data.values()
+    ours = FLUX.points_of(ruleset)
+    assert [point.global_batch_size for point in ours] == [record["BS"] for record in official]
+    for point, record in zip(ours, official, strict=True):
+        given = record["Hyperparams"]
+        assert list(point.images) == sorted(record["samples to converge"])
+        assert point.mean_images == pytest.approx(record["RCP Mean"], rel=1e-12)
+        assert point.lr == given["opt_base_learning_rate"]
+        assert point.warmup_batches == given["opt_learning_rate_warmup_steps"]
+        assert point.platform == record["Platform"]
+        own = {key: FLUX.fixed[f"optimizer.{key}"] for key in ("betas", "eps", "weight_decay", "clip_norm")}
+        betas = [given["opt_adamw_beta_1"], given["opt_adamw_beta_2"]]
+        others = [given[f"opt_{key}"] for key in ("adamw_epsilon", "adamw_weight_decay", "gradient_clip_norm")]
+        assert list(own.values()) == [betas, *others]
+
+
+@pytest.mark.parametrize("ruleset", FLUX.rulesets)
+def test_interval_and_target_are_those_that_the_checker_compares(ruleset):
+    lines = (CHECKERS / f"compliance_checker/training_{ruleset}/closed_flux1.yaml").read_text()
+    assert f"v['value'] == {FLUX.every_images}" in lines
+    assert f"v['value'] <= {FLUX.target['val_loss']} " in lines
+    for batch in (512, 4096, 500):
+        assert FLUX.interval(batch) == 262_144  # exact, where SD's is rounded up
+
+
+def test_each_network_has_its_benchmark_and_reports_know_the_same():
+    assert [benchmark_of(each.family, "mlperf") for each in BENCHMARKS] == [SD, FLUX]
+    assert benchmark_of("flux", "dev") is None and benchmark_of("sdxl", "mlperf") is None
+    assert (logged_as("flux"), logged_as("sd2"), logged_as("shapes")) == (FLUX, SD, SD)
+    for each in BENCHMARKS:
+        rules = RULES[each.name]
+        assert (rules.rulesets, rules.num_samples, rules.num_images) == (
+            each.rulesets,
+            each.train_samples,
+            each.eval_samples,
+        )
+        assert [*rules.target] == [*each.target]
+
+
+@pytest.mark.parametrize(
+    ("ruleset", "of", "text"),
+    [
+        ("5.0.0", FLUX, "5.0.0 has no flux1, the benchmark of model.family=flux. Possible: 5.1.0, 6.0.0."),
+        (
+            "6.0.0",
+            SD,
+            "6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. Possible: 4.0.0, 4.1.0, 5.0.0.",
+        ),
+    ],
+)
+def test_a_ruleset_of_the_other_benchmark_is_refused(ruleset, of, text):
+    given = MLPerfConfig(enabled=True, ruleset=ruleset, org="A", platform="B")
+    assert given.problems(of) == [("mlperf.ruleset", text)]
+
+
+def test_the_default_ruleset_is_the_newest_and_asks_who_and_on_what():
+    assert (MLPerfConfig().resolved(FLUX).ruleset, MLPerfConfig().resolved(SD).ruleset) == ("6.0.0", "5.0.0")
+    assert MLPerfConfig(enabled=True).problems(FLUX) == [
+        (f"mlperf.{key}", "not given; ruleset 6.0.0 asks for it. Give it.") for key in ("org", "platform")
+    ]
+
+
+# --- recipes ---
+
+
+def recipe(path: Path, *words: str) -> benchmark.RunConfig:
+    given = parse_command_line([str(path), *words], {})
+    return load(benchmark.RunConfig, given, not_yet=benchmark.NOT_YET, check=lambda config: [])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_the_benchmark_at_a_reference_point(path):
+    config = recipe(path)
+    values, batch = flat(resolve(config)), config.global_batch_size
+    assert path.name == f"mlperf_flux_{batch}.yaml" and FLUX.not_closed(values) == []
+    assert FLUX.deviations(values) == [] and config.mlperf.resolved(FLUX).ruleset == "6.0.0"
+    point = FLUX.reference_point(batch)
+    assert int(config.max_duration.removesuffix("sp")) == point.slowest_images + 2 * FLUX.every_images
+    assert values["validation.num_samples"] == FLUX.eval_samples
+    text = " ".join(path.read_text().replace("#", " ").split())
+    assert f"the target at {point.mean_images:,.0f} images" in text
+    assert f"({point.fastest_images:,} to {point.slowest_images:,})" in text
+
+
+def test_there_is_a_recipe_for_every_reference_point():
+    assert {int(path.stem.rpartition("_")[2]) for path in RECIPES} == {p.global_batch_size for p in FLUX.points_of()}
+
+
+DEVIATIONS = {
+    "optimizer.betas": ("[0.9, 0.999]", "[0.9, 0.999]; the reference: [0.9, 0.95]"),
+    "optimizer.weight_decay": ("0.01", "0.01; the reference: 0.1"),
+    "optimizer.clip_norm": ("null", "null; the reference: 1"),
+    "objective.caption_dropout": ("0.0", "0; the reference: 0.1"),
+    "objective.timesteps": ("logit_normal", "logit_normal; the reference: uniform"),
+    "validation.times": ("thousandths", "thousandths; the reference: eighths"),
+    "target.val_loss": ("0.6", "0.6; the reference: 0.586"),
+    "image_size": ("512", "512; the reference: 256"),
+    "model.weights": ("random", "random; the reference: its published weights"),
+    "model.denoiser": ("runs/other", "runs/other; the reference: null"),
+    "global_batch_size": ("500", None),
+}
+
+
+@pytest.mark.parametrize("key", DEVIATIONS)
+def test_the_closed_division_refuses_each_deviation_by_name(key):
+    value, text = DEVIATIONS[key]
+    found = FLUX.not_closed(flat(resolve(recipe(RECIPES[0], f"{key}={value}"))))
+    # An interval that is no whole number of batches is rounded up, and is then another one than the rules'.
+    assert found == [f"{key}: {text}" if text else "validation.every_images: 262500; the rules: 262144"]
+
+
+# --- the validation ---
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory) -> dict[str, Path]:
+    """48 pictures that are trained on and 20 that are not, as moments of the tiny FLUX.1."""
+    folder, made = tmp_path_factory.mktemp("flux"), {}
+    for name, numbers in (("train", range(48)), ("held_out", range(100, 120))):
+        write_tar(folder / name / "tars/a.tar", {f"{n:06d}": sample_files(n) for n in numbers})
+        assert shards.main([str(folder / name / "tars"), str(folder / name / "images")]) == 0
+        made[name] = folder / name / "moments"
+        own = ["model.family=flux", "model.variant=mlperf", "model.preset=tiny", "image_size=32"]
+        assert latents.main([str(folder / name / "images"), str(made[name]), *own, "model.weights=random"]) == 0
+    return made
+
+
+def words_of(stages: dict[str, Path], folder: Path, name: str, *more: str) -> list[str]:
+    """A run of six batches of 8, validated after each two."""
+    return [
+        *("model.family=flux", "model.variant=mlperf", "model.preset=tiny", "model.weights=random", "image_size=32"),
+        *("global_batch_size=8", "device_train_microbatch_size=4", "max_duration=6ba", "optimizer.lr=1e-3"),
+        *("optimizer.betas=[0.9, 0.95]", "optimizer.weight_decay=0.1", "optimizer.clip_norm=1.0", "seed=7"),
+        *("data.stage=moments", f"data.remote={stages['train']}", "data.workers=0", "measure.warmup_batches=0"),
+        *(f"validation.remote={stages['held_out']}", "validation.every_images=16", "validation.times=eighths"),
+        *("loggers.progress_bar=false", f"run_folder={folder}", f"run_name={name}", *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def validator_of(stages, tmp_path_factory):
+    given = parse_command_line(words_of(stages, tmp_path_factory.mktemp("no"), "x"), {})
+    config = resolve(load(benchmark.RunConfig, given, not_yet={}, check=lambda config: []))
+    model = build(config).place(torch.device("cpu"), "fp32")
+    with torch.no_grad():  # the benchmark's last layer is all zeros
+        torch.nn.init.normal_(model.denoiser.proj_out.weight, generator=torch.Generator().manual_seed(1))
+
+    def validator(num: int, chunk: int) -> Validator:
+        data = DataConfig(stage="moments", remote=str(stages["held_out"]), workers=0)
+        given = opened(data.sources, data.read(), (32, 32))
+        dataset = open_stages(data, model.family, given, device_batch_size=chunk, seed=0)
+        return Validator(model, dataset, num_samples=num, chunk=chunk, times="eighths")
+
+    return validator
+
+
+def test_samples_take_the_eight_times_in_turn():
+    assert eighths_of([0, 1, 7, 8, 15, 29_695]).tolist() == [0, 125, 875, 0, 875, 875]
+    counts = torch.bincount(eighths_of(range(FLUX.eval_samples)) // 125)
+    assert counts.tolist() == 8 * [29_696 // 8]  # so the mean of all is the mean of the eight means
+
+
+def test_the_loss_is_the_mean_over_all_samples_at_t_eighths_by_the_formulas(validator_of, stages):
+    """x_t = (1 - t) x + t noise, against noise - x: the reference's, written out again; sample n at (n mod 8) / 8."""
+    validator = validator_of(20, 4)
+    found, model = validator.measure(), validator.model
+    stage = StreamingDataset(local=str(stages["held_out"]), batch_size=1, shuffle=False)
+    losses = []
+    for n in range(20):
+        generator, t = prompt_generator(0, n), (n % 8) / 8
+        posterior, noise = (torch.randn(1, *model.latent_shape, generator=generator) for _ in range(2))
+        mean, logvar = torch.from_numpy(stage[n]["moments"].copy())[None].float().chunk(2, dim=1)
+        latents = (mean + (0.5 * logvar).exp() * posterior - 0.1159) * 0.3611
+        tokens = model.family.tokenize([stage[n]["caption"]])
+        with torch.no_grad():
+            condition = model.family.encode_text(model.encoders.modules, tokens)
+            noisy = (1 - t) * latents + t * noise
+            said = model.family.denoise(model.denoiser.eval(), noisy, torch.tensor([t]), condition)
+        losses.append((said - (noise - latents)).square().mean().item())
+    expected = torch.tensor(losses, dtype=torch.float64)
+    assert found["val_loss"] == pytest.approx(expected.mean().item(), rel=2e-5)
+    bins = [expected[k::8].mean().item() for k in range(8)]
+    assert found["val_loss_bins"] == pytest.approx(bins, rel=2e-5)
+    assert (found["times"], found["num_samples"]) == ("eighths", 20)
+
+
+def test_two_ranks_measure_what_one_does_to_the_last_bit(validator_of, monkeypatch):
+    """Each rank's part, added up as the all-reduce adds it."""
+    whole, parts = validator_of(20, 4).measure(), []
+    for rank in (0, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr("composer.utils.dist.get_global_rank", lambda rank=rank: rank)
+            patch.setattr("composer.utils.dist.get_world_size", lambda: 2)
+            patch.setattr("composer.utils.dist.all_reduce", lambda errors, **how: parts.append(errors.clone()))
+            patch.setattr("composer.utils.dist.all_gather_object", lambda value: [value])
+            validator_of(20, 4).measure()
+    assert ((parts[0] == 0) != (parts[1] == 0)).all()
+    assert sum(parts).mean().item() == whole["val_loss"]
+
+
+# --- whole runs ---
+
+LOGGED = ("mlperf.enabled=true", "mlperf.org=Easel", "mlperf.platform=tiny")
+
+
+@pytest.fixture(scope="module")
+def ran(stages, tmp_path_factory) -> Path:
+    """A run with a target that its second validation is the first to meet."""
+    folder = tmp_path_factory.mktemp("ran")
+    assert benchmark.main(words_of(stages, folder, "plain")) == 0
+    lines = validations(folder / "plain")
+    assert lines[0]["val_loss"] > lines[1]["val_loss"] > lines[2]["val_loss"]
+    target = f"target.val_loss={lines[2]['val_loss']!r}"
+    assert benchmark.main(words_of(stages, folder, "aimed", target, *LOGGED)) == 0
+    return folder
+
+
+def validations(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("validation")]
+
+
+@pytest.mark.slow
+def test_a_run_stops_at_the_first_validation_that_meets_its_target_and_says_so(ran, stages, capsys):
+    folder = ran / "aimed"
+    lines, summary = validations(folder), json.loads((folder / "summary.json").read_text())
+    # None before training: MLPerf's clock runs before data are read.
+    assert [line["images"] for line in lines] == [16, 32]
+    plain = {line["images"]: line["val_loss"] for line in validations(ran / "plain")}
+    assert {line["images"]: line["val_loss"] for line in lines} == {images: plain[images] for images in (16, 32)}
+    found = {key: summary[key] for key in ("target", "images_to_target", "val_loss", "batches", "stopped_early")}
+    assert found == {
+        "target": "reached",
+        "images_to_target": 32,
+        "val_loss": lines[1]["val_loss"],
+        "batches": 4,
+        "stopped_early": True,
+    }
+    # The clock: training alone, and with both validations.
+    assert summary["seconds_to_target"] == pytest.approx(lines[1]["seconds"], rel=1e-5)
+    validated = sum(line["val_sec"] for line in lines)
+    assert summary["seconds_to_target_with_eval"] == pytest.approx(lines[1]["seconds"] + validated, rel=1e-5)
+
+    capsys.readouterr()  # started again, it knows
+    target = f"target.val_loss={lines[1]['val_loss']!r}"
+    assert benchmark.main(words_of(stages, ran, "aimed", target, *LOGGED)) == 0
+    said = capsys.readouterr()
+    assert "has reached its target (reached with a validation loss of" in said.err
+    assert "target=reached images_to_target=32" in said.out and f"val_loss={lines[1]['val_loss']:.6g}" in said.out
+    assert len(validations(folder)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ruleset", FLUX.rulesets)
+def test_the_checker_accepts_the_log_of_a_run_in_the_open_division(ran, ruleset, tmp_path):
+    log = ran / "aimed" / "mlperf.log"
+    assert check(log, ruleset) is None
+    events = read_events(log)
+    values = {event["key"]: event["value"] for event in events}
+    assert values["submission_benchmark"] == "flux1" and values["submission_division"] == "open"
+    assert (values["train_samples"], values["eval_samples"], values["evaluation_frequency"]) == (48, 20, 16)
+    assert (values["opt_gradient_clip_norm"], values["gradient_accumulation_steps"], values["seed"]) == (1.0, 2, 7)
+    losses = [(e["value"], e["metadata"]["samples_count"]) for e in events if e["key"] == "eval_accuracy"]
+    assert losses == [(line["val_loss"], line["images"]) for line in validations(ran / "aimed")]
+    assert events[-1]["key"] == "run_stop" and events[-1]["metadata"]["status"] == "success"
+    assert check(damaged(log, tmp_path, OPEN_LOSS), ruleset) is not None
+
+
+@pytest.mark.slow
+def test_the_report_names_the_loss_and_no_fid(ran, tmp_path, capsys):
+    capsys.readouterr()
+    assert report.main([str(ran / "aimed"), f"out={tmp_path / 'out'}"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"aimed \(batch 8, 20 images a validation\) at 32 images: val_loss=[\d.]+\. The reference", said)
+    assert "FID" not in said and not (tmp_path / "out/band.png").exists()
+    assert (tmp_path / "out/Easel/results/tiny/flux1/result_0.txt").is_file()
+
+
+def damaged(log: Path, folder: Path, key: str) -> Path:
+    """A copy without the events of a key."""
+    lines = [line for line in log.read_text().splitlines(keepends=True) if f'"key": "{key}"' not in line]
+    (folder / "damaged.log").write_text("".join(lines))
+    return folder / "damaged.log"
+
+
+# --- the closed division's log, by fixtures that say that they are none ---
+
+
+def header(batch: int, seed: int, **changes: object) -> dict[str, object]:
+    point = FLUX.reference_point(batch)
+    return {
+        "seed": seed,
+        "fixture": FIXTURE,
+        "train_samples": FLUX.train_samples,
+        "eval_samples": FLUX.eval_samples,
+        "evaluation_frequency": FLUX.every_images,
+        "gradient_accumulation_steps": 1,
+        "global_batch_size": batch,
+        "opt_name": "adamw",
+        "opt_adamw_beta_1": 0.9,
+        "opt_adamw_beta_2": 0.95,
+        "opt_adamw_epsilon": 1e-8,
+        "opt_adamw_weight_decay": 0.1,
+        "opt_base_learning_rate": point.lr,
+        "opt_learning_rate_warmup_steps": point.warmup_batches,
+        "opt_gradient_clip_norm": 1.0,
+        **changes,
+    }
+
+
+def fixture(
+    folder: Path, images: int, *, seed: int, ruleset: str = "6.0.0", loss: float = 0.585, **changes: object
+) -> Path:
+    """A log that ends at so many images; the losses are made up."""
+    drive = Drive(folder, closed(ruleset), header(512, seed, **changes), benchmark=FLUX)
+    points = [
+        {"images": at, "val_loss": loss if at == images else 0.7, "eval_sec": 10.0}
+        for at in range(FLUX.every_images, images + 1, FLUX.every_images)
+    ]
+    drive.start()
+    for point in points:
+        drive.train(point["images"])
+        drive.evaluate(point)
+    drive.log.fit_end(drive.state, None)
+    drive.log.stop(points[-1], images)
+    return folder / "mlperf.log"
+
+
+@pytest.mark.parametrize("ruleset", FLUX.rulesets)
+def test_the_checker_accepts_the_closed_constants_and_refuses_others(tmp_path, ruleset):
+    log = fixture(tmp_path / "good", 8 * FLUX.every_images, seed=1, ruleset=ruleset)
+    assert check(log, ruleset) is None
+    assert OPEN_LOSS not in {event["key"] for event in read_events(log)}
+    others = {"evaluation_frequency": 262_145, "opt_adamw_beta_2": 0.999, "opt_gradient_clip_norm": None}
+    for key, value in others.items():
+        bad = fixture(tmp_path / key, 2 * FLUX.every_images, seed=1, ruleset=ruleset, **{key: value})
+        assert f"CHECK for '{key}' failed" in check(bad, ruleset)
+    missed = fixture(tmp_path / "missed", 2 * FLUX.every_images, seed=1, ruleset=ruleset, loss=0.5861)
+    assert "eval_accuracy" in check(missed, ruleset)
+    assert check(damaged(log, tmp_path, "evaluation_frequency"), ruleset) is not None
+
+
+@pytest.mark.parametrize("ruleset", FLUX.rulesets)
+def test_the_checker_of_reference_points_passes_ten_of_the_references_own_and_refuses_ten_that_are_too_fast(
+    tmp_path, ruleset
+):
+    for name, images in (("own", FLUX.reference_point(512, ruleset).images[5:15]), ("fast", 10 * (4_194_304,))):
+        (tmp_path / name).mkdir()
+        for seed, count in enumerate(images):
+            log = fixture(tmp_path / name / str(seed), count, seed=seed, ruleset=ruleset)
+            log.rename(tmp_path / name / f"result_{seed}.txt")
+    passed, said, _ = reference_points(tmp_path / "own", ruleset)
+    assert passed and "RCP found" in said
+    assert not reference_points(tmp_path / "fast", ruleset)[0]
+
+
+def test_a_fixture_is_left_out_of_a_result_for_that(tmp_path):
+    log = fixture(tmp_path / "r", 4 * FLUX.every_images, seed=1)
+    section = {"enabled": True, "division": "closed", "ruleset": "6.0.0", "org": "Fixture", "platform": "no_machine"}
+    given = {"global_batch_size": 512, "model": {"family": "flux"}, "mlperf": section, "target": {"val_loss": 0.586}}
+    (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
+    assert read_run(tmp_path / "r").problem() == f"a fixture: {FIXTURE}"
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"fixture"' not in line))
+    assert read_run(tmp_path / "r").problem() is None
+    given["target"] = {"val_loss": 0.5}
+    (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
+    text = "its log says success, but none of its evaluations meets target.val_loss=0.5"
+    assert read_run(tmp_path / "r").problem() == text
+
+
+# --- what is refused ---
+
+
+def refused(words: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as refusal:
+        load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda run: quick_problems(run, []))
+    return refusal.value.problems
+
+
+def test_a_log_without_validation_or_target_is_refused(stages, tmp_path):
+    words = words_of(stages, tmp_path, "x", *LOGGED)
+    text = "no target.val_loss, so no run could succeed. The benchmark's: 0.586."
+    assert refused(words) == [f"mlperf.enabled: true, but {text}"]
+    none = ["validation.remote=null", "validation.every_images=null", "target.val_loss=0.586"]
+    assert refused([*words, *none]) == [
+        "target.val_loss: given, but nothing is validated. Give validation.remote, or leave it out.",
+        "mlperf.enabled: true, but nothing is validated. Give the held-out stage: validation.remote=FOLDER.",
+    ]
+    [line] = refused([*words_of(stages, tmp_path, "x"), "target.val_loss=1", "target.clip=0.1", "eval.when=after"])[-1:]
+    assert line.startswith("target.")
+
+
+def test_the_closed_division_refuses_other_numbers_of_samples(stages, tmp_path):
+    words = words_of(stages, tmp_path, "x", *LOGGED, "mlperf.division=closed", "target.val_loss=0.586")
+    config = load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda run: [])
+    assert [problem.text.partition("; ")[0] for problem in closed_data_problems(config)] == [
+        f"mlperf.division: closed, but train_samples: 48 at {stages['train']}",
+        f"mlperf.division: closed, but eval_samples: 20 at {stages['held_out']}",
+    ]
