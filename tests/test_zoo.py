@@ -13,7 +13,12 @@ from zoo.sd2 import ARCHITECTURES, LATENT_SCALE
 from zoo.spec import as_size
 
 SIZES = [(64, 64), (96, 64)]
-VARIANTS = {"sd2": tuple(ARCHITECTURES), "sdxl": ("stock",), "flux": ("dev", "schnell", "mlperf"), "shapes": ("stock",)}
+VARIANTS = {
+    "sd2": tuple(ARCHITECTURES),
+    "sdxl": ("stock",),
+    "flux": ("dev", "schnell", "mlperf"),
+    "shapes": ("stock", "flow"),
+}
 MEMBERS = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
 
 

@@ -41,6 +41,9 @@ def networks_of(family: Family, denoiser: nn.Module, encoders: Mapping[str, nn.M
     """Return all networks of a model with their places. Raises ValueError: diffusers has no class for one."""
     if family.name not in EXPORTED:
         raise ValueError(f"model.family: {family.name} is not exported yet. Possible: {', '.join(EXPORTED)}.")
+    if family.predictions == ("flow",):
+        given = f"model.variant: {family.variant} of {family.name} is not exported: FLUX's pipeline needs a T5"
+        raise ValueError(f"{given}. Possible: stock.")
     modules = {"denoiser": denoiser, **encoders}
     for label, module in modules.items():
         if _library(module) not in ("diffusers", "transformers") and type(_bare(module)).__module__ not in SHIPPED_CODE:
