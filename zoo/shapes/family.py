@@ -41,13 +41,13 @@ UNETS: dict[str, dict[str, Any]] = {
 parameters, 0.19 s of one core per step of 32 images; tiny: 0.72 M, 0.07 s."""
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "full": dict(
-        num_layers=2, num_single_layers=4, num_attention_heads=4, attention_head_dim=32, axes_dims_rope=(4, 14, 14)
+        num_layers=2, num_single_layers=4, num_attention_heads=3, attention_head_dim=32, axes_dims_rope=(4, 14, 14)
     ),
     "tiny": dict(
         num_layers=1, num_single_layers=1, num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6)
     ),
 }
-"""Preset -> the transformer's constructor arguments."""
+"""Preset -> the transformer's constructor arguments. full: 1.30 M parameters."""
 OBJECTIVES = {
     "stock": dict(prediction="v", caption_dropout=0.1, timesteps="uniform"),
     "flow": dict(prediction="flow", caption_dropout=0.1, timesteps="uniform", shift=1.0),
