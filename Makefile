@@ -37,7 +37,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files gpu-ladder gpu-evaluation gpu-latency report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux gpu-ladder gpu-evaluation gpu-latency report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -156,7 +156,8 @@ test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 
 # Each command gives its output its name when it is whole: an interrupted make has nothing to delete.
 .PRECIOUS: $(addprefix $(SHAPES)/,tars images/dataset.json moments/dataset.json reference reference.npz prompts.tsv shuffled-tars \
-  shuffled-images/dataset.json shuffled/dataset.json one_object one_object.npz drawn)
+  shuffled-images/dataset.json shuffled/dataset.json held-out-tars held-out-images/dataset.json held-out/dataset.json \
+  one_object one_object.npz drawn)
 
 $(SHAPES)/tars:
 	$(PY) -m prepare.shapes $@ num_images=8192
@@ -182,20 +183,36 @@ miniature: $(STAMP)  ## the data of demo
 	@mkdir -p $(SHAPES)
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 miniature-files
 
+# The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
+# Its page is named on stderr: the result stays the last line of stdout. Without a page there is the result all the same.
+define shown
+$(COMPOSER) -n 1 benchmark.py $(1) run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
+@$(PY) -m reports.page runs/$(NAME) >&2 || true
+endef
+
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)
-	@# The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
-	@# Its page is named on stderr: the result stays the last line of stdout. Without a page there is the result all the same.
-	$(COMPOSER) -n 1 benchmark.py yamls/shapes.yaml run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
-	@$(PY) -m reports.page runs/$(NAME) >&2 || true
+	$(call shown,yamls/shapes.yaml)
+
+flux-files: $(addprefix $(SHAPES)/,moments/dataset.json held-out/dataset.json prompts.tsv)
+
+demo-flux: $(STAMP)  ## the same world with a small FLUX transformer, until its validation loss is low enough (KEYS=seed=18)
+	@mkdir -p $(SHAPES)
+	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 flux-files
+	$(call shown,yamls/shapes_flow.yaml)
+
+$(SHAPES)/held-out-tars:
+	$(PY) -m prepare.shapes $@ num_images=1024 part=reference
 
 $(SHAPES)/shuffled-tars:
 	$(PY) -m prepare.shapes $@ num_images=8192 captions=shuffled
 
-$(SHAPES)/shuffled-images/dataset.json: | $(SHAPES)/shuffled-tars
-	$(PY) -m prepare.shards $(SHAPES)/shuffled-tars $(@D)
+# Moments of further pictures: of tars, by way of images.
+FURTHER := shuffled held-out
+$(FURTHER:%=$(SHAPES)/%-images/dataset.json): $(SHAPES)/%-images/dataset.json: | $(SHAPES)/%-tars
+	$(PY) -m prepare.shards $(SHAPES)/$*-tars $(@D)
 
-$(SHAPES)/shuffled/dataset.json: | $(SHAPES)/shuffled-images/dataset.json
-	$(PY) -m prepare.latents $(SHAPES)/shuffled-images $(@D) model.family=shapes image_size=32
+$(FURTHER:%=$(SHAPES)/%/dataset.json): $(SHAPES)/%/dataset.json: | $(SHAPES)/%-images/dataset.json
+	$(PY) -m prepare.latents $(SHAPES)/$*-images $(@D) model.family=shapes image_size=32
 
 $(SHAPES)/one_object:
 	$(PY) -m prepare.shapes $@ num_images=8192 part=reference objects=one layout=files
@@ -219,6 +236,11 @@ controls: miniature  ## what the target of demo was chosen from: other seeds, an
 	$(SCORE) runs/controls/seed17 snapshots=last eval.statistics=$(SHAPES)/one_object.npz out=$(CONTROLS)/other_world
 	$(SCORE) $(SHAPES)/drawn eval.statistics=$(SHAPES)/reference.npz eval.inception=zoo/shapes_weights/reader/model.safetensors \
 	  out=$(CONTROLS)/drawn
+
+controls-flux: $(STAMP)  ## what the target of demo-flux was chosen from: three seeds, and what has to miss it; replaces their records
+	@mkdir -p $(SHAPES)
+	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory flux-files $(SHAPES)/shuffled/dataset.json
+	$(PY) -m bench.ladder yamls/ladders/shapes_flow.yaml
 
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml

@@ -194,7 +194,7 @@ def facts_of(
         "sampler": sampler,
         "steps": config.eval.steps,
         "guidance": guidance,
-        "pipeline": model.family.pipeline.name,
+        "pipeline": pipeline_folder.pipeline_of(model.family).name,
         "pipeline_call": model.family.pipeline_call(size, guidance),
         "seed": config.seed,
         "precision": config.precision or "fp32",

@@ -6,10 +6,10 @@
 A rung is a YAML of yamls/ with the ladder's keys and some of its own; the first one is the baseline. The table sets each
 against the last one before it that ran, or against the one that it names as `over`, and against the baseline, where device
 and commit are the same (and the call, where no commit names the code); RESULTS/LADDER/ladder.png shows it. A rung's record,
-RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, profile and status: ok, or
-refused (by the configuration check), out_of_memory, timeout, failed, with the end of what the run printed. A rung that has
-an `ok` record of this commit is not run again, so that the command can be called until all are there; no call takes longer
-than `budget_sec` and `limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
+RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, profile, status:
+ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the end of what the run printed. A rung that
+has an `ok` record of this commit is not run again, so that the command can be called until all are there; no call takes
+longer than `budget_sec` and `limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
 results= defaults to reports/results; runs=FOLDER keeps the rungs' runs there (checkpoints, samples), else they are removed.
 Exit code: 0 when each rung with a record ran, was refused or ran out of memory, 1 when one failed or none ran, 2 when the
 ladder cannot be read.
@@ -67,8 +67,21 @@ PROGRAMS = {
 }
 """What runs a rung, as composer's launcher takes it."""
 MOST_RANKS = 64  # of one machine
-OF_EVALUATION = ("batch", "images", "seconds", "seconds_with_eval", "weights", "guidance", "num_images", "fid", "clip")
-"""What a record keeps of each evaluation."""
+OF_POINTS = {
+    "evaluation": (
+        "batch",
+        "images",
+        "seconds",
+        "seconds_with_eval",
+        "weights",
+        "guidance",
+        "num_images",
+        "fid",
+        "clip",
+    ),
+    "validation": ("batch", "images", "seconds", "weights", "num_samples", "val_loss", "val_loss_bins"),
+}
+"""What a record keeps of each evaluation, and of each validation."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +192,15 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | 
         record["process_seconds"] = round(time.monotonic() - started, 1)
         summary = Path(folder, rung.name, "summary.json")
         if code == 0 and summary.is_file():
-            evaluations = [line for line in read_lines(summary.with_name("metrics.jsonl")) if line.get("evaluation")]
-            short = [{key: line[key] for key in OF_EVALUATION} for line in evaluations]
-            of_evaluations = {"evaluations": short} if short else {}
+            lines = list(read_lines(summary.with_name("metrics.jsonl")))
+            points = {
+                f"{kind}s": [{key: line[key] for key in keys} for line in lines if line.get(kind)]
+                for kind, keys in OF_POINTS.items()
+            }
+            found = {kinds: short for kinds, short in points.items() if short}
             profile = summary.with_name("profile") / "table.json"
             of_profile = {"profile": json.loads(profile.read_text())} if profile.is_file() else {}
-            return {**record, "status": "ok", **json.loads(summary.read_text()), **of_evaluations, **of_profile}
+            return {**record, "status": "ok", **json.loads(summary.read_text()), **found, **of_profile}
     if code is None:
         status = "timeout"
     elif code == 2:
@@ -359,7 +375,8 @@ def main(argv: Sequence[str]) -> int:
     rows = with_ratios(ladder, records)
     print(*dict.fromkeys(str(row.get("device")) for row in rows), sep="\n")
     print(table(rows))
-    if sum(bool(row.get(SPEED)) for row in rows) > 1 and not any("evaluations" in row for row in rows):  # about speed
+    is_quality = any(f"{kind}s" in row for row in rows for kind in OF_POINTS)
+    if sum(bool(row.get(SPEED)) for row in rows) > 1 and not is_quality:
         draw(rows, folders["results"] / ladder.name / "ladder.png", f"{ladder.name}, {rows[0].get('device')}")
     is_bad = any(record["status"] in ("failed", "timeout") for record in rows)
     return 1 if is_bad or not any(record["status"] == "ok" for record in rows) else 0

@@ -12,6 +12,7 @@ from torch import nn
 
 from model import LatentDiffusion
 from weights.t5_text import T5Text
+from zoo import pipeline_folder
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -35,9 +36,9 @@ def pipeline_of(model: LatentDiffusion, scheduler: Any) -> DiffusionPipeline:
 
     family, modules = model.family, {"denoiser": model.denoiser.eval(), **model.encoders.modules}
     parts = {family.published()[label](module).folder: _of_transformers(module) for label, module in modules.items()}
-    absent = dict.fromkeys(family.pipeline.absent)
-    kind = getattr(diffusers, family.pipeline.name)
-    pipeline = kind(**parts, **tokenizers_of(family), **absent, **family.pipeline.settings, scheduler=scheduler)
+    own = pipeline_folder.pipeline_of(family)
+    given = {**parts, **tokenizers_of(family), **dict.fromkeys(own.absent), **own.settings}
+    pipeline = getattr(diffusers, own.name)(**given, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -14,9 +14,10 @@ from weights.t5_text import T5Tokenizer
 from weights.tensors import on_meta
 from zoo import load_family, tokenizer_files
 from zoo.encoders import weights_problems
-from zoo.flux import draw_weights_of_mlperf, pack, places, unpack
+from zoo.flux import draw_weights_of_mlperf
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig, RectifiedFlow, shifted
+from zoo.packing import pack, places, unpack
 from zoo.sampling import build_scheduler, sample, sampling_problems
 
 SIZE = (96, 64)

@@ -112,6 +112,8 @@ RUN_BY = {
     "audit": "tests/test_contributing.py",  # by hand: it asks PyPI
     "test-gpu": "tests/gpu/test_on_gpu.py",
     "controls": "tests/test_shapes_records.py",  # an hour: its records are compared
+    "demo-flux": "tests/test_shapes_flow.py",
+    "controls-flux": "tests/test_shapes_flow.py",  # its records are compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
     "gpu-evaluation": "tests/test_bench_evaluation.py",
     "report": "tests/test_report.py",

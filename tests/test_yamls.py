@@ -53,13 +53,14 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
     words = [*words, *SMALL, "model.weights=random", "model.denoiser=null"]
     words += ["eval.every_images=8", "save.snapshot_every_images=8"]  # the batch is another one
     words += ["cuda_graphs=false", "precision=null"]  # which may want a GPU
-    if config.validation.is_given:
-        words += [f"validation.remote={stage}", "validation.every_images=8"]
-    if config.eval.when == "in_training":  # its files have to be there
+    if config.validation.is_given:  # its files have to be there, and those of an evaluation
+        words += [f"validation.remote={stage}", "validation.local=null", "validation.every_images=8"]
+    if config.eval.when == "in_training" or config.samples.is_given:
         prompts, statistics = Path(stage).with_name("prompts.tsv"), Path(stage).with_name("reference.npz")
         prompts.write_text("image_id\tid\tcaption\n1\t1\ta red square\n")
         statistics.touch()
         words += [f"eval.prompts={prompts}", f"eval.statistics={statistics}"]
+        words += [f"samples.prompts={prompts}"] if config.samples.is_given else []
     command_line = parse_command_line(words, benchmark.ALIASES)
     return load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=benchmark.check)
 
@@ -107,7 +108,7 @@ RECIPES = [
         marks=[] if path.name.startswith(QUICK) and "data.stage=images" not in words else [pytest.mark.slow],
     )
     for path in RUNS
-    # The demo runs shapes.yaml whole; FLUX.1 is trained in test_mlperf_flux.py.
+    # The demos run shapes.yaml and shapes_flow.yaml whole; FLUX.1 is trained in test_mlperf_flux.py.
     if not any(word in path.name for word in ("synthetic", "shapes", "flux"))
     for words in commands(path)
 ]
@@ -203,7 +204,7 @@ def test_every_header_is_a_contract(path):
     assert [word for word in HEADER if not any(line.startswith(word) for line in head)] == []
     command = next(line for line in head if line.startswith("# Command: "))
     assert path.name in command or re.search(r"make (demo|controls|gpu-ladder|gpu-evaluation)", command)
-    assert path in LADDERS or path.name == "shapes.yaml" or commands(path)
+    assert path in LADDERS or path.name.startswith("shapes") or commands(path)
 
 
 @pytest.mark.parametrize("path", LADDERS, ids=lambda path: path.name)
@@ -226,7 +227,7 @@ def test_recipes_for_gpus_have_the_keys_of_speed_of_the_ladders_top_rung():
     for path in RUNS:
         text = path.read_text()
         has = {key: value.partition(" ")[0] for key, _, value in (line.partition(": ") for line in text.splitlines())}
-        if path.name != "shapes.yaml":  # for a CPU
+        if not path.name.startswith("shapes"):  # for a CPU
             wanted = {k: v for k, v in speed.items() if k != "channels_last" or path.name not in TRANSFORMERS}
             assert {key: has.get(key) for key in wanted} == wanted and "predicted, not measured" in text, path.name
 

@@ -34,7 +34,7 @@ from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS as CLIP_TOKENS
 from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, text_config
 from weights.t5_text import TOKENIZER, T5Text, T5Tokenizer
-from zoo import tokenizer_files
+from zoo import packing, tokenizer_files
 from zoo.latent_family import LatentFamily
 from zoo.sampling import build_scheduler
 from zoo.spec import Column, Pipeline
@@ -210,7 +210,7 @@ class Flux(LatentFamily):
         return call | {"negative_prompt": "", "true_cfg_scale": guidance}
 
     def pipeline_latents(self, noise: Tensor) -> Tensor:
-        return pack(noise)
+        return packing.pack(noise)
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, L), (B, 77) -> text (B, L, D), pooled (B, P): CLIP's last state at the end mark, which the rest repeats
@@ -218,43 +218,10 @@ class Flux(LatentFamily):
         return {"text": encoders["t5"](batch["t5_tokens"].long()), "pooled": pooled}
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
-        (num, _, height, width), text = noisy.shape, condition["text"]
         guidance = condition.get("guidance")
         if guidance is None and self.embeds_guidance:
-            guidance = torch.full((num,), GUIDANCE_IN_TRAINING, device=noisy.device)
-        packed = denoiser(
-            pack(noisy),
-            encoder_hidden_states=text,
-            pooled_projections=condition["pooled"],
-            timestep=times,  # in [0, 1]: it counts thousandths by itself
-            img_ids=places(height // 2, width // 2, noisy.device),
-            txt_ids=torch.zeros(text.shape[1], 3, device=noisy.device),
-            guidance=guidance,
-            return_dict=False,
-        )[0]
-        return unpack(packed, height, width)
-
-
-def pack(latents: Tensor) -> Tensor:
-    """# (B, C, h, w) -> (B, h w / 4, 4 C): the four places of a 2 x 2 block become one token."""
-    num, channels, height, width = latents.shape
-    blocks = latents.reshape(num, channels, height // 2, 2, width // 2, 2)
-    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(num, height * width // 4, 4 * channels)
-
-
-def unpack(packed: Tensor, height: int, width: int) -> Tensor:
-    """# (B, h w / 4, 4 C) -> (B, C, h, w)."""
-    num, channels = len(packed), packed.shape[-1] // 4
-    blocks = packed.reshape(num, height // 2, width // 2, channels, 2, 2)
-    return blocks.permute(0, 3, 1, 4, 2, 5).reshape(num, channels, height, width)
-
-
-def places(rows: int, columns: int, device: torch.device) -> Tensor:
-    """# -> (rows x columns, 3): 0, row and column of each image token, for its rotary embedding."""
-    ids = torch.zeros(rows, columns, 3, device=device)
-    ids[..., 1] = torch.arange(rows, device=device)[:, None]
-    ids[..., 2] = torch.arange(columns, device=device)
-    return ids.reshape(-1, 3)
+            guidance = torch.full((len(noisy),), GUIDANCE_IN_TRAINING, device=noisy.device)
+        return packing.denoise(denoiser, noisy, times, condition, guidance)
 
 
 def draw_weights_of_mlperf(transformer: nn.Module) -> None:

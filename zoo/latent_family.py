@@ -50,7 +50,7 @@ class LatentFamily:
     wide_encoders: tuple[str, ...] = ()
     on_hub: str | None = None
     tokenizers: tuple[str, ...] = ("tokenizer",)
-    pipeline = Pipeline(
+    pipeline: Pipeline | None = Pipeline(
         "StableDiffusionPipeline",
         {"requires_safety_checker": False},
         ("safety_checker", "feature_extractor", "image_encoder"),

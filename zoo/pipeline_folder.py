@@ -22,7 +22,7 @@ from cli.limits import ImageSize
 from weights.clip_text import TextModel
 from weights.ldm_names import Network, as_ldm
 from weights.t5_text import T5Text
-from zoo.spec import Family
+from zoo.spec import Family, Pipeline
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHIPPED_CODE = ("zoo.mixed_norms",)
@@ -35,6 +35,7 @@ Networks = Mapping[str, tuple[nn.Module, Network]]
 
 def networks_of(family: Family, denoiser: nn.Module, encoders: Mapping[str, nn.Module]) -> Networks:
     """Return all networks of a model with their places. Raises ValueError: diffusers has no class for one."""
+    pipeline_of(family)
     modules = {"denoiser": denoiser, **encoders}
     for label, module in modules.items():
         library, name = _class_of(module)
@@ -44,6 +45,14 @@ def networks_of(family: Family, denoiser: nn.Module, encoders: Mapping[str, nn.M
                 f"{given}, and no loader for it is written here. Possible: the networks that the families build."
             )
     return {label: (module, family.published()[label](module)) for label, module in modules.items()}
+
+
+def pipeline_of(family: Family) -> Pipeline:
+    """Return diffusers' pipeline of a family. Raises ValueError: there is none."""
+    if family.pipeline is None:
+        given = f"model.variant: {family.variant} of {family.name} is not exported: no pipeline of diffusers takes its parts"
+        raise ValueError(f"{given}. Give a run of another variant.")
+    return family.pipeline
 
 
 def num_bytes(networks: Networks, dtype: str) -> int:
@@ -71,7 +80,7 @@ def save_folder(
     """
     from diffusers import __version__
 
-    pipeline = family.pipeline
+    pipeline = pipeline_of(family)
     index: dict[str, Any] = {"_class_name": pipeline.name, "_diffusers_version": __version__, **pipeline.settings}
     index |= {**dict.fromkeys(pipeline.absent, NONE), "scheduler": ["diffusers", type(scheduler).__name__]}
     denoiser: Any = networks["denoiser"][0]

@@ -97,7 +97,8 @@ class Family(Protocol):
     """Frozen networks with values beyond 65,504, the largest float16: they are float32 in a run of fp16."""
     shipped: Path | None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
-    pipeline: Pipeline
+    pipeline: Pipeline | None
+    """None: diffusers has none that takes its parts, so that it is not exported."""
 
     def size_problem(self, size: ImageSize) -> str | None:
         """Say why images of this size cannot be trained on, or None."""

@@ -1,12 +1,18 @@
-"""The miniature's family, `shapes`: Stable Diffusion 2 made small, for the scenes of zoo/shapes/scenes.py.
+"""The miniature's family, `shapes`: Stable Diffusion 2 or FLUX.1 made small, for the scenes of zoo/shapes/scenes.py.
 
-The same classes as SD2's, with trained encoders, in sizes that two CPU cores train in minutes: diffusers'
-UNet2DConditionModel on the latents of an AutoencoderKL, conditioned on the states of a CLIP text encoder. The encoders'
-weights are in the repository (zoo/shapes_weights). `tiny` has a smaller UNet, for tests.
+The same classes as theirs, with trained encoders, in sizes that two CPU cores train in minutes. Both variants have one
+AutoencoderKL and one CLIP text encoder, whose weights are in the repository (zoo/shapes_weights):
+
+    variant   denoiser, of diffusers     trained as               conditioned on
+    stock     UNet2DConditionModel       v, in 1000 steps         the text encoder's states
+    flow      FluxTransformer2DModel     a rectified flow         the states, and that at the end mark for the whole caption
+
+`tiny` has a smaller denoiser, for tests.
 
 Shapes: B batch, H W image height and width in px, L = 16 text tokens, D = 64 text width.
     images (B, 3, H, W) -> moments (B, 8, H/4, W/4) -> latents (B, 4, H/4, W/4), e.g. (B, 4, 8, 8) at 32 px
-    tokens (B, 16) -> text (B, 16, 64)
+    tokens (B, 16) -> text (B, 16, 64), pooled (B, 64)
+    flow: latents (B, 4, 8, 8) -> packed (B, 16, 16), see zoo/packing.py
 """
 
 from __future__ import annotations
@@ -15,13 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weights import ldm_names
-from zoo import tokenizer_files
+from zoo import packing, tokenizer_files
 from zoo.latent_family import LatentFamily
 from zoo.shapes import networks
 from zoo.shapes.networks import NUM_TOKENS, PIXELS_PER_LATENT, TEXT_WIDTH, VOCABULARY
+from zoo.spec import Column
 
 LATENT_SCALE = 1.0242  # 1 / standard deviation of the shipped VAE's latents (vae/quality.json)
 
@@ -31,32 +39,46 @@ UNETS: dict[str, dict[str, Any]] = {
 }
 """Preset -> the UNet's constructor arguments; diffusers calls the number of heads attention_head_dim. full: 2.77 M
 parameters, 0.19 s of one core per step of 32 images; tiny: 0.72 M, 0.07 s."""
-OBJECTIVE = dict(prediction="v", caption_dropout=0.1, timesteps="uniform")
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "full": dict(
+        num_layers=2, num_single_layers=4, num_attention_heads=3, attention_head_dim=32, axes_dims_rope=(4, 14, 14)
+    ),
+    "tiny": dict(
+        num_layers=1, num_single_layers=1, num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6)
+    ),
+}
+"""Preset -> the transformer's constructor arguments. full: 1.30 M parameters."""
+OBJECTIVES = {
+    "stock": dict(prediction="v", caption_dropout=0.1, timesteps="uniform"),
+    "flow": dict(prediction="flow", caption_dropout=0.1, timesteps="uniform", shift=1.0),
+}
 
 
 def build(preset: str, variant: str) -> Shapes:
     """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
-    if variant != "stock":
-        raise ValueError(f"model.variant: shapes has no variant '{variant}'. Known: stock.")
-    if preset not in UNETS:
-        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(UNETS)}.")
-    return Shapes(UNETS[preset])
+    known = {"stock": (Shapes, UNETS), "flow": (ShapesFlow, TRANSFORMERS)}
+    if variant not in known:
+        raise ValueError(f"model.variant: shapes has no variant '{variant}'. Known: {', '.join(known)}.")
+    family, sizes = known[variant]
+    if preset not in sizes:
+        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(sizes)}.")
+    return family(sizes[preset])
 
 
 class Shapes(LatentFamily):
-    """Implements `zoo.spec.Family`."""
+    """Implements `zoo.spec.Family`. `sizes`: constructor arguments of the denoiser."""
 
     name = "shapes"
     pixels_per_latent = PIXELS_PER_LATENT
     latent_scale = LATENT_SCALE
     num_tokens, vocabulary, text_width = NUM_TOKENS, VOCABULARY, TEXT_WIDTH
     variant = "stock"
-    objective: Mapping[str, Any] = OBJECTIVE
+    objective: Mapping[str, Any] = OBJECTIVES["stock"]
     shipped = networks.WEIGHTS
     tokenizers = ()
 
-    def __init__(self, unet: Mapping[str, Any]):
-        self.unet = unet
+    def __init__(self, sizes: Mapping[str, Any]):
+        self.sizes = sizes
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import UNet2DConditionModel
@@ -70,7 +92,7 @@ class Shapes(LatentFamily):
             cross_attention_dim=TEXT_WIDTH,
             norm_num_groups=8,
             use_linear_projection=True,
-            **self.unet,
+            **self.sizes,
         )
 
     def build_encoders(self) -> dict[str, nn.Module]:
@@ -89,3 +111,37 @@ class Shapes(LatentFamily):
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # (B, 16) -> (B, 16, 64)
         return {"text": encoders["text"](input_ids=batch["tokens"].long()).last_hidden_state}
+
+
+class ShapesFlow(Shapes):
+    """The variant `flow`."""
+
+    variant = "flow"
+    predictions = ("flow",)
+    objective = OBJECTIVES["flow"]
+    side_step = 2 * PIXELS_PER_LATENT
+    pipeline = None  # FluxPipeline needs a T5
+
+    def stored_columns(self) -> dict[str, Column]:
+        return super().stored_columns() | {"pooled": Column((TEXT_WIDTH,), torch.float16)}
+
+    def build_denoiser(self) -> nn.Module:
+        from diffusers.models import FluxTransformer2DModel
+
+        return FluxTransformer2DModel(
+            in_channels=4 * self.latent_channels,
+            joint_attention_dim=TEXT_WIDTH,
+            pooled_projection_dim=TEXT_WIDTH,
+            **self.sizes,
+        )
+
+    def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
+        return super().published() | {"denoiser": ldm_names.flux_transformer}
+
+    def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # (B, 16) -> text (B, 16, 64), pooled (B, 64): the state at the end mark
+        states = encoders["text"](input_ids=batch["tokens"].long())
+        return {"text": states.last_hidden_state, "pooled": states.pooler_output}
+
+    def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+        return packing.denoise(denoiser, noisy, times, condition)
