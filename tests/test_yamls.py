@@ -53,13 +53,13 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
     words += ["eval.every_images=8", "save.snapshot_every_images=8"]  # the batch is another one
     words += ["cuda_graphs=false", "precision=null"]  # which may want a GPU
     if config.validation.is_given:  # its files have to be there, and those of an evaluation
-        words += [f"validation.remote={stage}", "validation.local=null"]
+        words += [f"validation.remote={stage}", "validation.local=null", "validation.every_images=8"]
     if config.eval.when == "in_training" or config.samples.is_given:
         prompts, statistics = Path(stage).with_name("prompts.tsv"), Path(stage).with_name("reference.npz")
         prompts.write_text("image_id\tid\tcaption\n1\t1\ta red square\n")
         statistics.touch()
         words += [f"eval.prompts={prompts}", f"eval.statistics={statistics}"]
-        words += [f"samples.prompts={prompts}"] if config.samples.is_given else []
+        words += [f"samples.prompts={prompts}", "samples.every_images=8"] if config.samples.is_given else []
     command_line = parse_command_line(words, benchmark.ALIASES)
     return load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=benchmark.check)
 
