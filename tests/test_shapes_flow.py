@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 from test_validation import made
 
 import benchmark
+from eval import main as eval_main
+from evaluation.score_table import read_rows
 from model import LatentDiffusion, build_model
 from prepare.shapes.pictures import draw_jitter, render
 from zoo.model_config import ModelConfig
@@ -121,18 +123,24 @@ def test_an_export_that_would_be_another_pipelines_is_refused(tiny):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
-def test_the_recipe_shortened_runs_validates_and_draws(miniature, tmp_path, monkeypatch):
+def test_the_recipe_shortened_runs_validates_and_draws_and_is_scored_afterwards(miniature, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     held_out = made(tmp_path / "held_out", "num_images=64", "part=reference") / "moments"
     words = [f"data.remote={miniature.moments}", "data.local=null", "data.workers=0", "max_duration=24ba"]
     words += [f"validation.remote={held_out}", "validation.local=null", "validation.every_images=384"]
     words += [f"samples.prompts={miniature.prompts}", "samples.every_images=768", "eval.samples=4", "eval.steps=3"]
     words += [f"run_folder={tmp_path}", "run_name=short", "loggers.progress_bar=false", "schedule.warmup_batches=2"]
+    words += [f"eval.prompts={miniature.prompts}", f"eval.statistics={miniature.statistics}"]
+    words += ["save.snapshot_every_images=768"]
     assert benchmark.main([str(YAML), *words]) == 0
     lines = [json.loads(line) for line in (tmp_path / "short/metrics.jsonl").read_text().splitlines()]
     losses = [line["val_loss"] for line in lines if line.get("validation")]
     assert len(losses) == 3 and losses == sorted(losses, reverse=True), losses
     assert len(list((tmp_path / "short/samples").glob("*.png"))) == 2
+    assert eval_main([str(tmp_path / "short")]) == 0
+    [row] = read_rows(tmp_path / "short/eval.csv")
+    assert (row["images"], row["guidance"], row["sampler"]) == (768, 2.0, "euler")
+    assert row["fid"] > 100 and -1 < row["clip"] < 0.5
 
 
 # --- the target against the records it was chosen from: `make controls-flux` makes them ---
