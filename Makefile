@@ -195,7 +195,7 @@ demo: miniature  ## render pictures, write shards, encode and stream them, train
 
 flux-files: $(addprefix $(SHAPES)/,moments/dataset.json held-out/dataset.json prompts.tsv)
 
-demo-flux: $(STAMP)  ## the same world with a small FLUX transformer, until its validation loss is low enough (KEYS=seed=18)
+demo-flux: $(STAMP)  ## the same world with a small FLUX transformer, by its validation loss (KEYS=seed=18)
 	@mkdir -p $(SHAPES)
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 flux-files
 	$(call shown,yamls/shapes_flow.yaml)
@@ -237,7 +237,7 @@ controls: miniature  ## what the target of demo was chosen from: other seeds, an
 	$(SCORE) $(SHAPES)/drawn eval.statistics=$(SHAPES)/reference.npz eval.inception=zoo/shapes_weights/reader/model.safetensors \
 	  out=$(CONTROLS)/drawn
 
-controls-flux: $(STAMP)  ## what the target of demo-flux was chosen from: three seeds, and what has to miss it; replaces their records
+controls-flux: $(STAMP)  ## what the target of demo-flux is chosen from: three seeds, and what has to miss it
 	@mkdir -p $(SHAPES)
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory flux-files $(SHAPES)/shuffled/dataset.json
 	$(PY) -m bench.ladder yamls/ladders/shapes_flow.yaml

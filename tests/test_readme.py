@@ -100,6 +100,7 @@ COMMANDS = {
 
 RUN_BY = {
     "demo": "tests/test_miniature.py",
+    "miniature": "tests/test_miniature.py",
     "test": "tests/conftest.py",  # this suite
     "test-store": "tests/store/test_harness.py",
     "test-fp8": "tests/test_fp8.py",

@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 from test_validation import made
 
 import benchmark
+from eval import main as eval_main
+from evaluation.score_table import read_rows
 from model import LatentDiffusion, build_model
 from prepare.shapes.pictures import draw_jitter, render
 from zoo.model_config import ModelConfig
@@ -78,13 +80,13 @@ def test_the_whole_caption_is_the_state_at_its_end_mark(tiny):
     with torch.no_grad():
         states = tiny.family.encode_text(tiny.frozen, {"tokens": tokens})
     ends = (tokens == END).int().argmax(dim=1)
-    assert ends.tolist() == [12, 4, 1, 15]
+    assert ends.tolist() == [13, 4, 1, 15]
     assert torch.equal(states["pooled"], states["text"][torch.arange(4), ends])
 
 
 def test_the_loss_falls_and_a_step_is_the_flows(tiny):
-    """x_t = (1 - t) x_0 + t eps, the target eps - x_0, a mean square: written out here. Then 40 steps on one batch."""
-    scenes = [draw_scene(number, 3) for number in range(16)]
+    """x_t = (1 - t) x_0 + t eps, the target eps - x_0, a mean square: written out here. Then 25 steps on one batch."""
+    scenes = [draw_scene(number, 3) for number in range(8)]
     pixels = torch.stack([_pixels(render(scene, 32, draw_jitter(n, 3))) for n, scene in enumerate(scenes)])
     tokens = tiny.family.tokenize([scene.caption for scene in scenes])
     batch = tiny.draw({"images": pixels, **tokens}, torch.Generator().manual_seed(0))
@@ -96,14 +98,14 @@ def test_the_loss_falls_and_a_step_is_the_flows(tiny):
         expected = (said - (batch["noise"] - latents)).square().mean()
     optimizer = torch.optim.AdamW(tiny.denoiser.parameters(), lr=3e-3)
     losses = []
-    for _ in range(40):
+    for _ in range(25):
         loss = tiny.loss(tiny(batch), batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[0] == pytest.approx(float(expected), rel=1e-5)
-    assert losses[-1] < 0.7 * losses[0], losses
+    assert losses[-1] < 0.8 * losses[0], losses
 
 
 def _pixels(picture: Any) -> torch.Tensor:  # -> (3, H, W) uint8
@@ -121,18 +123,24 @@ def test_an_export_that_would_be_another_pipelines_is_refused(tiny):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
-def test_the_recipe_shortened_runs_validates_and_draws(miniature, tmp_path, monkeypatch):
+def test_the_recipe_shortened_runs_validates_and_draws_and_is_scored_afterwards(miniature, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     held_out = made(tmp_path / "held_out", "num_images=64", "part=reference") / "moments"
     words = [f"data.remote={miniature.moments}", "data.local=null", "data.workers=0", "max_duration=24ba"]
     words += [f"validation.remote={held_out}", "validation.local=null", "validation.every_images=384"]
     words += [f"samples.prompts={miniature.prompts}", "samples.every_images=768", "eval.samples=4", "eval.steps=3"]
     words += [f"run_folder={tmp_path}", "run_name=short", "loggers.progress_bar=false", "schedule.warmup_batches=2"]
+    words += [f"eval.prompts={miniature.prompts}", f"eval.statistics={miniature.statistics}"]
+    words += ["save.snapshot_every_images=768"]
     assert benchmark.main([str(YAML), *words]) == 0
     lines = [json.loads(line) for line in (tmp_path / "short/metrics.jsonl").read_text().splitlines()]
     losses = [line["val_loss"] for line in lines if line.get("validation")]
     assert len(losses) == 3 and losses == sorted(losses, reverse=True), losses
     assert len(list((tmp_path / "short/samples").glob("*.png"))) == 2
+    assert eval_main([str(tmp_path / "short")]) == 0
+    [row] = read_rows(tmp_path / "short/eval.csv")
+    assert (row["images"], row["guidance"], row["sampler"]) == (768, 2.0, "euler")
+    assert row["fid"] > 100 and -1 < row["clip"] < 0.5
 
 
 # --- the target against the records it was chosen from: `make controls-flux` makes them ---

@@ -60,7 +60,7 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
         prompts.write_text("image_id\tid\tcaption\n1\t1\ta red square\n")
         statistics.touch()
         words += [f"eval.prompts={prompts}", f"eval.statistics={statistics}"]
-        words += [f"samples.prompts={prompts}"] if config.samples.is_given else []
+        words += [f"samples.prompts={prompts}", "samples.every_images=8"] if config.samples.is_given else []
     command_line = parse_command_line(words, benchmark.ALIASES)
     return load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=benchmark.check)
 
