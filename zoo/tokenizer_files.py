@@ -91,10 +91,11 @@ def save_t5(folder: Path, words: Any, num_tokens: int) -> str:
     copy.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, END)])
     folder.mkdir()
     copy.save(str(folder / TOKENIZER))
-    names = dict(tokenizer_class="PreTrainedTokenizerFast", pad_token=pad, eos_token=end)
     # T5's own table reads "</s>" in a caption as the end mark; where it is no such table, it is text.
-    _save_config(folder, model_max_length=num_tokens, split_special_tokens=not copy.get_added_tokens_decoder(), **names)
-    return names["tokenizer_class"]
+    is_text = not copy.get_added_tokens_decoder()
+    kind, names = "PreTrainedTokenizerFast", dict(pad_token=pad, eos_token=end)
+    _save_config(folder, tokenizer_class=kind, model_max_length=num_tokens, split_special_tokens=is_text, **names)
+    return kind
 
 
 def _bytes() -> Any:
@@ -108,6 +109,6 @@ def _bytes() -> Any:
     return found
 
 
-def _save_config(folder: Path, *, split_special_tokens: bool = True, **settings: Any) -> None:
-    settings["split_special_tokens"] = split_special_tokens
+def _save_config(folder: Path, **settings: Any) -> None:
+    settings = {"split_special_tokens": True, **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
