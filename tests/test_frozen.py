@@ -80,14 +80,16 @@ def test_states_beyond_float16_are_those_of_float32_in_a_run_of_fp16(autocast):
 @pytest.mark.parametrize("config", [ON_CPU, ON_DEVICE, ModelConfig("sdxl", "tiny", frozen_device="cpu")])
 def test_a_step_on_a_gpu_gets_what_encoders_on_the_cpu_make(config, stage):
     """Traced with tensors that have a device and no content: torch refuses operations on two devices there too."""
-    model, cuda = build(config).place(torch.device("meta"), "bf16"), torch.device("cuda")
-    parts = [model.denoiser, *model.frozen.values()]
-    places = [{p.device.type for p in part.parameters()} for part in parts]
+    placed, model = build(config).place(torch.device("meta"), "fp32"), build(config)  # "meta" stands for a GPU
+    places = [{p.device.type for p in part.parameters()} for part in (placed.denoiser, *placed.frozen.values())]
     assert places == [{"meta"}] + [{"cpu" if config.frozen_device == "cpu" else "meta"}] * len(model.frozen)
+    parts, cuda = [model.denoiser, *model.frozen.values()], torch.device("cuda")
+    for part in parts:
+        torch.nn.Module.to(part, device="meta")
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part, (place,) in zip(parts, places, strict=True):
             part.to_empty(device=cuda if place == "meta" else "cpu")
-        model.compute_on(cuda, "bf16")
+        model.compute_on(cuda, "fp32")
         assert step(model, stage).device.type == "cuda"
 
 
