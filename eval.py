@@ -185,7 +185,9 @@ def evaluate(command: CommandLine) -> None:
 
 def _find(given: Sequence[str], typed: dict[str, Any]) -> list[Place]:
     """Return what is at each place, once. Raises ConfigError: what is at none."""
-    of_family = {key: str(typed[f"model.{key}"]) for key in ("family", "preset", "variant") if f"model.{key}" in typed}
+    of_family: dict[str, Any] = {
+        key: str(typed[f"model.{key}"]) for key in ("family", "preset", "variant") if f"model.{key}" in typed
+    }
     model, found, problems = dataclasses.replace(ModelConfig(), **of_family), {}, []
     for text in dict.fromkeys(given):
         try:

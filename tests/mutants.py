@@ -47,7 +47,7 @@ TABLE = """
 - torch.exp(0.5 * logvar
 + torch.exp(logvar
 
-4 | zoo/latent_family.py | zoo model | latents: height and width exchanged
+4 | zoo/latent_family.py | families model | latents: height and width exchanged
 - (self.latent_channels, height // self.pixels_per_latent, width // self.pixels_per_latent)
 + (self.latent_channels, width // self.pixels_per_latent, height // self.pixels_per_latent)
 

@@ -202,8 +202,8 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: 
         use_channels_last(model)
     if keys.attention != "auto":
         denoiser: Any = model.denoiser  # of diffusers
-        theirs = denoiser.attn_processors.items()
-        denoiser.set_attn_processor({name: attention_processor(keys.attention, type(own)) for name, own in theirs})
+        kinds: dict[str, Any] = {name: type(own) for name, own in denoiser.attn_processors.items()}
+        denoiser.set_attn_processor({n: attention_processor(keys.attention, kind) for n, kind in kinds.items()})
     checkpoint_blocks(model.denoiser, keys.gradient_checkpointing)
     if keys.compile != "off":
         compile_networks(model, keys, num_sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from cli.command_line import Problem
 from cli.errors import ConfigError
@@ -87,7 +87,8 @@ def fetched(config: ModelConfig) -> ModelConfig:
         pinned = hub.fetch_all(names)
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
-    config = dataclasses.replace(config, **{key.removeprefix("model."): name for key, name in pinned.items()})
+    values: dict[str, Any] = {key.removeprefix("model."): name for key, name in pinned.items()}
+    config = dataclasses.replace(config, **values)
     if "model.weights" in pinned and (texts := weights_problems(family, pinned["model.weights"])):
         raise ConfigError([f"model.weights: {text}" for text in texts])
     return config
