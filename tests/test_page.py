@@ -381,7 +381,8 @@ def test_time_and_cost(tmp_path):
 
 
 def test_the_benchmarks_recipe_has_the_references_band(tmp_path):
-    own = {"model.variant": "mlperf", "global_batch_size": 512, "target.fid": 90.0, "target.clip": 0.15}
+    own = {"model.family": "sd2", "model.variant": "mlperf", "global_batch_size": 512}
+    own |= {"target.fid": 90.0, "target.clip": 0.15}
     run = make(tmp_path / "mine", [window(0), evaluation(1_536_000, 110.0, 0.14)], config=own)
     shown = parsed(run)
     assert "MLPerf reference, batch 512: 14 runs" in shown.text("figure", id="plot-fid-over-images")

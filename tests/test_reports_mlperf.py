@@ -449,7 +449,7 @@ WHY = {
     "a list": "line 68 of its log is no event of MLPerf's",
     "no metric": "line 28 of its log has no metric: Easel has not written it so",
     "no status": "line 67 of its log has no status: Easel has not written it so",
-    "a score that is none": "line 28 of its log is no FID or CLIP score",
+    "a score that is none": "line 28 of its log is no score or loss",
     "a seed that is none": "line 8 of its log has no whole number where one belongs",
     "a harder target": "its log says success, but none of its evaluations meets target.fid=10.0 and target.clip=0.15",
     "a point left out": "its log has no scores at 2,048,000 images: the rules ask for the first pass and the point before",
