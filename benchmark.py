@@ -68,7 +68,7 @@ from preflight.run import (
 from record.config_file import found_batch_size, say_what_is_later
 from record.environment import asked_for_cpu
 from record.summary import result_line
-from stages.dataset import Stage, read_stage
+from stages.dataset import Stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
 from training import microbatch, published, speed, warm_start
@@ -235,8 +235,8 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     cost = cost_of(config)
     model = build(config)
     stages = ranks.once_a_machine(config.data.read)
-    at = config.validation.remote
-    held_out = ranks.once_a_machine(functools.partial(read_stage, at)) if at else None
+    validation = config.validation
+    held_out = ranks.once_a_machine(lambda: validation.held_out.contents) if validation.is_given else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders([*stages, *filter(None, [held_out])], model.encoders.fingerprints)
     identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))

@@ -367,6 +367,7 @@ def open_stages(
     ]
     tokenize = family.tokenize if config.text == "encoded" else None
     captions = [None if one.stage.adopted else one.config.caption for one in given]  # of others: see stream_of
+    ways: dict[str, Any] = dict(image_sizes=[one.size for one in given], captions=captions, flip=config.flip)
     with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
         if dist.get_local_rank() == 0:
             remove_dead_segments()
@@ -375,9 +376,8 @@ def open_stages(
             shape, scale = family.latent_shape(given[0].size), given[0].stage.facts["latent_scale"]
             return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
         if config.stage == "moments":
-            return MomentsStream(columns=kinds, captions=captions, flip=config.flip, tokenize=tokenize, **arguments)
-        ways: dict[str, Any] = dict(captions=captions, flip=config.flip, crop=config.crop, decode=config.decode)
-        return StreamingLAIONDataset(family=family, image_sizes=[one.size for one in given], **ways, **arguments)
+            return MomentsStream(columns=kinds, tokenize=tokenize, **ways, **arguments)
+        return StreamingLAIONDataset(family=family, crop=config.crop, decode=config.decode, **ways, **arguments)
 
 
 def _say(config: DataConfig, given: Sequence[Opened], global_batch_size: int) -> None:

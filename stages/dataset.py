@@ -16,10 +16,10 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
@@ -58,6 +58,8 @@ KINDS = {
 """Kind of stage -> the columns that every run reads, and how their encodings begin."""
 ADOPT = "python -m prepare.adopt"
 STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then waits for its shards, this does not
+Fetched = MutableMapping[str, BinaryIO]
+"""index.json of stages in a store, by their address: open files, whose names are gone, so that none is left behind."""
 
 BUCKET = re.compile(r"[1-9]\d*x[1-9]\d*")
 BUCKETS_AGAIN = "Make the buckets again: python -m prepare.buckets --help"
@@ -139,7 +141,7 @@ def column_problem(stage: Stage, encodings: Mapping[str, str]) -> str | None:
     return None
 
 
-def read_stage(location: str, facts_at: str | None = None) -> Stage:
+def read_stage(location: str, facts_at: str | None = None, fetched: Fetched | None = None) -> Stage:
     """Read the facts of the stage at a folder or store address.
 
     All that a reader of the stage leans on is looked at here, so that nothing of it fails later: what both files hold, that
@@ -147,12 +149,13 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
 
     Args:
         facts_at: place of dataset.json, if it lies elsewhere: a file, or an address.
+        fetched: gets each index.json that was fetched from a store.
 
     Raises:
         ValueError: nothing is there, it is no stage, or a file cannot be read; says which and what to do.
     """
     facts_at = facts_at or f"{location.rstrip('/')}/{FACTS_FILE}"
-    problem, text = None, _index_text(location)
+    problem, text = None, _index_text(location, fetched)
     try:
         _, facts = read_json(*split_place(facts_at), or_adopt=f" If others have written it: {ADOPT} {location}")
     except ValueError as error:  # the index comes first
@@ -162,7 +165,9 @@ def read_stage(location: str, facts_at: str | None = None) -> Stage:
     if problem is not None:
         raise problem
     _check_facts(facts_at, location, facts, index.sha256)
-    return _read_buckets(location, facts_at, facts) if "buckets" in facts else _read_shards(index, facts_at, facts)
+    if "buckets" in facts:
+        return _read_buckets(location, facts_at, facts, fetched)
+    return _read_shards(index, facts_at, facts)
 
 
 def _read_shards(index: Index, facts_at: str, facts: Mapping[str, Any]) -> Stage:
@@ -189,12 +194,12 @@ def _read_shards(index: Index, facts_at: str, facts: Mapping[str, Any]) -> Stage
     )
 
 
-def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any]) -> Stage:
+def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any], fetched: Fetched | None) -> Stage:
     """Read each stage of a set of buckets. Raises ValueError: one is not there, or is none of this set's."""
     names = facts["buckets"]
     if not are_texts(names) or not names or not all(map(BUCKET.fullmatch, names)) or len(set(names)) < len(names):
         raise other(facts_at, "buckets", names, "a list of sizes, e.g. 576x448", BUCKETS_AGAIN)
-    stages = tuple(read_stage(f"{location.rstrip('/')}/{name}") for name in names)
+    stages = tuple(read_stage(f"{location.rstrip('/')}/{name}", fetched=fetched) for name in names)
     for name, stage in zip(names, stages, strict=True):
         if stage.kind != facts["stage"] or stage.facts.get("image_size") != [int(px) for px in name.split("x")]:
             given = f"{stage.kind} of {stage.facts.get('image_size')} px"
@@ -223,7 +228,7 @@ def read_index(location: str) -> Index:
     return parsed_index(location, _index_text(location), of_others=True)
 
 
-def _index_text(location: str) -> bytes:
+def _index_text(location: str, fetched: Fetched | None = None) -> bytes:
     if text := address_problem(location):
         raise ValueError(text)
     scheme = scheme_of(location)
@@ -239,7 +244,7 @@ def _index_text(location: str) -> bytes:
         raise ValueError(
             f"{location} cannot be read: {error.strerror}. Check the path, and who may read it."
         ) from error
-    return _text_of(location, INDEX)
+    return _text_of(location, INDEX, fetched=fetched)
 
 
 def split_place(place: str) -> tuple[str, str]:
@@ -324,8 +329,12 @@ def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict
     return text, parsed_object(f"{location}/{name}", text)
 
 
-def _text_of(location: str, name: str, or_adopt: str = "") -> bytes:
-    """Return a file of a stage. Raises ValueError: it is not there, or would not fit into memory."""
+def _text_of(location: str, name: str, or_adopt: str = "", fetched: Fetched | None = None) -> bytes:
+    """Return a file of a stage. Raises ValueError: it is not there, or would not fit into memory.
+
+    Args:
+        fetched: gets it, where it is fetched.
+    """
     if not is_remote(location):
         path = Path(location, name)
         try:
@@ -337,7 +346,8 @@ def _text_of(location: str, name: str, or_adopt: str = "") -> bytes:
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}.") from error
     place = f"{location.rstrip('/')}/{name}"
-    with tempfile.TemporaryDirectory() as folder:
+    # On NFS an open file keeps its folder until it is closed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             size = stored_size(place, STORE_SILENCE_SEC) if name == INDEX else None
             if size is None or is_readable(size):
@@ -346,6 +356,8 @@ def _text_of(location: str, name: str, or_adopt: str = "") -> bytes:
         except Exception as error:  # each store's client has exceptions of its own
             raise ValueError(f"{explain_store_error(error, location)}{or_adopt}") from error
         check_memory(place, size)
+        if fetched is not None:
+            fetched[location.rstrip("/")] = open(Path(folder, name), "rb")  # noqa: SIM115 (until it is taken)
         return Path(folder, name).read_bytes()
 
 

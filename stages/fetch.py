@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -239,6 +239,7 @@ class RetryingStream(Stream):
         index_sha256: of index.json, as dataset.json has it; None: not compared.
         adopted: of a data set that others have made; None: a stage of our own.
         table: the shards, as index.json lists them; None: whoever reads the stream reads that file.
+        fetched: index.json, where this process has fetched it; it is closed when it was looked at or taken.
         weight: proportion, repeat or choose, as streaming has them, where several streams are mixed.
     """
 
@@ -251,6 +252,7 @@ class RetryingStream(Stream):
         index_sha256: str | None = None,
         adopted: Adopted | None = None,
         table: ShardTable | None = None,
+        fetched: BinaryIO | None = None,
         **weight: float,
     ):
         super().__init__(
@@ -266,6 +268,7 @@ class RetryingStream(Stream):
         self.index_sha256 = index_sha256
         self.adopted = adopted
         self.table = table
+        self.fetched = fetched
         self.is_wanted: Callable[[], bool] = lambda: True
         if remote is not None:
             self._downloader = client_of(remote)
@@ -278,7 +281,25 @@ class RetryingStream(Stream):
             Path(self.local).mkdir(parents=True, exist_ok=True)
             Path(self.local, f"{INDEX}.tmp").unlink(missing_ok=True)
             wanted = None if self.index_sha256 is None else ("sha256", self.index_sha256)
-            self._have(INDEX, lambda path: check_file(path, None, wanted), lambda: self._download_file(INDEX))
+            self._have(INDEX, lambda path: check_file(path, None, wanted), self._take_index)
+            if self.fetched is not None:  # the folder has one
+                self.fetched.close()
+                self.fetched = None
+
+    def _take_index(self) -> None:
+        """Copy the index that this process has fetched, or else fetch it. Raises StreamFailure, OSError."""
+        fetched, self.fetched, path = self.fetched, None, Path(self.local, INDEX)
+        if fetched is None:
+            self._download_file(INDEX)
+            return
+        partial = path.with_name(f"{INDEX}.tmp")
+        try:
+            with fetched, open(partial, "wb") as file:
+                shutil.copyfileobj(fetched, file)
+            partial.replace(path)
+        except OSError as error:
+            _refuse_own_disk(error, path)
+            raise
 
     def remove_left_overs(self) -> None:
         """Remove what killed fetches left; for one process of a machine, once the folder is known to be its own."""

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cli.limits import ImageSize
 from stages.adopted import texts_of
 from stages.batch_memory import BatchMemory
 from stages.dataset import Stage
-from stages.images import SampleError, usable_captions
+from stages.images import SampleError, shown_part, usable_captions
 from stages.machine import ShardState
 from stages.shard_file import ShardError, ShardFile
 from stages.stream import Bad, BatchStream
@@ -38,6 +39,7 @@ class MomentsStream(BatchStream):
         columns: of each stream, name -> (shape of one sample, numpy type as stored, numpy type of the batch).
         flip: each picture is mirrored with probability 1/2; the stage has the column FLIPPED.
         captions: of each stream, the column of its captions; None: the stage's own.
+        image_sizes: (width, height) of each stream's pictures, px; for a column `sizes` alone.
         tokenize: makes text columns of captions, where a picture has several; None: the first one's are read as stored.
         arguments: keyword arguments of StreamingDataset.
     """
@@ -47,13 +49,14 @@ class MomentsStream(BatchStream):
         *,
         columns: Sequence[Mapping[str, tuple[tuple[int, ...], str, str]]],
         captions: Sequence[str | None] | None = None,
+        image_sizes: Sequence[ImageSize] = (),
         flip: bool = False,
         tokenize: Callable[[Sequence[str]], dict[str, Tensor]] | None = None,
         **arguments: Any,
     ):
         super().__init__(**arguments)
         self.columns = [dict(of_stream) for of_stream in columns]
-        self.flip, self.tokenize = flip, tokenize
+        self.flip, self.tokenize, self.image_sizes = flip, tokenize, list(image_sizes)
         self.captions = captions if any(captions or ()) else None
         self.memory = BatchMemory()
 
@@ -115,6 +118,9 @@ class MomentsStream(BatchStream):
                 except SampleError as error:
                     broken[place] = str(error)
         self._shard_access_times.numpy()[shard_ids] = time.time_ns()
+        if self.flip and "sizes" in batch:
+            size = self.image_sizes[self.stream_of(int(sample_ids[0]))]
+            _mirror(batch["sizes"], np.flatnonzero(is_flipped).tolist(), size)
         for name, array in reversed(batch.items()):
             broken |= dict.fromkeys(_not_finite(array), f"{name} are not finite")
         return {place: caption for place, caption in captions.items() if place not in broken}, broken
@@ -163,6 +169,19 @@ def reading_problems(stage: Stage, *, flip: bool, crop: str, text: str) -> list[
         given = f"stored, but {where} has {has}"
         found.append(("data.text", f"{given}. Make it with {make} store_text=true, or use data.text=encoded."))
     return found
+
+
+def _mirror(sizes: np.ndarray, places: Sequence[int], size: ImageSize) -> None:
+    """Replace the sizes of mirrored pictures, as `shown_part` gives them; stored are those of the pictures themselves.
+
+    Args:
+        sizes: (B, 4), height, width, top, left.
+        places: in the batch, of the mirrored pictures.
+        size: (width, height) of the pictures in the batch, px.
+    """
+    for place in places:
+        height, width = sizes[place, :2].tolist()
+        sizes[place] = shown_part((width, height), size, flipped=True)
 
 
 def _not_finite(values: np.ndarray) -> list[int]:  # (B, ...) -> places in the batch

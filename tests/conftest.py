@@ -7,12 +7,14 @@ import contextlib
 import gc
 import io
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +298,31 @@ def store() -> Iterator[tuple[Any, dict[str, str]]]:
     client.create_bucket(Bucket="easel")
     yield client, variables
     server.stop()
+
+
+@pytest.fixture
+def in_store(store, monkeypatch) -> Callable[[Path, str], str]:
+    """Puts the files of a folder into the store, and returns their address."""
+    client, variables = store
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def put(folder: Path, prefix: str) -> str:
+        for name, content in tree(folder).items():
+            client.put_object(Bucket="easel", Key=f"{prefix}/{name}", Body=content)
+        return f"s3://easel/{prefix}"
+
+    return put
+
+
+@pytest.fixture
+def indexes_fetched(caplog) -> Callable[[], list[str]]:
+    """Returns the paths of each index.json that the store was asked for since the last call."""
+    caplog.set_level(logging.INFO, logger="werkzeug")
+
+    def fetched() -> list[str]:
+        found = [said[1] for text in caplog.messages if (said := re.search(r'"GET (\S+/index\.json) ', text))]
+        caplog.clear()
+        return found
+
+    return fetched

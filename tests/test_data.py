@@ -309,3 +309,26 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     [limit] = texts(remote=str(stage), local="/nowhere/yet", cache_limit="10kb")
     assert limit.startswith("data.cache_limit: 10kb holds fewer than 4 of the largest shard (3")
     assert limit.endswith(" bytes). Give at least 1mb, or null.")
+
+
+def test_an_index_in_a_store_is_fetched_once_a_start(stage, store, in_store, indexes_fetched, tmp_path):
+    """By what is checked before a run; its stream takes that copy, or keeps the one of an earlier start that is the same."""
+    config, cache = dict(remote=in_store(stage, "once"), local=str(tmp_path), workers=0), tmp_path / "index.json"
+    content = (stage / "index.json").read_bytes()
+
+    def start() -> None:
+        section = DataConfig(**config)
+        assert section.problems(8, {}) == []
+        given = dict(device_batch_size=8, device=CPU, seed=1, stages=section.read())
+        loader = build_data(section.on_nodes(1), FAMILY, size=(64, 64), **given).dataloader
+        assert cache.read_bytes() == content and loader.dataset.streams[0].fetched is None
+        loader.close()
+
+    for earlier in (None, content, b"[", content[:-1] + b" }"):
+        if earlier is not None:
+            cache.write_bytes(earlier)
+        start()
+        assert indexes_fetched() == ["/easel/once/index.json"]
+    store[0].put_object(Bucket="easel", Key="once/index.json", Body=content + b" ")
+    [(key, text)] = DataConfig(**config).problems(8, {})  # though the cache has the right one
+    assert key == "data.remote" and " is not the one that dataset.json was written for " in text

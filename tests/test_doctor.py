@@ -615,14 +615,9 @@ def test_no_stage_at_all_is_found(only_error, tmp_path):
 
 
 @pytest.fixture
-def bucket(store, stage, monkeypatch):
+def bucket(store, stage, in_store):
     """The stage in a store; returns its address, and the server's."""
-    client, variables = store
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    for name, content in tree(stage).items():
-        client.put_object(Bucket="easel", Key=f"doctor/{name}", Body=content)
-    return "s3://easel/doctor", variables["S3_ENDPOINT_URL"]
+    return in_store(stage, "doctor"), store[1]["S3_ENDPOINT_URL"]
 
 
 def test_a_stage_in_a_store_is_read_and_compared(examine, bucket):

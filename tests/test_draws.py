@@ -25,8 +25,9 @@ from prepare.shards import COLUMNS
 from stages.dataset import array_encoding, read_stage, write_facts
 from stages.draws import draw_of
 from stages.fetch import HASH
-from stages.images import covering_size, decode_image
+from stages.images import covering_size, decode_image, shown_part
 from stages.moments import FLIPPED, reading_problems
+from zoo import load_family
 
 SEED, SIZE, NUM = 7, (64, 64), 24
 SIZES = [(80, 96), (200, 64), (64, 64), (150, 151)]  # of the pictures, px
@@ -154,6 +155,35 @@ def test_moments_are_drawn_of_the_picture_or_its_mirrored_one_with_the_tokens_of
             word = draw.one_of(["one", "two", "three"]) if number % 3 else "one"
             assert torch.equal(batch["tokens"][place], FAMILY.tokenize([f"{word} of {number}"])["tokens"][0])
     assert len({draw_of(SEED, epoch, 5).is_flipped for epoch in range(3)}) == 2  # both ways were met
+
+
+def test_sdxl_is_told_where_the_crop_begins_in_the_mirrored_picture(tmp_path):
+    """With an odd number of columns left out, which differs from where it begins in the picture itself."""
+    family, sources = load_family("sdxl", "tiny", "stock"), [(101, 64), (64, 99), (64, 64), (93, 41)]
+    columns = mds_columns(family, SIZE, text={}, metadata=False, flip=True)
+    with MDSWriter(out=str(tmp_path), columns=columns, hashes=[HASH], size_limit=1 << 14) as writer:
+        for number in range(NUM):
+            row = {name: np.zeros((8, 8, 8), np.float16) for name in ("moments", FLIPPED)}
+            row |= {name: tokens[0] for name, tokens in tokens_of(family, ["x"]).items()}
+            sizes = np.array(shown_part(sources[number % 4], SIZE), np.uint16)  # as prepare.latents writes them
+            writer.write({**row, "sizes": sizes, "caption": "x", "key": str(number)})
+    write_facts(tmp_path, "moments", {})
+    section = DataConfig(stage="moments", local=str(tmp_path), workers=0, shuffle=False, flip=True)
+    loader = build_data(section, family, size=SIZE, device_batch_size=6, device=CPU, seed=SEED).dataloader
+    told = torch.cat([batch["sizes"] for batch in loader]).tolist()
+    loader.close()
+    moved = 0
+    for number, (height, width, top, left) in enumerate(told):
+        source = sources[number % 4]
+        row = list(range(covering_size(source, SIZE)[0]))  # of the scaled picture
+        begin = round((len(row) - SIZE[0]) / 2)  # as torchvision crops
+        shown = row[begin : begin + SIZE[0]]
+        if draw_of(SEED, 0, number).is_flipped:
+            row, shown = row[::-1], shown[::-1]
+        assert (width, height) == source and left == row.index(shown[0])
+        assert top == round((covering_size(source, SIZE)[1] - SIZE[1]) / 2)
+        moved += left != begin
+    assert moved
 
 
 def test_without_flip_the_moments_of_the_picture_itself_are_read(moments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -10,13 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY_RUN, run
 from streaming import MDSWriter, StreamingDataset
 from streaming.base.batching import generate_work
 from streaming.base.partition import get_partitions
 from streaming.base.shuffle import get_shuffle
 from streaming.base.world import World
 
+from bench import scale
 from stages import order, order_ahead, shuffling
 from stages.fetch import RetryingStream
 from stages.loader import Loader
@@ -359,3 +361,24 @@ def test_a_shared_memory_too_small_for_the_order_is_an_error_with_the_figure():
         "ValueError: data: /dev/shm has no room for the order of 20,000,000 samples, 0.0745 GiB (No space left on device). "
         "Enlarge it (docker run --shm-size=16g or --ipc=host)."
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400, func_only=True)
+def test_ranks_that_wait_for_an_order_without_room_end_with_the_one_that_makes_it(tmp_path, monkeypatch):
+    """Where others have filled /dev/shm since the start looked at it; 3 million samples, of which 8 MB hold two."""
+    monkeypatch.setattr(scale, "SIZE", (64, 64))
+    scale.make_stage(tmp_path, 3000, 1000)
+    program = "from cli.command import start; from preflight import run; import benchmark; "
+    program += "run._shared_memory_problems = lambda config: []; start(benchmark.main)"
+    (tmp_path / "program.py").write_text(program)
+    words = ["data.stage=moments", f"data.remote={tmp_path}/stage", f"data.local={tmp_path}/cache", "data.workers=1"]
+    words += [*TINY_RUN, "model.weights=random", f"run_folder={tmp_path}/runs", "run_name=a"]
+    mounted = 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec composer -n 2 "$@"'
+    done = run("unshare", "-m", "bash", "-c", mounted, "_", str(tmp_path / "program.py"), *words, timeout=300)
+    said = done.stdout + done.stderr
+    if "unshare failed" in said or "mount:" in said:
+        pytest.skip("no mount namespace here")
+    text = "data: /dev/shm has no room for the order of 3,000,000 samples, 0.0112 GiB (No space left on device). "
+    assert done.returncode == 1 and len(re.findall(f"(?m)^{re.escape(text)}", done.stderr)) == 1, said
+    assert said.count(f"rank 0 has stopped: {text}") == 1 and "Traceback" not in said, said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import shutil
@@ -400,6 +401,19 @@ def test_a_full_disk_is_said_and_not_waited_for(tmp_path):
     assert str(caught.value).startswith(f"data.local: the disk of {tmp_path} is full (") and "x.mds" in str(
         caught.value
     )
+
+
+class FullDisk(io.BytesIO):
+    """A file that is copied to a disk without room."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_said_of_the_copy_of_an_index_too(tmp_path):
+    stream = RetryingStream(remote="s3://b/x", local=str(tmp_path), fetched=FullDisk())
+    with pytest.raises(StreamFailure, match="the disk of .* is full .*, while index.json was written"):
+        stream.fetch_index()
 
 
 def test_a_failure_in_a_thread_of_streamings_is_the_iterations(moments, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ schedule are alike.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +31,9 @@ from data import DataConfig, Encodings
 from evaluation.scoring import EVERY_IMAGES, rounded_up
 from model import LatentDiffusion, evaluating
 from stages.adopted import MappedReader
-from stages.dataset import Stage, read_stage
+from stages.dataset import Stage
 from stages.keys import are_in, key_digest
-from stages.mixture import Opened
+from stages.mixture import Opened, StreamConfig
 from stages.stream import BatchStream
 from zoo.sampling import prompt_generator
 
@@ -65,17 +66,26 @@ class ValidationConfig:
         num = min(self.num_samples, held_out.num_samples)
         return {"times": self.times, "num_samples": num, "stage_sha256": held_out.index_sha256}
 
+    @functools.cached_property
+    def held_out(self) -> StreamConfig:
+        """The stage, which keeps what it has read."""
+        return StreamConfig(self.remote, self.local)
+
     def resolved(self, global_batch_size: int) -> ValidationConfig:
         """Replace null by its value; every_images becomes whole batches."""
         if not self.is_given:
             return self
-        return replace(self, every_images=rounded_up(self.every_images or EVERY_IMAGES, global_batch_size))
+        found = replace(self, every_images=rounded_up(self.every_images or EVERY_IMAGES, global_batch_size))
+        vars(found)["held_out"] = self.held_out
+        return found
 
     def source(self, data: DataConfig, kind: str) -> DataConfig:
         """Return where the held-out samples come from; the rest is as in training. `kind`: of the stage."""
         none: dict[str, Any] = dict(facts=None, streams=None, cache_limit=None, num_canonical_nodes=None)
         plain: dict[str, Any] = dict(flip=False, crop="center", decode="cpu", shuffle=False, stage=kind)
-        return replace(data, remote=self.remote, local=self.local, **none, **plain)
+        found = replace(data, remote=self.remote, local=self.local, **none, **plain)
+        vars(found)["sources"] = [self.held_out]
+        return found
 
     def problems(
         self, data: DataConfig, made_for: Mapping[str, Any], encodings: Encodings = lambda size: {}
@@ -93,7 +103,7 @@ class ValidationConfig:
                 text = f"{self.local} is {key}.local too. Give another folder, or leave it out."
                 return [("validation.local", text)]
         try:
-            stage = read_stage(self.remote or "")
+            stage = self.held_out.contents
         except ValueError as error:
             return [("validation.remote", str(error))]
         if stage.buckets:
