@@ -90,7 +90,7 @@ from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
-from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.run_config import ALIASES, NOT_YET, RunConfig, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
 from weights.tensors import fingerprint
 from zoo import mlperf
@@ -232,8 +232,8 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     """
     assert config.precision is not None
     cost = cost_of(config)
-    model = build(config)
     stages = ranks.once_a_machine(config.data.read)
+    model = build_for_training(config, stages)
     at = config.validation.remote
     held_out = ranks.once_a_machine(functools.partial(read_stage, at)) if at else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))

@@ -33,7 +33,7 @@ from training.cost import Cost, has_average_on_device, memory_problem
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
 from training.published import as_begun
-from training.run_config import RunConfig, resolve, wants_own_rate
+from training.run_config import RunConfig, needs_encoders, resolve, wants_own_rate
 from zoo import load_family, mlperf
 from zoo.model_config import model_problems
 from zoo.spec import as_size
@@ -112,7 +112,8 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     if config.copy_stream and config.data.synthetic:
         text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
-    found += model_problems(config.model, config.size, encoders_wanted=not config.data.synthetic)
+    are_read = config.model.weights is not None or needs_encoders(config)
+    found += model_problems(config.model, config.size, encoders_wanted=are_read and not config.data.synthetic)
     found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += _mlperf_problems(config) + _log_folder_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
@@ -427,6 +428,7 @@ def cost_of(config: RunConfig) -> Cost:
         config.objective,
         stage=config.data.stage,
         stored_text=config.data.text == "stored",
+        has_encoders=needs_encoders(config),
         size=config.size,
         precision=config.precision,
         is_compiled=config.compile != "off",
