@@ -218,7 +218,7 @@ def test_every_bfloat16_is_kept_exactly_or_to_float16s_smallest_step_or_refused(
     normal = np.abs(values[held]) >= 2**-14
     assert np.array_equal(kept[normal], values[held][normal])
     assert np.abs(kept - values[held])[~normal].max() <= 2**-25
-    for one in bits[~held]:
+    for one in bits[~held][::97]:
         with pytest.raises(SampleError, match="^x (have numbers beyond 65,504|are not finite)"):
             as_float16(npy(np.array([one])), (1,), "x")
 
