@@ -123,13 +123,12 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
 
 def _run_problems(config: RunConfig) -> list[Problem]:
     found = []
-    is_gpu = torch.cuda.is_available()
     if text := limits.run_folder_problem(config.run_folder, config.run_name):
         found.append(Problem(text, ("run_name", "run_folder")))
     for key, source in [*config.data.named_sources(), ("validation", config.validation)]:
         if source.remote and source.local and (text := limits.unwritable(source.local)):
             found.append(Problem(f"{key}.local: {text}", (f"{key}.local",)))
-    if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
+    if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
     return found + precision_problems(config) + _batch_problems(config)

@@ -323,6 +323,7 @@ def fill_part(
 
 def make_one(place: Place, work: Work, sources: Sequence[Source], number: int) -> SampleCounts:
     """Make one part; in a worker process or in this one."""
+
     def fill(number: int, part: Part) -> None:
         with place.scratch_folder() as folder:
             fill_part(sources[number], work.taken, work.to_row, folder, part)

@@ -131,7 +131,7 @@ def table_of_families(record: Record) -> Table:
     """A row for each case: memory beside the estimate, and times where they were measured."""
     config = record["config"]
     load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
-    title = f"Moments and text states, fp32, one thread"
+    title = "Moments and text states, fp32, one thread"
     title += f"; {config['rounds']} rounds of {config['steps']} steps" if config["times"] else ""
     head = ("family", "size", "parameters, M", "batch", "estimate, GiB", "measured, GiB")
     if config["times"]:
@@ -143,7 +143,13 @@ def table_of_families(record: Record) -> Table:
 def _row_of_family(case: Record, *, times: bool) -> Row:
     size = f"{case['what']}, {case['image_size']} px"
     millions = case["parameters"] / 1e6
-    shown = (case["case"].partition("_")[0], size, f"{millions:,.1f}", f"{case['batch_size']}", f"{case['estimated_gib']:.2f}")
+    shown = (
+        case["case"].partition("_")[0],
+        size,
+        f"{millions:,.1f}",
+        f"{case['batch_size']}",
+        f"{case['estimated_gib']:.2f}",
+    )
     if "left_out" in case:
         return (*shown, "left out", *[None] * (4 * times))
     of_times = ("ms", "cpu_ms", "compiled_ms", "compiled_cpu_ms") if times else ()

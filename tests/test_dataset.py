@@ -303,7 +303,9 @@ def test_an_unreachable_store_names_what_it_was_asked_for(monkeypatch):
 
 def test_a_stage_without_the_columns_of_a_run_or_with_others_is_refused(stage):
     def told(**changes) -> str | None:
-        return column_problem(dataclasses.replace(images, **changes), {"moments": "ndarray:float16:8,4,4", "tokens": "ndarray:uint16:77"})
+        return column_problem(
+            dataclasses.replace(images, **changes), {"moments": "ndarray:float16:8,4,4", "tokens": "ndarray:uint16:77"}
+        )
 
     images = read_stage(str(stage))
     assert told() is None

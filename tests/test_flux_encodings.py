@@ -30,7 +30,9 @@ from zoo import load_family
 from zoo.encoders import FrozenEncoders
 from zoo.objectives import ObjectiveConfig
 
-with_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow: make test-tables has it")
+with_pyarrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None, reason="pyarrow: make test-tables has it"
+)
 SHAPES = {
     "full": {"mean": (16, 32, 32), "logvar": (16, 32, 32), "t5_encodings": (256, 4096), "clip_encodings": (768,)},
     "tiny": {"mean": (16, 8, 8), "logvar": (16, 8, 8), "t5_encodings": (256, 16), "clip_encodings": (8,)},
@@ -92,7 +94,9 @@ def given(monkeypatch, tmp_path) -> Callable[..., int]:
     return make
 
 
-def references_batch(samples: list[dict[str, Any]], noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def references_batch(
+    samples: list[dict[str, Any]], noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The latents, T5's and CLIP's states that the reference trains on, in float32.
 
     torchtitan, experiments/flux: flux_dataset.py reads uint16 and views it as bfloat16; train.py draws mean + deviation x
@@ -153,15 +157,17 @@ def test_tables_as_they_are_published_make_that_stage(tmp_path, kind):
 
     samples, empty = preprocessed("full", 3, timestep=kind != "parquet"), write_empty(tmp_path / "empty", "full")
     types = {name: pyarrow.binary() for name in SHAPES["full"]}
-    schema = pyarrow.schema({"__key__": pyarrow.string(), **types, **({} if kind == "parquet" else {"timestep": pyarrow.int64()})})
+    schema = pyarrow.schema(
+        {"__key__": pyarrow.string(), **types, **({} if kind == "parquet" else {"timestep": pyarrow.int64()})}
+    )
     table, folder = pyarrow.Table.from_pylist(samples, schema=schema), tmp_path / "in"
     folder.mkdir()
     if kind == "parquet":
         pyarrow.parquet.write_table(table, folder / "data_0_0000.parquet")
     else:
-        with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file:
-            with pyarrow.ipc.new_stream(file, table.schema) as writer:
-                writer.write_table(table)
+        path = str(folder / "data-00000-of-00001.arrow")
+        with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
     if kind == "save_to_disk":  # as `datasets` leaves it, with a cache beside it that is no part of it
         (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
         (folder / "cache-1.arrow").write_bytes(b"x")
@@ -207,7 +213,9 @@ def test_samples_that_cannot_be_kept_are_named_with_their_reason(given, tmp_path
     ]
     said = capsys.readouterr()
     assert "read 12 samples, wrote 2, skipped 10 (" in said.out
-    assert "empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that." in said.err
+    assert (
+        "empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that." in said.err
+    )
 
 
 def test_every_bfloat16_is_kept_exactly_or_to_float16s_smallest_step_or_refused():
@@ -227,9 +235,17 @@ def test_every_bfloat16_is_kept_exactly_or_to_float16s_smallest_step_or_refused(
     ("change", "words", "text"),
     [
         ({"mean": None, "__key__": None}, [], "rows has no column mean, __key__. MLPerf's preprocessed samples have"),
-        ({"t5_encodings": npy(np.zeros((256, 5), np.uint16))}, [], "rows has arrays of other shapes than FLUX.1's: mean"),
+        (
+            {"t5_encodings": npy(np.zeros((256, 5), np.uint16))},
+            [],
+            "rows has arrays of other shapes than FLUX.1's: mean",
+        ),
         ({"mean": b"?"}, [], "rows has no sample that can be read: not an .npy array. Possible: as MLPerf's"),
-        ({}, ["empty=/nowhere"], "empty: /nowhere/t5_empty.npy cannot be read: No such file or directory. Give the folder"),
+        (
+            {},
+            ["empty=/nowhere"],
+            "empty: /nowhere/t5_empty.npy cannot be read: No such file or directory. Give the folder",
+        ),
         ({}, ["min_side_px=3"], "rows: holds moments, for which there are no filters and no other names."),
     ],
 )

@@ -204,7 +204,9 @@ def build_for_training(config: RunConfig, stages: Sequence[Stage]) -> LatentDiff
     empty = zero_states(family, config.size)
     if digests and None not in digests and not family.empty_is_zero:
         if len(digests) > 1:
-            raise ValueError("data.streams: their empty texts differ. Mix stages that were made with the same text encoders.")
+            raise ValueError(
+                "data.streams: their empty texts differ. Mix stages that were made with the same text encoders."
+            )
         empty = read_empty_text(stages[0])
     return build(config, empty)
 
