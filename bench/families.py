@@ -39,10 +39,9 @@ from cli.limits import limited
 from config import as_written
 from data import DataConfig, SyntheticBatches
 from model import LatentDiffusion, build_device, step_seed
-from preflight.run import cost_of
 from reports.tables import text_of
 from training import speed
-from training.cost import available_gib
+from training.cost import available_gib, measure_cost
 from training.optimizer import build_optimizer
 from training.run_config import RunConfig, build_for_training, resolve
 from zoo import flux, sdxl
@@ -181,7 +180,11 @@ def alone(case: Case, config: FamiliesConfig, compiled: bool) -> dict[str, Any]:
 
 def measured(case: Case, config: FamiliesConfig) -> dict[str, Any]:
     """Return a case's row of the record."""
-    cost = cost_of(run_of(case, compiled=False))
+    run = run_of(case, compiled=False)
+    has: dict[str, Any] = dict(stage="moments", stored_text=True, has_encoders=False)
+    cost = measure_cost(
+        run.model, run.objective, size=run.size, precision="fp32", **has
+    )  # anew: a kept one knows no `between`
     estimate = cost.memory_gib(case.batch_size, ema=False)
     row: dict[str, Any] = {"case": case.name, "what": case.what, "image_size": case.side, "batch_size": case.batch_size}
     row |= {"parameters": cost.trained_parameters, "estimated_gib": rounded(estimate)}
