@@ -91,7 +91,7 @@ from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
-from training.run_config import ALIASES, NOT_YET, RunConfig, as_tried, build, resolve
+from training.run_config import ALIASES, NOT_YET, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
 from weights.tensors import fingerprint
 from zoo import mlperf
@@ -233,9 +233,9 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     """
     assert config.precision is not None
     cost = cost_of(config)
-    model = build(config)
     stages = ranks.once_a_machine(config.data.read)
     validation = config.validation
+    model = build_for_training(config, stages)
     held_out = ranks.once_a_machine(lambda: validation.held_out.contents) if validation.is_given else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders([*stages, *filter(None, [held_out])], model.encoders.fingerprints)

@@ -75,6 +75,7 @@ class LatentDiffusion(ComposerModel):
         posterior: "sample" or "mean": the latent is drawn from the VAE's posterior, or is its mean.
         caption_dropout: fraction of captions replaced by the empty one in training.
         frozen_device: where the encoders are: "device", the model's, or "cpu".
+        empty_states: the empty caption's text states, (1, L, D) or (1, P); None: they are encoded when they are needed.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LatentDiffusion(ComposerModel):
         posterior: str = "sample",
         caption_dropout: float,
         frozen_device: str = "device",
+        empty_states: Mapping[str, Tensor] | None = None,
     ):
         super().__init__()
         self.family = family
@@ -101,6 +103,7 @@ class LatentDiffusion(ComposerModel):
         self.caption_dropout = caption_dropout
         self.frozen_device = frozen_device
         self.empty_text = family.tokenize([""])  # column -> (1, L)
+        self.empty_states = empty_states
         self.further = tuple(family.further(size))  # names of columns that go to the network as they are
         self.device = torch.device("cpu")
         # Memory format of images and latents at a network's input: see training/speed.py.
@@ -176,8 +179,11 @@ class LatentDiffusion(ComposerModel):
 
     @torch.no_grad()
     def empty_condition(self) -> dict[str, Tensor]:
-        """Return the condition of the empty caption, (1, L, D); it is encoded once."""
-        if self._empty_condition is None:
+        """Return the condition of the empty caption, (1, L, D); it was given, or is encoded once."""
+        if self._empty_condition is None and self.empty_states is not None:
+            dtype = self._autocast_dtype or torch.float32
+            self._empty_condition = {n: s.to(self.device, dtype) for n, s in self.empty_states.items()}
+        elif self._empty_condition is None:
             states = self._encode_text(self.empty_text)
             is_zero = self.family.empty_is_zero
             self._empty_condition = {n: torch.zeros_like(s) if is_zero else s for n, s in states.items()}
@@ -360,10 +366,15 @@ def build_model(
     normalize: str,
     posterior: str = "sample",
     seed: int,
+    empty_states: Mapping[str, Tensor] | None = None,
 ) -> LatentDiffusion:
-    """Build a model on the CPU. The denoiser's weights come from `seed`, random encoders from a fixed seed of their own."""
+    """Build a model on the CPU. The denoiser's weights come from `seed`, random encoders from a fixed seed of their own.
+
+    Args:
+        empty_states: of the empty caption, see LatentDiffusion. With them no encoder is built: for batches that need none.
+    """
     family = load_family(config.family, config.preset, config.variant)
-    encoders = build_encoders(family, config.weights)
+    encoders = FrozenEncoders({}, []) if empty_states is not None else build_encoders(family, config.weights)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         denoiser = family.build_denoiser()
@@ -379,7 +390,15 @@ def build_model(
         posterior=posterior,
         caption_dropout=objective.caption_dropout,
         frozen_device=config.frozen_device,
+        empty_states=empty_states,
     )
+
+
+def zero_states(family: Family, size: ImageSize) -> dict[str, Tensor]:
+    """Return zeros in place of the empty caption's states, (1, L, D) or (1, P), where they do not matter."""
+    beside = {"moments", *family.further(size)}
+    columns = family.columns("moments", size, stored_text=True)
+    return {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in beside}
 
 
 def build_device(precision: str) -> Device:

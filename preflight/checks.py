@@ -36,7 +36,7 @@ from training import microbatch as microbatch_search
 from training.optimizer import total_batches
 from training.published import as_begun
 from training.resume import check_begun
-from training.run_config import RunConfig, resolve
+from training.run_config import RunConfig, needs_encoders, resolve
 from weights import hub
 from zoo import load_family
 from zoo.encoders import RANDOM, on_hub, own_weights
@@ -181,6 +181,9 @@ def weights(case: Case) -> list[Finding]:
         return found
     config, is_real = as_begun(case.config).model, not case.config.data.synthetic
     family = load_family(config.family, config.preset, config.variant)
+    if not needs_encoders(case.config):
+        begins = config.denoiser or "from random weights"
+        return [Finding(OK, "weights", f"encoders: none are built, batches have what they make; denoiser: {begins}")]
     given = config.weights or own_weights(family, is_real=is_real)
     text = f"encoders: {given}" + (", which mean nothing" if given == RANDOM else "")
     for name, need in on_hub(family, given, None).values():

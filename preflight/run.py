@@ -31,7 +31,7 @@ from training.cost import Cost, has_average_on_device, host_memory_problem, memo
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
 from training.published import as_begun
-from training.run_config import RunConfig, resolve, wants_own_rate
+from training.run_config import RunConfig, needs_encoders, resolve, wants_own_rate
 from zoo import load_family, mlperf
 from zoo.mlperf_sd import SD
 from zoo.model_config import model_problems
@@ -115,7 +115,8 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     if config.copy_stream and config.data.synthetic:
         text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
-    found += model_problems(config.model, config.size, encoders_wanted=not config.data.synthetic)
+    are_read = config.model.weights is not None or needs_encoders(config)
+    found += model_problems(config.model, config.size, encoders_wanted=are_read and not config.data.synthetic)
     found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += log_problems(config) + _log_folder_problems(config)
     if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
@@ -125,13 +126,12 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
 
 def _run_problems(config: RunConfig) -> list[Problem]:
     found = []
-    is_gpu = torch.cuda.is_available()
     if text := limits.run_folder_problem(config.run_folder, config.run_name):
         found.append(Problem(text, ("run_name", "run_folder")))
     for key, source in [*config.data.named_sources(), ("validation", config.validation)]:
         if source.remote and source.local and (text := limits.unwritable(source.local)):
             found.append(Problem(f"{key}.local: {text}", (f"{key}.local",)))
-    if is_gpu and dist.get_local_world_size() > torch.cuda.device_count():
+    if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
         found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
     return found + precision_problems(config) + _batch_problems(config)
@@ -376,6 +376,7 @@ def cost_of(config: RunConfig) -> Cost:
         config.objective,
         stage=config.data.stage,
         stored_text=config.data.text == "stored",
+        has_encoders=needs_encoders(config),
         size=config.size,
         precision=config.precision,
         is_compiled=config.compile != "off",

@@ -114,6 +114,11 @@ class Encoder:
         with torch.no_grad():
             return self.family.encode_text(self.encoders.modules, on_device)
 
+    def empty_states(self) -> dict[str, np.ndarray]:
+        """Return what a run drops captions to, float16 (L, D) or (P,) by state; {}: it needs none, or they are not stored."""
+        states = {} if self.family.empty_is_zero else self.text_states(self.empty_text)
+        return {name: np.ascontiguousarray(to_float16(of_empty)[0]) for name, of_empty in states.items()}
+
     @torch.no_grad()
     def moments(self, images: Tensor) -> np.ndarray:
         """# (B, 3, H, W), of the family's type -> float16 (B, 2C, h, w): mean | logvar, unscaled."""

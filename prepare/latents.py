@@ -51,7 +51,7 @@ from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
-from prepare.moments import mds_columns
+from prepare.moments import mds_columns, put_empty_text
 from prepare.parts import (
     GO_ON,
     PATIENCE_SEC,
@@ -301,7 +301,7 @@ def write_stage(
         mine = [number for number in todo if number % ranks == 0]
         longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted)
         wait_for_parts(place, len(shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
-        counts = finish(place, plan)
+        counts = finish(place, plan, put_empty_text(place, encoder.empty_states()))
     return counts, _speed(sum(shards[number]["samples"] for number in todo), time.monotonic() - started)
 
 

@@ -1,4 +1,4 @@
-"""The stage `moments`: its columns and number types, and the MLPerf reference's published arrays.
+"""The stage `moments`: its columns and number types, and the arrays of .npy files that MLPerf publishes.
 
 Shapes: C latent channels, h w height and width of the latent, L text tokens, D text width. SD2 at 512 px: (8, 64, 64), (77,).
 
@@ -13,6 +13,7 @@ Shapes: C latent channels, h w height and width of the latent, L text tokens, D 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 
 from cli.limits import ImageSize
-from stages.dataset import array_encoding
+from prepare.places import Place
+from stages.dataset import EMPTY_DIGEST, FACTS_FILE, array_encoding
+from stages.empty_text import EMPTY_FILE, as_bytes, digest_of
 from stages.images import SampleError
 from stages.moments import FLIPPED
 from zoo.spec import Family
@@ -67,9 +70,29 @@ def check_finite(name: str, values: np.ndarray) -> None:
         raise SampleError(f"{name} are not finite in float16")
 
 
-def npy_shape(content: bytes) -> tuple[int, ...]:
-    """Return the shape that an .npy file claims. Raises SampleError: not a plain array of float32."""
-    return _npy_header(content)[0]
+def npy_shape(content: bytes, what: str = "moments", kind: str = "float32") -> tuple[int, ...]:
+    """Return the shape that an .npy file claims. Raises SampleError: not a plain array of numbers of that kind."""
+    return _npy_header(content, what, kind)[0]
+
+
+def npy_values(content: bytes, shape: Sequence[int], what: str = "moments", kind: str = "float32") -> np.ndarray:
+    """Return the numbers in an .npy file, in its own memory.
+
+    Args:
+        shape: that they have to have.
+        what: they are, for messages.
+        kind: numpy's name of their type; little-endian.
+
+    Raises:
+        SampleError: another shape or type, truncated or pickled.
+    """
+    found, is_fortran, offset = _npy_header(content, what, kind)
+    if found != tuple(shape):
+        raise SampleError(f"{what} of another shape than {tuple(shape)}")
+    values = np.dtype(kind).newbyteorder("<")
+    if len(content) - offset != values.itemsize * math.prod(shape):
+        raise SampleError(f"truncated or damaged {what}")
+    return np.frombuffer(content, values, offset=offset).reshape(found, order="F" if is_fortran else "C")
 
 
 def read_npy(content: bytes, shape: Sequence[int]) -> np.ndarray:
@@ -83,20 +106,14 @@ def read_npy(content: bytes, shape: Sequence[int]) -> np.ndarray:
     Raises:
         SampleError: another shape or type, truncated, pickled, or not finite in float16.
     """
-    found, is_fortran, offset = _npy_header(content)
-    wanted = (1, *shape)
-    if found != wanted:
-        raise SampleError(f"moments of another shape than {wanted}")
-    if len(content) - offset != 4 * np.prod(wanted):
-        raise SampleError("truncated or damaged moments")
-    values = np.frombuffer(content, "<f4", offset=offset).reshape(wanted, order="F" if is_fortran else "C")[0]
+    values = npy_values(content, (1, *shape))[0]
     with np.errstate(over="ignore"):
         moments = np.ascontiguousarray(values.astype(np.float16))
     check_finite("moments", moments)
     return moments
 
 
-def _npy_header(content: bytes) -> tuple[tuple[int, ...], bool, int]:
+def _npy_header(content: bytes, what: str, kind: str) -> tuple[tuple[int, ...], bool, int]:
     """Read shape, order and data offset from the header alone, so that a false size allocates no memory."""
     file = io.BytesIO(content)
     try:
@@ -106,7 +123,21 @@ def _npy_header(content: bytes) -> tuple[tuple[int, ...], bool, int]:
     except (ValueError, KeyError) as error:
         raise SampleError("not an .npy array") from error
     if dtype.hasobject:
-        raise SampleError("moments are pickled objects, which are never loaded")
-    if dtype != np.dtype("<f4"):
-        raise SampleError("moments are not float32")
+        raise SampleError(f"{what} are pickled objects, which are never loaded")
+    if dtype != np.dtype(kind).newbyteorder("<"):
+        raise SampleError(f"{what} are not {kind}")
     return shape, is_fortran, file.tell()
+
+
+def put_empty_text(place: Place, states: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Put the empty text's states into a stage; return what dataset.json says of them. Raises OSError.
+
+    Args:
+        states: float16 (L, D) or (P,) by column; {}: there are none, and nothing is written.
+    """
+    if not states:
+        return {}
+    content = as_bytes(states)
+    if FACTS_FILE not in place.names():
+        place.put_bytes(EMPTY_FILE, content)
+    return {EMPTY_DIGEST: digest_of(content)}

@@ -24,7 +24,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -311,8 +311,11 @@ def _read_part(place: Place, plan: Plan, number: int) -> tuple[SampleCounts, dic
     return SampleCounts(**counts, **counters), content
 
 
-def finish(place: Place, plan: Plan) -> SampleCounts:
+def finish(place: Place, plan: Plan, further: Mapping[str, Any] | None = None) -> SampleCounts:
     """Write the index and the facts of a stage whose parts are all done, if they do not exist yet.
+
+    Args:
+        further: facts for dataset.json that the plan does not have.
 
     Returns:
         The counts over all parts. If no sample was written, there is no stage, only `skipped.jsonl`.
@@ -331,7 +334,7 @@ def finish(place: Place, plan: Plan) -> SampleCounts:
         if counts.written:
             with place.scratch_folder() as folder:
                 (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))
-                facts = {"made_by": plan.made_by, **plan.facts, "counts": counts.as_facts()}
+                facts = {"made_by": plan.made_by, **plan.facts, **(further or {}), "counts": counts.as_facts()}
                 facts |= _put_keys(place, keys, folder)
                 write_facts(folder, plan.stage, facts)
                 place.put("index.json", folder / "index.json")

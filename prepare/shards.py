@@ -15,8 +15,9 @@ SOURCE, here or at s3://, one of
 A sample's image, captions and key have the names that are usual (jpg, image; txt, caption, text, prompt), or those that
 image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the stage
 has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are
-img2dataset's business. With KEY.npy instead of the image, as the MLPerf reference publishes its moments, the stage is
-`moments`; the first sample decides.
+img2dataset's business. With what MLPerf's references publish the stage is `moments`; the first sample decides. SD2's is
+KEY.npy instead of the image. FLUX.1's is a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder
+of t5_empty.npy and clip_empty.npy, for runs that then need no encoder (prepare/flux_encodings.py).
 OUT: a folder that is new, empty or from the same command, or an address in a store.
 
 Images are stored with their original bytes and are not encoded again; each is decoded once as a check. Unusable samples are
@@ -40,11 +41,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
@@ -52,10 +54,12 @@ from cli.command import command
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
 from cli.limits import ImageSize, limited, size_in_bytes
+from cli.log import log
+from prepare import flux_encodings
 from prepare.filters import Filters, LeftOut
 from prepare.find import find_sources
 from prepare.hub_datasets import HubKeys
-from prepare.moments import mds_columns, npy_shape, read_npy, tokens_of
+from prepare.moments import mds_columns, npy_shape, put_empty_text, read_npy, tokens_of
 from prepare.parts import (
     GO_ON,
     Part,
@@ -107,6 +111,8 @@ class ShardsConfig:
     """Least similarity of image and caption, which the metadata has to have."""
     similarity: str | None = None
     """Field of the metadata with the similarity. null: found by its usual names."""
+    empty: str | None = None
+    """Folder of the empty text's states that MLPerf publishes with FLUX.1's. null: a run encodes the empty text."""
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     workers: int | None = limited(None, 1, 512)
@@ -135,7 +141,10 @@ class Work:
 
     plan: Plan
     taken: Taken
-    filters: Filters
+    to_row: Callable[[Sample], dict[str, Any]]
+    """Checks a sample and returns its row. Raises SampleError: it is unusable; LeftOut: not wanted."""
+    empty: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """States of the empty text, float16 (L, D) or (P,)."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,16 +240,23 @@ def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> W
     """
     stage, size, samples, where = peek(sources, folder, image=config.image)
     taken, filters = IMG2DATASET, config.filters
+    of_flux = flux_encodings.find_encodings(samples, where)
+    if (stage == "moments" or of_flux) and (config.asked != Asked() or filters != Filters()):
+        raise ValueError(f"{where}: holds moments, for which there are no filters and no other names. Leave them out.")
+    if of_flux is not None:
+        return _work_of_flux(sources, config, of_flux, samples, where)
+    if config.empty is not None:
+        raise ValueError(f"empty: {where} has no encodings of FLUX.1, which it belongs to. Leave it out.")
     if stage == "images" and samples:
         taken = choose(samples, config.asked, where)
         filters = filters.with_similarity(samples, taken, where)
-    elif stage == "moments" and (config.asked != Asked() or filters != Filters()):
-        raise ValueError(f"{where}: holds moments, for which there are no filters and no other names. Leave them out.")
     columns = COLUMNS | ({"captions": "json"} if taken.several else {})
-    facts = {**taken.facts, **filters.facts}
+    facts, to_row = {**taken.facts, **filters.facts}, functools.partial(image_row, taken=taken, filters=filters)
     if stage == "moments":
-        name, preset, variant = MLPERF_FAMILY
-        columns = mds_columns(load_family(*MLPERF_FAMILY), size, text={}, metadata=True)
+        (name, preset, variant), family = MLPERF_FAMILY, load_family(*MLPERF_FAMILY)
+        columns = mds_columns(family, size, text={}, metadata=True)
+        shape = family.columns("moments", size)["moments"].shape
+        to_row = functools.partial(moments_row, family=family, shape=shape)
         facts = {
             "family": name,
             "preset": preset,
@@ -253,7 +269,29 @@ def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> W
             "store_text": False,
         }
     inputs = [source.known_by() for source in sources]
-    return Work(Plan("prepare.shards", stage, columns, bytes_to_int(config.shard_size), facts, inputs), taken, filters)
+    return Work(Plan("prepare.shards", stage, columns, bytes_to_int(config.shard_size), facts, inputs), taken, to_row)
+
+
+def _work_of_flux(
+    sources: Sequence[Source],
+    config: ShardsConfig,
+    taken: flux_encodings.Encodings,
+    samples: Sequence[Sample],
+    where: str,
+) -> Work:
+    """Return the work on MLPerf's preprocessed samples of FLUX.1. Raises ValueError, OSError: as `plan_for`."""
+    preset, size = flux_encodings.find_family(samples, where)
+    family = load_family("flux", preset, "mlperf")
+    empty = flux_encodings.read_empty(config.empty, family) if config.empty else {}
+    if not empty:
+        log.info("empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that.")
+    columns, facts = flux_encodings.mds_columns_of(taken, family, size), flux_encodings.facts_of(preset, size, empty)
+    to_row = functools.partial(
+        flux_encodings.encodings_row, shapes=flux_encodings.shapes_of(family, size), has_timestep=taken.has_timestep
+    )
+    inputs = [source.known_by() for source in sources]
+    plan = Plan("prepare.shards", "moments", columns, bytes_to_int(config.shard_size), facts, inputs)
+    return Work(plan, taken, to_row, empty)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,16 +323,12 @@ def fill_part(
 
 def make_one(place: Place, work: Work, sources: Sequence[Source], number: int) -> SampleCounts:
     """Make one part; in a worker process or in this one."""
-    plan, to_row = work.plan, functools.partial(image_row, taken=work.taken, filters=work.filters)
-    if plan.stage == "moments":
-        family, size = load_family(*MLPERF_FAMILY), tuple(plan.facts["image_size"])
-        to_row = functools.partial(moments_row, family=family, shape=family.columns("moments", size)["moments"].shape)
 
     def fill(number: int, part: Part) -> None:
         with place.scratch_folder() as folder:
-            fill_part(sources[number], work.taken, to_row, folder, part)
+            fill_part(sources[number], work.taken, work.to_row, folder, part)
 
-    return make_part(place, plan, number, fill)
+    return make_part(place, work.plan, number, fill)
 
 
 def make_parts(place: Place, work: Work, sources: Sequence[Source], workers: int) -> None:
@@ -342,6 +376,7 @@ def write_stage(sources: Sequence[Source], place: Place, config: ShardsConfig, f
     with place.only_writer():
         begin(place, work.plan)
         make_parts(place, work, sources, config.workers or len(os.sched_getaffinity(0)))
+        put_empty_text(place, work.empty)
         return finish(place, work.plan)
 
 

@@ -1,4 +1,4 @@
-"""Show a record of bench.step or bench.scale: as a table, or as one in a page.
+"""Show a record of bench.step, bench.scale or bench.families: as a table, or as one in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -124,6 +124,39 @@ def _row_of_scale(record: Record, name: str, key: str, unit: float, digits: str)
     return name, *cells
 
 
+# --- bench.families ---
+
+
+def table_of_families(record: Record) -> Table:
+    """A row for each case: memory beside the estimate, and times where they were measured."""
+    config = record["config"]
+    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
+    title = "Moments and text states, fp32, one thread"
+    title += f"; {config['rounds']} rounds of {config['steps']} steps" if config["times"] else ""
+    head = ("family", "size", "parameters, M", "batch", "estimate, GiB", "measured, GiB")
+    if config["times"]:
+        head += ("a step, ms", "processor, ms", "compiled, ms", "processor, ms")
+    rows = [_row_of_family(case, times=config["times"]) for case in record["cases"]]
+    return Table(f"{title}; {load}:", head, "ll" + "r" * (len(head) - 2), rows)
+
+
+def _row_of_family(case: Record, *, times: bool) -> Row:
+    size = f"{case['what']}, {case['image_size']} px"
+    millions = case["parameters"] / 1e6
+    shown = (
+        case["case"].partition("_")[0],
+        size,
+        f"{millions:,.1f}",
+        f"{case['batch_size']}",
+        f"{case['estimated_gib']:.2f}",
+    )
+    if "left_out" in case:
+        return (*shown, "left out", *[None] * (4 * times))
+    of_times = ("ms", "cpu_ms", "compiled_ms", "compiled_cpu_ms") if times else ()
+    cells = (spread(case, key, ".1f") if key in case else None for key in of_times)
+    return (*shown, f"{case['gib']:.2f}", *cells)
+
+
 # --- any record ---
 
 
@@ -133,7 +166,11 @@ def spread(record: Record, key: str, digits: str) -> str:
     return f"{middle} ({least} to {most})"
 
 
-TABLES: dict[str, Callable[[Record], Table]] = {"step": table_of_step, "scale": table_of_scale}
+TABLES: dict[str, Callable[[Record], Table]] = {
+    "step": table_of_step,
+    "scale": table_of_scale,
+    "families": table_of_families,
+}
 """What a record says that it has measured -> its table."""
 
 

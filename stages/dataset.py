@@ -51,9 +51,11 @@ FACTS_FILE = "dataset.json"
 FACTS_SCHEMA = 1
 KEYS_DIGEST = "keys_xxh64"
 """Fact: the digest of keys.u64, see stages/keys.py."""
+EMPTY_DIGEST = "empty_text_xxh64"
+"""Fact: the digest of empty_text.safetensors, see stages/empty_text.py."""
 KINDS = {
     "images": {"jpg": "bytes", "caption": "str", "key": ""},
-    "moments": {"moments": "ndarray", "tokens": "ndarray"},
+    "moments": {"moments": "ndarray"},
 }
 """Kind of stage -> the columns that every run reads, and how their encodings begin."""
 ADOPT = "python -m prepare.adopt"
@@ -272,9 +274,10 @@ def _check_facts(where: str, location: str, facts: Mapping[str, Any], digest: st
     known = [digest for digest in encoders.values() if digest is not None] if isinstance(encoders, dict) else None
     if encoders is not None and not are_texts(known):  # null: of moments that others have made
         raise other(where, "encoders", encoders, "an object of names and fingerprints")
-    of_keys = facts.get(KEYS_DIGEST)
-    if of_keys is not None and not (isinstance(of_keys, str) and DIGEST.fullmatch(of_keys)):
-        raise other(where, KEYS_DIGEST, of_keys, "16 hexadecimal digits")
+    for name in (KEYS_DIGEST, EMPTY_DIGEST):
+        of_file = facts.get(name)
+        if of_file is not None and not (isinstance(of_file, str) and DIGEST.fullmatch(of_file)):
+            raise other(where, name, of_file, "16 hexadecimal digits")
     if facts.get("stage") not in list(KINDS):  # of a list: what is given may have no hash
         raise other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))
     if facts.get("columns") is None:

@@ -164,6 +164,9 @@ def reading_problems(stage: Stage, *, flip: bool, crop: str, text: str) -> list[
     if crop == "random":
         given = f"random, but the pictures of {where} were cut before they were encoded"
         found.append(("data.crop", f"{given}. Read a stage of images, or leave it out."))
+    if text == "encoded" and "text" in stage.columns and "tokens" not in stage.columns:
+        given = f"encoded, but {where} has text states and no tokens"
+        found.append(("data.text", f"{given}. Use data.text=stored."))
     if text == "stored" and ("text" not in stage.columns or "captions" in stage.columns):
         has = "text states of the first of several captions alone" if "text" in stage.columns else "no text states"
         given = f"stored, but {where} has {has}"

@@ -303,7 +303,9 @@ def test_an_unreachable_store_names_what_it_was_asked_for(monkeypatch):
 
 def test_a_stage_without_the_columns_of_a_run_or_with_others_is_refused(stage):
     def told(**changes) -> str | None:
-        return column_problem(dataclasses.replace(images, **changes), {"moments": "ndarray:float16:8,4,4"})
+        return column_problem(
+            dataclasses.replace(images, **changes), {"moments": "ndarray:float16:8,4,4", "tokens": "ndarray:uint16:77"}
+        )
 
     images = read_stage(str(stage))
     assert told() is None
@@ -316,7 +318,7 @@ def test_a_stage_without_the_columns_of_a_run_or_with_others_is_refused(stage):
     moments = {"kind": "moments", "columns": ("moments", "tokens")}
     assert told(**moments, encodings=("ndarray:float16:8,4,4", "ndarray:uint16:77")) is None
     assert told(**moments, encodings=("ndarray:float16:8,4,4", "str")) == (
-        f"{stage} has a column tokens of str, this run reads ndarray. Make the stage again."
+        f"{stage} has a column tokens of str, this run reads ndarray:uint16:77. Make the stage again."
     )
     for encoding in ("ndarray:float16:8,8,8", "ndarray:float32:8,4,4", "ndarray:float16:8,4,40", "ndarray"):
         assert told(**moments, encodings=(encoding, "ndarray:uint16:77")) == (

@@ -39,6 +39,7 @@ import bench.step
 import config as configuration
 import eval as evaluation
 from bench.adopt import AdoptBenchConfig
+from bench.families import FamiliesConfig
 from bench.fid import FidConfig
 from bench.images import ImagesBenchConfig
 from bench.mixture import MixtureConfig
@@ -406,6 +407,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.fid": (FidConfig, command_of(FidConfig)),
     "bench.images": (ImagesBenchConfig, command_of(ImagesBenchConfig)),
     "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
+    "bench.families": (FamiliesConfig, command_of(FamiliesConfig)),
     "bench.scale": (bench.scale.ScaleConfig, command_of(bench.scale.ScaleConfig, bench.scale.check)),
     "bench.step": (bench.step.StepConfig, command_of(bench.step.StepConfig, bench.step.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),

@@ -209,7 +209,7 @@ def test_records_of_code_that_nothing_names_are_set_against_those_of_their_own_c
 def test_a_rung_with_a_limit_of_its_own_is_started_where_its_call_has_time_for_it():
     steps = ladder.Ladder("x", 320, 260, (ladder.Rung("a", "y", ()), ladder.Rung("b", "y", (), limit_sec=560)))
     assert [steps.room_sec(rung) for rung in steps.rungs] == [260, 20]
-    for name in ("sd2_512", "sd2_512_evaluation"):
+    for name in ("sd2_512", "sd2_512_evaluation", "families"):
         of_gpu = ladder.read_ladder(str(ROOT / f"yamls/ladders/{name}.yaml"))
         assert all(0 < of_gpu.room_sec(rung) <= 580 - (rung.limit_sec or of_gpu.limit_sec) for rung in of_gpu.rungs)
 

@@ -53,6 +53,20 @@ def test_flops_of_sd2_are_the_known_ones(of_sd2):
     assert cost.activation_gib_once == pytest.approx(1.6, rel=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300, func_only=True)
+@pytest.mark.parametrize(("variant", "side", "published"), [("schnell", 256, 20.3), ("dev", 512, 64.4)])
+def test_flops_of_flux_are_the_published_ones(variant, side, published):
+    """TFLOP of a sample, forward and backward, from stored states: with 256 and 512 text tokens.
+
+    20.3 is NVIDIA's (MLPerf Training v5.1), who count matrix products alone, as we do; 64.4 is that formula at 512 px.
+    """
+    ways = dict(stage="moments", stored_text=True, has_encoders=False, size=(side, side), precision="bf16")
+    cost = measure_cost(ModelConfig("flux", "full", variant), ObjectiveConfig(), **ways)
+    assert cost.flops_per_image / 1e12 == pytest.approx(published, rel=0.01)
+    assert (cost.frozen_parameters, cost.frozen_gib) == (0, 0.0)
+
+
 def test_encoding_online_costs_the_vae_on_top():
     def cost(stage: str) -> Cost:
         return measure_cost(TINY, ObjectiveConfig(), stage=stage, size=(32, 32), precision="fp32")

@@ -93,6 +93,7 @@ COMMANDS = {
     "bench.data": ("DataBenchConfig", range(1)),
     "bench.images": ("ImagesBenchConfig", range(1)),
     "bench.export": ("ExportBenchConfig", range(1)),
+    "bench.families": ("FamiliesConfig", range(1)),
     "export": ("ExportConfig", range(2, 3)),
     "bench.page": ("PageBenchConfig", range(1, 2)),
 }
@@ -117,6 +118,7 @@ RUN_BY = {
     "controls-flux": "tests/test_shapes_flow.py",  # its records are compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
     "gpu-evaluation": "tests/test_bench_evaluation.py",
+    "gpu-families": "tests/test_ladder.py",
     "report": "tests/test_report.py",
     "gpu-latency": "tests/test_latency.py",
     "env": "tests/test_locks.py",

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
-from model import LatentDiffusion, build_model, step_seed
+from data import SyntheticBatches
+from model import LatentDiffusion, build_model, step_seed, zero_states
 from training import cost, speed
 from training.speed import SpeedKeys
 from weights.tensors import lay_out_like
@@ -191,6 +192,22 @@ def test_one_graph_trains_and_nothing_is_compiled_after_the_first_step(graphs_al
     train(model, 1, first=4)
     generate(model)
     assert speed.num_graphs() == at_first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_the_other_families_are_one_graph_too_without_a_break(graphs_alone, family):
+    config = ModelConfig(family=family, preset="tiny", weights="random")
+    empty = zero_states(load_family(family, "tiny", "stock"), (64, 64))
+    model = build_model(config, ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=1, empty_states=empty)
+    model.place(torch.device("cpu"), "fp32")
+    speed.apply(model, SpeedKeys(compile="whole"), None)
+    columns = model.family.columns("moments", (64, 64), stored_text=True)
+    for number in range(3):
+        batch = next(iter(SyntheticBatches(columns, 2, torch.device("cpu"), number)))
+        drawn = model.draw(batch, torch.Generator().manual_seed(number))
+        model.loss(model(drawn), drawn).backward()
+        assert speed.num_graphs() == 1 and torch._dynamo.utils.counters["graph_break"] == {}
 
 
 @pytest.mark.slow

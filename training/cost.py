@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cli.limits import ImageSize
 from cli.private_api import require_private_api
-from model import AUTOCAST_DTYPES, LatentDiffusion, build_model
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_model, zero_states
 from training import speed
 from weights.tensors import on_meta
+from zoo import load_family
 from zoo.encoders import RANDOM
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
@@ -95,6 +96,7 @@ def measure_cost(
     *,
     stage: str,
     stored_text: bool = False,
+    has_encoders: bool = True,
     size: ImageSize,
     precision: str,
     is_compiled: bool = False,
@@ -103,11 +105,17 @@ def measure_cost(
     """Trace a training step with one and with two images; takes about 5 s for SD2 at 512 px.
 
     The FLOPs are the model's own. Recomputation in checkpointed blocks is not counted, nor are encoders on another device.
+
+    Args:
+        stage, stored_text: what a batch has, see zoo.spec.Family.columns.
+        has_encoders: False: batches have all that the encoders make, and none is built.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     config = replace(config, weights=RANDOM)
-    model = on_meta(lambda: build_model(config, objective, size=size, normalize="symmetric", seed=0))
+    empty = None if has_encoders else zero_states(load_family(config.family, config.preset, config.variant), size)
+    ways: dict[str, Any] = dict(size=size, normalize="symmetric", seed=0, empty_states=empty)
+    model = on_meta(lambda: build_model(config, objective, **ways))
     columns = model.family.columns(stage, size, stored_text=stored_text)
     compute = AUTOCAST_DTYPES.get(precision, torch.float32)
     model.encoders.to(torch.device("meta"), compute)

@@ -20,7 +20,7 @@ from config import flat
 from record.checkpoint_files import FULL, listed
 from record.config_file import CONFIG, read_config
 from training import warm_start
-from training.run_config import RunConfig, resolve
+from training.run_config import RunConfig, needs_encoders, resolve
 from weights import hub
 from weights.hub_names import is_same
 from zoo import load_family
@@ -93,7 +93,8 @@ def _keys_of_run(config: RunConfig) -> tuple[str, ...]:
     folder = Path(config.run_folder, config.run_name or "")
     is_begun = config.run_name is not None and bool(listed(folder / "checkpoints", FULL))
     of_evaluation = OF_EVALUATION if config.eval.when == "in_training" else ()
-    return ("model.weights", *(() if is_begun else ("model.denoiser",)), *of_evaluation)
+    of_encoders = ("model.weights",) if needs_encoders(config) else ()
+    return (*of_encoders, *(() if is_begun else ("model.denoiser",)), *of_evaluation)
 
 
 def _names(config: RunConfig, keys: Collection[str]) -> dict[str, tuple[str, hub.Need]]:

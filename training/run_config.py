@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
 from composer.utils import dist
+from torch import Tensor
 
 from callbacks.mlperf_log import MLPerfConfig
 from callbacks.profile import ProfileConfig
@@ -22,7 +23,9 @@ from cli.limits import ImageSize, Pixels, duration, limited
 from data import DataConfig
 from ema import EMAConfig
 from evaluation.scoring import EvalConfig, TargetConfig
-from model import LatentDiffusion, build_model
+from model import LatentDiffusion, build_model, zero_states
+from stages.dataset import EMPTY_DIGEST, Stage
+from stages.empty_text import has_empty_text, read_empty_text
 from training import speed
 from training.checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
 from training.loggers import LoggersConfig
@@ -193,8 +196,52 @@ def _new_name(config: RunConfig) -> str:
     return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-def build(config: RunConfig) -> LatentDiffusion:
-    """Build a run's model with its encoders, on the CPU. Raises ConfigError: the encoders' weights do not fit."""
+def needs_encoders(config: RunConfig) -> bool:
+    """Say whether a training runs its frozen encoders: not where batches have all that they make, and no picture is drawn.
+
+    To drop captions without them, each stage has to have the empty text's states.
+    """
+    data, objective = config.data, config.objective
+    draws = config.samples.is_given or config.eval.when == "in_training"
+    if draws or data.stage != "moments" or data.text != "stored":
+        return True
+    try:
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        is_zero = data.synthetic or family.empty_is_zero or not objective.resolved(family.objective).caption_dropout
+        return not (is_zero or all(map(has_empty_text, data.sources)))
+    except ValueError:  # one of the run's problems
+        return True
+
+
+def build_for_training(config: RunConfig, stages: Sequence[Stage]) -> LatentDiffusion:
+    """Build a run's model, with its encoders where training needs them, on the CPU.
+
+    Args:
+        stages: those that it is trained on; none for synthetic data.
+
+    Raises:
+        ConfigError: the encoders' weights do not fit. ValueError: the stages have no empty text, or several.
+    """
+    if needs_encoders(config):
+        return build(config)
+    family = load_family(config.model.family, config.model.preset, config.model.variant)
+    digests = {stage.facts.get(EMPTY_DIGEST) for stage in stages}
+    empty = zero_states(family, config.size)
+    if digests and None not in digests and not family.empty_is_zero:
+        if len(digests) > 1:
+            raise ValueError(
+                "data.streams: their empty texts differ. Mix stages that were made with the same text encoders."
+            )
+        empty = read_empty_text(stages[0])
+    return build(config, empty)
+
+
+def build(config: RunConfig, empty_states: Mapping[str, Tensor] | None = None) -> LatentDiffusion:
+    """Build a run's model with its encoders, on the CPU. Raises ConfigError: the encoders' weights do not fit.
+
+    Args:
+        empty_states: see model.build_model: with them no encoder is built.
+    """
     return build_model(
         config.model,
         config.objective,
@@ -202,6 +249,7 @@ def build(config: RunConfig) -> LatentDiffusion:
         normalize=config.data.normalize,
         posterior=config.data.posterior,
         seed=config.seed,
+        empty_states=empty_states,
     )
 
 

@@ -1,0 +1,315 @@
+"""MLPerf's preprocessed samples of FLUX.1: prepare.shards makes a stage of them, and a run reads it without any encoder."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_RUN
+from test_prepare import rows, skipped
+
+import benchmark
+from data import DataConfig, build_data
+from model import LatentDiffusion
+from prepare import shards
+from prepare.flux_encodings import as_float16
+from prepare.samples import Row, Sample, Taken
+from prepare.sources import Source
+from stages.dataset import read_stage
+from stages.empty_text import read_empty_text
+from stages.images import SampleError
+from zoo import load_family
+from zoo.encoders import FrozenEncoders
+from zoo.objectives import ObjectiveConfig
+
+with_pyarrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None, reason="pyarrow: make test-tables has it"
+)
+SHAPES = {
+    "full": {"mean": (16, 32, 32), "logvar": (16, 32, 32), "t5_encodings": (256, 4096), "clip_encodings": (768,)},
+    "tiny": {"mean": (16, 8, 8), "logvar": (16, 8, 8), "t5_encodings": (256, 16), "clip_encodings": (8,)},
+}
+
+
+def npy(values: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def bits_of(values: np.ndarray) -> np.ndarray:  # float32 -> uint16, cut off to bfloat16
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def preprocessed(preset: str, num: int, *, timestep: bool = False) -> list[dict[str, Any]]:
+    """Samples as the reference writes them: the bits of bfloat16 in .npy files."""
+    random, made = np.random.default_rng(3), []
+    for number in range(num):
+        arrays = {name: npy(bits_of(random.normal(0, 2, shape))) for name, shape in SHAPES[preset].items()}
+        made.append({"__key__": f"{number:05d}", **arrays, **({"timestep": number % 8} if timestep else {})})
+    return made
+
+
+def write_empty(folder: Path, preset: str) -> tuple[np.ndarray, np.ndarray]:
+    random, found = np.random.default_rng(4), []
+    folder.mkdir()
+    for name, array in (("t5_empty", "t5_encodings"), ("clip_empty", "clip_encodings")):
+        found.append(random.normal(0, 1, (1, *SHAPES[preset][array])).astype(np.float16))
+        np.save(folder / f"{name}.npy", found[-1])
+    return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Rows(Source):
+    """Rows in memory, as a table gives them; its files are read in the tests with pyarrow."""
+
+    rows: tuple[dict[str, Any], ...]
+    name: str = "rows"
+
+    def known_by(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+        for number, row in enumerate(self.rows):
+            files = {name: value for name, value in row.items() if taken is None or name in taken.names}
+            yield Row(str(row.get("__key__") or f"rows/{number}"), files)
+
+
+@pytest.fixture
+def given(monkeypatch, tmp_path) -> Callable[..., int]:
+    """Makes a stage of rows: prepare.shards, whose source is in memory."""
+
+    def make(samples: list[dict[str, Any]], out: Path, *words: str) -> int:
+        monkeypatch.setattr(shards, "find_sources", lambda paths, keys, folder: [Rows(tuple(samples))])
+        return shards.main(["rows", str(out), "workers=1", *words])
+
+    return make
+
+
+def references_batch(
+    samples: list[dict[str, Any]], noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The latents, T5's and CLIP's states that the reference trains on, in float32.
+
+    torchtitan, experiments/flux: flux_dataset.py reads uint16 and views it as bfloat16; train.py draws mean + deviation x
+    noise, takes 0.1159 off and multiplies by 0.3611.
+    """
+
+    def read(name: str) -> torch.Tensor:
+        arrays = [torch.from_numpy(np.load(io.BytesIO(sample[name]))).view(torch.bfloat16) for sample in samples]
+        return torch.stack(arrays).float()
+
+    latents = (read("mean") + torch.exp(0.5 * read("logvar")) * noise - 0.1159) * 0.3611
+    return latents, read("t5_encodings"), read("clip_encodings")
+
+
+def a_batch_is_the_references(out: Path, samples: list[dict[str, Any]], empty: tuple[np.ndarray, np.ndarray]) -> None:
+    """Read the stage as a run does, and encode a batch of which one caption is dropped, without an encoder."""
+    family, stage = load_family("flux", "full", "mlperf"), read_stage(str(out))
+    section = DataConfig(stage="moments", text="stored", remote=str(out), workers=0, shuffle=False)
+    ways = dict(size=(256, 256), device_batch_size=len(samples), device=torch.device("cpu"), seed=0)
+    batch = next(iter(build_data(section, family, **ways).dataloader))
+    model = LatentDiffusion(
+        family,
+        family.build_objective(ObjectiveConfig()),
+        torch.nn.Identity(),
+        FrozenEncoders({}, []),
+        size=(256, 256),
+        normalize="symmetric",
+        caption_dropout=0.0,
+        empty_states=read_empty_text(stage),
+    ).place(torch.device("cpu"), "fp32")
+    drawn = model.draw({name: batch[name] for name in ("moments", "text", "pooled")}, torch.Generator().manual_seed(1))
+    drawn["caption_dropped"] = torch.arange(len(samples)) == 1
+    latents, condition = model.encode(drawn)
+    latents_of_reference, text, pooled = references_batch(samples, drawn["posterior_noise"])
+    text[1], pooled[1] = (torch.from_numpy(states[0].astype(np.float32)) for states in empty)
+    # float16 keeps a bfloat16 exactly down to 2**-14 and rounds below that to multiples of 2**-24
+    torch.testing.assert_close(condition["text"], text, rtol=0, atol=2**-25)
+    torch.testing.assert_close(condition["pooled"], pooled, rtol=0, atol=2**-25)
+    torch.testing.assert_close(latents, latents_of_reference, rtol=1e-6, atol=1e-6)
+    assert torch.equal(batch["text"][0].float(), text[0].half().float())
+
+
+def test_a_batch_from_the_stage_is_the_references_on_the_same_bytes(given, tmp_path):
+    samples, empty = preprocessed("full", 3), write_empty(tmp_path / "empty", "full")
+    assert given(samples, tmp_path / "out", f"empty={tmp_path / 'empty'}") == 0
+    a_batch_is_the_references(tmp_path / "out", samples, empty)
+    facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    wanted = {"stage": "moments", "family": "flux", "preset": "full", "variant": "mlperf", "image_size": [256, 256]}
+    wanted |= {"normalize": "symmetric", "samples": 3, "store_text": True, "precision": "bf16"}
+    assert wanted.items() <= facts.items() and facts["encoders"] == {"vae": None, "text": None, "t5": None}
+
+
+@with_pyarrow
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "save_to_disk"])
+def test_tables_as_they_are_published_make_that_stage(tmp_path, kind):
+    import pyarrow
+    import pyarrow.parquet
+
+    samples, empty = preprocessed("full", 3, timestep=kind != "parquet"), write_empty(tmp_path / "empty", "full")
+    types = {name: pyarrow.binary() for name in SHAPES["full"]}
+    schema = pyarrow.schema(
+        {"__key__": pyarrow.string(), **types, **({} if kind == "parquet" else {"timestep": pyarrow.int64()})}
+    )
+    table, folder = pyarrow.Table.from_pylist(samples, schema=schema), tmp_path / "in"
+    folder.mkdir()
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, folder / "data_0_0000.parquet")
+    else:
+        path = str(folder / "data-00000-of-00001.arrow")
+        with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    if kind == "save_to_disk":  # as `datasets` leaves it, with a cache beside it that is no part of it
+        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+        (folder / "cache-1.arrow").write_bytes(b"x")
+    assert shards.main([str(folder), str(tmp_path / "out"), f"empty={tmp_path / 'empty'}", "workers=1"]) == 0
+    a_batch_is_the_references(tmp_path / "out", samples, empty)
+    assert [row.get("timestep") for row in rows(tmp_path / "out")] == ([None] * 3 if kind == "parquet" else [0, 1, 2])
+
+
+def test_samples_that_cannot_be_kept_are_named_with_their_reason(given, tmp_path, capsys):
+    good, shapes = preprocessed("tiny", 12), SHAPES["tiny"]
+
+    def with_value(name: str, value: float) -> bytes:
+        values = np.zeros(shapes[name])
+        values.flat[-1] = value
+        return npy(bits_of(values))
+
+    broken: list[dict[str, Any]] = [
+        {"t5_encodings": with_value("t5_encodings", 70144.0)},
+        {"mean": with_value("mean", float("inf"))},
+        {"logvar": with_value("logvar", float("nan"))},
+        {"clip_encodings": npy(np.zeros(shapes["clip_encodings"], np.float32))},
+        {"mean": npy(np.zeros((4, 8, 8), np.uint16))},
+        {"mean": good[0]["mean"][:-1]},
+        {"clip_encodings": None},
+        {"clip_encodings": b"?"},
+        {"logvar": npy(np.array([{}], object))},
+        {"__key__": good[0]["__key__"]},
+    ]
+    samples = [{**sample, **change} for sample, change in zip(good[1:], broken, strict=False)]
+    assert given([good[0], *samples, good[-1]], tmp_path / "out") == 0
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["00000", "00011"]
+    assert [reason for _, _, reason in skipped(tmp_path / "out" / "skipped.jsonl")] == [
+        "t5_encodings have numbers beyond 65,504, the largest one of float16",
+        "mean are not finite",
+        "logvar are not finite",
+        "clip_encodings are not uint16",
+        "mean of another shape than (16, 8, 8)",
+        "truncated or damaged mean",
+        "missing clip_encodings",
+        "not an .npy array",
+        "logvar are pickled objects, which are never loaded",
+        "duplicate key",
+    ]
+    said = capsys.readouterr()
+    assert "read 12 samples, wrote 2, skipped 10 (" in said.out
+    assert (
+        "empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that." in said.err
+    )
+
+
+def test_every_bfloat16_is_kept_exactly_or_to_float16s_smallest_step_or_refused():
+    bits = np.arange(2**16, dtype=np.uint16)
+    values = torch.from_numpy(bits.copy()).view(torch.bfloat16).float().numpy()
+    held = np.abs(values) <= 65504  # False for nan too
+    kept = as_float16(npy(bits[held]), (int(held.sum()),), "x").astype(np.float32)
+    normal = np.abs(values[held]) >= 2**-14
+    assert np.array_equal(kept[normal], values[held][normal])
+    assert np.abs(kept - values[held])[~normal].max() <= 2**-25
+    for one in bits[~held][::97]:
+        with pytest.raises(SampleError, match="^x (have numbers beyond 65,504|are not finite)"):
+            as_float16(npy(np.array([one])), (1,), "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "text"),
+    [
+        ({"mean": None, "__key__": None}, [], "rows has no column mean, __key__. MLPerf's preprocessed samples have"),
+        (
+            {"t5_encodings": npy(np.zeros((256, 5), np.uint16))},
+            [],
+            "rows has arrays of other shapes than FLUX.1's: mean",
+        ),
+        ({"mean": b"?"}, [], "rows has no sample that can be read: not an .npy array. Possible: as MLPerf's"),
+        (
+            {},
+            ["empty=/nowhere"],
+            "empty: /nowhere/t5_empty.npy cannot be read: No such file or directory. Give the folder",
+        ),
+        ({}, ["min_side_px=3"], "rows: holds moments, for which there are no filters and no other names."),
+    ],
+)
+def test_what_cannot_be_begun_is_refused(given, tmp_path, capsys, change, words, text):
+    changed = [{**sample, **change} for sample in preprocessed("tiny", 2)]
+    samples = [{name: value for name, value in sample.items() if value is not None} for sample in changed]
+    assert given(samples, tmp_path / "out", *words) == 2
+    assert capsys.readouterr().err.startswith(text) and not (tmp_path / "out").exists()
+
+
+def test_an_empty_text_of_another_kind_is_refused(given, tmp_path, capsys):
+    write_empty(tmp_path / "empty", "tiny")
+    np.save(tmp_path / "empty" / "clip_empty.npy", np.zeros((1, 8), np.float32))
+    assert given(preprocessed("tiny", 2), tmp_path / "out", f"empty={tmp_path / 'empty'}") == 2
+    at = tmp_path / "empty" / "clip_empty.npy"
+    said = f"empty: {at}: its numbers are not float16. Give the file that MLPerf's reference publishes.\n"
+    assert capsys.readouterr().err == said
+
+
+# --- runs ---
+
+OF_RUN = ["model.family=flux", "model.variant=mlperf", "data.stage=moments", "data.text=stored", "data.workers=0"]
+
+
+def run(tmp_path: Path, name: str, *words: str) -> int:
+    of_tiny = [word for word in TINY_RUN if not word.startswith(("model.", "image_size", "run_name", "data."))]
+    given = ["model.preset=tiny", *OF_RUN, "image_size=64", "max_duration=2ba", "global_batch_size=4"]
+    return benchmark.main([*of_tiny, *given, f"run_name={name}", f"run_folder={tmp_path}", *words])
+
+
+def test_a_run_from_preprocessed_samples_builds_no_encoder(given, tmp_path, capsys, monkeypatch):
+    """Not even with captions dropped: half of them here. What the plan says it takes has no encoder either."""
+    monkeypatch.setattr("model.build_encoders", lambda *given: pytest.fail("an encoder was built"))
+    write_empty(tmp_path / "empty", "tiny")
+    assert given(preprocessed("tiny", 8), tmp_path / "stage", f"empty={tmp_path / 'empty'}") == 0
+    words = [f"data.remote={tmp_path / 'stage'}", "objective.caption_dropout=0.5"]
+    assert run(tmp_path, "a", *words) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["batches"] == 2
+    capsys.readouterr()
+    assert run(tmp_path, "b", *words, "--print_config") == 0
+    assert " trained, 0 frozen\n" in capsys.readouterr().out
+
+
+def test_an_encoder_is_built_where_a_run_needs_it(given, tmp_path, capsys):
+    """Without the empty text's states captions cannot be dropped; without dropout nothing of it is needed."""
+    assert given(preprocessed("tiny", 8), tmp_path / "stage") == 0
+    capsys.readouterr()
+    of_stage = f"data.remote={tmp_path / 'stage'}"
+    assert run(tmp_path, "a", of_stage) == 2
+    assert capsys.readouterr().err.startswith("model.weights: not given. Real data need encoders, and the preset tiny")
+    assert run(tmp_path, "b", of_stage, "objective.caption_dropout=0") == 0, capsys.readouterr().err
+    assert run(tmp_path, "c", of_stage, "data.text=encoded", "model.weights=random") == 2
+    said = f"data.text: encoded, but the stage at {tmp_path / 'stage'} has text states and no tokens. Use data.text=stored.\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_a_damaged_empty_text_is_named(given, tmp_path, capsys):
+    write_empty(tmp_path / "empty", "tiny")
+    assert given(preprocessed("tiny", 8), tmp_path / "stage", f"empty={tmp_path / 'empty'}") == 0
+    file = tmp_path / "stage" / "empty_text.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert run(tmp_path, "a", f"data.remote={tmp_path / 'stage'}") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{file} is damaged: its xxh64 is ") and said.endswith(" Copy it anew.\n")
