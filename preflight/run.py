@@ -324,13 +324,11 @@ def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]
         num_batches: of the run; None: not known, snapshots are not counted.
     """
     config = resolve(config)
-    cost = cost_of(config)
-    microbatch = planned_microbatch(config, cost)
-    ways = dict(ema=has_average_on_device(config), savings=savings(config))
-    text = memory_problem(cost, microbatch, ranks_on_device(), **ways)
+    cost, ways = cost_of(config), dict(ema=has_average_on_device(config), savings=savings(config))
+    text = memory_problem(cost, planned_microbatch(config, cost), ranks_on_device(), **ways)
     found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
-    if text := host_memory_problem(cost, dist.get_local_world_size()):
-        found.append(Problem(f"model.frozen_device: {text}", ("model.frozen_device", *MEMORY_KEYS)))
+    text = host_memory_problem(cost, dist.get_local_world_size())
+    found += [Problem(f"model.frozen_device: {text}", ("model.frozen_device", *MEMORY_KEYS))] if text else []
     every, snapshot_every = config.save.every_images or 0, config.save.snapshot_every_images or 0
     if min(every, snapshot_every) >= 0 < max(every, snapshot_every):  # invalid values are reported by the section
         ema, num = config.ema.enabled, config.save.keep + 1 if every else 0
