@@ -23,7 +23,8 @@ def log_problems(config: RunConfig) -> list[Problem]:
     """A log needs a target and what it is measured by. In the closed division it also needs the benchmark's constants."""
     if not config.mlperf.enabled:
         return []
-    folder, benchmark = Path(config.run_folder, config.run_name or ""), mlperf.logged_as(config.model.family)
+    folder = Path(config.run_folder, config.run_name or "")
+    benchmark = mlperf.logged_as(config.model.family, config.model.variant)
     found = _loss_problems(config) if "val_loss" in benchmark.target else _score_problems(config)
     of_log: list[str] = []
     try:
@@ -73,7 +74,7 @@ def closed_data_problems(config: RunConfig) -> list[Problem]:
     """The closed division requires all of the benchmark's samples; read the stages' numbers."""
     if not (config.mlperf.enabled and config.mlperf.division == "closed") or config.data.synthetic:
         return []
-    benchmark, found = mlperf.logged_as(config.model.family), []
+    benchmark, found = mlperf.logged_as(config.model.family, config.model.variant), []
     fix = "Give the stage of all of them; a subset, if it is meant, is mlperf.division=open"
 
     def compare(name: str, num: int, where: str, wanted: int, key: str) -> None:

@@ -106,7 +106,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         of_target,
         config.samples.problems(config.eval),
         config.loggers.problems(),
-        config.mlperf.problems(mlperf.logged_as(config.model.family)),
+        config.mlperf.problems(mlperf.logged_as(config.model.family, config.model.variant)),
         config.profile.problems(_num_batches(config), config.measure.warmup_batches),
     ]
     also = {"data.remote": ("data.streams",)}  # where that cannot be read, nobody says that no stage is given

@@ -74,7 +74,8 @@ def test_interval_and_target_are_those_that_the_checker_compares(ruleset):
 def test_each_network_has_its_benchmark_and_reports_know_the_same():
     assert [benchmark_of(each.family, "mlperf") for each in BENCHMARKS] == [SD, FLUX]
     assert benchmark_of("flux", "dev") is None and benchmark_of("sdxl", "mlperf") is None
-    assert (logged_as("flux"), logged_as("sd2"), logged_as("shapes")) == (FLUX, SD, SD)
+    assert (logged_as("flux", "dev"), logged_as("sd2", "stock"), logged_as("shapes", "stock")) == (FLUX, SD, SD)
+    assert logged_as("shapes", "flow") == FLUX
     for each in BENCHMARKS:
         rules = RULES[each.name]
         assert (rules.rulesets, rules.num_samples, rules.num_images) == (

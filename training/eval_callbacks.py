@@ -164,7 +164,7 @@ def build_mlperf_log(
         return None
     given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
     assert config.device_train_microbatch_size != "auto"  # it has been found
-    benchmark = mlperf.logged_as(config.model.family)
+    benchmark = mlperf.logged_as(config.model.family, config.model.variant)
     is_of_loss = "val_loss" in benchmark.target
     if is_of_loss:
         assert held_out is not None and config.validation.every_images is not None

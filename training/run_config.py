@@ -186,7 +186,7 @@ def resolve(config: Config) -> Config:
         ),
         objective=objective,
         optimizer=config.optimizer.resolved(SD.lr_per_image(batch) if wants_own_rate(config) else None),
-        mlperf=config.mlperf.resolved(mlperf.logged_as(config.model.family)),
+        mlperf=config.mlperf.resolved(mlperf.logged_as(config.model.family, config.model.variant)),
         schedule=config.schedule.resolved(WARMUP_BATCHES if is_mlperf else None),
     )
 

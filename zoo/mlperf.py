@@ -14,6 +14,6 @@ def benchmark_of(family: str, variant: str) -> Benchmark | None:
     return next((each for each in BENCHMARKS if (family, variant) == (each.family, "mlperf")), None)
 
 
-def logged_as(family: str) -> Benchmark:
-    """Return the benchmark whose log a run of a family writes, of whatever variant: flux1, or else stable_diffusion."""
-    return next((each for each in BENCHMARKS if family == each.family), SD)
+def logged_as(family: str, variant: str) -> Benchmark:
+    """Return the benchmark whose log a run writes: flux1 for FLUX.1 and the miniature as a flow, or else stable_diffusion."""
+    return FLUX if family == FLUX.family or variant == "flow" else SD
