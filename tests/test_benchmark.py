@@ -251,7 +251,7 @@ def test_with_no_yaml_it_is_sd2_at_512_with_a_global_batch_of_2048_for_30_batche
 
 
 def test_too_little_memory_stops_it_before_anything_is_allocated(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "build", lambda *_, **__: pytest.fail("built a model"))
+    monkeypatch.setattr(benchmark, "build_for_training", lambda *_, **__: pytest.fail("built a model"))
     monkeypatch.setattr(cost, "available_gib", lambda: (20.0, "this machine (free now)"))
     [problem] = refused(capsys, "--use_synth_data", f"run_folder={tmp_path}", "precision=fp32")
     assert problem.startswith("memory: 2048 images a pass need about 3583")
@@ -357,7 +357,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         (["precision=fp8"], "precision: fp8 needs a GPU. Possible on a CPU: fp32, bf16."),
         (
             ["mlperf.ruleset=6.0.0"],
-            "command line: mlperf.ruleset is '6.0.0'. Possible: one of 4.0.0, 4.1.0, 5.0.0.",
+            "mlperf.ruleset: 6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. Possible: 4.0.0, 4.1.0, 5.0.0.",
         ),
     ],
 )
