@@ -357,7 +357,8 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         (["precision=fp8"], "precision: fp8 needs a GPU. Possible on a CPU: fp32, bf16."),
         (
             ["mlperf.ruleset=6.0.0"],
-            "mlperf.ruleset: 6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. Possible: 4.0.0, 4.1.0, 5.0.0.",
+            "mlperf.ruleset: 6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. "
+            "Possible: 4.0.0, 4.1.0, 5.0.0.",
         ),
     ],
 )
