@@ -27,7 +27,9 @@ from prepare import latents, shards
 from record.mlperf_events import OPEN_LOSS, read_events
 from reports import mlperf as report
 from reports.mlperf_runs import RULES, check, read_run, reference_points
+from stages.dataset import read_stage
 from stages.mixture import opened
+from training.evaluated import measured
 from training.run_config import build, resolve
 from training.validation import Validator, eighths_of
 from zoo.mlperf import BENCHMARKS, benchmark_of, logged_as
@@ -246,6 +248,34 @@ def test_two_ranks_measure_what_one_does_to_the_last_bit(validator_of, monkeypat
             validator.measure()
     assert ((parts[0] == 0) != (parts[1] == 0)).all()
     assert sum(parts).mean().item() == whole["val_loss"]
+
+
+def test_a_target_is_decided_by_losses_that_are_all_measured_alike(stages, tmp_path):
+    """Also by those of a run that is over, which an earlier start without a target may have measured in other ways."""
+    words = words_of(stages, tmp_path, "a", "target.val_loss=0.5")
+    config = load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    own = config.validation.identity_of(read_stage(str(stages["held_out"])))
+    line = {"schema": 1, "validation": True, "batch": 2, "images": 16, "seconds": 1.0, "val_loss": 0.4}
+    line |= {"val_loss_bins": [], **own}
+    later = {**line, "batch": 4, "images": 32}
+    old = {key: value for key, value in line.items() if key != "times"}  # of a version with one way
+    as_before = "Losses of one target have to be alike: use that, or another run_name."
+    for lines, text in (
+        ([line, later], None),
+        ([old, later], "validation.times: times eighths, but {} was validated with thousandths at 16 images."),
+        (
+            [{**line, "num_samples": 10}],
+            "validation.num_samples: num_samples 20, but {} was validated with 10 at 16 images.",
+        ),
+    ):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        if text is None:
+            assert measured(tmp_path / "a", config) == lines
+            continue
+        with pytest.raises(ConfigError) as refusal:
+            measured(tmp_path / "a", config)
+        assert refusal.value.problems == [f"{text.format(tmp_path / 'a')} {as_before}"]
 
 
 # --- whole runs ---
