@@ -24,6 +24,7 @@ from data import DataConfig, open_stages
 from preflight.mlperf import closed_data_problems
 from preflight.run import quick_problems
 from prepare import latents, shards
+from record.files import evaluations_of
 from record.mlperf_events import OPEN_LOSS, read_events
 from reports import mlperf as report
 from reports.mlperf_runs import RULES, check, read_run, reference_points
@@ -331,6 +332,17 @@ def test_a_run_stops_at_the_first_validation_that_meets_its_target_and_says_so(r
 
 
 @pytest.mark.slow
+def test_a_run_to_a_loss_that_is_evaluated_too_has_its_scores_in_its_result(stages, tmp_path):
+    (tmp_path / "prompts.tsv").write_text("image_id\tid\tcaption\n1\t1\ta cat\n2\t2\ta dog\n")
+    of_eval = ["eval.when=in_training", "eval.clip=random", f"eval.prompts={tmp_path / 'prompts.tsv'}"]
+    of_eval += ["eval.steps=2", "eval.guidance=1.0", "eval.weights=training", "eval.every_images=16"]
+    assert benchmark.main(words_of(stages, tmp_path, "a", "target.val_loss=0.1", "max_duration=2ba", *of_eval)) == 0
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    [line] = evaluations_of(tmp_path / "a")
+    assert summary["target"] == "missed" and summary["clip"] == pytest.approx(line["clip"], rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ruleset", FLUX.rulesets)
 def test_the_checker_objects_to_the_log_of_a_tiny_run_for_its_loss_alone(ran, ruleset, tmp_path):
     """It asks for 0.586 in the open division too. With such a loss in its place the same log is accepted."""
@@ -461,6 +473,20 @@ def test_a_fixture_is_left_out_of_a_result_for_that(tmp_path):
     (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
     text = "its log says success, but none of its evaluations meets target.val_loss=0.5"
     assert read_run(tmp_path / "r").problem() == text
+
+
+def test_a_report_asks_for_no_scores_of_a_run_to_a_loss(tmp_path):
+    """Neither are networks of scores of any matter, nor does eval.py make what is missing."""
+    log = fixture(tmp_path / "r", 4 * FLUX.every_images, seed=1)
+    lines = [line for line in log.read_text().splitlines(keepends=True) if '"fixture"' not in line]
+    given = {"global_batch_size": 512, "model": {"family": "flux"}, "target": {"val_loss": 0.586}}
+    given |= {"eval": {"clip": "random"}, "mlperf": {"ruleset": "6.0.0", "division": "closed"}}
+    (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
+    log.write_text("".join(lines))
+    assert read_run(tmp_path / "r").problem() is None and read_run(tmp_path / "r").foreign_scores == []
+    begun = next(number for number, line in enumerate(lines, 1) if '"run_start"' in line)
+    log.write_text("".join(lines[:begun]))
+    assert read_run(tmp_path / "r").problem() == "its log has no evaluation: the run has come to none yet"
 
 
 # --- what is refused ---
