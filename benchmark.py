@@ -238,7 +238,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     model = build_for_training(config, stages)
     held_out = ranks.once_a_machine(lambda: validation.held_out.contents) if validation.is_given else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
-    check_encoders([*stages, *filter(None, [held_out])], model.encoders.fingerprints)
+    check_encoders(stages, held_out, model.encoders.fingerprints)
     identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     model.place(device._device, config.precision)  # type: ignore[arg-type]  # declared None, and set in each kind
     speed.apply(model, config, config.precision, num_sizes=len(sizes or [1]))

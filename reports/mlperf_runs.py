@@ -121,7 +121,8 @@ class Run(RunFiles):
         """Reasons why its scores do not compare with the reference's."""
         nums = [line.get("num_images", line.get("num_samples")) for line in self._of_target]
         num = next(iter([*self.values("eval_samples"), *nums]), None)
-        networks = [key for key in ("inception", "clip") if self.config.get(f"eval.{key}") == "random"]
+        of_scores = ("inception", "clip") if self.rules.is_late else ()  # a loss is measured without them
+        networks = [key for key in of_scores if self.config.get(f"eval.{key}") == "random"]
         lines = [*self._of_target, *(event["metadata"] for event in self.events or () if event["key"] == "eval_stop")]
         others = {line[key] for line in lines for key, name in NETWORKS.items() if line.get(key, name) != name}
         what = "score" if self.rules.is_late else "validation"
@@ -204,7 +205,8 @@ class Run(RunFiles):
                 "its log ends before run_start: the run is just starting, or was killed. Start it again (same command)"
             )
         if not self.logged and (self.has_passed or not self.stops):  # a NaN loss ends a run before its first evaluation
-            return "its log has no evaluation: composer eval.py RUN makes them (eval.when=after)"
+            made = "composer eval.py RUN makes them (eval.when=after)"
+            return f"its log has no evaluation: {made if self.rules.is_late else 'the run has come to none yet'}"
         if not self.stops:
             return "its log is open: the run is still going or was killed, or composer eval.py RUN is not finished"
         if len(self.stops) > 1 or max(counts.values()) > 1:

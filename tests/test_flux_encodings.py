@@ -23,6 +23,7 @@ from prepare import shards
 from prepare.flux_encodings import as_float16
 from prepare.samples import Row, Sample, Taken
 from prepare.sources import Source
+from record.checkpoint_files import FULL, listed, read
 from stages.dataset import read_stage
 from stages.empty_text import read_empty_text
 from stages.images import SampleError
@@ -313,3 +314,49 @@ def test_a_damaged_empty_text_is_named(given, tmp_path, capsys):
     assert run(tmp_path, "a", f"data.remote={tmp_path / 'stage'}") == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{file} is damaged: its xxh64 is ") and said.endswith(" Copy it anew.\n")
+
+
+def test_a_run_resumes_where_only_one_of_its_starts_needs_the_encoders(given, tmp_path, capsys):
+    """Pictures may be asked for later, or no longer: which keys allow that is in resume.MAY_CHANGE."""
+    write_empty(tmp_path / "empty", "tiny")
+    assert given(preprocessed("tiny", 8), tmp_path / "stage", f"empty={tmp_path / 'empty'}") == 0
+    (tmp_path / "prompts.txt").write_text("a red square\n")
+    of_stage = [f"data.remote={tmp_path / 'stage'}", "save.every_images=8", "model.weights=random"]
+    drawn = ["samples.every_images=8", f"samples.prompts={tmp_path / 'prompts.txt'}", "eval.steps=2"]
+    for name, ways in (("a", ([], drawn, [])), ("b", (drawn, [], drawn))):
+        for number, words in enumerate(ways, 1):
+            assert run(tmp_path, name, *of_stage, *words, f"max_duration={2 * number}ba") == 0, capsys.readouterr().err
+            capsys.readouterr()
+        assert json.loads((tmp_path / name / "summary.json").read_text())["batches"] == 6
+        identity = read(listed(tmp_path / name / "checkpoints", FULL)[0])["identity"]
+        assert {"encoders.vae", "encoders.text", "encoders.t5"} <= identity.keys()
+
+
+def test_stages_of_other_encoders_are_refused_without_an_encoder_too(given, tmp_path, capsys):
+    """Their fingerprints are compared with one another, where there is no encoder to compare them with."""
+    for name, digest in (("train", "1" * 32), ("held_out", "2" * 32)):
+        samples = preprocessed("tiny", 18)
+        assert given(samples[:8] if name == "train" else samples[8:], tmp_path / name) == 0
+        facts = json.loads((tmp_path / name / "dataset.json").read_text())
+        facts["encoders"]["vae"] = digest
+        (tmp_path / name / "dataset.json").write_text(json.dumps(facts))
+    words = [f"data.remote={tmp_path / 'train'}", f"validation.remote={tmp_path / 'held_out'}"]
+    capsys.readouterr()
+    assert run(tmp_path, "a", *words, "validation.every_images=8", "objective.caption_dropout=0") == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"validation.remote: the vae of {tmp_path / 'held_out'} has the fingerprint {'2' * 32}, that of "
+        f"{tmp_path / 'train'} {'1' * 32}. Give stages that were made with the same encoders."
+    )
+
+
+def test_a_run_that_was_begun_as_stock_resumes_as_what_that_is(given, tmp_path, capsys):
+    """Runs of before have the default of model.variant in their record, which for FLUX.1 means dev."""
+    stage = [word for word in OF_RUN if not word.startswith(("model.variant", "data."))]
+    words = [*stage, "data.synthetic=true", "save.every_images=8", "max_duration=2ba"]
+    of_tiny = [word for word in TINY_RUN if not word.startswith(("model.", "image_size", "run_name", "max_duration"))]
+    words = [*of_tiny, "model.preset=tiny", *words, "image_size=64", "global_batch_size=4", f"run_folder={tmp_path}"]
+    assert benchmark.main([*words, "run_name=a"]) == 0, capsys.readouterr().err
+    config = tmp_path / "a" / "config.yaml"
+    assert "variant: dev" in config.read_text()
+    config.write_text(config.read_text().replace("variant: dev", "variant: stock"))
+    assert benchmark.main([*words, "run_name=a", "max_duration=4ba"]) == 0, capsys.readouterr().err

@@ -24,10 +24,13 @@ from data import DataConfig, open_stages
 from preflight.mlperf import closed_data_problems
 from preflight.run import quick_problems
 from prepare import latents, shards
+from record.files import evaluations_of
 from record.mlperf_events import OPEN_LOSS, read_events
 from reports import mlperf as report
 from reports.mlperf_runs import RULES, check, read_run, reference_points
+from stages.dataset import read_stage
 from stages.mixture import opened
+from training.evaluated import measured
 from training.run_config import build, resolve
 from training.validation import Validator, eighths_of
 from zoo.mlperf import BENCHMARKS, benchmark_of, logged_as
@@ -248,6 +251,34 @@ def test_two_ranks_measure_what_one_does_to_the_last_bit(validator_of, monkeypat
     assert sum(parts).mean().item() == whole["val_loss"]
 
 
+def test_a_target_is_decided_by_losses_that_are_all_measured_alike(stages, tmp_path):
+    """Also by those of a run that is over, which an earlier start without a target may have measured in other ways."""
+    words = words_of(stages, tmp_path, "a", "target.val_loss=0.5")
+    config = load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    own = config.validation.identity_of(read_stage(str(stages["held_out"])))
+    line = {"schema": 1, "validation": True, "batch": 2, "images": 16, "seconds": 1.0, "val_loss": 0.4}
+    line |= {"val_loss_bins": [], **own}
+    later = {**line, "batch": 4, "images": 32}
+    old = {key: value for key, value in line.items() if key != "times"}  # of a version with one way
+    as_before = "Losses of one target have to be alike: use that, or another run_name."
+    for lines, text in (
+        ([line, later], None),
+        ([old, later], "validation.times: times eighths, but {} was validated with thousandths at 16 images."),
+        (
+            [{**line, "num_samples": 10}],
+            "validation.num_samples: num_samples 20, but {} was validated with 10 at 16 images.",
+        ),
+    ):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        if text is None:
+            assert measured(tmp_path / "a", config) == lines
+            continue
+        with pytest.raises(ConfigError) as refusal:
+            measured(tmp_path / "a", config)
+        assert refusal.value.problems == [f"{text.format(tmp_path / 'a')} {as_before}"]
+
+
 # --- whole runs ---
 
 LOGGED = ("mlperf.enabled=true", "mlperf.org=Easel", "mlperf.platform=tiny")
@@ -298,6 +329,17 @@ def test_a_run_stops_at_the_first_validation_that_meets_its_target_and_says_so(r
     assert "has reached its target (reached with a validation loss of" in said.err
     assert "target=reached images_to_target=32" in said.out and f"val_loss={lines[1]['val_loss']:.6g}" in said.out
     assert len(validations(folder)) == 2
+
+
+@pytest.mark.slow
+def test_a_run_to_a_loss_that_is_evaluated_too_has_its_scores_in_its_result(stages, tmp_path):
+    (tmp_path / "prompts.tsv").write_text("image_id\tid\tcaption\n1\t1\ta cat\n2\t2\ta dog\n")
+    of_eval = ["eval.when=in_training", "eval.clip=random", f"eval.prompts={tmp_path / 'prompts.tsv'}"]
+    of_eval += ["eval.steps=2", "eval.guidance=1.0", "eval.weights=training", "eval.every_images=16"]
+    assert benchmark.main(words_of(stages, tmp_path, "a", "target.val_loss=0.1", "max_duration=2ba", *of_eval)) == 0
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    [line] = evaluations_of(tmp_path / "a")
+    assert summary["target"] == "missed" and summary["clip"] == pytest.approx(line["clip"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -431,6 +473,20 @@ def test_a_fixture_is_left_out_of_a_result_for_that(tmp_path):
     (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
     text = "its log says success, but none of its evaluations meets target.val_loss=0.5"
     assert read_run(tmp_path / "r").problem() == text
+
+
+def test_a_report_asks_for_no_scores_of_a_run_to_a_loss(tmp_path):
+    """Neither are networks of scores of any matter, nor does eval.py make what is missing."""
+    log = fixture(tmp_path / "r", 4 * FLUX.every_images, seed=1)
+    lines = [line for line in log.read_text().splitlines(keepends=True) if '"fixture"' not in line]
+    given = {"global_batch_size": 512, "model": {"family": "flux"}, "target": {"val_loss": 0.586}}
+    given |= {"eval": {"clip": "random"}, "mlperf": {"ruleset": "6.0.0", "division": "closed"}}
+    (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
+    log.write_text("".join(lines))
+    assert read_run(tmp_path / "r").problem() is None and read_run(tmp_path / "r").foreign_scores == []
+    begun = next(number for number, line in enumerate(lines, 1) if '"run_start"' in line)
+    log.write_text("".join(lines[:begun]))
+    assert read_run(tmp_path / "r").problem() == "its log has no evaluation: the run has come to none yet"
 
 
 # --- what is refused ---

@@ -18,7 +18,7 @@ from composer.utils import dist
 
 from callbacks.evaluation import AtPoints, Evaluation, Found, Line
 from callbacks.mlperf_log import MLPerfLog
-from callbacks.quality_target import TARGET_KEYS, QualityTarget
+from callbacks.quality_target import SCORES, TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord
 from callbacks.sample_grid import write_grid
 from callbacks.throughput import Throughput
@@ -213,12 +213,14 @@ def outcome_of(config: RunConfig, target: QualityTarget, record: RunRecord) -> d
     """Return the result line's keys about validation and evaluation; pending if eval.py has yet to score."""
     of_validation = {VAL_LOSS: finite(record.validations[-1][VAL_LOSS])} if record.validations else {}
     if config.target.val_loss is not None:
-        return of_validation | {key: finite(value) for key, value in target.result().items()}
+        last = record.evaluations[-1] if config.eval.when == "in_training" and record.evaluations else {}
+        scores = {key: last[key] for key in SCORES if key in last}
+        return of_validation | {key: finite(value) for key, value in target.result().items()} | scores
     if config.eval.when == "off":
         return of_validation
     outcome = target.result()
     if not config.target.is_given:
-        scores = {key: outcome[key] for key in ("fid", "clip")} if config.eval.when == "in_training" else {}
+        scores = {key: outcome[key] for key in SCORES} if config.eval.when == "in_training" else {}
         return of_validation | scores
     pending = {**dict.fromkeys(TARGET_KEYS), "target": "pending"}
     return of_validation | (outcome if config.eval.when == "in_training" else pending)

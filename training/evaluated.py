@@ -84,21 +84,27 @@ def check_validations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
         ConfigError: lists what differs.
     """
     names = {"times": "validation.times", "num_samples": "validation.num_samples", "stage_sha256": "validation.remote"}
-    lines = [line for line in validations_of(folder) if line["batch"] <= batch]
+    lines = [{"times": "thousandths", **line} for line in validations_of(folder) if line["batch"] <= batch]
     differing = [
         f"{key}: {name} {settings[name]}, but {folder} was validated with {line.get(name)} at {line['images']:,} images. "
         "Losses of one target have to be alike: use that, or another run_name."
-        for line in lines[-1:]
         for name, key in names.items()
-        if {"times": "thousandths", **line}.get(name) != settings[name]
+        for line in [line for line in lines if line.get(name) != settings[name]][-1:]
     ]
     if differing:
         raise ConfigError(differing)
 
 
 def measured(folder: Path, config: RunConfig) -> list[dict[str, Any]]:
-    """Return the lines of a run's record that this start's target is decided by."""
+    """Return the lines of a run's record that this start's target is decided by.
+
+    Raises:
+        ConfigError: they are losses, and not what this start would measure.
+    """
     if config.target.val_loss is not None:
-        return [line for line in validations_of(folder) if line.get("times", "thousandths") == config.validation.times]
+        lines = validations_of(folder)
+        settings = config.validation.identity_of(config.validation.held_out.contents)
+        check_validations(folder, max((line["batch"] for line in lines), default=0), settings)
+        return lines
     is_alike = config.eval.when == "in_training" or is_evaluated_alike(folder, config)
     return evaluations_of(folder) if is_alike else []

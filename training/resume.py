@@ -39,6 +39,7 @@ from training.evaluated import check_evaluations, has_files_of, is_evaluated_ali
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
 from training.run_config import RunConfig, resolve
 from training.speed import SpeedKeys
+from zoo import load_family
 
 # Keys that may differ between the starts of one run: they change places and speed, not what is computed.
 MAY_CHANGE = (
@@ -69,6 +70,9 @@ MAY_CHANGE = (
     "mlperf.",  # the log says how the run began
 )
 
+ENCODERS = "encoders."
+"""Prefix of the encoders' fingerprints in an identity."""
+
 
 def _comparable(key: str, value: Any) -> Any:
     """Return a key's value without what may differ between the starts of one run: the places of streams."""
@@ -84,9 +88,23 @@ def _lasting(config: RunConfig) -> dict[str, Any]:
     return kept if config.schedule.name == "constant" else {**kept, "max_duration": config.max_duration}
 
 
+def _as_called_now(begun: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
+    """Return what a run was begun with, the default of model.variant by the name that it has: stock is FLUX.1 dev."""
+    if begun.get("model.variant") != "stock":
+        return dict(begun)
+    return {**begun, "model.variant": load_family(config.model.family, config.model.preset, "stock").variant}
+
+
+def _with_encoders_of(identity: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity with another's encoders where it has none: a start builds them only where it needs them."""
+    if any(key.startswith(ENCODERS) for key in identity):
+        return dict(identity)
+    return {**identity, **{key: digest for key, digest in other.items() if key.startswith(ENCODERS)}}
+
+
 def identity_of(config: RunConfig, stages: Sequence[Stage], fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """Key -> plain value of everything that identifies a run; checkpoints store it."""
-    encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
+    encoders = {f"{ENCODERS}{name}": digest for name, digest in fingerprints.items()}
     digests = [stage.index_sha256 for stage in stages]
     identity = {
         **_lasting(config),
@@ -198,7 +216,7 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     if not (folder / "config.yaml").is_file():
         return None
     begun = read_config(folder)
-    begun = {key: _comparable(key, value) for key, value in begun.items()}
+    begun = {key: _comparable(key, value) for key, value in _as_called_now(begun, config).items()}
     differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
     if differing:
         raise ConfigError(
@@ -216,12 +234,26 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     return finished(folder, config.max_duration, config)
 
 
-def check_encoders(stages: Sequence[Stage], fingerprints: Mapping[str, str]) -> None:
-    """Compare the run's encoders with those that made the moments. Raises ConfigError: they differ."""
-    differing = [
+def check_encoders(stages: Sequence[Stage], held_out: Stage | None, fingerprints: Mapping[str, str]) -> None:
+    """Compare the run's encoders with those that made the moments; without any, those of the stages with one another.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    of_stages = [("data.streams", stage) for stage in stages]
+    of_stages += [] if held_out is None else [("validation.remote", held_out)]
+    known: dict[str, tuple[str, str]] = {}  # name -> fingerprint, and the first stage that says it
+    differing = []
+    for key, stage in of_stages if not fingerprints else ():
+        for name, digest in (stage.facts.get("encoders") or {}).items():
+            first, where = known.setdefault(name, (digest, stage.location)) if digest else (None, "")
+            if digest != first:
+                given = f"the {name} of {stage.location} has the fingerprint {digest}, that of {where} {first}"
+                differing.append(f"{key}: {given}. Give stages that were made with the same encoders.")
+    differing += [
         f"model.weights: its {name} has the fingerprint {digest}, the moments at {stage.location} were made with "
         f"{made[name]}. Use those weights, or make the moments again: python -m prepare.latents --help"
-        for stage in stages
+        for _, stage in of_stages
         for made in [stage.facts.get("encoders") or {}]
         for name, digest in fingerprints.items()
         if made.get(name) not in (None, digest)
@@ -276,6 +308,8 @@ class RunState:
         identity = {**identity_of(config, stages, encoders), "denoiser_start": denoiser_start}
         if self.checkpoint is not None:
             path, content = self.checkpoint
+            saved = _with_encoders_of(_as_called_now(content["identity"], config), identity)
+            identity, content = _with_encoders_of(identity, saved), {**content, "identity": saved}
             if problems := disagreements(content, identity, path, _defaults(config, content["identity"])):
                 raise ConfigError(problems)
         return identity
