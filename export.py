@@ -311,7 +311,8 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     text = masked_text(run)
     shown = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))
     facts = {**facts_of(run, run_config, model, progress, shown), "dtype": config.dtype}
-    if problem := no_room(out, pipeline_folder.num_bytes(networks, config.dtype)):
+    written = pipeline_folder.in_single_file(networks) if is_ldm(out) else networks
+    if problem := no_room(out, pipeline_folder.num_bytes(written, config.dtype)):
         raise ConfigError([problem])
     if is_ldm(out):
         tensors = pipeline_folder.single_file_tensors(networks, config.dtype)
