@@ -70,6 +70,10 @@ MAY_CHANGE = (
 )
 
 
+ENCODERS = "encoders."
+"""Begins a run's identity's keys of fingerprints."""
+
+
 def _comparable(key: str, value: Any) -> Any:
     """Return a key's value without what may differ between the starts of one run: the places of streams."""
     if key != "data.streams" or not isinstance(value, list):
@@ -86,7 +90,7 @@ def _lasting(config: RunConfig) -> dict[str, Any]:
 
 def identity_of(config: RunConfig, stages: Sequence[Stage], fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """Key -> plain value of everything that identifies a run; checkpoints store it."""
-    encoders = {f"encoders.{name}": digest for name, digest in fingerprints.items()}
+    encoders = {f"{ENCODERS}{name}": digest for name, digest in fingerprints.items()}
     digests = [stage.index_sha256 for stage in stages]
     identity = {
         **_lasting(config),
@@ -95,6 +99,10 @@ def identity_of(config: RunConfig, stages: Sequence[Stage], fingerprints: Mappin
     }
     columns = [stage.adopted and stage.adopted.as_facts() for stage in stages]
     return {**identity, "stage.columns": columns if len(columns) > 1 else columns[0]} if any(columns) else identity
+
+
+def _of_encoders(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in identity.items() if key.startswith(ENCODERS)}
 
 
 def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +272,7 @@ class RunState:
 
         Args:
             stages: none for synthetic data.
-            encoders: name -> fingerprint.
+            encoders: name -> fingerprint; none where this start builds none: what the checkpoint knows of them stays.
             denoiser_start: fingerprint of the initial weights, None for random ones.
 
         Returns:
@@ -276,7 +284,10 @@ class RunState:
         identity = {**identity_of(config, stages, encoders), "denoiser_start": denoiser_start}
         if self.checkpoint is not None:
             path, content = self.checkpoint
-            if problems := disagreements(content, identity, path, _defaults(config, content["identity"])):
+            known, now = (_of_encoders(one) for one in (content["identity"], identity))
+            identity |= {} if now else known
+            defaults = _defaults(config, content["identity"]) | ({} if known else now)  # the run built none so far
+            if problems := disagreements(content, identity, path, defaults):
                 raise ConfigError(problems)
         return identity
 
