@@ -57,7 +57,7 @@ from weights.tensors import fingerprint
 from zoo import load_family, model_config, pipeline_folder
 from zoo.encoders import own_weights
 from zoo.model_config import model_problems
-from zoo.sampling import NOT_FROM_PURE_NOISE
+from zoo.sampling import MIN_STEPS, sampling_problems, usual_sampler
 from zoo.spec import as_size
 
 SCHEMA = 1
@@ -177,9 +177,11 @@ def facts_of(
     run: Path, config: RunConfig, model: LatentDiffusion, progress: dict[str, Any], shown: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what export.json says. `shown`: key -> value of the run's files, without secrets."""
-    zero_terminal_snr, sampler = model.objective.zero_terminal_snr, config.eval.sampler
-    if zero_terminal_snr and sampler in NOT_FROM_PURE_NOISE:  # such a run was never sampled
-        sampler = "ddim"
+    prediction, zero_terminal_snr = model.objective.prediction, model.objective.zero_terminal_snr
+    sampler = config.eval.sampler or usual_sampler(prediction)
+    trained_on: dict[str, Any] = dict(prediction=prediction, zero_terminal_snr=zero_terminal_snr)
+    if sampling_problems(sampler, MIN_STEPS, 1.0, **trained_on):  # such a run was never sampled
+        sampler = usual_sampler(prediction)
     size, guidance = as_size(config.eval.image_size or config.image_size), config.eval.guidances()[0]
     return {
         "schema": SCHEMA,
@@ -189,7 +191,7 @@ def facts_of(
         "variant": model.family.variant,
         "preset": config.model.preset,
         "image_size": list(size),
-        "prediction": model.objective.prediction,
+        "prediction": prediction,
         "zero_terminal_snr": zero_terminal_snr,
         "sampler": sampler,
         "steps": config.eval.steps,
@@ -311,7 +313,8 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     text = masked_text(run)
     shown = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))
     facts = {**facts_of(run, run_config, model, progress, shown), "dtype": config.dtype}
-    if problem := no_room(out, pipeline_folder.num_bytes(networks, config.dtype)):
+    written = pipeline_folder.in_single_file(networks) if is_ldm(out) else networks
+    if problem := no_room(out, pipeline_folder.num_bytes(written, config.dtype)):
         raise ConfigError([problem])
     if is_ldm(out):
         tensors = pipeline_folder.single_file_tensors(networks, config.dtype)

@@ -148,9 +148,10 @@ def ours(model: LatentDiffusion, case: Case, way: str) -> Maker:
 
 
 def theirs(model: LatentDiffusion, case: Case) -> Maker:
-    """Return what generates with diffusers' pipeline; the model's denoiser is cast to the precision."""
+    """Return what generates with diffusers' pipeline; all networks of the model are cast to the precision, wide ones too."""
     dtype = AUTOCAST_DTYPES.get(case.precision, torch.float32)
-    nn.Module.to(model.denoiser, dtype)  # diffusers' own warns of every cast
+    for network in (model.denoiser, *model.frozen.values()):
+        nn.Module.to(network, dtype)  # diffusers' own warns of every cast
     family, objective = model.family, model.objective
     made_for = dict(zero_terminal_snr=objective.zero_terminal_snr)
     pipeline = pipeline_of(model, family.pipeline_scheduler(case.sampler, objective.prediction, **made_for))

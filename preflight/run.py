@@ -347,7 +347,7 @@ def savings(config: RunConfig) -> list[str]:
         "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
         "precision=bf16": config.precision in ("fp32", "tf32"),
         "ema.device=cpu": is_gpu and has_average_on_device(config),
-        "model.frozen_device=cpu": is_gpu and config.model.frozen_device == "device",
+        "model.frozen_device=cpu": is_gpu and config.model.frozen_device == "device" and needs_encoders(config),
     }
     return [way for way, is_open in ways.items() if is_open]
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import benchmark
 from model import LatentDiffusion, build_model
+from record.checkpoint_files import FULL, listed, read
 from training import cost
 from training.cost import Cost, measure_cost
 from zoo.model_config import ModelConfig
@@ -157,3 +158,25 @@ def test_a_machine_without_room_for_the_encoders_of_all_ranks_is_named(monkeypat
         "cpu, and the frozen encoders of 8 processes need 71.2 GiB there; this machine has 64.0 free. Use device, or start "
         "fewer processes on it."
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300, func_only=True)
+def test_a_run_resumes_with_and_without_a_grid_whose_pictures_alone_need_encoders(tmp_path):
+    (tmp_path / "captions.txt").write_text("a red circle\n")
+    grid = [f"samples.prompts={tmp_path}/captions.txt", "samples.every_images=2", "eval.samples=1", "eval.steps=2"]
+    stored = ["model.family=sdxl", "model.preset=tiny", "data.synthetic=true", "data.stage=moments", "data.text=stored"]
+    words = [*stored, "image_size=64", "global_batch_size=2", "save.every_images=2", f"run_folder={tmp_path}"]
+    words += ["measure.warmup_batches=1", "measure.window_batches=1"]
+
+    def encoders(name: str, batches: int, *more: str) -> set[str]:
+        assert benchmark.main([*words, f"run_name={name}", f"max_duration={batches}ba", *more]) == 0
+        identity = read(listed(tmp_path / name / "checkpoints", FULL)[0])["identity"]
+        return {key for key in identity if key.startswith("encoders.")}
+
+    all_three = {"encoders.vae", "encoders.text", "encoders.text_2"}
+    assert encoders("first", 2, *grid) == all_three
+    assert encoders("first", 3) == all_three  # what was known of them is compared later
+    assert encoders("first", 4, *grid) == all_three
+    assert encoders("later", 2) == set()
+    assert encoders("later", 3, *grid) == all_three

@@ -14,7 +14,7 @@ from PIL import Image
 
 from bench import latency, latency_contest
 from bench.latency_contest import Contest
-from bench.latency_makers import Apart, Case, Clocked
+from bench.latency_makers import Apart, Case, Clocked, model_of, theirs
 from reports import latency as report
 
 CASE = Case("stock", "tiny", 64, "plms", 3, 7.5, "fp32", 2, False, 2, 1)
@@ -60,6 +60,13 @@ def test_the_images_of_other_families_are_those_of_their_own_pipelines(variant):
     assert made["eager_max_abs_difference"] < 2e-5 and made["eager_image_std"] > 0.05
     assert all(made[f"eager_{part}_frac"] > 0 for part in ("text", "denoiser", "vae"))
     assert next(report.rows_of([made]))[0] == {"sdxl": "SDXL", "flux": "FLUX.1 dev"}[variant]
+
+
+@pytest.mark.parametrize("variant", ["sdxl", "flux"])
+def test_the_pipeline_computes_in_fp16_with_encoders_that_ours_has_in_float32(variant):
+    of_fp16 = case(variant=variant, precision="fp16", sampler="euler", steps=2, batch_size=1)
+    images = theirs(model_of(of_fp16), of_fp16)()
+    assert images.shape == (1, 3, 64, 64) and torch.isfinite(images).all() and images.std() > 0.05
 
 
 def test_a_flow_is_measured_with_its_only_sampler_and_sizes_are_those_of_each_family(capsys):

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
+from data import DataConfig
 from ema import EMAConfig
 from model import build_model
 from preflight import limits
@@ -138,6 +139,8 @@ def test_what_would_lower_the_need_is_what_the_run_does_not_do_yet(monkeypatch):
     assert savings(plain) == ["gradient_checkpointing=1", "precision=bf16"] and savings(saving) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert savings(plain)[2:] == ["ema.device=cpu", "model.frozen_device=cpu"] and savings(saving) == []
+    stored = DataConfig(stage="moments", text="stored", synthetic=True)  # no encoder is built
+    assert savings(dataclasses.replace(plain, data=stored))[2:] == ["ema.device=cpu"]
 
 
 def test_several_ranks_need_ddps_buckets_too_and_an_average_is_a_fifth_copy(monkeypatch):

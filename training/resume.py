@@ -296,7 +296,7 @@ class RunState:
 
         Args:
             stages: none for synthetic data.
-            encoders: name -> fingerprint.
+            encoders: name -> fingerprint; none where this start builds none: what the checkpoint knows of them stays.
             denoiser_start: fingerprint of the initial weights, None for random ones.
 
         Returns:

@@ -99,13 +99,16 @@ def save_folder(
     return next((file.relative_to(folder).as_posix() for file in folder.rglob("*.py")), None)
 
 
-def single_file_tensors(networks: Networks, dtype: str) -> dict[str, Tensor]:
-    """Return a model's tensors under their names in a single file. Raises ValueError: see `save_folder`.
+def in_single_file(networks: Networks) -> Networks:
+    """Return those that a single file has: of FLUX its transformer alone, as its makers publish it; else all."""
+    alone = {label: pair for label, pair in networks.items() if pair[1].alone}
+    return alone or networks
 
-    Files of FLUX hold its transformer alone, as its makers publish it.
-    """
-    alone = [pair for pair in networks.values() if pair[1].alone]
-    return {name: in_type(name, tensor, dtype) for name, tensor in as_ldm(alone or networks.values()).items()}
+
+def single_file_tensors(networks: Networks, dtype: str) -> dict[str, Tensor]:
+    """Return a model's tensors under their names in a single file. Raises ValueError: see `save_folder`."""
+    own = in_single_file(networks).values()
+    return {name: in_type(name, tensor, dtype) for name, tensor in as_ldm(own).items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:
