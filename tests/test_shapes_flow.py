@@ -146,7 +146,6 @@ def test_the_recipe_shortened_runs_validates_and_draws_and_is_scored_afterwards(
 # --- the target against the records it was chosen from: `make controls-flux` makes them ---
 
 
-@pytest.mark.skipif(not RECORDS.is_dir(), reason="its records are not made yet: make controls-flux")
 def test_three_seeds_meet_the_target_before_their_end_and_the_controls_never():
     target = OmegaConf.load(YAML).target.val_loss
     found = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("*.json")}
@@ -159,3 +158,19 @@ def test_three_seeds_meet_the_target_before_their_end_and_the_controls_never():
         assert (min(losses) <= target) == name.startswith("seed"), (name, losses)
         if name.startswith("seed"):
             assert losses[-2] <= target < losses[1]
+
+
+def test_the_pages_table_is_that_of_the_records():
+    said = {
+        "seed17": "seed 17",
+        "seed18": "seed 18",
+        "seed19": "seed 19",
+        "shuffled": "captions shuffled in training",
+        "slow": "a tenth of the learning rate",
+    }
+    target, page = OmegaConf.load(YAML).target.val_loss, (ROOT / "docs/miniature.md").read_text()
+    assert f"a loss of {target:g} or less" in page
+    for name, text in said.items():
+        lines = json.loads((RECORDS / f"{name}.json").read_text())["validations"]
+        met = next((f"{line['images']:,}" for line in lines if line["val_loss"] <= target), "never")
+        assert f"| {text} | {lines[0]['val_loss']:.3f} | {lines[-1]['val_loss']:.3f} | {met} |" in page
