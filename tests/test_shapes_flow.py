@@ -177,7 +177,10 @@ def test_the_pages_table_is_that_of_the_records():
 
 
 def test_the_demos_record_is_of_the_recipe_and_met_the_target():
-    made, page = json.loads((RECORDS.parent / "shapes_flow_cpu.json").read_text()), (ROOT / "docs/miniature.md").read_text()
+    made, page = (
+        json.loads((RECORDS.parent / "shapes_flow_cpu.json").read_text()),
+        (ROOT / "docs/miniature.md").read_text(),
+    )
     target = OmegaConf.load(YAML).target.val_loss
     assert made["target"] == "reached" and made["seed"] == OmegaConf.load(YAML).seed and made["val_loss"] <= target
     assert f"{made['val_loss']:.3f} after {made['images_to_target']:,} images" in page
