@@ -91,7 +91,7 @@ class FamiliesConfig:
     """Rounds of each case; the first step of a process is beside them."""
     largest_gib: float = limited(10.0, 0.0, 1e4)
     """Cases that take more by the plan's estimate are left out, GiB."""
-    results: str = "runs/families_cpu.json"
+    results: str = "reports/results/families_cpu.json"
     """File of the record; an earlier one is replaced."""
 
 

@@ -87,6 +87,8 @@ ROWS_OF_SCALE = (
     ("a reader keeps of each shard, bytes", "read_kept_bytes_a_shard", 1, ",.0f"),
 )
 """What stands in a row, the key of its figure, what that is multiplied by, its digits."""
+OF_NO_LINE = ("start_shm_mib", "ranks_shm_mib", "fetch_sec", "fetch_locked_sec", "read_kept_bytes_a_shard")
+"""Keys that the table does not go on with: of one fetch or shard, or a peak that looks ten times a second may miss."""
 FURTHER = 400_000_000
 """Samples that the table goes on to, from sizes of a tenth and more."""
 
@@ -116,7 +118,8 @@ def _row_of_scale(record: Record, name: str, key: str, unit: float, digits: str)
     cells = [format(value, digits) for value in values]
     if _goes_on(sizes):
         (n1, n2), (y1, y2) = ([size["samples"] for size in sizes[-2:]], values[-2:])
-        cells.append(format(y2 + (y2 - y1) / (n2 - n1) * (FURTHER - n2), digits))
+        further = y2 + (y2 - y1) / (n2 - n1) * (FURTHER - n2)
+        cells.append("-" if key in OF_NO_LINE else format(further, digits))
     if record["config"]["other"]:
         other = sizes[-1].get(f"other_{key}")
         cells.append("-" if other is None else format(unit * other, digits))

@@ -24,7 +24,7 @@ NO_VARIABLES = {"CERTIFICATE_VERIFY_FAILED", "HTTP_REQUEST", "RECORD_LAYER_FAILU
 """What errors of SSL say, beside the names of variables in stages/store_errors.py."""
 
 
-TESTS = ("test_fuzz_config.py", "test_run_folder.py", "gpu/test_on_gpu.py")
+TESTS = ("test_fuzz_config.py", "test_run_folder.py", "gpu_marks.py")
 """Those that a variable tells how much they do; others read what they have set themselves."""
 
 

@@ -206,6 +206,13 @@ def test_the_table_goes_on_along_the_line_through_the_two_largest_sizes():
     assert table.rows == [("start: all, s", "3.00", "12.00", "42.00", "24.00", "2.00")]
 
 
+def test_what_does_not_grow_with_the_stage_is_not_gone_on_with():
+    table = tables.table_of_scale(tables.read_record(str(ROOT / "reports/results/scale.json")))
+    further = {name: cell for name, _, _, cell, *_ in table.rows}
+    assert further["fetch into a full cache, ms"] == further["start: /dev/shm, MiB"] == "-"
+    assert float(further["start: all, s"]) > 0
+
+
 def test_a_size_far_below_or_alone_is_not_gone_on_from():
     assert tables.table_of_scale(record_of(10_000_000, 20_000_000)).rows == [("start: all, s", "3.00", "4.00")]
     assert tables.table_of_scale(record_of(100_000_000)).rows == [("start: all, s", "12.00")]

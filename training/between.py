@@ -80,7 +80,7 @@ def build_validation(
         others_sec = sum(line["val_sec"] for line in record.validations)
         others_sec += sum(line["eval_sec"] for line in record.evaluations)
         clock = {"seconds_with_eval": where["seconds"] + others_sec + found["val_sec"]}
-        record.add_validation({**where, **clock, **found, "stage_sha256": held_out.index_sha256}, logger)
+        record.add_validation({**where, **clock, **found, **given.identity_of(held_out)}, logger)
 
     def is_done(batch: int) -> bool:
         return any(line["batch"] == batch for line in record.validations)
@@ -122,4 +122,6 @@ def build_samples(config: RunConfig, model: Generator, pause: Pause) -> AtPoints
     def is_done(batch: int) -> bool:
         return is_drawn and batch == begun_at  # later ones may be of batches that the last start has lost
 
-    return pause.at_points("samples", sampler.draw, keep, every_images=given.every_images, is_done=is_done)
+    return pause.at_points(
+        "samples", sampler.draw, keep, every_images=given.every_images, from_start=True, is_done=is_done
+    )

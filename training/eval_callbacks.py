@@ -78,16 +78,15 @@ class Pause:
         kind: str,
         measure: Callable[[], Found],
         keep: Callable[[Line, Found, Logger], None],
-        from_start: bool = True,
         **more: Any,
     ) -> AtPoints:
         """Build the callback of such work.
 
         Args:
             kind: for the count of graphs.
-            measure, keep, from_start, more: of AtPoints.
+            measure, keep, more: of AtPoints.
         """
-        return AtPoints(self.counted(kind, measure), keep, from_start=from_start, **more, **self.how())
+        return AtPoints(self.counted(kind, measure), keep, **more, **self.how())
 
     def how(self) -> dict[str, Any]:
         """Return how the clock, the weights and signals are handled."""

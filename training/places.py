@@ -227,8 +227,7 @@ def _size_of(place: Place, model: ModelConfig) -> ImageSize | None:
     if [type(side) for side in sides] != [int, int]:
         return None
     with contextlib.suppress(ValueError):  # of the family: reported elsewhere
-        family = load_family(model.family, model.preset, model.variant)
-        scale = 512 // family.latent_shape((512, 512))[-1]
+        scale = load_family(model.family, model.preset, model.variant).pixels_per_latent
         return (sides[0] * scale, sides[1] * scale)
     return None
 

@@ -242,13 +242,15 @@ def check_encoders(stages: Sequence[Stage], held_out: Stage | None, fingerprints
     """
     of_stages = [("data.streams", stage) for stage in stages]
     of_stages += [] if held_out is None else [("validation.remote", held_out)]
-    known: dict[str, tuple[str, str]] = {}  # name -> fingerprint, and the first stage that says it
+    first: dict[str, tuple[str, str]] = {}  # name -> fingerprint, and the first stage that says it
     differing = []
     for key, stage in of_stages if not fingerprints else ():
         for name, digest in (stage.facts.get("encoders") or {}).items():
-            first, where = known.setdefault(name, (digest, stage.location)) if digest else (None, "")
-            if digest != first:
-                given = f"the {name} of {stage.location} has the fingerprint {digest}, that of {where} {first}"
+            if digest is None:  # made without this one
+                continue
+            known, where = first.setdefault(name, (digest, stage.location))
+            if digest != known:
+                given = f"the {name} of {stage.location} has the fingerprint {digest}, that of {where} {known}"
                 differing.append(f"{key}: {given}. Give stages that were made with the same encoders.")
     differing += [
         f"model.weights: its {name} has the fingerprint {digest}, the moments at {stage.location} were made with "

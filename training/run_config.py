@@ -157,18 +157,16 @@ def as_tried(config: Config, typed: Collection[str]) -> tuple[Config, str | None
 
 def resolve(config: Config) -> Config:
     """Replace null by its value on this machine, so that the run record shows what was used."""
-    family, batch = (
-        load_family(config.model.family, config.model.preset, config.model.variant),
-        config.global_batch_size,
-    )
-    is_mlperf, objective = config.model.is_sd2_of_mlperf, config.objective.resolved(family.objective)
+    model, batch = config.model, config.global_batch_size
+    family = load_family(model.family, model.preset, model.variant)
+    objective = config.objective.resolved(family.objective)
     assert objective.prediction is not None
     evaluation = config.eval.resolved(batch, prediction=objective.prediction, has_ema=config.ema.enabled)
     every = 0 if config.data.synthetic else DEFAULT_EVERY_IMAGES
     if evaluation.when != "off":  # a checkpoint before each evaluation, which may take longer than training to it
         every = snapshots = evaluation.every_images or 0
     else:
-        snapshots = SD.interval(batch) if every and is_mlperf else every  # the rules ask for these
+        snapshots = SD.interval(batch) if every and _is_sd(config) else every  # the rules ask for these
     return dataclasses.replace(
         config,
         run_name=config.run_name or _new_name(config),
@@ -187,7 +185,7 @@ def resolve(config: Config) -> Config:
         objective=objective,
         optimizer=config.optimizer.resolved(SD.lr_per_image(batch) if wants_own_rate(config) else None),
         mlperf=config.mlperf.resolved(mlperf.logged_as(config.model.family, config.model.variant)),
-        schedule=config.schedule.resolved(WARMUP_BATCHES if is_mlperf else None),
+        schedule=config.schedule.resolved(WARMUP_BATCHES if _is_sd(config) else None),
     )
 
 
@@ -253,6 +251,11 @@ def build(config: RunConfig, empty_states: Mapping[str, Tensor] | None = None) -
     )
 
 
+def _is_sd(config: RunConfig) -> bool:
+    """True if the network is that of MLPerf's Stable Diffusion v2, which has constants and reference points of its own."""
+    return mlperf.benchmark_of(config.model.family, config.model.variant) is SD
+
+
 def wants_own_rate(config: RunConfig) -> bool:
     """True if the learning rate is to be taken from the benchmark's reference point."""
-    return config.model.is_sd2_of_mlperf and config.optimizer.lr is None and config.optimizer.lr_per_image is None
+    return _is_sd(config) and config.optimizer.lr is None and config.optimizer.lr_per_image is None

@@ -245,7 +245,7 @@ class Validator:
         self.bad: dict[int, str] = {}
 
     def measure(self) -> dict[str, Any]:
-        """Return val_loss, val_loss_bins and how they were measured; the same on all ranks.
+        """Return val_loss, val_loss_bins, bad_samples and val_sec; the same on all ranks.
 
         Raises:
             ranks.Signalled: a rank has received a signal.
@@ -272,8 +272,6 @@ class Validator:
         return {
             "val_loss": errors.mean().item(),
             "val_loss_bins": [of_bin.mean().item() if len(of_bin) else None for of_bin in of_bins],
-            "times": self.times,
-            "num_samples": self.num_samples,
             "bad_samples": sum(dist.all_gather_object(len(self.bad))),
             "val_sec": time.monotonic() - began,
         }

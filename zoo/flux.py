@@ -35,7 +35,7 @@ from weights.clip_text import NUM_TOKENS as CLIP_TOKENS
 from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, text_config
 from weights.t5_text import TOKENIZER, T5Text, T5Tokenizer
 from zoo import packing, tokenizer_files
-from zoo.latent_family import LatentFamily
+from zoo.latent_family import LatentFamily, of_choice
 from zoo.sampling import build_scheduler
 from zoo.spec import Column, Pipeline
 
@@ -108,11 +108,7 @@ def build(preset: str, variant: str) -> Flux:
     """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
     if variant == "stock":  # the default of the key
         variant = "dev"
-    if variant not in OBJECTIVES:
-        raise ValueError(f"model.variant: flux has no variant '{variant}'. Known: {', '.join(OBJECTIVES)}.")
-    if preset not in PRESETS:
-        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(PRESETS)}.")
-    family = Flux(PRESETS[preset], variant)
+    family = Flux(of_choice("flux", variant, preset, dict.fromkeys(OBJECTIVES, PRESETS)), variant)
     family.on_hub = ON_HUB[variant] if preset == "full" else None
     return family
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,17 @@ from cli.limits import ImageSize
 from zoo.objectives import Objective, ObjectiveConfig, build
 from zoo.sampling import OF_PUBLISHED, build_scheduler
 from zoo.spec import Column, Pipeline
+
+T = TypeVar("T")
+
+
+def of_choice(family: str, variant: str, preset: str, sizes: Mapping[str, Mapping[str, T]]) -> T:
+    """Return what a family has for a variant and a preset, of `sizes`. Raises ValueError: it has none; lists the others."""
+    if variant not in sizes:
+        raise ValueError(f"model.variant: {family} has no variant '{variant}'. Known: {', '.join(sizes)}.")
+    if preset not in sizes[variant]:
+        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(sizes[variant])}.")
+    return sizes[variant][preset]
 
 
 class LatentFamily:

@@ -34,11 +34,6 @@ class ModelConfig:
     frozen_device: Literal["device", "cpu"] = "device"
     """Where the frozen encoders are: on the run's device; or on the CPU, slower, without memory of the GPU."""
 
-    @property
-    def is_sd2_of_mlperf(self) -> bool:
-        """The network of the MLPerf benchmark up to v5.0, which has constants and reference points of its own."""
-        return self.family == "sd2" and self.variant == "mlperf"
-
 
 def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: bool) -> list[Problem]:
     """Return the problems of a family, the image size and the encoders' weights.

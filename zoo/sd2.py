@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS, VOCABULARY, build_text_model, padded_with_end, text_config
 from zoo import tokenizer_files
-from zoo.latent_family import LatentFamily
+from zoo.latent_family import LatentFamily, of_choice
 
 LATENT_SCALE = 0.18215  # 1 / standard deviation of SD's latents; Rombach et al. 2022, appendix G, and the SD2 config
 PIXELS_PER_LATENT = 8
@@ -115,12 +115,7 @@ OBJECTIVES = {
 
 def build(preset: str, variant: str) -> SD2:
     """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
-    if variant not in ARCHITECTURES:
-        raise ValueError(f"model.variant: sd2 has no variant '{variant}'. Known: {', '.join(ARCHITECTURES)}.")
-    presets = ARCHITECTURES[variant]
-    if preset not in presets:
-        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(presets)}.")
-    family = SD2(presets[preset], variant, OBJECTIVES[variant])
+    family = SD2(of_choice("sd2", variant, preset, ARCHITECTURES), variant, OBJECTIVES[variant])
     family.on_hub = ON_HUB[variant] if preset == "full" else None
     return family
 

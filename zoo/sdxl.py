@@ -27,7 +27,7 @@ from cli.limits import ImageSize
 from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS, VOCABULARY, build_text_model, padded_with_end, text_config
 from zoo import tokenizer_files
-from zoo.latent_family import LatentFamily
+from zoo.latent_family import LatentFamily, of_choice
 from zoo.spec import Column, Pipeline
 
 LATENT_SCALE = 0.13025  # vae/config.json of the published model
@@ -87,11 +87,7 @@ OBJECTIVE = dict(prediction="epsilon", caption_dropout=0.1, timesteps="uniform")
 
 def build(preset: str, variant: str) -> SDXL:
     """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
-    if variant != "stock":
-        raise ValueError(f"model.variant: sdxl has no variant '{variant}'. Known: stock.")
-    if preset not in PRESETS:
-        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(PRESETS)}.")
-    family = SDXL(PRESETS[preset])
+    family = SDXL(of_choice("sdxl", variant, preset, {"stock": PRESETS}))
     family.on_hub = hub_names.SDXL if preset == "full" else None
     return family
 

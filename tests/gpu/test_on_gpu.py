@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 
 import numpy as np
 import pytest
 import torch
 from conftest import TINY_RUN
+from gpu_marks import NEEDS_GPU
 from host_waits import GpuWaits, watched
 
 import benchmark
@@ -21,14 +21,7 @@ from training.copy_stream import CopyStream
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300, func_only=True),
-    pytest.mark.skipif(
-        bool(os.environ.get("SKIP_GPU_TESTS")) or not torch.cuda.is_available(),
-        reason="no GPU, or SKIP_GPU_TESTS is set",
-    ),
-]
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])

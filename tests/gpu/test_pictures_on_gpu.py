@@ -9,11 +9,11 @@ its GPU decoder.
 from __future__ import annotations
 
 import io
-import os
 
 import pytest
 import torch
 from conftest import picture
+from gpu_marks import NEEDS_GPU
 from PIL import Image
 from test_device_decoding import BATCH, BROKEN, OTHERS, epochs, loader_of, odd, write_stage  # noqa: F401
 
@@ -27,14 +27,7 @@ WAYS = {
     "restarts": {"restart_marker_blocks": 2},
 }
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300, func_only=True),
-    pytest.mark.skipif(
-        bool(os.environ.get("SKIP_GPU_TESTS")) or not torch.cuda.is_available(),
-        reason="no GPU, or SKIP_GPU_TESTS is set",
-    ),
-]
+pytestmark = NEEDS_GPU
 
 
 def jpegs() -> dict[str, bytes]:

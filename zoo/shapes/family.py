@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from weights import ldm_names
 from zoo import packing, tokenizer_files
-from zoo.latent_family import LatentFamily
+from zoo.latent_family import LatentFamily, of_choice
 from zoo.shapes import networks
 from zoo.shapes.networks import NUM_TOKENS, PIXELS_PER_LATENT, TEXT_WIDTH, VOCABULARY
 from zoo.spec import Column
@@ -56,13 +56,8 @@ OBJECTIVES = {
 
 def build(preset: str, variant: str) -> Shapes:
     """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
-    known = {"stock": (Shapes, UNETS), "flow": (ShapesFlow, TRANSFORMERS)}
-    if variant not in known:
-        raise ValueError(f"model.variant: shapes has no variant '{variant}'. Known: {', '.join(known)}.")
-    family, sizes = known[variant]
-    if preset not in sizes:
-        raise ValueError(f"model.preset: unknown preset '{preset}'. Known: {', '.join(sizes)}.")
-    return family(sizes[preset])
+    size = of_choice("shapes", variant, preset, {"stock": UNETS, "flow": TRANSFORMERS})
+    return (ShapesFlow if variant == "flow" else Shapes)(size)
 
 
 class Shapes(LatentFamily):
