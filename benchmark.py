@@ -55,7 +55,7 @@ from config import as_written, flat, load
 from data import SyntheticBatches, build_data
 from ema import EMA
 from evaluation.scoring import Scorer
-from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
+from model import BatchRandomness, LatentDiffusion
 from preflight import plan
 from preflight.run import (
     check,
@@ -77,6 +77,7 @@ from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
 from training.destinations import Destination
+from training.device import build_device, composer_precision
 from training.eval_callbacks import (
     Pause,
     build_evaluation,

@@ -45,12 +45,12 @@ from config import load
 from evaluation import plots
 from evaluation.score_table import Table
 from evaluation.scoring import sampler_problems
-from model import build_device
 from preflight import limits
 from preflight.run import precision_problems, speed_problems
 from record.config_file import read_files
 from record.files import check_record
 from training import pictures, places, published, speed, warm_start
+from training.device import build_device
 from training.eval_keys import UNREAD, EvalCommand, snapshots_problems, vain
 from training.places import Place
 from training.run_config import ALIASES, NOT_YET, resolve

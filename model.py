@@ -23,21 +23,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from composer import Callback, Logger, State
-from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor, nn
 
-from cli.host_memory import keep_freed_memory
 from cli.limits import ImageSize
-from cli.private_api import require_private_api
 from zoo import load_family
 from zoo.encoders import FrozenEncoders, build_encoders
 from zoo.model_config import ModelConfig
@@ -49,8 +45,6 @@ from zoo.spec import Family
 # per image (256 x 512 x 512 in two bytes), a latent only 64 KiB. More would let decoding limit the sampler's batch.
 DECODE_PLACES = 16 * 64 * 64
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-
-require_private_api(Device, "_device", why="torch's own device, on which the networks are placed")
 
 
 def normalize_images(images: Tensor, normalize: str) -> Tensor:
@@ -399,25 +393,6 @@ def zero_states(family: Family, size: ImageSize) -> dict[str, Tensor]:
     beside = {"moments", *family.further(size)}
     columns = family.columns("moments", size, stored_text=True)
     return {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in beside}
-
-
-def build_device(precision: str) -> Device:
-    """Return Composer's device. TF32 is off unless the precision is tf32; on a CPU freed memory is kept.
-
-    Ranks share a machine's cores, unless OMP_NUM_THREADS is set: two that each used both cores were 50 times slower.
-    """
-    if torch.cuda.is_available():
-        return DeviceGPU(allow_tf32=precision != "fp32")
-    keep_freed_memory()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_local_world_size()))
-    return DeviceCPU()
-
-
-def composer_precision(device: Device, precision: str) -> str:
-    """Return Composer's name for a run's precision, i.e. the autocast that it opens around a step (on a GPU only)."""
-    names: dict[torch.dtype | None, str] = {torch.bfloat16: "amp_bf16", torch.float16: "amp_fp16"}
-    return names.get(AUTOCAST_DTYPES.get(precision), "fp32") if device.name == "gpu" else "fp32"
 
 
 def step_seed(seed: int, batch_index: int, rank: int) -> int:

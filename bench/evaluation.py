@@ -39,11 +39,11 @@ from cli.files import write_json
 from config import load
 from evaluation.clip_score import load_clip
 from evaluation.scoring import Scorer
-from model import build_device
 from preflight.run import model_problems, precision_problems, speed_problems
 from record.environment import environment
 from record.summary import result_line, rounded
 from training import speed
+from training.device import build_device
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from weights.published import RANDOM
 

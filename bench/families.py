@@ -38,10 +38,11 @@ from cli.errors import Failed
 from cli.limits import limited
 from config import as_written
 from data import DataConfig, SyntheticBatches
-from model import LatentDiffusion, build_device, step_seed
+from model import LatentDiffusion, step_seed
 from reports.tables import text_of
 from training import speed
 from training.cost import available_gib, measure_cost
+from training.device import build_device
 from training.optimizer import build_optimizer
 from training.run_config import RunConfig, build_for_training, resolve
 from zoo import flux, sdxl

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from bench.contest import rounded
 from bench.pipeline import pipeline_of
 from callbacks.throughput import peak_mem_gib
-from model import AUTOCAST_DTYPES, LatentDiffusion, build_device, build_model
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_model
 from reports.latency import PIPELINE
 from training import speed
+from training.device import build_device
 from training.speed import SpeedKeys
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig

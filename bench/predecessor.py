@@ -33,11 +33,12 @@ from cli.command import command
 from cli.command_line import Problem, parse_command_line
 from cli.files import write_json
 from config import load
-from model import BatchRandomness, LatentDiffusion, build_device, composer_precision
+from model import BatchRandomness, LatentDiffusion
 from preflight.run import check, cost_of, planned_microbatch
 from record.environment import device_name, environment
 from record.summary import result_line, rounded
 from training import published
+from training.device import build_device, composer_precision
 from training.microbatch import AUTO
 from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
 from training.speed import SpeedKeys

@@ -45,8 +45,8 @@ from cli.limits import limited
 from config import as_written
 from data import DataConfig
 from ema import EMAConfig
-from model import build_device
 from reports.tables import text_of
+from training.device import build_device
 from training.optimizer import OptimizerConfig
 from training.run_config import RunConfig, build, resolve
 from zoo import load_family

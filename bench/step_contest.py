@@ -31,9 +31,10 @@ from callbacks.throughput import Throughput
 from config import flat
 from data import SyntheticBatches
 from ema import EMA
-from model import AUTOCAST_DTYPES, BatchRandomness, LatentDiffusion, composer_precision, normalize_images, step_seed
+from model import AUTOCAST_DTYPES, BatchRandomness, LatentDiffusion, normalize_images, step_seed
 from record.config_file import ConfigFiles
 from training.checkpoints import Checkpointer
+from training.device import composer_precision
 from training.optimizer import build_optimizer, build_schedule
 from training.run_config import RunConfig
 from zoo.sampling import PREDICTIONS, SCHEDULE

@@ -21,7 +21,7 @@ import export
 from model import LatentDiffusion, build_model
 from prepare import latents
 from record.checkpoint_files import FULL, listed, read
-from training import speed
+from training import blocks, speed
 from training.speed import SpeedKeys
 from zoo import FAMILIES, load_family
 from zoo.model_config import ModelConfig
@@ -174,7 +174,7 @@ def test_the_keys_of_speed_are_for_its_blocks_too_and_change_rounding_alone(name
     speed.apply(fast, SpeedKeys(attention="math", gradient_checkpointing=1.0, channels_last=True), None)
     assert {type(own).__name__ for own in fast.denoiser.attn_processors.values()} == {"ChosenAttention"}
     assert any(type(module).__name__.startswith("Checkpointed") for module in fast.denoiser.modules())
-    assert speed.denoiser_parts(fast.denoiser, "blocks")
+    assert blocks.denoiser_parts(fast.denoiser, "blocks")
     gradients = []
     for model in (plain, fast):
         generator = torch.Generator().manual_seed(0)

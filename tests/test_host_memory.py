@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-import model as model_module
+from training import device
 
 COUNT = """
 import resource
@@ -39,6 +39,6 @@ def test_freed_memory_is_given_to_the_next_tensor_without_new_pages():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's command")
 def test_a_command_on_a_cpu_keeps_its_memory(monkeypatch, same_number_of_threads):
     asked: list[bool] = []
-    monkeypatch.setattr(model_module, "keep_freed_memory", lambda: asked.append(True))
-    model_module.build_device("fp32")
+    monkeypatch.setattr(device, "keep_freed_memory", lambda: asked.append(True))
+    device.build_device("fp32")
     assert asked == [True]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import benchmark
 from data import SyntheticBatches
 from model import LatentDiffusion, build_model, step_seed, zero_states
-from training import cost, speed
+from training import blocks, cost, speed
 from training.speed import SpeedKeys
 from weights.tensors import lay_out_like
 from zoo import load_family
@@ -353,7 +353,7 @@ def test_cudnn_attends_where_each_of_its_versions_is_right(attention, lengths, c
 @pytest.mark.parametrize(("fraction", "num"), [(0.0, 0), (0.25, 9), (0.5, 19), (1.0, 38)])
 def test_a_fraction_of_the_blocks_is_computed_again(fraction, num):
     """22 residual and 16 transformer blocks of SD2's denoiser."""
-    assert speed.checkpoint_blocks(model_of({}, "sd2").denoiser, fraction) == num
+    assert blocks.checkpoint_blocks(model_of({}, "sd2").denoiser, fraction) == num
 
 
 def test_what_is_kept_for_the_backward_pass_falls_with_the_fraction_and_the_compute_of_an_image_does_not():

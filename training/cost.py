@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cli.limits import ImageSize
 from cli.private_api import require_private_api
 from model import AUTOCAST_DTYPES, LatentDiffusion, build_model, zero_states
-from training import speed
+from training.blocks import checkpoint_blocks
 from weights.tensors import on_meta
 from zoo import load_family
 from zoo.encoders import RANDOM
@@ -126,7 +126,7 @@ def measure_cost(
         model.empty_condition()  # encoded once in a run, so it is no part of a step
         is_apart = config.frozen_device == "cpu" and torch.cuda.is_available()
         flops = _flops(model, columns, with_encoders=not is_apart)
-        speed.checkpoint_blocks(model.denoiser, gradient_checkpointing)
+        checkpoint_blocks(model.denoiser, gradient_checkpointing)
         one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
     is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
     factor = CUDA_AUTOCAST_FACTOR if is_cuda_autocast and not is_compiled else 1.0

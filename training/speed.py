@@ -25,12 +25,12 @@ import torch
 from composer import Callback, Logger, State
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from cli.errors import ConfigError
 from cli.limits import limited
 from cli.private_api import require_private_api
 from training import fp8
+from training.blocks import checkpoint_blocks, denoiser_parts
 
 BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
 BACK_ENDS = {
@@ -298,48 +298,6 @@ def back_end_for(attention: str, lengths: tuple[int, int]) -> str:
     return attention
 
 
-# --- activation checkpointing ---
-
-
-def checkpoint_blocks(denoiser: nn.Module, fraction: float) -> int:
-    """Recompute a fraction of the denoiser's blocks in the backward pass; return their number.
-
-    Blocks are residual blocks and transformer blocks. The chosen ones are spread evenly: the first and the last are the
-    largest. We replace their classes and do not use diffusers' own switch: that one wraps the call from outside the
-    compiled block (compile=blocks), where dynamo does not see it.
-    """
-    if fraction <= 0.0:
-        return 0
-    from diffusers.models.attention import BasicTransformerBlock
-
-    blocks: list[Any] = _blocks(denoiser, BasicTransformerBlock)
-    chosen = [block for n, block in enumerate(blocks) if int((n + 1) * fraction) > int(n * fraction)]
-    for block in chosen:
-        block.__class__ = _checkpointed(block.__class__)
-    return len(chosen)
-
-
-def _blocks(denoiser: nn.Module, of_unet: type[nn.Module]) -> list[nn.Module]:
-    """Return a denoiser's residual blocks, its UNet's transformers of a kind, and the blocks of FLUX's transformer."""
-    from diffusers.models.resnet import ResnetBlock2D
-    from diffusers.models.transformers import transformer_flux as flux
-
-    kinds = (ResnetBlock2D, of_unet, flux.FluxTransformerBlock, flux.FluxSingleTransformerBlock)
-    return [module for module in denoiser.modules() if isinstance(module, kinds)]
-
-
-@functools.cache
-def _checkpointed(block: Any) -> type[nn.Module]:  # block: a class of modules
-    class CheckpointedBlock(block):
-        def forward(self, *args: Any, **more: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return super().forward(*args, **more)
-            return checkpoint(super().forward, *args, use_reentrant=False, **more)
-
-    CheckpointedBlock.__name__ = f"CheckpointedBlock{block.__name__}"
-    return CheckpointedBlock
-
-
 # --- compilation ---
 
 
@@ -384,15 +342,6 @@ def inductor_options(keys: SpeedKeys) -> dict[str, Any]:
     if keys.cuda_graphs:
         options["triton.cudagraphs"] = True
     return options
-
-
-def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:
-    """Return the parts of a denoiser that are compiled one by one: all of it, or its residual blocks and transformers."""
-    if how == "whole":
-        return [denoiser]
-    from diffusers.models import Transformer2DModel
-
-    return _blocks(denoiser, Transformer2DModel)
 
 
 def _frozen_parts(network: nn.Module) -> list[nn.Module]:

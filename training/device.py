@@ -1,0 +1,34 @@
+"""The device of a run: Composer's, and the name of its precision."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from composer.devices import Device, DeviceCPU, DeviceGPU
+from composer.utils import dist
+
+from cli.host_memory import keep_freed_memory
+from cli.private_api import require_private_api
+from model import AUTOCAST_DTYPES
+
+require_private_api(Device, "_device", why="torch's own device, on which the networks are placed")
+
+
+def build_device(precision: str) -> Device:
+    """Return Composer's device. TF32 is off unless the precision is tf32; on a CPU freed memory is kept.
+
+    Ranks share a machine's cores, unless OMP_NUM_THREADS is set: two that each used both cores were 50 times slower.
+    """
+    if torch.cuda.is_available():
+        return DeviceGPU(allow_tf32=precision != "fp32")
+    keep_freed_memory()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_local_world_size()))
+    return DeviceCPU()
+
+
+def composer_precision(device: Device, precision: str) -> str:
+    """Return Composer's name for a run's precision, i.e. the autocast that it opens around a step (on a GPU only)."""
+    names: dict[torch.dtype | None, str] = {torch.bfloat16: "amp_bf16", torch.float16: "amp_fp16"}
+    return names.get(AUTOCAST_DTYPES.get(precision), "fp32") if device.name == "gpu" else "fp32"
