@@ -51,7 +51,7 @@ from cli.describe import overview
 from cli.errors import ConfigError
 from cli.limits import ImageSize
 from cli.log import log
-from config import as_written, flat, load
+from config import as_written, load
 from data import SyntheticBatches, build_data
 from ema import EMA
 from evaluation.scoring import Scorer
@@ -71,9 +71,10 @@ from record.summary import result_line
 from stages.dataset import Stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
-from training import microbatch, published, speed, warm_start
+from training import microbatch, published, sharding, speed, warm_start
 from training.between import build_samples, build_validation, open_held_out
-from training.checkpoints import Checkpointer, Progress, Stopped, restore
+from training.checkpoint_content import Progress, restore
+from training.checkpoints import Checkpointer, Stopped
 from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
 from training.destinations import Destination
@@ -94,8 +95,6 @@ from training.resume import RunState, check_begun, check_encoders, kept, open_ru
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
-from weights.tensors import fingerprint
-from zoo import mlperf
 
 gc.freeze()  # what is loaded stays
 gc.enable()
@@ -236,13 +235,14 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     cost = cost_of(config)
     stages = ranks.once_a_machine(config.data.read)
     validation = config.validation
-    model = build_for_training(config, stages)
+    is_shared = sharding.is_sharded(config)
+    model = build_for_training(config, stages, has_denoiser=not is_shared or dist.get_global_rank() == 0)
     held_out = ranks.once_a_machine(lambda: validation.held_out.contents) if validation.is_given else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders(stages, held_out, model.encoders.fingerprints)
-    identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
-    model.place(device._device, config.precision)  # type: ignore[arg-type]  # declared None, and set in each kind
-    speed.apply(model, config, config.precision, num_sizes=len(sizes or [1]))
+    start = warm_start.begin(config, model, run.checkpoint)
+    identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=start)
+    place(model, config, device._device, num_sizes=len(sizes or [1]))  # type: ignore[arg-type]  # set in each kind
     batch_size = config.eval.batch_size or found_batch_size(run.folder)
     config = dataclasses.replace(
         config,
@@ -256,6 +256,18 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
         check_validations(run.folder, run.progress.batch, config.validation.identity_of(held_out))
     graphs = speed.GraphCounter(config.compile != "off")
     return Networks(config, model, scorer, cost, graphs, stages, sizes, held_out, identity)
+
+
+def place(model: LatentDiffusion, config: RunConfig, device: torch.device, num_sizes: int) -> None:
+    """Bring a model to the device, as the keys of speed say; of shared weights this rank's part."""
+    assert config.precision is not None
+    if not sharding.is_sharded(config):
+        model.place(device, config.precision)
+        speed.apply(model, config, config.precision, num_sizes=num_sizes)
+        return
+    model.place_around(device, config.precision)
+    speed.apply(model, config, config.precision, num_sizes=num_sizes)
+    sharding.shard(model, config.sharding, device, config.precision)
 
 
 def build_batches(config: RunConfig, networks: Networks, at: Progress, all_ready: Callable[[bool], bool]) -> DataSpec:
@@ -363,26 +375,6 @@ def end(trainer: Trainer, loader: Loader | None, result: dict[str, Any]) -> None
     trainer.close()
     if loader is not None:
         loader.close()
-
-
-def load_start(config: RunConfig, model: LatentDiffusion, run: RunState) -> str | None:
-    """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
-
-    Returns:
-        the fingerprint of the weights that it begins with, None for random ones.
-    """
-    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
-    if run.checkpoint is not None:
-        start = run.checkpoint[1]["identity"].get("denoiser_start")
-    elif config.model.denoiser is not None:
-        notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
-        start = fingerprint(model.denoiser)
-    if benchmark := mlperf.benchmark_of(config.model.family, config.model.variant):
-        deviations = benchmark.deviations(flat(config), config.mlperf.ruleset)
-        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in deviations]
-    for note in notes:
-        log.info(note)
-    return start
 
 
 def show(config: RunConfig) -> int:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from cli.limits import duration, exclusive, limited
 from cli.private_api import require_private_api
+from weights.parts import of_part, part, part_of
 from weights.tensors import difference, tensor_specs, trained_parameters
 
 MAX_SIGMA_REL = 1.0 / math.sqrt(12.0)  # gamma = 0, a uniform average over the whole run
@@ -81,14 +82,13 @@ def power_gamma(sigma_rel: float) -> float:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter: its shard of a DTensor (FSDP2), or all of it. The EMA needs no other rank's part."""
-    tensor = parameter.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return this rank's part of a parameter, or all of it. The EMA needs no other rank's part."""
+    return part(parameter.detach())
 
 
 def _average_specs(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the tensor specs of these parameters' EMA weights: their local parts, in float32."""
-    meta = {name: torch.empty(_local(p).shape, dtype=torch.float32, device="meta") for name, p in parameters.items()}
+    """Return the tensor specs of these parameters' EMA weights, in float32."""
+    meta = {name: torch.empty(p.shape, dtype=torch.float32, device="meta") for name, p in parameters.items()}
     return tensor_specs(meta)
 
 
@@ -151,7 +151,8 @@ class EMA(Algorithm):
     def bind(self, model: nn.Module) -> None:
         """Take the model's trained parameters, without wrappers. Raises ValueError: the EMA is of other parameters."""
         parameters = trained_parameters(model)
-        if self.weights and (text := difference(_average_specs(parameters), tensor_specs(self.weights))):
+        own = {name: of_part(weight, parameters.get(name, weight)) for name, weight in self.weights.items()}
+        if own and (text := difference(_average_specs(parameters), tensor_specs(own))):
             raise ValueError(f"ema: the EMA weights are of another model: {text}.")
         self._parameters = parameters
 
@@ -192,7 +193,7 @@ class EMA(Algorithm):
     @torch.no_grad()
     def _weights_where_the_average_is(self) -> list[Tensor]:
         # Not `_local`: no gradient is recorded here, and detaching hundreds of tensors takes 1/30 of the update's time.
-        local = [p.to_local() if hasattr(p, "to_local") else p for p in self._parameters.values()]
+        local = [part(p) for p in self._parameters.values()]
         if self.config.device == "model" or not any(tensor.is_cuda for tensor in local):
             return local
         if not self._staging:
@@ -234,12 +235,15 @@ class EMA(Algorithm):
     # --- in checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the EMA weights and their counts; the tensors are not copied."""
+        """Return the EMA weights and their counts; not copied, in parts where the weights are."""
         counts = {"steps": self.num_steps, "pending_steps": self._pending_steps, "pending_images": self._pending_images}
-        return {"weights": dict(self.weights), **counts}
+        weights = {name: of_part(weight, self._parameters[name]) for name, weight in self.weights.items()}
+        return {"weights": weights, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = False) -> None:
         """Load EMA weights by exact name and shape, whatever `strict` says. Call `bind` first.
+
+        Of tensors without memory (on meta) the places alone are made, to be filled by what `state_dict` returns.
 
         Raises:
             ValueError: names or shapes differ; lists tensors that are missing, left over or of another shape.
@@ -249,7 +253,10 @@ class EMA(Algorithm):
         if saved or state["steps"]:  # not begun yet: nothing to compare
             if text := difference(_average_specs(self._parameters), tensor_specs(saved)):
                 raise ValueError(f"ema: the saved EMA weights do not fit the model: {text}.")
-            self.weights = {name: self._empty(p).copy_(saved[name]) for name, p in self._parameters.items()}
+            self.weights = {name: self._empty(p) for name, p in self._parameters.items()}
+            for name, p in self._parameters.items():
+                if not saved[name].is_meta:
+                    self.weights[name].copy_(part_of(saved[name], p))
         self.num_steps = state["steps"]
         self._pending_steps, self._pending_images = state["pending_steps"], state["pending_images"]
 

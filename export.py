@@ -42,7 +42,7 @@ from cli.log import EVERY_RANK, log
 from config import load, to_yaml
 from evaluation.score_table import read_rows
 from model import LatentDiffusion
-from record.checkpoint_files import FULL, NAME, WEIGHTS, listed, read
+from record.checkpoint_files import FULL, NAME, WEIGHTS, listed, outline
 from record.config_file import CONFIG, masked_text, read_files
 from record.environment import commit
 from record.files import check_record, evaluations_of, read_summary, run_id_of
@@ -115,7 +115,7 @@ def is_ldm(out: Path) -> bool:
 def run_of(place: str) -> tuple[Path, Path | None]:
     """Return a run's folder, and the checkpoint where one is named. Raises ConfigError: there is no run."""
     path = Path(place).expanduser()
-    file = path if NAME.fullmatch(path.name) and path.is_file() else None
+    file = path if NAME.fullmatch(path.name) and path.exists() else None
     run = path.parent.parent if file else path.parent if path.name == "checkpoints" else path
     if (run / CONFIG).is_file():
         return run, file
@@ -133,7 +133,7 @@ def chosen(run: Path, wanted: str) -> Path:
         raise ConfigError([f"{run} has no snapshot or checkpoint to export. {ways}."])
     if wanted == "last":
         if snapshots and full:  # a full checkpoint's name has its batch alone
-            return full[0] if read(full[0])["progress"]["images"] > _number(snapshots[0]) else snapshots[0]
+            return full[0] if outline(full[0])["progress"]["images"] > _number(snapshots[0]) else snapshots[0]
         return (snapshots or full)[0]
     found = re.fullmatch(r"(im|ba)0*(\d+)", wanted)
     path = there.get(f"{found[1]}{found[2]}") if found else None

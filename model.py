@@ -34,6 +34,7 @@ from composer.utils import dist
 from torch import Tensor, nn
 
 from cli.limits import ImageSize
+from weights.tensors import on_meta
 from zoo import load_family
 from zoo.encoders import FrozenEncoders, build_encoders
 from zoo.model_config import ModelConfig
@@ -103,6 +104,7 @@ class LatentDiffusion(ComposerModel):
         # Memory format of images and latents at a network's input: see training/speed.py.
         self.memory_format = torch.contiguous_format
         self.replays_graphs = False  # the denoiser runs as CUDA graphs: see training/speed.py
+        self.in_step = False  # all ranks have to call the denoiser equally often: see training/sharding.py
         self.on_losses: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None  # told the losses of samples, (B,)
         self._autocast_dtype: torch.dtype | None = None
         self._empty_condition: dict[str, Tensor] | None = None
@@ -120,6 +122,10 @@ class LatentDiffusion(ComposerModel):
         Composer opens autocast on a GPU and refuses it on a CPU, so on a CPU the model opens its own.
         """
         self.denoiser.to(device)
+        return self.place_around(device, precision)
+
+    def place_around(self, device: torch.device, precision: str) -> LatentDiffusion:
+        """Move all but the denoiser, which is there already, in parts."""
         dtype = AUTOCAST_DTYPES.get(precision, torch.float32)
         self.encoders.to(torch.device("cpu") if self.frozen_device == "cpu" else device, dtype)
         return self.compute_on(device, precision)
@@ -361,17 +367,19 @@ def build_model(
     posterior: str = "sample",
     seed: int,
     empty_states: Mapping[str, Tensor] | None = None,
+    has_denoiser: bool = True,
 ) -> LatentDiffusion:
     """Build a model on the CPU. The denoiser's weights come from `seed`, random encoders from a fixed seed of their own.
 
     Args:
+        has_denoiser: False: the denoiser has names and shapes, and no memory (on meta).
         empty_states: of the empty caption, see LatentDiffusion. With them no encoder is built: for batches that need none.
     """
     family = load_family(config.family, config.preset, config.variant)
     encoders = FrozenEncoders({}, []) if empty_states is not None else build_encoders(family, config.weights)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        denoiser = family.build_denoiser()
+        denoiser = family.build_denoiser() if has_denoiser else on_meta(family.build_denoiser)
     objective = objective.resolved(family.objective)
     assert objective.caption_dropout is not None
     return LatentDiffusion(

@@ -9,6 +9,8 @@ import torch
 from composer import Callback, Logger, State
 from torch import Tensor
 
+from weights.parts import joined
+
 
 class GradientNorm(Callback):
     """Computes the norm of all gradients in one foreach call, clips if configured, and keeps the norm on the device.
@@ -26,7 +28,7 @@ class GradientNorm(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # Composer has already unscaled fp16 gradients, and the optimizer has not stepped yet.
         parameters = [p for p in state.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        norm = joined(torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True))
         if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm, foreach=True)
         self._sum = norm if self._sum is None else self._sum + norm

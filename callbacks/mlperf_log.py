@@ -41,7 +41,7 @@ from composer.utils import dist
 from filelock import FileLock, Timeout
 
 from cli.errors import ConfigError
-from record.checkpoint_files import read as read_checkpoint
+from record.checkpoint_files import outline
 from record.files import read_summary
 from record.mlperf_events import NAME, EventLog, close, evaluated, is_begun, num_lasting, read_events, reopen, say
 from zoo.mlperf_rules import Benchmark
@@ -313,7 +313,7 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None, *,
 
 def _written_at(snapshot: Path) -> float:
     """Return when a snapshot was written, in seconds since 1970. Raises ConfigError: the snapshot does not say."""
-    if not isinstance(written := read_checkpoint(snapshot).get("unix_time"), int | float):
+    if not isinstance(written := outline(snapshot).get("unix_time"), int | float):
         raise ConfigError([f"{snapshot}: does not say when it was written. It was not written by this program."])
     return written
 

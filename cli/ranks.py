@@ -17,7 +17,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -243,22 +243,34 @@ class Hearing:
     """One rank's signal, heard by the others while each has pieces of work to do; all ranks build it together.
 
     No rank waits in a collective for one that has more to do: signals are not seen there. They ask the ranks' store.
+    Ranks in step are in one at each piece anyway: they agree there, and do equally many.
 
     Args:
         own: returns the signal that this rank has had, 0: none.
         num_pieces: of this rank.
+        in_step: a piece needs all ranks, which do equally many (training/sharding.py).
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, own: Callable[[], int], num_pieces: int):
-        self.own, self.num_pieces = own, sum(dist.all_gather_object(num_pieces))
+    def __init__(self, own: Callable[[], int], num_pieces: int, *, in_step: bool = False):
+        of_ranks = dist.all_gather_object(num_pieces)
+        self.own, self.num_pieces, self.in_step = own, sum(of_ranks), in_step
+        self._num_each = max(of_ranks) if in_step else num_pieces
         store = _store()
         self._store = None if store is None else PrefixStore(f"hearing/{next(self._numbers)}", store)
         self._asked_at, self._heard = -math.inf, False
 
+    def pieces(self, own: Sequence[Result]) -> Iterator[Result | None]:
+        """Yield this rank's pieces, and then None for each that others in step do beside it."""
+        yield from own
+        yield from [None] * (self._num_each - len(own))
+
     def heard(self) -> bool:
-        """True from when this rank has had a signal, or another one has said so."""
+        """True from when this rank has had a signal, or another one has said so; in step, all ranks call it together."""
+        if self.in_step:
+            self._heard = self._heard or max(dist.all_gather_object(self.own())) > 0
+            return self._heard
         if self._heard or self._store is None:
             return self._heard or bool(self.own())
         if self.own():
@@ -276,7 +288,9 @@ class Hearing:
     def agreed(self) -> int:
         """Return the signal that a rank has had by the time when all pieces are done, or all ranks have heard; 0: none."""
         known, since = -1, time.monotonic()
-        while self._store is not None and not self.heard() and time.monotonic() - since < STALL_SEC:
+        while (
+            self._store is not None and not self.in_step and not self.heard() and time.monotonic() - since < STALL_SEC
+        ):
             if (done := self._store.add("pieces", 0)) >= self.num_pieces:
                 break
             if done > known:

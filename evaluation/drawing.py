@@ -26,6 +26,8 @@ class Generator(Protocol):
     device: torch.device
     encoders: Any
     """Frozen, with `fingerprints`."""
+    in_step: bool
+    """All ranks have to call `generate` equally often."""
 
     def parameters(self) -> Iterator[Tensor]: ...
     def state_dict(self) -> Mapping[str, Tensor]: ...

@@ -326,10 +326,13 @@ class Scorer:
             mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
             prompts = [self.prompt_set.prompts[place] for place in mine]
             chunks = list(chunks_of(prompts, batch_size))[work.num_done :]
-            hearing = Hearing(self.signal, len(chunks))
+            hearing = Hearing(self.signal, len(chunks), in_step=model.in_step)
             with contextlib.suppress(Heard):
-                for chunk in self._said(chunks, work.num_done * batch_size):
-                    images = generate(model, chunk, batch_size, self.size, self.seed, ways, hearing)
+                for chunk in self._said(hearing.pieces(chunks), work.num_done * batch_size):
+                    drawn = chunk or self.prompt_set.prompts[:1]  # None: others in step are not through
+                    images = generate(model, drawn, batch_size, self.size, self.seed, ways, hearing)
+                    if chunk is None:
+                        continue
                     captions = [prompt.caption for prompt in chunk]
                     self.meter.add(images, [prompt.number for prompt in chunk], captions)
                     wanted = min(work.num_wanted, len(chunk))
@@ -348,7 +351,7 @@ class Scorer:
         """Begin an evaluation, or resume its saved parts."""
         rank, num_ranks, told = dist.get_global_rank(), dist.get_world_size(), [""]
         if self.parts is not None:
-            if rank == 0:
+            if rank == 0 or model.in_step:
                 told[0] = self._of(model, guidance)
             dist.broadcast_object_list(told)
         return Work(
@@ -374,10 +377,16 @@ class Scorer:
 
     def forget(self, model: Generator, guidance: float) -> None:
         """Remove the parts of a score that is already written, even if an earlier start, then killed, wrote it."""
-        if self.parts is not None and dist.get_global_rank() == 0 and self.parts.folder.exists():
-            self.parts.remove(self._of(model, guidance))
+        is_first, parts = dist.get_global_rank() == 0, self.parts
+        has_some = [parts is not None and parts.folder.exists()]
+        if model.in_step:  # whose weights all ranks have to look at together
+            dist.broadcast_object_list(has_some)
+        if parts is not None and has_some[0] and (is_first or model.in_step):
+            of = self._of(model, guidance)
+            if is_first:
+                parts.remove(of)
 
-    def _said(self, chunks: Sequence[Sequence[Prompt]], num_done: int) -> Iterable[Sequence[Prompt]]:
+    def _said(self, chunks: Iterable[Sequence[Prompt] | None], num_done: int) -> Iterable[Sequence[Prompt] | None]:
         """Show rank 0's progress, in images of all ranks; `num_done`: this rank's of an earlier start."""
         if not (self.show_progress and dist.get_global_rank() == 0):
             return chunks
@@ -386,11 +395,11 @@ class Scorer:
         num_prompts = len(self.prompt_set.prompts)
         done = min(num_done * dist.get_world_size(), num_prompts)
 
-        def counted() -> Iterator[Sequence[Prompt]]:
+        def counted() -> Iterator[Sequence[Prompt] | None]:
             with tqdm(total=num_prompts, initial=done, desc="evaluation", unit="image", file=sys.stderr) as bar:
                 for chunk in chunks:
                     yield chunk
-                    bar.update(min(len(chunk) * dist.get_world_size(), num_prompts - bar.n))
+                    bar.update(min(len(chunk or ()) * dist.get_world_size(), num_prompts - bar.n))
 
         return counted()
 

@@ -27,7 +27,8 @@ from preflight import stage as stage_checks
 from preflight.machine import ERROR, OK, WARNING, Finding
 from preflight.run import batch_gib, cost_of, order_need, planned_microbatch, quick_problems, savings, wanted_of_stage
 from preflight.stage import Need
-from record.checkpoint_files import FULL, WEIGHTS, is_whole, listed
+from record.checkpoint_files import FULL, WEIGHTS, fault, is_whole, listed
+from record.checkpoint_folders import size_of
 from stages.dataset import Stage
 from stages.mixture import StreamConfig, epoch_samples
 from stages.shared_memory import is_held
@@ -304,12 +305,12 @@ def disk(case: Case) -> list[Finding]:
             gib, num = case.cost.checkpoint_gib(ema=run.ema.enabled), run.save.keep + 1
             if text := limits.room_problem(folder, gib, num):
                 return [*found, Finding(ERROR, "disk", f"save: {text}")]
-            held = sum(path.stat().st_size for path in listed(folder / "checkpoints", FULL)) / 2**30
+            held = sum(size_of(path) for path in listed(folder / "checkpoints", FULL)) / 2**30
             way_out = "Lower save.keep, or give another run_folder"
             needs.append(Need(f"{num} full checkpoints", way_out, folder, max(0.0, num * gib - held)))
         if run.save.snapshot_every_images and case.num_batches:
             num = case.num_batches * run.global_batch_size // run.save.snapshot_every_images
-            held = sum(path.stat().st_size for path in listed(folder / "checkpoints", WEIGHTS)) / 2**30
+            held = sum(size_of(path) for path in listed(folder / "checkpoints", WEIGHTS)) / 2**30
             gib = max(0.0, num * case.cost.snapshot_gib(ema=run.ema.enabled) - held)
             way_out = "Raise save.snapshot_every_images (0: none), or give another run_folder"
             needs.append(Need(f"{num:,} snapshots", way_out, folder, gib))
@@ -348,7 +349,7 @@ def _newest_checkpoint(folder: Path) -> list[Finding]:
         if is_whole(path):
             if number == 0:
                 return [Finding(OK, "run", f"{folder} resumes from {path.name}, which is whole")]
-            text = f"{there[0]} is damaged: its bytes do not have the digest in its name. The run resumes from {path.name}."
+            text = f"{there[0]} is damaged: {fault(there[0])}. The run resumes from {path.name}."
             return [Finding(WARNING, "run", text)]
     damaged = [*there, *(folder / "checkpoints").glob(f"{FULL}*.damaged")]
     if damaged:

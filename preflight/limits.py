@@ -9,6 +9,7 @@ from pathlib import Path
 
 from config import count
 from record.checkpoint_files import FULL, WEIGHTS, listed
+from record.checkpoint_folders import size_of
 
 MAX_NAME_BYTES = 200  # file systems allow 255; loggers append to the name
 
@@ -40,9 +41,7 @@ def room_problem(
     if unwritable(folder):
         return None  # reported by its own check
     there = Path(folder).absolute()
-    held_gib = (
-        sum(path.stat().st_size for kind in (FULL, WEIGHTS) for path in listed(there / "checkpoints", kind)) / 2**30
-    )
+    held_gib = sum(size_of(path) for kind in (FULL, WEIGHTS) for path in listed(there / "checkpoints", kind)) / 2**30
     while not there.exists():
         there = there.parent
     need_gib, free_gib = num * checkpoint_gib + num_snapshots * snapshot_gib, shutil.disk_usage(there).free / 2**30
@@ -81,7 +80,7 @@ def _is_begun(folder: Path) -> bool:
         return False
     names = {path.name for path in folder.iterdir()}
     is_killed = all(re.fullmatch(r"\.lock|\.config\.yaml\.(\d+\.)?tmp", name) for name in names)
-    return "config.yaml" in names or is_killed or any(folder.glob("checkpoints/full-ba*.pt"))
+    return "config.yaml" in names or is_killed or bool(listed(folder / "checkpoints", FULL))
 
 
 def batch_problem(global_batch_size: int, num_ranks: int, microbatch: int) -> str | None:

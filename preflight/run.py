@@ -26,7 +26,7 @@ from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
 from stages.shuffling import memory_gib
 from training import microbatch as microbatch_search
-from training import warm_start
+from training import sharding, warm_start
 from training.cost import Cost, has_average_on_device, host_memory_problem, memory_problem
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
@@ -112,6 +112,7 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     also = {"data.remote": ("data.streams",)}  # where that cannot be read, nobody says that no stage is given
     found += [Problem(f"{key}: {text}", (key, *also.get(key, ()))) for of in in_sections for key, text in of]
     found += speed_problems(config)
+    found += [Problem(f"{key}: {text}", (key, "sharding")) for key, text in sharding.problems(config)]
     if config.copy_stream and config.data.synthetic:
         text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))

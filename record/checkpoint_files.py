@@ -2,6 +2,7 @@
 
     full-ba000000001200-DIGEST.pt        what a run needs to resume
     weights-im000000512000-DIGEST.pt     a snapshot of the weights
+    full-ba000000001200-DIGEST.parts/    the same of a run whose weights are shared out (record/checkpoint_folders.py)
     part-OF-000000000003-DIGEST.pt       what rank 3 has of an evaluation that is not whole yet (evaluation/unfinished.py)
 
 A file is written under another name, synced, and renamed to one that holds the digest of its bytes: a file whose digest is
@@ -24,11 +25,12 @@ from torch import Tensor
 from cli.errors import ConfigError
 from cli.files import to_disk, whole
 from cli.log import log
+from record import checkpoint_folders
 
 SCHEMA = 1
 FULL, WEIGHTS, PART = "full-ba", "weights-im", "part-"
 NAME = re.compile(
-    rf"(?P<kind>{FULL}|{WEIGHTS}|{PART}[0-9a-f]{{16}}-)(?P<number>\d{{12}})-(?P<digest>[0-9a-f]{{32}})\.pt"
+    rf"(?P<kind>{FULL}|{WEIGHTS}|{PART}[0-9a-f]{{16}}-)(?P<number>\d{{12}})-(?P<digest>[0-9a-f]{{32}})\.(pt|parts)"
 )
 
 
@@ -85,27 +87,36 @@ def write(folder: Path, name: str, content: Mapping[str, Any]) -> Path:
         except RuntimeError as error:
             raise (digesting.error or error) from error
     to_disk(folder)
-    for other in folder.glob(f"{name}-*.pt"):
-        if other != path():  # of a life of the run that was cut back to before this batch
-            other.unlink()
+    for other in folder.glob(f"{name}-*"):
+        if other != path() and NAME.fullmatch(
+            other.name
+        ):  # of a life of the run that was cut back to before this batch
+            checkpoint_folders.remove(other)
     return path()
 
 
 def listed(folder: Path, kind: str) -> list[Path]:
     """Return the checkpoints of a kind (full-ba or weights-im), the newest first, by name alone."""
-    found = [match for path in folder.glob(f"{kind}*.pt") if (match := NAME.fullmatch(path.name))]
+    found = [match for path in folder.glob(f"{kind}*") if (match := NAME.fullmatch(path.name))]
     return [folder / m.string for m in sorted(found, key=lambda m: int(m["number"]), reverse=True)]
 
 
 def is_whole(path: Path) -> bool:
     """True when the file's bytes have the digest that its name says."""
+    return fault(path) is None
+
+
+def fault(path: Path) -> str | None:
+    """Say what is wrong with a checkpoint's bytes, or None: they have the digests that were taken when it was written."""
     match = NAME.fullmatch(path.name)
     assert match is not None
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest() == match["digest"]
+    if path.is_dir():
+        return checkpoint_folders.fault(path)
+    return (
+        None
+        if checkpoint_folders.digest_of(path) == match["digest"]
+        else "its bytes do not have the digest in its name"
+    )
 
 
 def find_newest(folder: Path) -> Path | None:
@@ -117,13 +128,13 @@ def find_newest(folder: Path) -> Path | None:
         ConfigError: there are checkpoints and not one is whole.
     """
     for temporary in folder.glob(".*.tmp"):
-        temporary.unlink()
+        checkpoint_folders.remove(temporary)
     damaged = []
     for path in listed(folder, FULL):
-        if is_whole(path):
+        if (wrong := fault(path)) is None:
             return path
         damaged.append(path.rename(path.with_name(path.name + ".damaged")))
-        log.info(f"checkpoints: {path} is damaged (its bytes do not have its digest); set aside.")
+        log.info(f"checkpoints: {path} is damaged ({wrong}); set aside.")
     damaged += [path for path in folder.glob(f"{FULL}*.damaged") if path not in damaged]
     if damaged:
         raise ConfigError(
@@ -136,13 +147,20 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's content; tensors lie on the CPU, mapped from the file.
+    """Read a checkpoint's content; tensors lie on the CPU, mapped from the file. Of a folder, weights and EMA weights alone.
 
     Raises:
         ConfigError: it holds anything but tensors and plain containers, or is no checkpoint of this version.
     """
+    content = outline(path)
+    return checkpoint_folders.filled(path, content, ("model", "ema")) if path.is_dir() else content
+
+
+def outline(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's content as `read`; of a folder, the tensors in parts have names and shapes alone (on meta)."""
+    file = path / checkpoint_folders.RUN if path.is_dir() else path
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         given = named.group(1) if named else str(error).splitlines()[0]

@@ -34,7 +34,8 @@ from record import checkpoint_files
 from record.checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
 from record.config_file import read_config
 from stages.moments import MomentsStream
-from training.checkpoints import STOP_SIGNALS, Checkpointer, Progress
+from training.checkpoint_content import Progress
+from training.checkpoints import STOP_SIGNALS, Checkpointer
 from training.resume import RunState, identity_of
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
@@ -85,7 +86,7 @@ def test_a_damaged_newest_is_set_aside_with_a_word_and_the_one_before_is_found(t
     damaged(newest, how)
     assert find_newest(tmp_path) == older
     assert capsys.readouterr().err == (
-        f"checkpoints: {newest} is damaged (its bytes do not have its digest); set aside.\n"
+        f"checkpoints: {newest} is damaged (its bytes do not have the digest in its name); set aside.\n"
     )
     assert {p.name for p in tmp_path.iterdir()} == {older.name, f"{newest.name}.damaged"}
     assert find_newest(tmp_path) == older and capsys.readouterr().err == ""

@@ -37,7 +37,7 @@ from prepare import look
 from record.config_file import keep_keys, read_config
 from stages.store_errors import address_problem
 from stages.stores import client_of
-from training.checkpoints import disagreements
+from training.checkpoint_content import disagreements
 from training.places import Place
 
 SECRETS = {

@@ -79,14 +79,6 @@ def test_another_word_than_auto_is_refused(tmp_path, capsys):
     )
 
 
-def test_sharding_is_refused_by_name_so_that_auto_never_meets_it(tmp_path, capsys):
-    assert run(tmp_path, "a", "device_train_microbatch_size=auto", "parallelism_config.fsdp=true") == 2
-    assert capsys.readouterr().err == (
-        "command line: 'parallelism_config.fsdp' is not available: sharding a model over ranks (FSDP) is not part of this "
-        "version. Leave it out.\n"
-    )
-
-
 def test_out_of_memory_names_microbatch_and_what_to_try_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
     """A GPU's failed allocation cannot be had here: it is raised in the third batch, as torch raises it."""
     words = ["save.every_images=16", "measure.warmup_batches=0", "device_train_microbatch_size=8"]

@@ -23,7 +23,7 @@ from cli.errors import ConfigError
 from config import load
 from evaluation.scoring import EvalConfig, TargetConfig, rounded_up
 from preflight import limits
-from training.checkpoints import Progress
+from training.checkpoint_content import Progress
 from training.evaluated import check_evaluations
 from training.run_config import RunConfig, resolve
 from training.scores import keep, to_target

@@ -21,8 +21,8 @@ import benchmark
 from data import SyntheticBatches
 from model import LatentDiffusion, build_model, step_seed, zero_states
 from training import blocks, cost, speed
+from training.checkpoint_content import take_moments
 from training.speed import SpeedKeys
-from weights.tensors import lay_out_like
 from zoo import load_family
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
@@ -304,7 +304,9 @@ def test_other_models_keep_their_classes():
 def test_the_state_of_an_optimizer_in_another_layout_is_laid_out_anew():
     weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last))
     plain = torch.arange(108.0).view(4, 3, 3, 3)
-    state = lay_out_like({"step": torch.tensor(3.0), "exp_avg": plain}, weight.detach())
+    optimizer = torch.optim.AdamW([weight])
+    take_moments(optimizer, {**optimizer.state_dict(), "state": {0: {"step": torch.tensor(3.0), "exp_avg": plain}}})
+    state = optimizer.state[weight]
     assert state["exp_avg"].stride() == weight.stride() and torch.equal(state["exp_avg"], plain)
     assert state["step"] == 3.0
 

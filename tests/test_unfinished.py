@@ -130,7 +130,7 @@ class Painter(torch.nn.Module):
     family = SimpleNamespace(
         tokenize=lambda captions: {"tokens": torch.zeros(len(captions), 1)}, latent_shape=lambda size: (3, *size)
     )
-    device, encoders = torch.device("cpu"), SimpleNamespace(fingerprints={})
+    device, encoders, in_step = torch.device("cpu"), SimpleNamespace(fingerprints={}), False
 
     def __init__(self, passes: int):
         super().__init__()

@@ -1,9 +1,8 @@
-"""Checkpoints: their content, when they are written, and how a run resumes from one. Files: record/checkpoint_files.py.
+"""Checkpoints: when they are written. What they hold: training/checkpoint_content.py; files: record/checkpoint_files.py.
 
 RUN/checkpoints/full-ba000000001200-DIGEST.pt        weights, EMA, optimizer, schedule, scaler, counts, callbacks
+                full-ba000000001200-DIGEST.parts/    the same, where weights are shared out: each rank writes its parts
                 weights-im000000512000-DIGEST.pt     a snapshot: weights, EMA, images seen, time
-
-Before anything is loaded, names, shapes and the run's `identity` are compared exactly.
 
 Composer's own checkpoints are not used: it does not compare names, removes `latest` before it creates a new one, writes in
 place, and unpickles any file that it finds (seen with 0.32.1).
@@ -13,28 +12,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback, Logger, State, Timestamp
+from composer import Callback, Logger, State
 from composer.utils import dist
 from torch import Tensor, nn
 
-from cli import masking
-from cli.errors import ConfigError
 from cli.limits import limited
 from cli.log import log
 from cli.ranks import STOP_SIGNALS
 from ema import EMA
-from record.checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
-from weights.tensors import canonical_name, difference, lay_out_like, tensor_specs
+from record import checkpoint_folders
+from record.checkpoint_files import FULL, WEIGHTS, listed, stem, write
+from training.checkpoint_content import Progress, contents, gathered, own_callbacks
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation interval of the MLPerf benchmark
 
@@ -59,183 +56,6 @@ class SaveConfig:
         every = every_images if self.every_images is None else self.every_images
         snapshots = snapshot_every_images if self.snapshot_every_images is None else self.snapshot_every_images
         return dataclasses.replace(self, every_images=every, snapshot_every_images=snapshots)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A run's progress at a batch's end: images over all ranks, seconds of training since its first start."""
-
-    epoch: int
-    batch: int
-    images: int
-    batch_in_epoch: int
-    images_in_epoch: int
-    seconds: float
-
-    @classmethod
-    def of(cls, state: State) -> Progress:
-        """Read a run's progress. After the last batch of an epoch, it is the start of the next epoch."""
-        now = state.timestamp
-        if state.dataloader_len is not None and now.batch_in_epoch.value == state.dataloader_len.value:
-            now = now.to_next_epoch()
-        return cls(
-            epoch=now.epoch.value,
-            batch=now.batch.value,
-            images=now.sample.value,
-            batch_in_epoch=now.batch_in_epoch.value,
-            images_in_epoch=now.sample_in_epoch.value,
-            seconds=now.total_wct.total_seconds(),
-        )
-
-    def timestamp(self) -> Timestamp:
-        """Return it as Composer's Timestamp."""
-        return Timestamp(
-            epoch=self.epoch,
-            epoch_in_iteration=self.epoch,
-            batch=self.batch,
-            sample=self.images,
-            batch_in_epoch=self.batch_in_epoch,
-            sample_in_epoch=self.images_in_epoch,
-            total_wct=datetime.timedelta(seconds=self.seconds),
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Contents
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
-
-
-def _optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of each group's parameters; torch itself only stores positions."""
-    names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _own_callbacks(state: State) -> dict[str, Callback]:
-    """Name in checkpoints -> callback, for all callbacks that save state."""
-    return {c.saved_as: c for c in state.callbacks if hasattr(c, "saved_as")}
-
-
-def contents(
-    state: State, model: nn.Module, average: EMA | None, identity: Mapping[str, Any], *, full: bool
-) -> dict[str, Any]:
-    """Return a checkpoint's content as tensors and plain values; the tensors are not copied."""
-    content = {
-        "schema": SCHEMA,
-        "identity": dict(identity),
-        "progress": asdict(Progress.of(state)),
-        "unix_time": time.time(),
-        "model": _weights(model),
-        "ema": None if average is None else average.state_dict(),
-        "callbacks": {name: kept for name, c in _own_callbacks(state).items() if (kept := c.state_dict())},
-    }
-    if full:
-        [optimizer], [schedule] = state.optimizers, state.schedulers
-        content |= {
-            "optimizer": {"names": _optimizer_names(model, optimizer), **optimizer.state_dict()},
-            "schedule": schedule.state_dict(),
-            "scaler": state.scaler.state_dict() if state.scaler is not None else {},
-        }
-    return content
-
-
-def restore(
-    checkpoint: tuple[Path, Mapping[str, Any]],
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    average: EMA | None,
-) -> None:
-    """Load weights, optimizer, schedule and EMA weights from a checkpoint, after comparing every name and tensor spec.
-
-    Raises:
-        ConfigError: lists what does not fit; nothing has been changed then.
-    """
-    (path, content), problems = checkpoint, []
-    saved = content["optimizer"]
-    if text := difference(tensor_specs(_weights(model)), tensor_specs(content["model"])):
-        fix = "Use the configuration that it was made with."
-        problems.append(f"{path}: its weights do not fit the model: {text}. {fix}")
-    if saved["names"] != _optimizer_names(model, optimizer):
-        problems.append(f"{path}: its optimizer has other parameters or groups. Use optimizer.decay as it was.")
-    elif text := difference(_wanted_moments(optimizer), _moments(saved["state"])):
-        problems.append(f"{path}: its optimizer state does not fit the model: {text}. The file is not whole.")
-    if (average is None) != (content.get("ema") is None):
-        has, wants = ("EMA weights", "false") if average is None else ("no EMA weights", "true")
-        problems.append(f"ema.enabled: {wants}, but {path} has {has}. Leave it as the run was begun.")
-    if problems:
-        raise ConfigError(problems)
-    if average is not None:
-        average.bind(model)
-        try:
-            average.load_state_dict(content["ema"])
-        except ValueError as error:
-            raise ConfigError([f"{path}: {error}"]) from error
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(content["model"][canonical_name(name)])
-    kept = _cloned(saved["state"]) if next(model.parameters()).device.type == "cpu" else saved["state"]
-    optimizer.load_state_dict({"state": kept, "param_groups": saved["param_groups"]})
-    for parameter, of_parameter in optimizer.state.items():
-        optimizer.state[parameter] = lay_out_like(of_parameter, parameter.detach())
-    schedule.load_state_dict(content["schedule"])
-
-
-def _wanted_moments(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the tensor specs of AdamW's state, by each parameter's position."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found: dict[str, str] = {}
-    for n, form in tensor_specs({str(n): parameter for n, parameter in enumerate(parameters)}).items():
-        found |= {f"step of parameter {n}": "float32 ()", f"exp_avg of {n}": form, f"exp_avg_sq of {n}": form}
-    return found
-
-
-def _moments(state: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    kept = {n: {k: v for k, v in of.items() if isinstance(v, Tensor)} for n, of in state.items()}
-    return tensor_specs(
-        {f"{k} of parameter {n}" if k == "step" else f"{k} of {n}": v for n, of in kept.items() for k, v in of.items()}
-    )
-
-
-def _cloned(state: Mapping[int, Any]) -> dict[int, Any]:
-    """Copy an optimizer's tensors: on a CPU it would otherwise use the mapped file, whose disk space stays occupied."""
-    return {n: {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()} for n, kept in state.items()}
-
-
-def disagreements(
-    content: Mapping[str, Any], identity: Mapping[str, Any], path: Path, defaults: Mapping[str, Any]
-) -> list[str]:
-    """One message for each value of a run's identity that differs between a checkpoint and this run.
-
-    Args:
-        defaults: key -> default, for every key of a configuration. A key that the checkpoint lacks had its default: the
-            checkpoint comes from a version without it. A key that only the checkpoint has may change now. An unknown key
-            is refused: a newer version wrote it. A value that was given as `${...}` is not compared, because a checkpoint
-            does not store what it resolved to.
-    """
-    saved = content["identity"]
-    made = {key: saved.get(key, defaults.get(key)) for key in identity}
-    differing = [
-        f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run resumes as it began: use that value, or another "
-        f"run_name."
-        for key, value in identity.items()
-        if made[key] != value and not masking.is_interpolated(made[key])
-    ]
-    unknown = [key for key, value in saved.items() if key not in (*identity, *defaults) and value is not None]
-    return differing + [
-        f"{key}: {path} was made with {saved[key]!r}, and this version has no such key. Use the version that wrote it."
-        for key in unknown
-    ]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# When
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Stopped(SystemExit):
@@ -288,7 +108,7 @@ class Checkpointer(Callback):
             self.resume_from = None  # drop all references: the file may be pruned
             if state.scaler is not None and content["scaler"]:
                 state.scaler.load_state_dict(content["scaler"])
-            for name, callback in _own_callbacks(state).items():
+            for name, callback in own_callbacks(state).items():
                 if name in content["callbacks"]:
                     callback.load_state_dict(content["callbacks"][name])
             state.timestamp = Progress(**content["progress"]).timestamp()
@@ -399,22 +219,27 @@ class Checkpointer(Callback):
         return known[0]
 
     def _save(self, state: State, *, full: bool) -> None:
-        """Write on rank 0. All ranks learn the outcome, and stop together if it failed."""
+        """Write on rank 0, or on all ranks where weights are shared out. All learn the outcome, and stop if it failed."""
         self.before_saving()
         outcome: list[str | None] = [None]
-        if dist.get_global_rank() == 0:
-            begun = time.monotonic()
-            content = contents(state, self.model, self.average, self.identity, full=full)
-            batch, images = content["progress"]["batch"], content["progress"]["images"]
-            name = stem(FULL, batch) if full else stem(WEIGHTS, images)
-            try:
+        rank, begun = dist.get_global_rank(), time.monotonic()
+        content = contents(state, self.model, self.average, self.identity, full=full)
+        is_shared = checkpoint_folders.has_parts(content)
+        batch, images = content["progress"]["batch"], content["progress"]["images"]
+        name = stem(FULL, batch) if full else stem(WEIGHTS, images)
+        if is_shared and not full:
+            content = gathered(content, here=rank == 0)
+        try:
+            if is_shared and full:
+                path = checkpoint_folders.write(self.folder, name, content, rank, dist.all_gather_object, self._group)
+            elif rank == 0:
                 path = write(self.folder, name, content)
-                if full:
-                    self.last_full, self._last_write_sec = path, time.monotonic() - begun
-                    for old in listed(self.folder, FULL)[self.config.keep :]:
-                        old.unlink()
-            except (OSError, RuntimeError) as error:
-                outcome[0] = self._failure(name, content, error)
+            if full and rank == 0:
+                self.last_full, self._last_write_sec = path, time.monotonic() - begun
+                for old in listed(self.folder, FULL)[self.config.keep :]:
+                    checkpoint_folders.remove(old)
+        except (OSError, RuntimeError) as error:
+            outcome[0] = self._failure(name, content, error)
         dist.broadcast_object_list(outcome)
         if outcome[0] is not None:
             self._give_back_signals()

@@ -91,7 +91,7 @@ def find(given: str, model: ModelConfig, *, encoders: bool) -> Place:
     kind = kind_of_path(path)
     if kind == "folder":
         return Place(given, path.resolve(), _kind_of_folder(given, path))
-    if kind == "file" and NAME.fullmatch(path.name):
+    if NAME.fullmatch(path.name):
         run = path.resolve().parent.parent
         if path.resolve().parent.name == "checkpoints" and (run / "config.yaml").is_file():
             return Place(given, run, "run", path.resolve())
@@ -106,7 +106,7 @@ def find(given: str, model: ModelConfig, *, encoders: bool) -> Place:
 def _kind_of_folder(given: str, folder: Path) -> Kind:
     if (folder / "config.yaml").is_file():
         return "run"
-    if any((folder / "checkpoints").glob("*-*.pt")):
+    if any(NAME.fullmatch(path.name) for path in (folder / "checkpoints").glob("*-*")):
         way = "The training command writes it again, or bring back a copy"
         raise ValueError(f"{given}: it has checkpoints of a run, but no config.yaml. {way}.")
     if (folder / "model_index.json").is_file():

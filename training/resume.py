@@ -24,7 +24,7 @@ from cli.log import log
 from config import flat
 from data import DataConfig
 from evaluation.score_table import read_rows
-from record.checkpoint_files import check_whole, find_newest, read
+from record.checkpoint_files import check_whole, find_newest, outline
 from record.config_file import found_batch_size, keep_keys, read_config
 from record.files import check_are_files, evaluations_of, lost_history, read_summary
 from record.mlperf_events import lost_events
@@ -34,7 +34,7 @@ from stages.fetch import INDEX
 from stages.keys import KEYS_FILE
 from stages.machine import LOCK_FILE
 from stages.mixture import StreamConfig
-from training.checkpoints import Progress, disagreements
+from training.checkpoint_content import Progress, disagreements
 from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
 from training.run_config import RunConfig, resolve
@@ -398,7 +398,7 @@ def open_run(config: RunConfig) -> RunState:
     made = [*made, *(path for path in of_cache if path not in made)]
     state = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
     with state.or_nothing():
-        content = None if newest is None else read(newest)
+        content = None if newest is None else outline(newest)
         if newest is not None and content is not None:
             check_whole(content, newest)
             state.checkpoint, state.progress = (newest, content), Progress(**content["progress"])

@@ -129,7 +129,6 @@ ALIASES = {
 # Keys of planned features: refused by name, so that nobody relies on them.
 NOT_YET = {
     "num_frames": "training on video",
-    "parallelism_config": "sharding a model over ranks (FSDP)",
 }
 
 
@@ -211,17 +210,18 @@ def needs_encoders(config: RunConfig) -> bool:
         return True
 
 
-def build_for_training(config: RunConfig, stages: Sequence[Stage]) -> LatentDiffusion:
+def build_for_training(config: RunConfig, stages: Sequence[Stage], *, has_denoiser: bool = True) -> LatentDiffusion:
     """Build a run's model, with its encoders where training needs them, on the CPU.
 
     Args:
+        has_denoiser: see model.build_model.
         stages: those that it is trained on; none for synthetic data.
 
     Raises:
         ConfigError: the encoders' weights do not fit. ValueError: the stages have no empty text, or several.
     """
     if needs_encoders(config):
-        return build(config)
+        return build(config, has_denoiser=has_denoiser)
     family = load_family(config.model.family, config.model.preset, config.model.variant)
     digests = {stage.facts.get(EMPTY_DIGEST) for stage in stages}
     empty = zero_states(family, config.size)
@@ -231,14 +231,16 @@ def build_for_training(config: RunConfig, stages: Sequence[Stage]) -> LatentDiff
                 "data.streams: their empty texts differ. Mix stages that were made with the same text encoders."
             )
         empty = read_empty_text(stages[0])
-    return build(config, empty)
+    return build(config, empty, has_denoiser=has_denoiser)
 
 
-def build(config: RunConfig, empty_states: Mapping[str, Tensor] | None = None) -> LatentDiffusion:
+def build(
+    config: RunConfig, empty_states: Mapping[str, Tensor] | None = None, *, has_denoiser: bool = True
+) -> LatentDiffusion:
     """Build a run's model with its encoders, on the CPU. Raises ConfigError: the encoders' weights do not fit.
 
     Args:
-        empty_states: see model.build_model: with them no encoder is built.
+        empty_states, has_denoiser: see model.build_model: with the first no encoder is built.
     """
     return build_model(
         config.model,
@@ -248,6 +250,7 @@ def build(config: RunConfig, empty_states: Mapping[str, Tensor] | None = None) -
         posterior=config.data.posterior,
         seed=config.seed,
         empty_states=empty_states,
+        has_denoiser=has_denoiser,
     )
 
 

@@ -137,11 +137,14 @@ class Sampler:
         """Return captions and images, (3, H, W) uint8, in the order of the prompts. Raises Signalled: a rank has had one."""
         places = shard(len(self.prompts), dist.get_global_rank(), dist.get_world_size())
         chunks = list(chunks_of([self.prompts[place] for place in places], self.batch_size))
-        hearing = Hearing(self.signal, len(chunks))
+        hearing = Hearing(self.signal, len(chunks), in_step=self.model.in_step)
         mine: list[tuple[str, Tensor]] = []
         with contextlib.suppress(Heard):
-            for chunk in chunks:
+            for piece in hearing.pieces(chunks):
+                chunk = piece or self.prompts[:1]  # None: others in step are not through
                 images = generate(self.model, chunk, self.batch_size, self.size, self.seed, self.ways, hearing)
+                if piece is None:
+                    continue
                 mine += zip([prompt.caption for prompt in chunk], as_bytes(images), strict=False)
                 hearing.done()
         if number := hearing.agreed():

@@ -14,7 +14,7 @@ import xxhash
 from cli.errors import ConfigError
 from evaluation.prompts import Prompt, PromptSet
 from model import LatentDiffusion
-from record.checkpoint_files import FULL, WEIGHTS, check_whole, is_whole, listed, read
+from record.checkpoint_files import FULL, WEIGHTS, check_whole, fault, listed, read
 from weights.tensors import canonical_name, difference, tensor_specs
 
 # --- a run ---
@@ -50,9 +50,8 @@ def load_snapshot(
     Raises:
         ConfigError: the snapshot is damaged, of another model, or of a run with other encoders.
     """
-    if not is_whole(path):
-        damaged = f"{path} is damaged: its bytes do not have the digest in its name"
-        raise ConfigError([f"{damaged}. Bring back a copy, or remove it to score the others."])
+    if wrong := fault(path):
+        raise ConfigError([f"{path} is damaged: {wrong}. Bring back a copy, or remove it to score the others."])
     content = read(path)
     check_whole(content, path)
     identity, progress = content["identity"], content["progress"]

@@ -70,6 +70,8 @@ class SpeedKeys:
     gradient_checkpointing: float = limited(0.0, 0.0, 1.0)
     """Fraction of the denoiser's blocks that are recomputed in the backward pass, instead of keeping their activations. 0
     to 1."""
+    sharding: Literal["off", "full", "hybrid"] = "off"
+    """Share out weights, gradients, optimizer states and EMA weights: full over all ranks, hybrid over each machine's."""
     async_loss: bool = False
     """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
     copy_stream: bool = False
@@ -118,7 +120,7 @@ def values_of(keys: SpeedKeys) -> dict[str, Any]:
     return {key.name: getattr(keys, key.name) for key in dataclasses.fields(SpeedKeys)}
 
 
-OF_TRAINING = ("gradient_checkpointing", "async_loss", "copy_stream")
+OF_TRAINING = ("gradient_checkpointing", "sharding", "async_loss", "copy_stream")
 """The keys that do not affect an evaluation."""
 
 
@@ -318,7 +320,11 @@ def compile_networks(model: Network, keys: SpeedKeys, num_sizes: int = 1) -> Non
         torch._dynamo.config.optimize_ddp = False
     model.replays_graphs = keys.cuda_graphs
     for part in denoiser_parts(model.denoiser, keys.compile):
-        part.compile(fullgraph=True, **_ways(inductor_options(keys)))
+        ways = _ways(inductor_options(keys))
+        if keys.sharding == "off":
+            part.compile(fullgraph=True, **ways)
+        else:  # around the graph its weights are gathered and given up, which is none of it
+            part.forward = torch.compile(part.forward, fullgraph=True, **ways)
     # No CUDA graphs here: the denoiser's input would be a graph's memory, which torch refuses (pytorch issue 152887).
     without_graphs = dataclasses.replace(keys, cuda_graphs=False)
     for network in model.frozen.values():

@@ -254,12 +254,16 @@ class Validator:
         began = time.monotonic()
         begins = range(0, self.num_samples, self.chunk)[dist.get_global_rank() :: dist.get_world_size()]
         errors = torch.zeros(self.num_samples, dtype=torch.float64)
-        hearing = Hearing(self.signal, len(begins))
-        for begin in begins:
+        hearing = Hearing(self.signal, len(begins), in_step=self.model.in_step)
+        for begin in hearing.pieces(begins):
             if hearing.heard():
                 break
-            places = range(begin, min(begin + self.chunk, self.num_samples))
-            errors[begin : places.stop] = self._errors_of(places)
+            first = begin or 0
+            places = range(first, min(first + self.chunk, self.num_samples))
+            found = self._errors_of(places)
+            if begin is None:  # others in step are not through
+                continue
+            errors[begin : places.stop] = found
             hearing.done()
         if number := hearing.agreed():
             log.info("validation: stopped by a signal; the next start measures it anew.")

@@ -16,23 +16,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from cli import ranks
 from cli.command_line import Problem
 from cli.errors import ConfigError
+from cli.log import log
+from config import flat
 from model import LatentDiffusion
-from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, is_whole, listed, read
+from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, fault, listed, outline, read
+from training.sharding import is_sharded
 from weights import hub, hub_names, ldm, ldm_names
 from weights.files import Refused, open_weights, shown
-from weights.tensors import canonical_name, difference, on_meta, tensor_specs
-from zoo import load_family
+from weights.tensors import canonical_name, difference, fingerprint, on_meta, tensor_specs
+from zoo import load_family, mlperf
 from zoo.encoders import need_of_denoiser
 from zoo.model_config import ModelConfig
 from zoo.sampling import FLOW, OF_FLOW
 from zoo.spec import Family
+
+if TYPE_CHECKING:
+    from training.run_config import RunConfig
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
@@ -64,7 +71,7 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
             texts = _published_problems(family, denoiser, prediction)
             texts = [] if texts and hub.can_be_mended(config.denoiser, need) else texts
         else:
-            texts = _own_problems(family, own, _read_whole(own), prediction)
+            texts = _own_problems(family, own, _checked(own, outline(own)), prediction)
     except ConfigError as error:
         texts = error.problems
     except Refused as error:
@@ -91,15 +98,43 @@ def load(model: LatentDiffusion, place: str, weights: Literal["ema", "training"]
             lines = [line.removeprefix("denoiser: ") for line in str(error).splitlines()]
             raise ConfigError([f"model.denoiser: {line}" for line in lines]) from error
         return [f"begins with {denoiser}{f' ({which} weights)' if which else ''}", *notes]
-    if not is_whole(own):
-        damaged = f"{own} is damaged: its bytes do not have the digest in its name"
+    if fault(own):
+        damaged = f"{own} is damaged: {fault(own)}"
         raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])
-    content = _read_whole(own)
+    content = _checked(own, read(own))
     tensors, progress = content["model"], content["progress"]
     with torch.no_grad():
         for name, tensor in model.denoiser.state_dict().items():
             tensor.copy_(tensors[PREFIX + canonical_name(name)])
     return [f"begins with {own} (batch {progress['batch']:,}, {progress['images']:,} images)"]
+
+
+def begin(config: RunConfig, model: LatentDiffusion, checkpoint: tuple[Path, Mapping[str, Any]] | None) -> str | None:
+    """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
+
+    Args:
+        model: built; on other ranks than 0 its denoiser may be on meta.
+        checkpoint: the one to resume from, or None.
+
+    Returns:
+        the fingerprint of the weights that it begins with, None for random ones.
+    """
+    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
+    if checkpoint is not None:
+        start = checkpoint[1]["identity"].get("denoiser_start")
+    elif (place := config.model.denoiser) is not None:
+
+        def loaded() -> tuple[list[str], str]:
+            return load(model, place), fingerprint(model.denoiser)
+
+        of_start, start = ranks.on_rank_zero(loaded) if is_sharded(config) else loaded()
+        notes += [f"model.denoiser: {note}" for note in of_start]
+    if benchmark := mlperf.benchmark_of(config.model.family, config.model.variant):
+        deviations = benchmark.deviations(flat(config), config.mlperf.ruleset)
+        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in deviations]
+    for note in notes:
+        log.info(note)
+    return start
 
 
 def _own_checkpoint(path: Path) -> Path | None:
@@ -115,11 +150,10 @@ def _own_checkpoint(path: Path) -> Path | None:
         if not found:
             raise ConfigError([f"{path} is a run without a checkpoint. Give one that has been saved, or a file."])
         return found[0]
-    return path if path.is_file() and NAME.fullmatch(path.name) else None
+    return path if path.exists() and NAME.fullmatch(path.name) else None
 
 
-def _read_whole(path: Path) -> dict[str, Any]:
-    content = read(path)
+def _checked(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     check_whole(content, path)
     return content
 

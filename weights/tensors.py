@@ -12,6 +12,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from weights.parts import joined
+
 Built = TypeVar("Built")
 
 # Besides torch.OutOfMemoryError: from the CPU's allocator, CUDA, and a library's workspace. All are plain RuntimeErrors.
@@ -39,19 +41,6 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if p.requires_grad and p.is_floating_point()}
 
 
-def lay_out_like(state: dict[Any, Any], parameter: Tensor) -> dict[Any, Any]:
-    """Return an optimizer's state of a parameter with the parameter's strides; fused kernels need both in the same order.
-
-    The strides differ if the checkpoint comes from a run in another memory format.
-    """
-    return {
-        key: torch.empty_like(parameter, dtype=kept.dtype).copy_(kept)
-        if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept.stride() != parameter.stride()
-        else kept
-        for key, kept in state.items()
-    }
-
-
 def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Name -> type and shape as text, e.g. "float32 (320, 4, 3, 3)"."""
     return {
@@ -66,9 +55,13 @@ class HasWeights(Protocol):
 
 
 def fingerprint(module: HasWeights) -> str:
-    """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights."""
+    """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights.
+
+    Where ranks have parts of them, all ranks call it.
+    """
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(module.state_dict().items()):
+        tensor = joined(tensor)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

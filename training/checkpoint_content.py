@@ -1,0 +1,234 @@
+"""What a checkpoint of a run holds, and how a run takes it up. When one is written: training/checkpoints.py.
+
+Before anything is loaded, names, shapes and the run's `identity` are compared exactly. Where weights are shared out over the
+ranks (training/sharding.py), the same names stand for tensors of which each rank has its part.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Callback, State, Timestamp
+from torch import Tensor, nn
+
+from cli import masking
+from cli.errors import ConfigError
+from ema import EMA
+from record import checkpoint_folders
+from record.checkpoint_files import SCHEMA
+from weights.parts import is_part, joined, part, part_of
+from weights.tensors import canonical_name, difference, tensor_specs
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run's progress at a batch's end: images over all ranks, seconds of training since its first start."""
+
+    epoch: int
+    batch: int
+    images: int
+    batch_in_epoch: int
+    images_in_epoch: int
+    seconds: float
+
+    @classmethod
+    def of(cls, state: State) -> Progress:
+        """Read a run's progress. After the last batch of an epoch, it is the start of the next epoch."""
+        now = state.timestamp
+        if state.dataloader_len is not None and now.batch_in_epoch.value == state.dataloader_len.value:
+            now = now.to_next_epoch()
+        return cls(
+            epoch=now.epoch.value,
+            batch=now.batch.value,
+            images=now.sample.value,
+            batch_in_epoch=now.batch_in_epoch.value,
+            images_in_epoch=now.sample_in_epoch.value,
+            seconds=now.total_wct.total_seconds(),
+        )
+
+    def timestamp(self) -> Timestamp:
+        """Return it as Composer's Timestamp."""
+        return Timestamp(
+            epoch=self.epoch,
+            epoch_in_iteration=self.epoch,
+            batch=self.batch,
+            sample=self.images,
+            batch_in_epoch=self.batch_in_epoch,
+            sample_in_epoch=self.images_in_epoch,
+            total_wct=datetime.timedelta(seconds=self.seconds),
+        )
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
+
+
+def _optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of each group's parameters; torch itself only stores positions."""
+    names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def own_callbacks(state: State) -> dict[str, Callback]:
+    """Name in checkpoints -> callback, for all callbacks that save state."""
+    return {c.saved_as: c for c in state.callbacks if hasattr(c, "saved_as")}
+
+
+def contents(
+    state: State, model: nn.Module, average: EMA | None, identity: Mapping[str, Any], *, full: bool
+) -> dict[str, Any]:
+    """Return a checkpoint's content as tensors and plain values; the tensors are not copied."""
+    content = {
+        "schema": SCHEMA,
+        "identity": dict(identity),
+        "progress": asdict(Progress.of(state)),
+        "unix_time": time.time(),
+        "model": _weights(model),
+        "ema": None if average is None else average.state_dict(),
+        "callbacks": {name: kept for name, c in own_callbacks(state).items() if (kept := c.state_dict())},
+    }
+    if full:
+        [optimizer], [schedule] = state.optimizers, state.schedulers
+        content |= {
+            "optimizer": {"names": _optimizer_names(model, optimizer), **optimizer.state_dict()},
+            "schedule": schedule.state_dict(),
+            "scaler": state.scaler.state_dict() if state.scaler is not None else {},
+        }
+    return content
+
+
+def gathered(content: Any, *, here: bool) -> Any:
+    """Return a content with whole tensors on the CPU in place of those in parts; all ranks call it.
+
+    Args:
+        here: False: they are not kept on this rank.
+    """
+    if isinstance(content, Mapping):
+        return {key: gathered(value, here=here) for key, value in content.items()}
+    if isinstance(content, Tensor) and is_part(content):
+        whole = joined(content)
+        return whole.cpu() if here else None
+    return content
+
+
+def restore(
+    checkpoint: tuple[Path, Mapping[str, Any]],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    average: EMA | None,
+) -> None:
+    """Load weights, optimizer, schedule and EMA weights from a checkpoint, after comparing every name and tensor spec.
+
+    Raises:
+        ConfigError: lists what does not fit; nothing has been changed then.
+    """
+    (path, content), problems = checkpoint, []
+    saved = content["optimizer"]
+    if text := difference(tensor_specs(_weights(model)), tensor_specs(content["model"])):
+        fix = "Use the configuration that it was made with."
+        problems.append(f"{path}: its weights do not fit the model: {text}. {fix}")
+    if saved["names"] != _optimizer_names(model, optimizer):
+        problems.append(f"{path}: its optimizer has other parameters or groups. Use optimizer.decay as it was.")
+    elif text := difference(_wanted_moments(optimizer), _moments(saved["state"])):
+        problems.append(f"{path}: its optimizer state does not fit the model: {text}. The file is not whole.")
+    if (average is None) != (content.get("ema") is None):
+        has, wants = ("EMA weights", "false") if average is None else ("no EMA weights", "true")
+        problems.append(f"ema.enabled: {wants}, but {path} has {has}. Leave it as the run was begun.")
+    if problems:
+        raise ConfigError(problems)
+    if average is not None:
+        average.bind(model)
+        try:
+            average.load_state_dict(content["ema"])
+        except ValueError as error:
+            raise ConfigError([f"{path}: {error}"]) from error
+    take_moments(optimizer, saved)
+    schedule.load_state_dict(content["schedule"])
+    own = contents_of(model, optimizer, average)
+    _take(_weights(model), content["model"])
+    if path.is_dir():
+        is_needed = dict(checkpoint_folders.flattened(content, lambda tensor: tensor.is_meta))
+        checkpoint_folders.load(path, {name: tensor for name, tensor in own.items() if name in is_needed})
+
+
+@torch.no_grad()
+def _take(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, of each this rank's part; those of a folder follow."""
+    for name, tensor in own.items():
+        if not saved[name].is_meta:
+            part(tensor).copy_(part_of(saved[name], tensor))
+
+
+def take_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Take an optimizer's groups and state: of each moment this rank's part, with its parameter's strides.
+
+    Everything is copied: on a CPU the mapped file would be used otherwise, whose disk space stays occupied. Fused kernels
+    need the parameter's strides, which differ where the checkpoint comes from a run in another memory format.
+    """
+    optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for n, parameter in enumerate(parameters):
+        kept = saved["state"][n]
+        moments = {k: torch.empty_like(parameter.detach(), dtype=v.dtype) for k, v in kept.items() if k != "step"}
+        _take(moments, kept)
+        optimizer.state[parameter] = {"step": kept["step"].to(parameter.device, copy=True), **moments}
+
+
+def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer, average: EMA | None) -> dict[str, Tensor]:
+    """Return the tensors of a run by the names that they have in a checkpoint's folder."""
+    content = {
+        "model": _weights(model),
+        "ema": {} if average is None else average.state_dict(),
+        "optimizer": {"state": optimizer.state_dict()["state"]},
+    }
+    return dict(checkpoint_folders.flattened(content, lambda tensor: True))
+
+
+def _wanted_moments(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the tensor specs of AdamW's state, by each parameter's position."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found: dict[str, str] = {}
+    for n, form in tensor_specs({str(n): parameter for n, parameter in enumerate(parameters)}).items():
+        found |= {f"step of parameter {n}": "float32 ()", f"exp_avg of {n}": form, f"exp_avg_sq of {n}": form}
+    return found
+
+
+def _moments(state: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    kept = {n: {k: v for k, v in of.items() if isinstance(v, Tensor)} for n, of in state.items()}
+    return tensor_specs(
+        {f"{k} of parameter {n}" if k == "step" else f"{k} of {n}": v for n, of in kept.items() for k, v in of.items()}
+    )
+
+
+def disagreements(
+    content: Mapping[str, Any], identity: Mapping[str, Any], path: Path, defaults: Mapping[str, Any]
+) -> list[str]:
+    """One message for each value of a run's identity that differs between a checkpoint and this run.
+
+    Args:
+        defaults: key -> default, for every key of a configuration. A key that the checkpoint lacks had its default: the
+            checkpoint comes from a version without it. A key that only the checkpoint has may change now. An unknown key
+            is refused: a newer version wrote it. A value that was given as `${...}` is not compared, because a checkpoint
+            does not store what it resolved to.
+    """
+    saved = content["identity"]
+    made = {key: saved.get(key, defaults.get(key)) for key in identity}
+    differing = [
+        f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run resumes as it began: use that value, or another "
+        f"run_name."
+        for key, value in identity.items()
+        if made[key] != value and not masking.is_interpolated(made[key])
+    ]
+    unknown = [key for key, value in saved.items() if key not in (*identity, *defaults) and value is not None]
+    return differing + [
+        f"{key}: {path} was made with {saved[key]!r}, and this version has no such key. Use the version that wrote it."
+        for key in unknown
+    ]
