@@ -116,8 +116,8 @@ TABLE = """
 + self._owed_sec = began - time.monotonic()
 
 21 | record/checkpoint_files.py | checkpoints | a damaged checkpoint counts as whole
-- return digest.hexdigest() == match["digest"]
-+ return True
+- return None if checkpoint_folders.digest_of(path) == match["digest"] else
++ return None if path else
 
 22 | training/checkpoints.py | checkpoints | a checkpoint is due one image late
 - now // every > before // every
@@ -127,11 +127,11 @@ TABLE = """
 - [self.config.keep :]
 + [self.config.keep - 1 :]
 
-24 | training/checkpoints.py | checkpoints | the optimizer's parameters are not compared
+24 | training/checkpoint_content.py | checkpoints | the optimizer's parameters are not compared
 - if saved["names"] != _optimizer_names(model, optimizer):
 + if False:
 
-25 | training/checkpoints.py | checkpoints | a checkpoint at an epoch's end stays in that epoch
+25 | training/checkpoint_content.py | checkpoints | a checkpoint at an epoch's end stays in that epoch
 - now = now.to_next_epoch()
 + pass
 
@@ -139,7 +139,7 @@ TABLE = """
 - elif waited_sec + needed > self.config.grace_sec:
 + elif waited_sec - needed > self.config.grace_sec:
 
-27 | training/checkpoints.py | checkpoints | what a checkpoint does not name is not compared with its default
+27 | training/checkpoint_content.py | checkpoints | what a checkpoint does not name is not compared with its default
 - if made[key] != value and not
 + if key in saved and made[key] != value and not
 

@@ -20,7 +20,9 @@ from training.run_config import RunConfig
 from training.warm_start import load
 
 TOLERANCE = 1e-6
-KEYS = ["ema.enabled=true", "save.every_images=8", "save.keep=99", "save.snapshot_every_images=16"]
+# The rate of Stable Diffusion: AdamW's first step moves each weight by it, whatever its gradient, so that where a gradient is
+# of the size of eps (1e-8) its last digits are a part of the rate.
+KEYS = ["optimizer.lr=1e-4", "ema.enabled=true", "save.every_images=8", "save.keep=99", "save.snapshot_every_images=16"]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +130,7 @@ def test_every_familys_gradients_are_those_of_the_whole_network(tmp_path, num, h
 def test_a_run_goes_on(runs, words_of, tmp_path, begun, num, more, is_same):
     """From its third batch, in the middle of an epoch: bit for bit as it was begun, else within rounding."""
     shutil.copytree(runs / begun, tmp_path / "a")
-    for path in listed(tmp_path / "a" / "checkpoints", FULL)[:2]:
+    for path in [*listed(tmp_path / "a" / "checkpoints", FULL)[:2], tmp_path / "a" / "summary.json"]:
         checkpoint_folders.remove(path)
     said = trained(num, words_of(tmp_path, "a", *more))
     assert "resumes from batch 2, 16 images" in said
@@ -346,7 +348,7 @@ def test_what_does_not_go_with_sharding_is_refused_by_name(words_of, tmp_path, m
     assert REFUSED[given] in capsys.readouterr().err.splitlines()
 
 
-@pytest.mark.parametrize(("num", "of_machine", "how"), [(64, 8, "full"), (64, 32, "hybrid")])
+@pytest.mark.parametrize(("num", "of_machine", "how"), [(64, 8, "full"), (128, 64, "hybrid")])
 def test_more_ranks_than_blocks_are_refused(monkeypatch, num, of_machine, how):
     monkeypatch.setattr(sharding.dist, "get_world_size", lambda: num)
     monkeypatch.setattr(sharding.dist, "get_local_world_size", lambda: of_machine)
