@@ -116,8 +116,8 @@ TABLE = """
 + self._owed_sec = began - time.monotonic()
 
 21 | record/checkpoint_files.py | checkpoints | a damaged checkpoint counts as whole
-- return None if checkpoint_folders.digest_of(path) == match["digest"] else
-+ return None if path else
+- checkpoint_folders.digest_of(path) == match["digest"]
++ path.exists()
 
 22 | training/checkpoints.py | checkpoints | a checkpoint is due one image late
 - now // every > before // every
