@@ -125,10 +125,12 @@ def write(folder: Path, name: str, content: Mapping[str, Any], rank: int, gather
 
 def _together(work: Callable[[], Any], rank: int, gather: Gather) -> list[Any]:
     """Let all ranks work, and return what each has. Raises OSError: on all ranks, what one has raised."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     found, error = None, None
     try:
         found = work()
-    except Exception as raised:
+    except (Exception, CheckpointException) as raised:  # the second is no Exception
         error = _reason(raised, rank)
     results = gather((found, error))
     if text := next((text for _, text in results if text is not None), None):
@@ -140,7 +142,7 @@ def _on_first(work: Callable[[], Any], rank: int, gather: Gather) -> Any:
     return _together(work if rank == 0 else lambda: None, rank, gather)[0]
 
 
-def _reason(error: Exception, rank: int) -> str:
+def _reason(error: BaseException, rank: int) -> str:
     """Return whose error it is, and the line that says why. torch's own holds those of all ranks."""
     for rank, failure in getattr(error, "failures", {}).items():
         return _reason(failure[0] if isinstance(failure, tuple) else failure, rank)

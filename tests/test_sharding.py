@@ -15,6 +15,7 @@ from conftest import run, started
 import benchmark
 from record import checkpoint_folders
 from record.checkpoint_files import FULL, WEIGHTS, fault, find_newest, listed, outline, read
+from record.files import evaluations_of
 from training import sharding
 from training.run_config import RunConfig
 from training.warm_start import load
@@ -104,10 +105,9 @@ def test_a_snapshot_of_shared_weights_is_one_file_as_always(runs):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500, func_only=True)
-@pytest.mark.parametrize(("num", "how"), [(2, "full"), (4, "full")])
-def test_every_familys_gradients_are_those_of_the_whole_network(tmp_path, num, how):
+def test_every_familys_gradients_are_those_of_the_whole_network(tmp_path):
     """Also recomputed, compiled block by block, and in bfloat16, where the last digits of a sum differ."""
-    trained(num, [str(tmp_path / "out.json"), how], script="tests/sharded_ranks.py")
+    trained(2, [str(tmp_path / "out.json"), "full"], script="tests/sharded_ranks.py")
     found = json.loads((tmp_path / "out.json").read_text())
     assert {name.split()[0] for name in found} == {"sd2", "sdxl", "flux", "shapes"}
     for name, value in found.items():
@@ -292,10 +292,7 @@ def test_evaluation_validation_and_grids_are_those_of_whole_weights(words_of, mi
     more += ["samples.every_images=16", "eval.samples=3", "max_duration=4ba"]
     for name, how in (("ddp", "off"), ("full", "full")):
         trained(2, words_of(tmp_path, name, *more, f"sharding={how}"))
-    lines = [
-        [json.loads(line) for line in (tmp_path / name / "eval.jsonl").read_text().splitlines()]
-        for name in ("ddp", "full")
-    ]
+    lines = [evaluations_of(tmp_path / name) for name in ("ddp", "full")]
     assert len(lines[0]) == len(lines[1]) == 2
     for one, other in zip(*lines, strict=True):
         assert one["fid"] == pytest.approx(other["fid"], rel=1e-4)
@@ -311,8 +308,9 @@ def test_evaluation_validation_and_grids_are_those_of_whole_weights(words_of, mi
 @pytest.mark.timeout(400, func_only=True)
 def test_hybrid_on_two_machines_trains_as_whole_weights_on_four_ranks(words_of, tmp_path):
     """Two launchers of two ranks each, as on two machines: each has a copy of its own."""
-    trained(4, words_of(tmp_path, "ddp"))
-    port, words = 29517, words_of(tmp_path, "hybrid", "sharding=hybrid")
+    synthetic = ["data.synthetic=true", "data.remote=null"]  # a stream on two machines needs a /dev/shm on each
+    trained(4, words_of(tmp_path, "ddp", *synthetic))
+    port, words = 29517, words_of(tmp_path, "hybrid", *synthetic, "sharding=hybrid")
     ways = ["--world_size", "4", "--nproc", "2", "--master_addr", "127.0.0.1", "--master_port", str(port)]
 
     def command(node: int) -> list[str]:
