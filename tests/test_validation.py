@@ -162,7 +162,8 @@ def test_a_sample_that_cannot_be_used_is_said_once_and_counted(validator_of, cap
     assert one["val_loss"] == two["val_loss"] != good["val_loss"]
     assert (one["bad_samples"], good["bad_samples"]) == (1, 0)
     why = "moments are not finite. The next good one of its shard takes its place."
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("validation:")]  # others may leave segments
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if line.startswith("validation:")]  # others may leave segments
     assert said == [f"validation: sample 0 (000000000) cannot be used: {why}"]
 
 
