@@ -106,7 +106,7 @@ def find(given: str, model: ModelConfig, *, encoders: bool) -> Place:
 def _kind_of_folder(given: str, folder: Path) -> Kind:
     if (folder / "config.yaml").is_file():
         return "run"
-    if any(NAME.fullmatch(path.name) for path in (folder / "checkpoints").glob("*-*")):
+    if any(path.suffix in (".pt", ".parts") for path in (folder / "checkpoints").glob("*-*")):
         way = "The training command writes it again, or bring back a copy"
         raise ValueError(f"{given}: it has checkpoints of a run, but no config.yaml. {way}.")
     if (folder / "model_index.json").is_file():
