@@ -146,7 +146,7 @@ def test_what_a_library_says_of_memory_is_out_of_memory_too(said, monkeypatch):
         raise RuntimeError(said)
 
     monkeypatch.setattr(microbatch, "_two_passes", full)
-    assert not microbatch._fits(torch.nn.Linear(1, 1), {}, 1, ema=False)
+    assert not microbatch._fits(torch.nn.Linear(1, 1), {}, 1, 0.0)
 
 
 def test_all_ranks_take_what_fits_the_one_that_has_least(monkeypatch):
@@ -165,6 +165,6 @@ def test_what_is_tried_on_a_gpu_is_a_step_that_leaves_nothing_behind(size):
 
     model = model_of({})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert microbatch._fits(model, model.family.columns("moments", (32, 32)), size, ema=True)
+    assert microbatch._fits(model, model.family.columns("moments", (32, 32)), size, 0.1)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

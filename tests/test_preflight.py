@@ -161,9 +161,11 @@ def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
     assert kinds == {
         "weights": one,
         "gradients": one,
-        "optimizer moments": 2 * one,
+        "optimizer states": 2 * one,
         "EMA": one if ema else 0.0,
         "DDP buckets": one if ranks > 1 else 0.0,
+        "gathered blocks": 0.0,
+        "update": 0.0,
         "frozen encoders": 0.75,
         "cast weights": 1.5,
         "activations": 0.5 * microbatch,

@@ -34,6 +34,7 @@ from cli.log import log
 from cli.ranks import STOP_SIGNALS
 from ema import EMA
 from record.checkpoint_files import FULL, SCHEMA, WEIGHTS, listed, stem, write
+from training.adamw import SmallAdamW
 from weights.tensors import canonical_name, difference, lay_out_like, tensor_specs
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation interval of the MLPerf benchmark
@@ -181,7 +182,7 @@ def restore(
             tensor.copy_(content["model"][canonical_name(name)])
     kept = _cloned(saved["state"]) if next(model.parameters()).device.type == "cpu" else saved["state"]
     optimizer.load_state_dict({"state": kept, "param_groups": saved["param_groups"]})
-    for parameter, of_parameter in optimizer.state.items():
+    for parameter, of_parameter in () if isinstance(optimizer, SmallAdamW) else optimizer.state.items():
         optimizer.state[parameter] = lay_out_like(of_parameter, parameter.detach())
     schedule.load_state_dict(content["schedule"])
 
@@ -189,6 +190,8 @@ def restore(
 def _wanted_moments(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the tensor specs of AdamW's state, by each parameter's position."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if isinstance(optimizer, SmallAdamW):
+        return _moments({n: optimizer.empty_state(parameter, "meta") for n, parameter in enumerate(parameters)})
     found: dict[str, str] = {}
     for n, form in tensor_specs({str(n): parameter for n, parameter in enumerate(parameters)}).items():
         found |= {f"step of parameter {n}": "float32 ()", f"exp_avg of {n}": form, f"exp_avg_sq of {n}": form}
