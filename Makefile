@@ -129,9 +129,9 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-browser ONLY=short
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.
-test-fp8: $(STAMP)  ## the experiment precision=fp8 on a CPU, with torchao, which is installed beside the environment for it
+test-fp8: $(STAMP)  ## precision=fp8 and optimizer.states=8bit on a CPU, with torchao, which is installed beside the environment for them
 	test -e $(VENV)/$(TORCHAO) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TORCHAO) $(TORCHAO)
-	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_fp8.py
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_fp8.py tests/test_adamw_8bit.py
 
 test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data sets, with pyarrow and datasets, installed beside the environment
 	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements/tables.lock

@@ -306,7 +306,7 @@ def build_learning(
 ) -> Learning:
     """Build optimizer, schedule and average, and bring them and the weights to where the run stands."""
     batch = config.global_batch_size
-    optimizer = build_optimizer(config.optimizer, model, batch)
+    optimizer = build_optimizer(config.optimizer, model, batch, seed=config.seed)
     num_batches = total_batches(config.max_duration, global_batch_size=batch, epoch_batches=epoch_batches)
     schedule = build_schedule(config.schedule, optimizer, global_batch_size=batch, num_batches=num_batches)
     if run.checkpoint is not None:

@@ -45,7 +45,7 @@ from zoo.spec import Family
 # Latent places (B h w) that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB
 # per image (256 x 512 x 512 in two bytes), a latent only 64 KiB. More would let decoding limit the sampler's batch.
 DECODE_PLACES = 16 * 64 * 64
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+AUTOCAST_DTYPES = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_params", "fp8"), torch.bfloat16)}
 
 
 def normalize_images(images: Tensor, normalize: str) -> Tensor:
@@ -115,13 +115,14 @@ class LatentDiffusion(ComposerModel):
         return self.encoders.modules
 
     def place(self, device: torch.device, precision: str) -> LatentDiffusion:
-        """Move everything to the device. Encoders are cast to the compute precision; the denoiser stays float32.
+        """Move everything to the device. Encoders are cast to the compute precision; the denoiser stays float32, but for
+        bf16_params.
 
         With frozen_device="cpu" the encoders stay on the CPU, and what they make is moved.
 
         Composer opens autocast on a GPU and refuses it on a CPU, so on a CPU the model opens its own.
         """
-        self.denoiser.to(device)
+        nn.Module.to(self.denoiser, device, weights_dtype(precision))  # diffusers' own warns where a type is given
         return self.place_around(device, precision)
 
     def place_around(self, device: torch.device, precision: str) -> LatentDiffusion:
@@ -401,6 +402,11 @@ def zero_states(family: Family, size: ImageSize) -> dict[str, Tensor]:
     beside = {"moments", *family.further(size)}
     columns = family.columns("moments", size, stored_text=True)
     return {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in beside}
+
+
+def weights_dtype(precision: str) -> torch.dtype:
+    """Return the type in which a run keeps its denoiser's weights."""
+    return torch.bfloat16 if precision == "bf16_params" else torch.float32
 
 
 def step_seed(seed: int, batch_index: int, rank: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,16 @@ from composer import Callback, Logger, State
 from torch import Tensor
 
 from weights.parts import joined
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm over all gradients and, of DTensors, over all their parts; of bfloat16 ones in float32."""
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    else:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    return joined(norm)
 
 
 class GradientNorm(Callback):
@@ -28,7 +38,7 @@ class GradientNorm(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # Composer has already unscaled fp16 gradients, and the optimizer has not stepped yet.
         parameters = [p for p in state.model.parameters() if p.grad is not None]
-        norm = joined(torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True))
+        norm = total_norm([p.grad for p in parameters])
         if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm, foreach=True)
         self._sum = norm if self._sum is None else self._sum + norm

@@ -71,7 +71,7 @@ class MeasureConfig:
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Return a known device's peak in TFLOP/s, else None: no MFU is better than one based on a guess."""
     known = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in device_name), {})
-    return known.get(precision)
+    return known.get("bf16" if precision == "bf16_params" else precision)
 
 
 class Throughput(Callback):

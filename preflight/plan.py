@@ -17,6 +17,7 @@ from composer.utils import dist
 
 from cli.limits import read_duration
 from config import count, flat, to_yaml
+from preflight import cards
 from training.optimizer import total_batches
 from zoo import load_family, mlperf
 from zoo.mlperf_rules import Benchmark, ReferencePoint
@@ -94,6 +95,7 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         f"memory of one device at {count(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
         *_on_host(cost),
+        *cards.lines(cost, values),
         f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
         *_duration(values),
         *_target(values),

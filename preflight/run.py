@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from stages.images import resize_name
 from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
 from stages.shuffling import memory_gib
+from training import adamw, sharding, warm_start
 from training import microbatch as microbatch_search
-from training import sharding, warm_start
 from training.cost import Cost, has_average_on_device, host_memory_problem, memory_problem
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
@@ -50,6 +51,7 @@ MEMORY_KEYS = {
     "ema.enabled",
     "compile",
     "gradient_checkpointing",
+    "optimizer.states",
 }
 
 
@@ -111,6 +113,8 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     ]
     also = {"data.remote": ("data.streams",)}  # where that cannot be read, nobody says that no stage is given
     found += [Problem(f"{key}: {text}", (key, *also.get(key, ()))) for of in in_sections for key, text in of]
+    of_states = adamw.problems(config.optimizer, config.precision)
+    found += [Problem(f"{key}: {text}", (key, "precision")) for key, text in of_states]
     found += speed_problems(config)
     found += [Problem(f"{key}: {text}", (key, "sharding")) for key, text in sharding.problems(config)]
     if config.copy_stream and config.data.synthetic:
@@ -220,7 +224,11 @@ def precision_problems(config: RunConfig) -> list[Problem]:
     """Return the problem of a precision that this machine does not support, in training and evaluation."""
     if torch.cuda.is_available() or config.precision not in ("fp16", "tf32"):
         return []
-    return [Problem(f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",))]
+    return [
+        Problem(
+            f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16, bf16_params.", ("precision",)
+        )
+    ]
 
 
 def speed_problems(config: RunConfig) -> list[Problem]:
@@ -325,7 +333,10 @@ def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]
         num_batches: of the run; None: not known, snapshots are not counted.
     """
     config = resolve(config)
-    cost, ways = cost_of(config), dict(ema=has_average_on_device(config), savings=savings(config))
+    cost, ways = (
+        cost_of(config),
+        dict(ema=has_average_on_device(config), savings=[*savings(config), *smaller_states(config)]),
+    )
     text = memory_problem(cost, planned_microbatch(config, cost), ranks_on_device(), **ways)
     found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
     text = host_memory_problem(cost, dist.get_local_world_size())
@@ -347,10 +358,18 @@ def savings(config: RunConfig) -> list[str]:
     ways = {
         "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
         "precision=bf16": config.precision in ("fp32", "tf32"),
-        "ema.device=cpu": is_gpu and has_average_on_device(config),
+        "sharding=full": dist.get_world_size() > 1 and config.sharding == "off",
+        "ema.device=cpu": is_gpu and config.sharding == "off" and has_average_on_device(config),
         "model.frozen_device=cpu": is_gpu and config.model.frozen_device == "device" and needs_encoders(config),
     }
     return [way for way, is_open in ways.items() if is_open]
+
+
+def smaller_states(config: RunConfig) -> list[str]:
+    """Return the keys that lower the memory of weights and moments; only before a run begins, since they change it."""
+    smaller = {"fp32": "bf16", "bf16": "8bit"}.get(config.optimizer.states)
+    ways = [f"optimizer.states={smaller}"] if smaller else []
+    return ways + (["precision=bf16_params"] if config.precision in ("fp32", "tf32", "bf16") else [])
 
 
 def ranks_on_device() -> int:
@@ -370,7 +389,7 @@ def planned_microbatch(config: RunConfig, cost: Cost) -> int:
 def cost_of(config: RunConfig) -> Cost:
     """Return the cost of a training step of the run's model."""
     assert config.precision is not None
-    return kept_cost(
+    cost = kept_cost(
         config.model,
         config.objective,
         stage=config.data.stage,
@@ -381,6 +400,8 @@ def cost_of(config: RunConfig) -> Cost:
         is_compiled=config.compile != "off",
         gradient_checkpointing=config.gradient_checkpointing,
     )
+    how = config.sharding if sharding.is_sharded(config) else "off"
+    return replace(cost, states=config.optimizer.states, sharding=how)
 
 
 def microbatch_of(config: RunConfig, model: LatentDiffusion, cost: Cost) -> int:

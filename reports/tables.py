@@ -1,4 +1,4 @@
-"""Show a record of bench.step, bench.scale or bench.families: as a table, or as one in a page.
+"""Show a record of bench.step, scale, families, cards or states: as a table, or as one in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -160,6 +160,51 @@ def _row_of_family(case: Record, *, times: bool) -> Row:
     return (*shown, f"{case['gib']:.2f}", *cells)
 
 
+# --- bench.cards and bench.states ---
+
+
+def table_of_cards(record: Record) -> Table:
+    """A row for each network and kind of weights and moments."""
+    networks = record["networks"]
+    ema = "with" if record["config"]["ema"] else "without"
+    title = f"Stored moments and text, gradient_checkpointing=1, one image a pass, {ema} EMA weights, sharding=full:"
+    ways = {"precision": "precision", "states": "optimizer.states"}
+    nums = list(networks[0]["gib"])
+    cards = [key for key in networks[0] if key.startswith("cards_of_")]
+    head = ("network", "size", *ways.values(), *(f"GiB on {num}" for num in nums))
+    head += tuple(f"cards of {key.split('_')[2]} GiB" for key in cards)
+    rows: list[Row] = [
+        (
+            f"{row['network']}, {row['parameters'] / 1e9:.2f} B",
+            f"{row['image_size']} px",
+            *(row[key] for key in ways),
+            *(f"{row['gib'][num]:.1f}" for num in nums),
+            *("-" if row[key] is None else str(row[key]) for key in cards),
+        )
+        for row in networks
+    ]
+    return Table(title, head, "llll" + "r" * (len(head) - 4), rows)
+
+
+def table_of_states(record: Record) -> Table:
+    """A row for each kind of weights and moments: memory beside the estimate."""
+    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
+    millions = record["states"][0]["parameters"] / 1e6
+    what = (
+        f"{record['case'].partition('_')[0]}, {record['what']}, {millions:.1f} M parameters, {record['image_size']} px"
+    )
+    head = ("precision", "optimizer.states", "estimate, GiB", "measured, GiB", "measured over estimate", "a step, s")
+    rows = [_row_of_states(row) for row in record["states"]]
+    return Table(f"{what}, batch {record['batch_size']}, one thread; {load}:", head, "llrrrr", rows)
+
+
+def _row_of_states(row: Record) -> Row:
+    shown = (row["precision"], row["states"], f"{row['estimated_gib']:.2f}")
+    if "left_out" in row:
+        return (*shown, "left out", None, None)
+    return (*shown, f"{row['gib']:.2f}", f"{row['gib'] / row['estimated_gib']:.2f}", f"{row['step_sec']:.1f}")
+
+
 # --- any record ---
 
 
@@ -173,6 +218,8 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "step": table_of_step,
     "scale": table_of_scale,
     "families": table_of_families,
+    "cards": table_of_cards,
+    "states": table_of_states,
 }
 """What a record says that it has measured -> its table."""
 

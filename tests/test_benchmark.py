@@ -292,7 +292,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "command line: ema.every is 0. Possible: 1 and up.",
         "command line: save.keep is 0. Possible: 1 and up.",
         f"run_name: {tmp_path}/old exists and is not a run (it has no config.yaml). Take another run_name, or remove it.",
-        "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16.",
+        "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16, bf16_params.",
         "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
@@ -354,7 +354,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
             ["--model_name", "sdxl"],
             f"command line: '--model_name sdxl' is not known. Known: {', '.join(sorted([*MODEL_NAMES, 'sd2']))}.",
         ),
-        (["precision=fp8"], "precision: fp8 needs a GPU. Possible on a CPU: fp32, bf16."),
+        (["precision=fp8"], "precision: fp8 needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."),
         (
             ["mlperf.ruleset=6.0.0"],
             "mlperf.ruleset: 6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. "

@@ -97,7 +97,7 @@ def test_it_is_one_graph(monkeypatch):
 
 def test_what_it_needs_is_said(monkeypatch):
     monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: name)
-    assert fp8.problem(compiled=True) == "needs a GPU. Possible on a CPU: fp32, bf16."
+    assert fp8.problem(compiled=True) == "needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))

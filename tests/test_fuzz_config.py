@@ -39,12 +39,14 @@ import bench.step
 import config as configuration
 import eval as evaluation
 from bench.adopt import AdoptBenchConfig
+from bench.cards import CardsConfig
 from bench.families import FamiliesConfig
 from bench.fid import FidConfig
 from bench.images import ImagesBenchConfig
 from bench.mixture import MixtureConfig
 from bench.order import OrderBenchConfig
 from bench.page import PageBenchConfig
+from bench.states import StatesConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
@@ -408,6 +410,8 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.images": (ImagesBenchConfig, command_of(ImagesBenchConfig)),
     "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
     "bench.families": (FamiliesConfig, command_of(FamiliesConfig)),
+    "bench.cards": (CardsConfig, command_of(CardsConfig)),
+    "bench.states": (StatesConfig, command_of(StatesConfig)),
     "bench.scale": (bench.scale.ScaleConfig, command_of(bench.scale.ScaleConfig, bench.scale.check)),
     "bench.step": (bench.step.StepConfig, command_of(bench.step.StepConfig, bench.step.check)),
     "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),

@@ -115,7 +115,7 @@ def test_another_runtime_error_stays_what_it_is():
         raise RuntimeError(cpu)
     assert str(error.value) == (
         "device_train_microbatch_size: out of memory with 1 images a pass of a device batch of 8. Try a=1, then a smaller "
-        "image_size, model.preset=tiny, or a larger GPU (sharding over several is not part of this version); the same "
+        "image_size, model.preset=tiny, a larger GPU, or several with sharding=full; the same "
         "command with it begins anew: there is no checkpoint yet."
     )
 
@@ -138,7 +138,7 @@ def test_what_a_library_says_of_memory_is_out_of_memory_too(said, monkeypatch):
         raise RuntimeError(said)
 
     monkeypatch.setattr(microbatch, "_two_passes", full)
-    assert not microbatch._fits(torch.nn.Linear(1, 1), {}, 1, ema=False)
+    assert not microbatch._fits(torch.nn.Linear(1, 1), {}, 1, 0.0)
 
 
 def test_all_ranks_take_what_fits_the_one_that_has_least(monkeypatch):
@@ -157,6 +157,6 @@ def test_what_is_tried_on_a_gpu_is_a_step_that_leaves_nothing_behind(size):
 
     model = model_of({})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert microbatch._fits(model, model.family.columns("moments", (32, 32)), size, ema=True)
+    assert microbatch._fits(model, model.family.columns("moments", (32, 32)), size, 0.1)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

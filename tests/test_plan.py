@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from test_mlperf import REFERENCE
 
-from preflight import plan
+from preflight import cards, plan
 from training.cost import Cost
 from zoo.mlperf_sd import SD
 
@@ -28,6 +28,9 @@ RUN = {
     "model.family": "sd2",
     "model.variant": "mlperf",
     "measure.expected_images_per_sec": None,
+    "compile": "off",
+    "model.frozen_device": "device",
+    "ema.device": "model",
 }
 
 
@@ -49,11 +52,12 @@ def test_a_whole_plan():
         "memory of one device at 4 images a pass in bf16, GiB:",
         "      3.23  weights",
         "      3.23  gradients",
-        "      6.45  optimizer moments",
+        "      6.45  optimizer states",
         "      0.75  frozen encoders",
         "       1.5  cast weights",
         "       3.5  activations = 4 x 0.875",
         "      18.7  sum; this GPU (N) has 80.0, of which 76.0 can be planned with",
+        *cards.lines(COST, RUN),  # see tests/test_cards.py
         "full checkpoint: 9.68 GiB",
         "time: of training alone, at 1100 images/s (measure.expected_images_per_sec)",
         "max_duration: 2000ba, 512,000 images, 7.76 minutes",
@@ -71,14 +75,16 @@ def test_the_rows_of_the_memory_sum_to_what_the_check_before_a_run_asks_for(monk
     from training import cost
 
     monkeypatch.setattr(cost.dist, "get_world_size", lambda: 8)
-    rows = [line.split() for line in lines(ema=True, ema__enabled=True) if re.match(r" +[\d.]+  ", line)]
+    printed = lines(ema=True, ema__enabled=True)
+    of_this_device = printed[: next(n for n, line in enumerate(printed) if line.startswith("memory of one GPU"))]
+    rows = [line.split() for line in of_this_device if re.match(r" +[\d.]+  ", line)]
     assert {row[1] for row in rows} >= {"EMA", "DDP", "activations"} and rows[-1][1] == "sum;"
     assert sum(float(row[0]) for row in rows[:-1]) == pytest.approx(float(rows[-1][0]), abs=0.05)
     assert float(rows[-1][0]) == pytest.approx(COST.memory_gib(4, ema=True), abs=0.05)
 
 
 def test_an_average_in_host_memory_is_in_the_checkpoint_and_not_on_the_device():
-    printed = lines(ema=False, ema__enabled=True)
+    printed = lines(ema=False, ema__enabled=True, ema__device="cpu")
     assert not any("EMA" in line for line in printed) and "full checkpoint: 12.9 GiB" in printed
 
 

@@ -117,19 +117,19 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(mo
     assert memory_problem(COST, 64, 1, ema=False) == (
         "64 images a pass need about 33.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
         "image); this machine (free now) has 10.0. Ways out: device_train_microbatch_size=17 or less, a smaller image_size, "
-        "model.preset=tiny, or a larger device."
+        "model.preset=tiny, a larger device, or several with sharding=full."
     )
     assert memory_problem(COST, 16, 2, ema=False) == (
         "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
         "image); this machine (free now) has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: "
-        "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, or a larger device."
+        "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, a larger device, or several with sharding=full."
     )
     monkeypatch.setattr(cost, "available_gib", lambda: (1.2, "this machine (free now)"))
     assert memory_problem(COST, 16, 1, ema=False, savings=["gradient_checkpointing=1", "precision=bf16"]) == (
         "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
-        "image); this machine (free now) has 1.2. No microbatch fits: one image a pass takes 1.6 GiB. Sharding the weights "
-        "over devices is not part of this version. Ways out: gradient_checkpointing=1, precision=bf16, a smaller image_size, "
-        "model.preset=tiny, or a larger device."
+        "image); this machine (free now) has 1.2. No microbatch fits: one image a pass takes 1.6 GiB. "
+        "Ways out: gradient_checkpointing=1, precision=bf16, a smaller image_size, "
+        "model.preset=tiny, a larger device, or several with sharding=full."
     )
 
 
@@ -161,9 +161,11 @@ def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
     assert kinds == {
         "weights": one,
         "gradients": one,
-        "optimizer moments": 2 * one,
+        "optimizer states": 2 * one,
         "EMA": one if ema else 0.0,
         "DDP buckets": one if ranks > 1 else 0.0,
+        "gathered blocks": 0.0,
+        "update": 0.0,
         "frozen encoders": 0.75,
         "cast weights": 1.5,
         "activations": 0.5 * microbatch,

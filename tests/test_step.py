@@ -113,7 +113,11 @@ def test_a_table_stands_between_the_marks_of_its_record_and_nothing_else_changes
     [
         (["a.md"], "command line: a.md. Possible: RECORD.json, or RECORD.json PAGE.md."),
         (["none.json"], "none.json: No such file or directory. Check the path."),
-        (["a.json"], "a.json: is no record of bench.step or bench.scale or bench.families (KeyError: 'measured')."),
+        (
+            ["a.json"],
+            "a.json: is no record of bench.step or bench.scale or bench.families or bench.cards or bench.states "
+            "(KeyError: 'measured').",
+        ),
         (
             ["step.json", "page.md"],
             "the page has no place for the table of step.json. Add <!-- table of step.json --> and <!-- end of table -->.",

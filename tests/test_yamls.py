@@ -20,6 +20,7 @@ from config import flat, load
 from evaluation.scoring import TargetConfig
 from preflight import limits
 from prepare import latents
+from training import adamw
 from training.optimizer import ScheduleConfig, lr_multiplier
 from training.speed import SpeedKeys
 from zoo import FAMILIES
@@ -210,6 +211,7 @@ def test_every_header_is_a_contract(path):
 @pytest.mark.parametrize("path", LADDERS, ids=lambda path: path.name)
 def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(adamw, "torchao_problem", lambda instead: None)  # it is beside the environment
     ladder = read_ladder(str(path))
     assert len({rung.name for rung in ladder.rungs}) == len(ladder.rungs)
     for rung in ladder.rungs:

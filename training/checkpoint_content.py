@@ -22,6 +22,7 @@ from cli.errors import ConfigError
 from ema import EMA
 from record import checkpoint_folders
 from record.checkpoint_files import SCHEMA
+from training.adamw import SmallAdamW
 from weights.parts import is_part, joined, part, part_of
 from weights.tensors import canonical_name, difference, tensor_specs
 
@@ -177,9 +178,14 @@ def take_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for n, parameter in enumerate(parameters):
         kept = saved["state"][n]
-        moments = {k: torch.empty_like(parameter.detach(), dtype=v.dtype) for k, v in kept.items() if k != "step"}
-        _take(moments, kept)
-        optimizer.state[parameter] = {"step": kept["step"].to(parameter.device, copy=True), **moments}
+        if isinstance(optimizer, SmallAdamW):
+            state = optimizer.begin_state(parameter)
+        else:
+            like = parameter.detach()
+            state = {k: torch.empty_like(like, dtype=v.dtype) for k, v in kept.items() if k != "step"}
+        _take({name: moment for name, moment in state.items() if name != "step"}, kept)
+        at = torch.device("cpu") if isinstance(optimizer, SmallAdamW) else parameter.device
+        optimizer.state[parameter] = {**state, "step": kept["step"].to(at, copy=True)}
 
 
 def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer, average: EMA | None) -> dict[str, Tensor]:
@@ -195,6 +201,8 @@ def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer, average: EMA
 def _wanted_moments(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the tensor specs of AdamW's state, by each parameter's position."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if isinstance(optimizer, SmallAdamW):
+        return _moments({n: optimizer.empty_state(parameter, "meta") for n, parameter in enumerate(parameters)})
     found: dict[str, str] = {}
     for n, form in tensor_specs({str(n): parameter for n, parameter in enumerate(parameters)}).items():
         found |= {f"step of parameter {n}": "float32 ()", f"exp_avg of {n}": form, f"exp_avg_sq of {n}": form}

@@ -19,8 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cli.limits import ImageSize
 from cli.private_api import require_private_api
-from model import AUTOCAST_DTYPES, LatentDiffusion, build_model, zero_states
-from training.blocks import checkpoint_blocks
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_model, weights_dtype, zero_states
+from training import adamw
+from training.blocks import checkpoint_blocks, denoiser_parts
 from weights.tensors import on_meta
 from zoo import load_family
 from zoo.encoders import RANDOM
@@ -31,14 +32,13 @@ from zoo.spec import Column
 if TYPE_CHECKING:
     from training.run_config import RunConfig
 
-# All float32; AdamW has two moments.
-BYTES_PER_TRAINED_PARAMETER = {"weights": 4, "gradients": 4, "optimizer moments": 8}
 # CUDA's autocast keeps outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB per image for the SD2
 # UNet at 512 px. A compiled network recomputes them in the backward pass: 0.83.
 CUDA_AUTOCAST_FACTOR = 1.3
 BYTES_PER_PARAMETER_OF_EMA = 4
-BYTES_PER_PARAMETER_OF_DDP = 4  # its gradient buckets; Composer 0.32.1 does not let gradients live in them
-NOT_SHARDED = "Sharding the weights over devices is not part of this version"
+STATES, EMA, BUCKETS, UPDATE = "optimizer states", "EMA", "DDP buckets", "update"
+OF_STEP = (STATES, EMA, BUCKETS, UPDATE)
+"""Kinds of memory that forward and backward pass do not take themselves."""
 USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
 
 require_private_api("torch._subclasses.fake_tensor", "FakeTensorMode", why="a step is traced without being computed")
@@ -62,32 +62,89 @@ class Cost:
     activation_gib_once: float
     frozen_gib: float
     frozen_host_gib: float = 0.0
+    small_parameters: int = 0
+    """Of tensors whose moments stay float32, whatever optimizer.states says."""
+    uneven_parameters: int = 0
+    """Of further tensors whose moments stay float32 with optimizer.states=8bit."""
+    largest_tensor: int = 0
+    """Parameters of the largest tensor."""
+    largest_block: int = 0
+    """Parameters of the largest block."""
+    beside_blocks: int = 0
+    """Parameters in no block."""
+    precision: str = "fp32"
+    states: str = "fp32"
+    """optimizer.states, of the run."""
+    sharding: str = "off"
+    """off, full: over all ranks, or hybrid: over those of a machine."""
+    num_ranks: int | None = None
+    """Ranks of the run, and of a machine; None: as this process was started."""
+    ranks_a_machine: int | None = None
 
     def memory_gib(self, microbatch: int, *, ema: bool) -> float:
         """Return the memory that one device needs, GiB; `ema`: with EMA weights on it."""
         return sum(self.memory_by_kind(microbatch, ema=ema).values())
 
     def memory_by_kind(self, microbatch: int, *, ema: bool) -> dict[str, float]:
-        """Return the parts of `memory_gib`: kind -> GiB on one device, 0 if there is none of a kind."""
-        bytes_each = {
-            **BYTES_PER_TRAINED_PARAMETER,
-            "EMA": BYTES_PER_PARAMETER_OF_EMA if ema else 0,
-            "DDP buckets": BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0,
+        """Return the parts of `memory_gib`: kind -> GiB on one device, 0 if there is none of a kind.
+
+        DDP keeps the gradients in its buckets once more: Composer 0.32.1 does not let gradients live in them. Sharding
+        divides what is kept for each parameter by the ranks. A pass gathers the parameters of a block and of the one after
+        it, in the precision of the step, and has the whole gradient of one; what is in no block stays gathered. The cast
+        weights are those gathered ones then.
+        """
+        num, parts, is_sharded = self.trained_parameters, self.parts, self.sharding != "off"
+        wide = weights_dtype(self.precision).itemsize
+        compute = AUTOCAST_DTYPES.get(self.precision, torch.float32).itemsize
+        num_bytes = {
+            "weights": wide * num / parts,
+            "gradients": wide * num / parts,
+            STATES: self.bytes_of_states / parts,
+            EMA: BYTES_PER_PARAMETER_OF_EMA * num / parts if ema else 0,
+            BUCKETS: wide * num if self.ranks > 1 and not is_sharded else 0,
+            "gathered blocks": compute * (3 * self.largest_block + 2 * self.beside_blocks) if is_sharded else 0,
+            UPDATE: self._bytes_of_update,
         }
         return {
-            **{kind: self.trained_parameters * num_bytes / 2**30 for kind, num_bytes in bytes_each.items()},
+            **{kind: of_kind / 2**30 for kind, of_kind in num_bytes.items()},
             "frozen encoders": self.frozen_gib,
-            "cast weights": self.activation_gib_once,
+            "cast weights": 0.0 if is_sharded else self.activation_gib_once,
             "activations": microbatch * self.activation_gib_per_image,
         }
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run."""
+        return self.num_ranks or dist.get_world_size()
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks over which weights, gradients, states and EMA weights are divided."""
+        of_machine = min(self.ranks, self.ranks_a_machine or dist.get_local_world_size())
+        return {"off": 1, "hybrid": of_machine, "full": self.ranks}[self.sharding]
+
+    @property
+    def bytes_of_states(self) -> float:
+        """Bytes of all moments, over all ranks that they are divided over."""
+        wide = self.small_parameters + (self.uneven_parameters if self.states == "8bit" else 0)
+        each = adamw.BYTES_OF_STATES
+        return each["fp32"] * wide + each[self.states] * (self.trained_parameters - wide)
+
+    @property
+    def _bytes_of_update(self) -> float:
+        """Bytes that an optimizer's step takes beside the states; fused AdamW takes none."""
+        if self.states == "fp32" and self.precision != "bf16_params":
+            return 0
+        return adamw.BYTES_OF_A_PIECE[self.states] * min(self.largest_tensor / self.parts, adamw.PIECE)
+
     def checkpoint_gib(self, *, ema: bool) -> float:
         """Return the size of a full checkpoint, GiB: weights, two moments, EMA weights."""
-        return self.trained_parameters * 4 * (4 if ema else 3) / 2**30
+        return self.snapshot_gib(ema=ema) + self.bytes_of_states / 2**30
 
     def snapshot_gib(self, *, ema: bool) -> float:
         """Return the size of a snapshot, GiB: weights, EMA weights."""
-        return self.trained_parameters * 4 * (2 if ema else 1) / 2**30
+        each = weights_dtype(self.precision).itemsize + (BYTES_PER_PARAMETER_OF_EMA if ema else 0)
+        return self.trained_parameters * each / 2**30
 
 
 def measure_cost(
@@ -119,6 +176,7 @@ def measure_cost(
     columns = model.family.columns(stage, size, stored_text=stored_text)
     compute = AUTOCAST_DTYPES.get(precision, torch.float32)
     model.encoders.to(torch.device("meta"), compute)
+    nn.Module.to(model.denoiser, weights_dtype(precision))
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in (model.denoiser, *model.encoders.modules.values()):
             module.to_empty(device="cpu")
@@ -133,14 +191,30 @@ def measure_cost(
     frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
     frozen_gib = model.encoders.num_bytes / 2**30
     return Cost(
-        trained_parameters=_num_parameters(model.denoiser),
+        **_sizes(model.denoiser),
         frozen_parameters=frozen,
         flops_per_image=flops,
         activation_gib_per_image=(two - one) * factor,
         activation_gib_once=max(0.0, 2 * one - two),
         frozen_gib=0.0 if is_apart else frozen_gib,
         frozen_host_gib=frozen_gib if is_apart else 0.0,
+        precision=precision,
     )
+
+
+def _sizes(denoiser: nn.Module) -> dict[str, int]:
+    """Return the numbers of parameters that a Cost has of a denoiser."""
+    tensors = [parameter.numel() for parameter in denoiser.parameters()]
+    blocks = [_num_parameters(block) for block in denoiser_parts(denoiser, "blocks")]
+    large = [num for num in tensors if num >= adamw.SMALL]
+    return {
+        "trained_parameters": sum(tensors),
+        "small_parameters": sum(tensors) - sum(large),
+        "uneven_parameters": sum(num for num in large if num % adamw.BLOCK),
+        "largest_tensor": max(tensors),
+        "largest_block": max(blocks, default=0),
+        "beside_blocks": sum(tensors) - sum(blocks),
+    }
 
 
 def _num_parameters(module: nn.Module) -> int:
@@ -229,13 +303,14 @@ def memory_problem(
     share = f", {usable:.1f} GiB of it for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
     fixed = cost.memory_gib(0, ema=ema)
     fits = int((usable - fixed) / cost.activation_gib_per_image)
-    ways = ", ".join([*savings, "a smaller image_size", "model.preset=tiny", "or a larger device"])
+    several = "or more of them" if cost.sharding != "off" else "or several with sharding=full"
+    ways = ", ".join([*savings, "a smaller image_size", "model.preset=tiny", "a larger device", several])
     if fits >= 1:
         ways = f"Ways out: device_train_microbatch_size={fits} or less, {ways}"
     else:
         one = cost.memory_gib(1, ema=ema)
         least = f"one image a pass takes {ranks_on_device * one / USABLE_FRACTION:.1f} GiB"
-        ways = f"No microbatch fits: {least}. {NOT_SHARDED}. Ways out: {ways}"
+        ways = f"No microbatch fits: {least}. Ways out: {ways}"
     return (
         f"{microbatch} images a pass need about {need:.1f} GiB ({fixed:.1f} for weights, gradients, optimizer, "
         f"encoders and cast weights, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. "

@@ -25,6 +25,15 @@ RELEASES = {"2.10": "0.16.0", "2.11": "0.17.0", "2.15": "0.18.0"}
 CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8
 
 
+def torchao_problem(instead: str) -> str | None:
+    """Say that torchao is missing, or None. `instead`: the key that does without it."""
+    if importlib.util.find_spec("torchao") is not None:
+        return None
+    release = RELEASES.get(torch.__version__.rpartition(".")[0])
+    which = f"torchao=={release}" if release else f"torchao in the release for torch {torch.__version__}"
+    return f"needs torchao, which is not installed. pip install --no-deps {which}, or use {instead}."
+
+
 def problem(compiled: bool) -> str | None:
     """Say why float8 is not possible here, or None.
 
@@ -32,11 +41,9 @@ def problem(compiled: bool) -> str | None:
         compiled: the denoiser is compiled.
     """
     if not torch.cuda.is_available():
-        return "needs a GPU. Possible on a CPU: fp32, bf16."
-    if importlib.util.find_spec("torchao") is None:
-        release = RELEASES.get(torch.__version__.rpartition(".")[0])
-        which = f"torchao=={release}" if release else f"torchao in the release for torch {torch.__version__}"
-        return f"needs torchao, which is not installed. pip install --no-deps {which}, or use precision=bf16."
+        return "needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."
+    if text := torchao_problem("precision=bf16"):
+        return text
     if torch.cuda.get_device_capability() < CAPABILITY:
         name = torch.cuda.get_device_name()
         return (

@@ -31,7 +31,14 @@ from zoo.objectives import ObjectiveConfig
 TURN_SEC = 120.0  # that a process waits for another one to trace; SD2 takes 5 s, beside busy ones up to a minute
 MAX_BYTES = 4096
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("model.py", "training/cost.py", "training/speed.py", "weights/tensors.py", "zoo/**/*.py")
+SOURCES = (
+    "model.py",
+    "training/adamw.py",
+    "training/cost.py",
+    "training/speed.py",
+    "weights/tensors.py",
+    "zoo/**/*.py",
+)
 """The code that a trace goes through, beside the libraries'."""
 
 

@@ -15,20 +15,12 @@ from composer.utils import dist
 
 from cli.log import log
 from model import LatentDiffusion
-from training.cost import (
-    BYTES_PER_PARAMETER_OF_DDP,
-    BYTES_PER_PARAMETER_OF_EMA,
-    BYTES_PER_TRAINED_PARAMETER,
-    Cost,
-    usable_gib,
-)
+from training.cost import OF_STEP, Cost, usable_gib
 from weights.tensors import is_out_of_memory
 from zoo.spec import Column
 
 AUTO = "auto"
-LAST_WAYS = (
-    "a smaller image_size, model.preset=tiny, or a larger GPU (sharding over several is not part of this version)"
-)
+LAST_WAYS = "a smaller image_size, model.preset=tiny, a larger GPU, or several with sharding=full"
 TRIED_ABOVE = 1.5  # times the usable memory: the estimate does not know what compilation saves
 
 
@@ -76,7 +68,9 @@ def find(
     if model.device.type == "cuda":
         largest = _least(estimated(cost, device_batch, ranks_on_device, ema=ema, factor=TRIED_ABOVE), model.device)
         sizes = [size for size in sizes_of(device_batch) if size <= largest]
-        size = next((size for size in sizes if _least(int(_fits(model, columns, size, ema=ema)), model.device)), 0)
+        kinds = cost.memory_by_kind(0, ema=ema)
+        beside_gib = sum(kinds[kind] for kind in OF_STEP)
+        size = next((size for size in sizes if _least(int(_fits(model, columns, size, beside_gib)), model.device)), 0)
     if not size:
         ways = [*savings, LAST_WAYS]
         raise ValueError(
@@ -95,13 +89,10 @@ def _least(number: int, device: torch.device) -> int:
     return int(least.item())
 
 
-def _fits(model: LatentDiffusion, columns: Mapping[str, Column], size: int, *, ema: bool) -> bool:
-    """Try two passes with this size; frees gradients and memory afterwards."""
-    bytes_each = BYTES_PER_TRAINED_PARAMETER["optimizer moments"] + (BYTES_PER_PARAMETER_OF_EMA if ema else 0)
-    bytes_each += BYTES_PER_PARAMETER_OF_DDP if dist.get_world_size() > 1 else 0
-    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+def _fits(model: LatentDiffusion, columns: Mapping[str, Column], size: int, beside_gib: float) -> bool:
+    """Try two passes with this size, beside so much; frees gradients and memory afterwards."""
     try:
-        _two_passes(model, columns, size, bytes_each * num_parameters)
+        _two_passes(model, columns, size, int(beside_gib * 2**30))
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from composer import Time, TimeUnit
 from torch import nn
 
 from cli.limits import exclusive, limited
+from training.adamw import SmallAdamW, has_small_weights
 
 WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not exactly zero
 
@@ -37,6 +38,11 @@ class OptimizerConfig:
     """Parameters with weight decay: all (MLPerf, MosaicML), or matrices (two or more dimensions)."""
     clip_norm: float | None = limited(None, 0.0, above=True)
     """Clip gradients to this norm over all parameters. null: no clipping."""
+    states: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Type of AdamW's two moments; of small tensors they stay fp32. bf16 takes half of the memory, 8bit a quarter; 8bit
+    needs torchao."""
+    rounding: Literal["stochastic", "nearest"] | None = None
+    """How weights and moments are rounded to bf16. null: stochastic. nearest loses small changes; only to compare with."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together."""
@@ -139,10 +145,15 @@ def build_schedule(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module, global_batch_size: int) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, model: nn.Module, global_batch_size: int, *, seed: int = 0
+) -> torch.optim.Optimizer:
     """Return AdamW over the trainable parameters, in at most two groups (decayed, not decayed).
 
-    fused=True: one kernel for all tensors, on a GPU and on a CPU.
+    fused=True: one kernel for all tensors, on a GPU and on a CPU. Small states and bfloat16 weights: training/adamw.py.
+
+    Args:
+        seed: of stochastic rounding, where something is rounded.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.decay == "all":
@@ -152,6 +163,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, global_batch_size
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate(global_batch_size), betas=config.betas, eps=config.eps, fused=True
-    )
+    ways: dict[str, Any] = dict(lr=config.learning_rate(global_batch_size), betas=config.betas, eps=config.eps)
+    if config.states == "fp32" and not has_small_weights(parameters):
+        return torch.optim.AdamW(groups, **ways, fused=True)
+    is_stochastic = config.rounding != "nearest"
+    return SmallAdamW(groups, **ways, states=config.states, stochastic=is_stochastic, seed=seed)

@@ -95,6 +95,7 @@ def facts_of(
     """Facts about a run in summary.json, beside its measured values."""
     microbatch = config.device_train_microbatch_size
     assert microbatch != "auto"  # it has been found
+    kinds = cost.memory_by_kind(microbatch or 1, ema=has_average_on_device(config))
     return {
         "run_name": config.run_name,
         "family": config.model.family,
@@ -115,7 +116,9 @@ def facts_of(
         **{f"{key}_name": text for key, text in dataclasses.asdict(config.model).items() if parse(text)},
         "denoiser_start_fingerprint": identity["denoiser_start"],
         "trained_parameters": cost.trained_parameters,
-        "estimated_mem_gib": cost.memory_gib(microbatch or 1, ema=has_average_on_device(config)),
+        "optimizer_states": config.optimizer.states,
+        "estimated_mem_gib": sum(kinds.values()),
+        **{f"estimated_{kind.replace(' ', '_')}_gib": gib for kind, gib in kinds.items()},
     }
 
 

@@ -59,8 +59,9 @@ class RunKeys:
     """Images per pass on each device; it affects only speed and memory. null: the device batch. auto: as many as fit."""
     image_size: Pixels = limited(512, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Pixels: one number for a square, or [width, height]."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] | None = None
-    """null: bf16 on a GPU, fp32 on a CPU. fp8 is an experiment: bf16, with wide linear layers in float8 by torchao."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params", "fp8"] | None = None
+    """null: bf16 on a GPU, fp32 on a CPU. bf16_params: weights in bf16, without a float32 copy. fp8, an experiment: wide
+    linear layers in float8."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from composer.utils import dist
 from torch import Tensor, nn
 
 from cli import ranks
-from model import AUTOCAST_DTYPES, LatentDiffusion
+from model import AUTOCAST_DTYPES, LatentDiffusion, weights_dtype
 from training.blocks import blocks_of
 from weights.parts import is_part, part
 from weights.tensors import on_meta
@@ -65,12 +65,17 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
             torch.cuda.is_available() and config.eval.when == "in_training" and config.eval.batch_size is None,
             "the largest one is found by running out of memory, which the ranks would do apart. Give a number",
         ),
+        "optimizer.states": (
+            config.optimizer.states == "8bit",
+            "blocks of 256 numbers with one scale do not end where parts do. Say optimizer.states=bf16",
+        ),
         "precision": (
             config.precision not in (None, *PRECISIONS),
             f"of a part of the gradients the scaler cannot judge. Possible: {', '.join(PRECISIONS)}",
         ),
     }
     values = {**vars(config), "ema.device": config.ema.device, "eval.batch_size": "null"}
+    values["optimizer.states"] = config.optimizer.states
     for key, (is_refused, why) in refused.items():
         if is_refused:
             value = str(values[key]).lower()
@@ -104,10 +109,9 @@ def shard(model: LatentDiffusion, how: str, device: torch.device, precision: str
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     denoiser = model.denoiser
-    dtypes: dict[str, torch.dtype] = {name: tensor.dtype for name, tensor in denoiser.state_dict().items()}
+    nn.Module.to(denoiser, weights_dtype(precision))
     whole = {name: tensor.detach() for name, tensor in denoiser.named_parameters()}
     buffers = {name: tensor.detach() for name, tensor in denoiser.named_buffers()}
-    assert dtypes.keys() >= whole.keys()
     denoiser.to_empty(device="meta", recurse=True)
     # Inputs are cast by autocast, as without sharding.
     compute = AUTOCAST_DTYPES.get(precision)

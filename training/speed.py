@@ -165,7 +165,7 @@ def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> st
         return f"needs a GPU. Possible on a CPU: {', '.join(ON_A_CPU)}."
     if attention == "xformers":
         return xformers_problem()
-    if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "fp8"):
+    if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "bf16_params", "fp8"):
         return f"computes in 16 bits, the run in {precision}. Use precision=bf16, or attention=efficient."
     dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision or "", torch.bfloat16)
     numbers = torch.zeros(1, 2, CUDNN_LENGTH, 64, device="cuda", dtype=dtype, requires_grad=True)

@@ -1,0 +1,211 @@
+"""training/cost.py and preflight/cards.py: memory by kind against counted bytes, divided over ranks; what fits on cards."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import weakref
+
+import pytest
+import torch
+from test_adamw import optimizer_of
+from test_speed import model_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import benchmark
+from model import AUTOCAST_DTYPES
+from preflight import cards
+from training import adamw, cost
+from training.cost import BUCKETS, EMA, STATES, UPDATE, Cost, measure_cost
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+
+GIB = 2**30
+LARGE = Cost(
+    trained_parameters=12 * 10**9,
+    frozen_parameters=0,
+    flops_per_image=1.0,
+    activation_gib_per_image=0.5,
+    activation_gib_once=2.0,
+    frozen_gib=1.0,
+    small_parameters=10**6,
+    uneven_parameters=10**7,
+    largest_tensor=10**8,
+    largest_block=3 * 10**8,
+    beside_blocks=10**8,
+    precision="bf16",
+)
+RUN = {
+    "precision": "bf16",
+    "compile": "whole",
+    "model.frozen_device": "device",
+    "ema.enabled": False,
+    "ema.device": "model",
+}
+
+
+def num_bytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+# --- kinds ---
+
+
+@pytest.mark.parametrize(
+    ("family", "states", "precision"),
+    [
+        *(("sd2", "fp32", "fp32"), ("sd2", "bf16", "bf16_params")),
+        *(("sdxl", "bf16", "fp32"), ("flux", "fp32", "bf16_params")),
+    ],
+)
+def test_weights_gradients_and_states_are_those_of_a_real_step(family, states, precision):
+    """Bytes of the tensors themselves, but for the step that each counts. In 8 bits: tests/test_adamw_8bit.py."""
+    config = ModelConfig(family, "tiny", weights="random")
+    traced = measure_cost(config, ObjectiveConfig(), stage="moments", size=(64, 64), precision=precision)
+    kinds = dataclasses.replace(traced, states=states).memory_by_kind(1, ema=True)
+    model = model_of({}, family, precision=precision)
+    optimizer = optimizer_of(model, states)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in adamw.NAMES]
+    assert kinds["weights"] * GIB == num_bytes(model.parameters())
+    assert kinds["gradients"] * GIB == num_bytes(parameter.grad for parameter in model.parameters())
+    assert kinds[STATES] * GIB == pytest.approx(num_bytes(moments), rel=1e-9)
+    assert kinds[EMA] * GIB == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert (kinds[UPDATE] > 0) == (type(optimizer) is adamw.SmallAdamW)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors that torch's operations made and nobody has freed, without those of `known`."""
+
+    def __init__(self, known: list[torch.Tensor]):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.alive: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if (place := storage.data_ptr()) not in self.known and place not in self.alive:
+                    self.alive[place] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, place, None)
+        self.most = max(self.most, sum(self.alive.values()))
+        return made
+
+
+def bytes_beside(states: str, monkeypatch) -> float:
+    """Bytes a number that a piece of a step takes beside weights, gradients and states."""
+    num = 2**16
+    monkeypatch.setattr(adamw, "PIECE", num // 4)
+    weights = torch.nn.Parameter(torch.zeros(num, dtype=torch.bfloat16))
+    optimizer = optimizer_of(torch.nn.ParameterList([weights]), states)
+    weights.grad = torch.ones_like(weights)
+    optimizer.step()
+    peak = Peak([weights, weights.grad, *optimizer.state[weights].values()])
+    with peak:
+        optimizer.step()
+    return peak.most / (num // 4)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_a_step_in_pieces_takes_no_more_beside_the_states_than_is_planned(monkeypatch, states):
+    """In 8 bits: tests/test_adamw_8bit.py."""
+    assert 0.5 < bytes_beside(states, monkeypatch) / adamw.BYTES_OF_A_PIECE[states] <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("sharding", "num", "parts"), [("off", 16, 1), ("full", 16, 16), ("hybrid", 16, 8), ("full", 1, 1)]
+)
+def test_sharding_divides_what_is_kept_for_each_parameter_and_gathers_blocks(sharding, num, parts):
+    whole = cards.over(LARGE, 1, sharding).memory_by_kind(2, ema=True)
+    kinds = cards.over(LARGE, num, sharding).memory_by_kind(2, ema=True)
+    for kind in ("weights", "gradients", STATES, EMA):
+        assert kinds[kind] == pytest.approx(whole[kind] / parts)
+    is_sharded = parts > 1
+    gathered = 2 * (3 * 3 * 10**8 + 2 * 10**8) / GIB  # bf16: two blocks and a block's gradient; twice what is in none
+    assert kinds["gathered blocks"] == (pytest.approx(gathered) if is_sharded else 0.0)
+    assert kinds["cast weights"] == (0.0 if is_sharded else 2.0)
+    assert kinds[BUCKETS] == (pytest.approx(whole["gradients"]) if sharding == "off" else 0.0)
+    assert (kinds["activations"], kinds["frozen encoders"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "states", "each"),
+    [
+        ("bf16", "fp32", 16),
+        ("bf16", "bf16", 12),
+        ("bf16", "8bit", 10),
+        ("bf16_params", "bf16", 8),
+        ("bf16_params", "8bit", 6),
+    ],
+)
+def test_bytes_a_parameter_by_precision_and_states(precision, states, each):
+    kinds = dataclasses.replace(LARGE, precision=precision, states=states).memory_by_kind(0, ema=False)
+    found = sum(kinds[kind] for kind in ("weights", "gradients", STATES)) * GIB
+    assert found == pytest.approx(each * LARGE.trained_parameters, rel=0.01)
+
+
+def test_checkpoints_are_of_the_size_of_what_is_kept():
+    small = dataclasses.replace(LARGE, precision="bf16_params", states="bf16", small_parameters=0)
+    assert small.snapshot_gib(ema=False) * GIB == pytest.approx(2 * small.trained_parameters)
+    assert small.checkpoint_gib(ema=True) * GIB == pytest.approx((2 + 4 + 4) * small.trained_parameters)
+
+
+# --- cards ---
+
+
+def test_the_smallest_number_is_the_first_on_which_an_image_fits():
+    for gib in cards.CARDS_GIB:
+        num = cards.fewest(LARGE, gib, "full", ema=False)
+        need = [cards.over(LARGE, n, "full").memory_gib(1, ema=False) for n in (num - 1, num)]
+        assert need[1] <= cost.USABLE_FRACTION * gib < need[0]
+    assert cards.fewest(LARGE, 80, "off", ema=False) is None
+    assert cards.images_a_pass(LARGE, 80, ema=False) == 0
+    over_eight = cards.over(LARGE, 8, "full")
+    room = cost.USABLE_FRACTION * 80 - over_eight.memory_gib(0, ema=False)
+    assert cards.images_a_pass(over_eight, 80, ema=False) == int(room / 0.5)
+
+
+def test_the_lines_have_a_row_for_each_number_and_say_the_smallest():
+    title, head, *rows, without, sharded = cards.lines(LARGE, RUN)
+    assert title == "memory of one GPU in bf16 with sharding=full from 2 on, one image a pass, GiB:"
+    assert re.split(r" {2,}", head.strip())[:5] == ["GPUs", "weights", "gradients", STATES, "gathered blocks"]
+    assert [int(row.split()[0]) for row in rows] == list(cards.NUM_GPUS)
+    for row in rows:
+        *kinds, total, _, _ = map(float, row.split()[1:])
+        assert sum(kinds) == pytest.approx(total, abs=0.05)
+    assert without == "smallest number of cards with sharding=off: of 80 GiB none is enough, of 139 GiB none is enough"
+    found = [cards.fewest(LARGE, gib, "full", ema=False) for gib in cards.CARDS_GIB]
+    assert sharded == f"smallest number of cards with sharding=full: of 80 GiB {found[0]}, of 139 GiB {found[1]}"
+
+
+def test_on_a_machine_without_a_gpu_a_gpus_activations_are_reckoned():
+    assert cards.on_gpus(LARGE, RUN) == LARGE  # compiled: the norms are computed again
+    eager = cards.on_gpus(LARGE, {**RUN, "compile": "off"})
+    assert eager.activation_gib_per_image == 0.5 * cost.CUDA_AUTOCAST_FACTOR and "bf16" in AUTOCAST_DTYPES
+    assert cards.on_gpus(LARGE, {**RUN, "compile": "off", "precision": "fp32"}) == LARGE
+    assert cards.on_gpus(LARGE, {**RUN, "model.frozen_device": "cpu"}).frozen_gib == 0.0
+
+
+FULL = [
+    ("sd2", ["image_size=512"]),
+    ("sdxl", ["image_size=1024"]),
+    ("flux", ["image_size=512", "model.variant=dev", "data.stage=moments", "data.text=stored"]),
+    ("flux", ["image_size=512", "model.variant=schnell", "data.stage=moments", "data.text=stored"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400, func_only=True)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm of bf16 without a fused kernel
+@pytest.mark.parametrize(("family", "keys"), FULL, ids=lambda given: given if isinstance(given, str) else given[-3:][0])
+def test_each_full_preset_has_a_smallest_number_of_cards(family, keys, capsys):
+    words = [f"model.family={family}", "data.synthetic=true", "global_batch_size=8", "precision=bf16", *keys]
+    benchmark.main([*words, "--print_config"])
+    said = capsys.readouterr().out
+    found = re.search(r"# smallest number of cards with sharding=full: of 80 GiB (\d+), of 139 GiB (\d+)\n", said)
+    assert found is not None and int(found[1]) >= int(found[2]) >= 1
