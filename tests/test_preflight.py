@@ -122,7 +122,8 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(mo
     assert memory_problem(COST, 16, 2, ema=False) == (
         "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
         "image); this machine (free now) has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: "
-        "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, a larger device, or several with sharding=full."
+        "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, a larger device, or several with "
+        "sharding=full."
     )
     monkeypatch.setattr(cost, "available_gib", lambda: (1.2, "this machine (free now)"))
     assert memory_problem(COST, 16, 1, ema=False, savings=["gradient_checkpointing=1", "precision=bf16"]) == (
