@@ -308,9 +308,9 @@ def test_the_norm_of_bfloat16_gradients_is_computed_in_float32():
     (Holder.model(torch.ones(1, 16, 5, 5, dtype=torch.bfloat16)).float().square().sum()).backward()
     gradients = [p.grad for p in Holder.model.parameters()]
     expected = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in gradients])).item()
-    assert total_norm(gradients).item() == pytest.approx(expected, rel=1e-6)
+    assert total_norm(gradients).item() == pytest.approx(expected, rel=1e-5)
     callback = GradientNorm(1.0)
     callback.after_train_batch(Holder, None)
-    assert callback.mean() == pytest.approx(expected, rel=1e-6)
+    assert callback.mean() == pytest.approx(expected, rel=1e-5)
     clipped = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in gradients])).item()
     assert clipped == pytest.approx(1.0, rel=DISTANCE)
