@@ -117,6 +117,23 @@ def test_a_step_in_pieces_takes_no_more_beside_the_states_than_is_planned(monkey
     assert 0.5 < bytes_beside(states, monkeypatch) / adamw.BYTES_OF_A_PIECE[states] <= 1.0
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["sd2", "flux"])
+def test_activations_are_the_peak_of_a_real_step_also_where_blocks_are_computed_twice(family, fraction):
+    """A block that is computed twice keeps its inputs, and in the backward pass one is there whole."""
+    model = model_of({"gradient_checkpointing": fraction}, family)
+    columns, most = model.family.columns("moments", (64, 64), stored_text=True), []
+    for num in (4, 8):
+        batch = {name: torch.zeros_like(tensor) for name, tensor in cost._batch(model, columns, num).items()}
+        model.loss(model(batch), batch).backward()  # gradients are there
+        gradients = [parameter.grad for parameter in model.parameters()]
+        with Peak([*model.parameters(), *gradients, *batch.values()]) as peak:
+            model.loss(model(batch), batch).backward()
+        most.append(peak.most / GIB)
+    planned = cost._saved_gib(model, columns, 2) - cost._saved_gib(model, columns, 1)
+    assert planned == pytest.approx((most[1] - most[0]) / 4, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("sharding", "num", "parts"), [("off", 16, 1), ("full", 16, 16), ("hybrid", 16, 8), ("full", 1, 1)]
 )

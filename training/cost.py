@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -235,19 +236,47 @@ def _step(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -
 
 
 def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> float:
-    """GiB of the distinct storages that autograd saves for the backward pass, without parameters."""
+    """GiB of the distinct storages that a step keeps for the backward pass, without parameters.
+
+    A block that is computed twice keeps its inputs. What the largest of them saves is there too, in its turn.
+    """
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
+    again = [0]
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-        return tensor
+    def look(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any], output: Any) -> None:
+        inputs: dict[int, torch.UntypedStorage] = {}
+        for tensor in _tensors([args, more]):
+            _keep(inputs, tensor)
+        kept.update(inputs)
+        own: dict[int, torch.UntypedStorage] = {}
+        with torch.autograd.graph.saved_tensors_hooks(partial(_keep, own), lambda tensor: tensor):
+            type(block).__mro__[1].forward(block, *args, **more)  # the class that it had
+        again.append(sum(storage.nbytes() for key, storage in own.items() if key not in parameters | inputs.keys()))
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    blocks = [block for block in model.denoiser.modules() if type(block).__name__.startswith("CheckpointedBlock")]
+    hooks = [block.register_forward_hook(look, with_kwargs=True) for block in blocks]
+    with torch.autograd.graph.saved_tensors_hooks(partial(_keep, kept), lambda tensor: tensor):
         loss = _step(model, columns, num_images)
     del loss
-    return sum(storage.nbytes() for key, storage in kept.items() if key not in parameters) / 2**30
+    for hook in hooks:
+        hook.remove()
+    num_bytes = sum(storage.nbytes() for key, storage in kept.items() if key not in parameters)
+    return (num_bytes + max(again)) / 2**30
+
+
+def _keep(storages: dict[int, torch.UntypedStorage], tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    storages[storage._cdata] = storage
+    return tensor
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    if isinstance(given, Tensor):
+        return [given]
+    parts = given.values() if isinstance(given, dict) else given if isinstance(given, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> float:
