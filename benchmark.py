@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import gc
 
+from cli import later
+
+later.hide("peft")  # which Composer imports; a run with an adapter brings it back
 gc.disable()  # while libraries are loaded: a quarter of that time went into looking at what they have brought
 
 import contextlib
@@ -51,7 +54,7 @@ from cli.describe import overview
 from cli.errors import ConfigError
 from cli.limits import ImageSize
 from cli.log import log
-from config import as_written, flat, load
+from config import as_written, load
 from data import SyntheticBatches, build_data
 from ema import EMA
 from evaluation.scoring import Scorer
@@ -71,7 +74,7 @@ from record.summary import result_line
 from stages.dataset import Stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
-from training import microbatch, published, speed, warm_start
+from training import microbatch, published, speed
 from training.between import build_samples, build_validation, open_held_out
 from training.checkpoints import Checkpointer, Progress, Stopped, restore
 from training.copy_stream import CopyStream
@@ -87,14 +90,13 @@ from training.eval_callbacks import (
     outcome_of,
 )
 from training.evaluated import check_validations
+from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, NOT_YET, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
-from weights.tensors import fingerprint
-from zoo import mlperf
 
 gc.freeze()  # what is loaded stays
 gc.enable()
@@ -362,26 +364,6 @@ def end(trainer: Trainer, loader: Loader | None, result: dict[str, Any]) -> None
     trainer.close()
     if loader is not None:
         loader.close()
-
-
-def load_start(config: RunConfig, model: LatentDiffusion, run: RunState) -> str | None:
-    """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
-
-    Returns:
-        the fingerprint of the weights that it begins with, None for random ones.
-    """
-    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
-    if run.checkpoint is not None:
-        start = run.checkpoint[1]["identity"].get("denoiser_start")
-    elif config.model.denoiser is not None:
-        notes += [f"model.denoiser: {note}" for note in warm_start.load(model, config.model.denoiser)]
-        start = fingerprint(model.denoiser)
-    if benchmark := mlperf.benchmark_of(config.model.family, config.model.variant):
-        deviations = benchmark.deviations(flat(config), config.mlperf.ruleset)
-        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in deviations]
-    for note in notes:
-        log.info(note)
-    return start
 
 
 def show(config: RunConfig) -> int:

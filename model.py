@@ -108,6 +108,7 @@ class LatentDiffusion(ComposerModel):
         self.device = torch.device("cpu")
         # Memory format of images and latents at a network's input: see training/speed.py.
         self.memory_format = torch.contiguous_format
+        self.adapter: Any = None  # LoRA in the denoiser: see training/adapter.py
         self.replays_graphs = False  # the denoiser runs as CUDA graphs: see training/speed.py
         self.on_losses: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None  # told the losses of samples, (B,)
         self._autocast_dtype: torch.dtype | None = None

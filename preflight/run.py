@@ -25,8 +25,8 @@ from stages.images import resize_name
 from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
 from stages.shuffling import memory_gib
+from training import adapter, warm_start
 from training import microbatch as microbatch_search
-from training import warm_start
 from training.cost import Cost, has_average_on_device, host_memory_problem, memory_problem
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
@@ -50,6 +50,8 @@ MEMORY_KEYS = {
     "ema.enabled",
     "compile",
     "gradient_checkpointing",
+    "lora.rank",
+    "lora.targets",
 }
 
 
@@ -119,7 +121,9 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     found += model_problems(config.model, config.size, encoders_wanted=are_read and not config.data.synthetic)
     found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += log_problems(config) + _log_folder_problems(config)
-    if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
+    found += adapter.problems(config)
+    is_begun = config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)
+    if config.lora.is_given or not is_begun:
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
 
@@ -379,6 +383,7 @@ def cost_of(config: RunConfig) -> Cost:
         precision=config.precision,
         is_compiled=config.compile != "off",
         gradient_checkpointing=config.gradient_checkpointing,
+        lora=(config.lora.rank, tuple(config.lora.targets or ())) if config.lora.rank else None,
     )
 
 

@@ -132,6 +132,9 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
         "objective.prediction": prediction,
     }
     made = content["identity"]
+    if made.get("lora.rank") is not None:
+        way = f"python export.py {path.parent.parent} OUT, and begin with OUT"
+        return [f"{path} holds an adapter alone (lora.rank={made['lora.rank']}). Merge it into its base: {way}."]
     found = [
         f"{path} was trained with {key}={made.get(key)}, this run has {value}. Use that value, or begin elsewhere."
         for key, value in wanted.items()
@@ -145,6 +148,9 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
 
 
 def _published_problems(family: Family, path: Path, prediction: str) -> list[str]:
+    if path.is_file() and is_adapter(path):
+        way = "Give its base, or a folder that it is merged into (export.py of its run)"
+        return [f"{path} holds a LoRA adapter alone: a network cannot begin with it. {way}."]
     module = on_meta(family.build_denoiser)
     if family.published()["denoiser"](module).only_folders and path.is_file():
         given = f"{path}: no LDM file says that its denoiser is {family.name}'s in the variant {family.variant}"
@@ -211,6 +217,14 @@ def has_average(path: Path) -> bool:
     """True where a single file has EMA weights beside, or instead of, the training weights."""
     try:
         return any(name.startswith("model_ema.diffusion_model") for name in open_weights(path).entries)
+    except ValueError:
+        return False  # said where its weights are read
+
+
+def is_adapter(path: Path) -> bool:
+    """True for a single file of LoRA, as diffusers (peft) and kohya's scripts name its tensors."""
+    try:
+        return any(".lora_A." in name or ".lora_down." in name for name in open_weights(path).entries)
     except ValueError:
         return False  # said where its weights are read
 
