@@ -103,10 +103,11 @@ def _what(card: Card) -> str:
     start = code(facts["denoiser_start"]) if facts["denoiser_start"] else "random weights"
     adapter = f" as a LoRA adapter of rank {facts['lora']['rank']}, merged into it," if facts.get("lora") else ""
     network = f"the family {facts['family']}, variant {facts['variant']}, preset {facts['preset']}"
+    size = f"images of {width} x {height} px"
     return (
         f"# Run {code(facts['run_name'])}\n\n"
-        f"A text-to-image diffusion model ({network}) for images of {width} x {height} px. Easel trained its denoiser "
-        f"from {start}{adapter} on {facts['images']:,} images, repeats included. These are the {kind} of {code(facts['snapshot'])}.\n\n"
+        f"A text-to-image diffusion model ({network}) for {size}. Easel trained its denoiser from {start}{adapter} on "
+        f"{facts['images']:,} images, repeats included. These are the {kind} of {code(facts['snapshot'])}.\n\n"
         "`run_config.yaml` is the run's configuration as it was recorded, and `export.json` has the facts below.\n"
     )
 

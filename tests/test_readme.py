@@ -94,6 +94,7 @@ COMMANDS = {
     "bench.images": ("ImagesBenchConfig", range(1)),
     "bench.export": ("ExportBenchConfig", range(1)),
     "bench.families": ("FamiliesConfig", range(1)),
+    "bench.lora": ("LoraBenchConfig", range(1)),
     "export": ("ExportConfig", range(2, 3)),
     "bench.page": ("PageBenchConfig", range(1, 2)),
 }
