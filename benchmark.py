@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import gc
 
+from cli import later
+
+later.hide("peft")  # which Composer imports; a run with an adapter brings it back
 gc.disable()  # while libraries are loaded: a quarter of that time went into looking at what they have brought
 
 import contextlib
@@ -71,7 +74,7 @@ from record.summary import result_line
 from stages.dataset import Stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
-from training import microbatch, published, sharding, speed, warm_start
+from training import microbatch, published, sharding, speed
 from training.between import build_samples, build_validation, open_held_out
 from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
@@ -89,6 +92,7 @@ from training.eval_callbacks import (
     outcome_of,
 )
 from training.evaluated import check_validations
+from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
@@ -240,8 +244,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     held_out = ranks.once_a_machine(lambda: validation.held_out.contents) if validation.is_given else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders(stages, held_out, model.encoders.fingerprints)
-    start = warm_start.begin(config, model, run.checkpoint)
-    identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=start)
+    identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
     place(model, config, device._device, num_sizes=len(sizes or [1]))  # type: ignore[arg-type]  # set in each kind
     batch_size = config.eval.batch_size or found_batch_size(run.folder)
     config = dataclasses.replace(

@@ -167,6 +167,7 @@ def evaluate(command: CommandLine) -> None:
     folder = Path()
     for place, config in zip(found, configs, strict=True):
         keys = () if place.kind == "images" else ("model.weights",)
+        keys += ("model.denoiser",) if place.kind == "run" and config.lora.is_given else ()  # an adapter's base
         config = published.fetched(config, (*keys, *(() if draws else published.OF_EVALUATION)))
         if "objective.prediction" not in typed:
             places.say_what_is_assumed(config, place)

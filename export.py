@@ -4,11 +4,14 @@
     python export.py runs/NAME OUT snapshot=im512000         # its snapshot after 512,000 images; ba1000: a full checkpoint
     python export.py runs/NAME/checkpoints/weights-im000000512000-DIGEST.pt OUT weights=training
     python export.py runs/NAME model.safetensors             # its makers' layout, for tools that do not know diffusers
+    python export.py runs/NAME adapter.safetensors lora=separate   # of a LoRA run, for diffusers' load_lora_weights
     python export.py runs/NAME OUT push_to_hub=OWNER/NAME    # and to the Hugging Face Hub, as a private model
 
 The folder has the denoiser, the run's frozen encoders, its tokenizers, the scheduler of its evaluations, a model card
 (README.md), the run's configuration (run_config.yaml, without secrets) and export.json: what was exported, with fingerprints.
 It needs nothing of this project, and makes the images of the run's evaluations.
+
+A run with an adapter (lora.rank) needs its base again, and writes both as one model unless lora=separate.
 
 OUT may be an earlier export of the same run, which is replaced when the new one is whole; anything else there is refused.
 Exit code: 0, 2 when something cannot be exported (each problem on a line of stderr), 1 when it failed otherwise.
@@ -17,7 +20,9 @@ Exit code: 0, 2 when something cannot be exported (each problem on a line of std
 from __future__ import annotations
 
 if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
-    from cli import interrupts
+    from cli import interrupts, later
+
+    later.hide("peft")
 
     interrupts.told("export.py: interrupted. Nothing of a new export is left. The same command begins anew.")
 
@@ -26,12 +31,13 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from cli import errors, masking
 from cli.command import command, start
@@ -48,6 +54,7 @@ from record.environment import commit
 from record.files import check_record, evaluations_of, read_summary, run_id_of
 from record.summary import result_line
 from reports.model_card import Card
+from training import adapter, initial
 from training.places import EXPORT
 from training.run_config import NOT_YET, RunConfig, build
 from training.snapshots import load_snapshot
@@ -71,10 +78,12 @@ UNREAD += ("eval.prompts", "eval.statistics", "eval.inception", "eval.clip")
 
 @dataclass(frozen=True)
 class EncodersConfig:
-    """The frozen encoders."""
+    """The frozen encoders, and the base of an adapter."""
 
     weights: str | None = None
     """The run's frozen encoders, where they have moved. null: where the run has them."""
+    denoiser: str | None = None
+    """The denoiser that a LoRA run has its adapter on, where it has moved. null: where the run has it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,8 @@ class ExportConfig:
     """last: the newest snapshot or checkpoint; im512000: the snapshot after so many images; ba1000: the full checkpoint."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Type in which the weights are stored."""
+    lora: Literal["merged", "separate"] = "merged"
+    """A run with LoRA: its adapter merged into its base; or alone, one file for diffusers' load_lora_weights."""
     push_to_hub: str | None = None
     """OWNER/NAME on the Hugging Face Hub, which the folder is brought to, too."""
     private: bool = True
@@ -95,6 +106,9 @@ class ExportConfig:
 
     def problems(self, out: Path) -> list[Problem]:
         """Return what cannot be, whatever the run is."""
+        if self.lora == "separate" and not is_ldm(out):
+            text = f"lora: separate, but {out} is no file's name: an adapter is one file. Give FILE.safetensors."
+            return [Problem(text, ("lora",))]
         if self.push_to_hub is None:
             text = "private: false, but nothing is brought to the hub. Give push_to_hub=OWNER/NAME, or leave it out."
             return [] if self.private else [Problem(text, ("private",))]
@@ -148,14 +162,23 @@ def _number(path: Path) -> int:
     return int(path.name.split("-")[1][2:])
 
 
-def read_run(run: Path, weights: str | None) -> RunConfig:
-    """Return a run's configuration; `weights`: the place of its encoders, None: its own. Raises ConfigError."""
+def read_run(run: Path, weights: str | None, base: str | None = None) -> RunConfig:
+    """Return a run's configuration. Raises ConfigError.
+
+    Args:
+        weights: the place of its encoders; None: its own.
+        base: that of the denoiser that its adapter was trained on; None: its own.
+    """
     check_record(run)
     of_run, unreadable = read_files(run)
     if unreadable:
         raise ConfigError([problem.text for problem in unreadable])
     moved = [Assignment("command line", "model.weights", weights, "model.weights", weights)] if weights else []
-    begun = Assignment("export.py", "model.denoiser", None, "model.denoiser")  # it may be gone, and is not needed
+    has_adapter = any(at.key == "lora.rank" and at.value is not None for at in of_run)
+    if base is not None and not has_adapter:
+        raise ConfigError([f"model.denoiser: {base}, but {run} has no adapter, and needs no base. Leave it out."])
+    if base is not None or not has_adapter:  # where it has none it may be gone, and is not needed
+        moved.append(Assignment("export.py", "model.denoiser", base, "model.denoiser"))
 
     def complete(config: RunConfig) -> RunConfig:
         family = load_family(config.model.family, config.model.preset, config.model.variant)
@@ -166,7 +189,7 @@ def read_run(run: Path, weights: str | None) -> RunConfig:
         found = model_problems(config.model, config.size, encoders_wanted=False)
         return found or model_problems(complete(config).model, config.size, encoders_wanted=False)
 
-    words = CommandLine(None, [*of_run, *moved, begun], False, [])
+    words = CommandLine(None, [*of_run, *moved], False, [])
     return complete(load(RunConfig, words, not_yet=NOT_YET, check=check, unread=UNREAD))
 
 
@@ -203,6 +226,7 @@ def facts_of(
         "encoders": masking.written({"model.weights": config.model.weights})["model.weights"],
         "denoiser_start": shown.get("model.denoiser"),
         "denoiser_fingerprint": fingerprint(model.denoiser),
+        "lora": dataclasses.asdict(config.lora) if config.lora.is_given else None,
         **{f"{name}_fingerprint": digest for name, digest in model.encoders.fingerprints.items()},
         "run_commit": _commit_of(run),
         "commit": commit(),
@@ -302,10 +326,17 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     if file and config.snapshot != "last":
         raise ConfigError([f"snapshot: {config.snapshot}, but {file} is one. Give the run's folder, or leave it out."])
     path = file or chosen(run, config.snapshot)
-    run_config = read_run(run, config.model.weights)
+    run_config = read_run(run, config.model.weights, config.model.denoiser)
+    if config.lora == "separate" and not run_config.lora.is_given:
+        raise ConfigError([f"lora: separate, but {run} has no adapter (lora.rank). Leave it out."])
     run_config = dataclasses.replace(run_config, model=model_config.fetched(run_config.model))
     model = build(run_config)
+    if run_config.lora.is_given:  # in float32, whatever the run computes in
+        initial.add_adapter(dataclasses.replace(run_config, precision="fp32"), model)
     progress = load_snapshot(model, path, config.weights or run_config.eval.weights, weights_key="weights")
+    alone = adapter.tensors(model) if config.lora == "separate" else None
+    if model.adapter is not None:
+        adapter.merge(model)
     networks = pipeline_folder.networks_of(model.family, model.denoiser, model.encoders.modules)
     for note in model.encoders.notes:
         log.info(f"model.weights: {note}")
@@ -313,15 +344,14 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     text = masked_text(run)
     shown = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))
     facts = {**facts_of(run, run_config, model, progress, shown), "dtype": config.dtype}
+    if alone is not None:
+        stored = {name: pipeline_folder.in_type(name, tensor, config.dtype) for name, tensor in alone.items()}
+        return _done(out, facts, write_file(out, stored, facts), began)
     written = pipeline_folder.in_single_file(networks) if is_ldm(out) else networks
     if problem := no_room(out, pipeline_folder.num_bytes(written, config.dtype)):
         raise ConfigError([problem])
     if is_ldm(out):
-        tensors = pipeline_folder.single_file_tensors(networks, config.dtype)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with whole(out) as temporary:
-            pipeline_folder.write_safetensors(temporary, tensors, easel=json.dumps(facts))
-        size = out.stat().st_size
+        size = write_file(out, pipeline_folder.single_file_tensors(networks, config.dtype), facts)
     else:
         sampled = dict(zero_terminal_snr=facts["zero_terminal_snr"])
         scheduler = model.family.pipeline_scheduler(facts["sampler"], facts["prediction"], **sampled)
@@ -334,6 +364,18 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
             write_whole(folder / OF_RUN, text)
             write_json(folder / FACTS, {**facts, "files": sorted(_files(folder))})
             size = sum((folder / name).stat().st_size for name in _files(folder))
+    return _done(out, facts, size, began)
+
+
+def write_file(out: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> int:
+    """Write tensors and facts into a single file; return its bytes. Raises OSError."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole(out) as temporary:
+        pipeline_folder.write_safetensors(temporary, tensors, easel=json.dumps(facts))
+    return out.stat().st_size
+
+
+def _done(out: Path, facts: dict[str, Any], size: int, began: float) -> dict[str, Any]:
     done = {key: facts[key] for key in ("snapshot", "weights", "denoiser_fingerprint")}
     return {"out": str(out), **done, "bytes": size, "seconds": round(time.monotonic() - began, 2)}
 

@@ -103,6 +103,7 @@ class LatentDiffusion(ComposerModel):
         self.device = torch.device("cpu")
         # Memory format of images and latents at a network's input: see training/speed.py.
         self.memory_format = torch.contiguous_format
+        self.adapter: Any = None  # LoRA in the denoiser: see training/adapter.py
         self.replays_graphs = False  # the denoiser runs as CUDA graphs: see training/speed.py
         self.in_step = False  # all ranks have to call the denoiser equally often: see training/sharding.py
         self.on_losses: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None  # told the losses of samples, (B,)
@@ -122,7 +123,8 @@ class LatentDiffusion(ComposerModel):
 
         Composer opens autocast on a GPU and refuses it on a CPU, so on a CPU the model opens its own.
         """
-        nn.Module.to(self.denoiser, device, weights_dtype(precision))  # diffusers' own warns where a type is given
+        cast_weights(self.denoiser, precision)
+        self.denoiser.to(device)
         return self.place_around(device, precision)
 
     def place_around(self, device: torch.device, precision: str) -> LatentDiffusion:
@@ -407,6 +409,12 @@ def zero_states(family: Family, size: ImageSize) -> dict[str, Tensor]:
 def weights_dtype(precision: str) -> torch.dtype:
     """Return the type in which a run keeps its denoiser's weights."""
     return torch.bfloat16 if precision == "bf16_params" else torch.float32
+
+
+def cast_weights(denoiser: nn.Module, precision: str) -> None:
+    """Cast a denoiser to the type in which a run keeps its weights."""
+    if (dtype := weights_dtype(precision)) != torch.float32:
+        nn.Module.to(denoiser, dtype)  # diffusers' own warns where a type is given
 
 
 def step_seed(seed: int, batch_index: int, rank: int) -> int:

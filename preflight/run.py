@@ -26,7 +26,7 @@ from stages.images import resize_name
 from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
 from stages.shuffling import memory_gib
-from training import adamw, sharding, warm_start
+from training import adamw, adapter, sharding, warm_start
 from training import microbatch as microbatch_search
 from training.cost import Cost, has_average_on_device, host_memory_problem, memory_problem
 from training.kept_cost import kept_cost
@@ -52,6 +52,8 @@ MEMORY_KEYS = {
     "compile",
     "gradient_checkpointing",
     "optimizer.states",
+    "lora.rank",
+    "lora.targets",
 }
 
 
@@ -124,7 +126,9 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     found += model_problems(config.model, config.size, encoders_wanted=are_read and not config.data.synthetic)
     found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += log_problems(config) + _log_folder_problems(config)
-    if not (config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)):
+    found += adapter.problems(config)
+    is_begun = config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)
+    if config.lora.is_given or not is_begun:
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
 
@@ -399,6 +403,7 @@ def cost_of(config: RunConfig) -> Cost:
         precision=config.precision,
         is_compiled=config.compile != "off",
         gradient_checkpointing=config.gradient_checkpointing,
+        lora=(config.lora.rank, tuple(config.lora.targets or ())) if config.lora.rank else None,
     )
     how = config.sharding if sharding.is_sharded(config) else "off"
     return replace(cost, states=config.optimizer.states, sharding=how)

@@ -33,6 +33,7 @@ RECIPE = (
     *("global_batch_size", "image_size", "seed", "precision", "objective.prediction", "objective.zero_terminal_snr"),
     *("objective.weighting", "objective.offset_noise", "objective.caption_dropout", "optimizer.name", "optimizer.lr"),
     *("optimizer.lr_per_image", "optimizer.weight_decay", "schedule.name", "schedule.warmup_batches"),
+    *("lora.rank", "lora.alpha", "lora.targets"),
     *("schedule.warmup_images", "ema.enabled", "ema.decay", "ema.half_life"),
 )
 DATA = ("data.synthetic", "data.stage", "data.remote", "data.streams", "data.normalize", "data.flip", "data.crop")
@@ -100,11 +101,13 @@ def _what(card: Card) -> str:
     width, height = facts["image_size"]
     kind = {"ema": "EMA weights", "training": "training weights"}[facts["weights"]]
     start = code(facts["denoiser_start"]) if facts["denoiser_start"] else "random weights"
+    adapter = f" as a LoRA adapter of rank {facts['lora']['rank']}, merged into it," if facts.get("lora") else ""
     network = f"the family {facts['family']}, variant {facts['variant']}, preset {facts['preset']}"
+    size = f"images of {width} x {height} px"
     return (
         f"# Run {code(facts['run_name'])}\n\n"
-        f"A text-to-image diffusion model ({network}) for images of {width} x {height} px. Easel trained its denoiser from "
-        f"{start} on {facts['images']:,} images, repeats included. These are the {kind} of {code(facts['snapshot'])}.\n\n"
+        f"A text-to-image diffusion model ({network}) for {size}. Easel trained its denoiser from {start}{adapter} on "
+        f"{facts['images']:,} images, repeats included. These are the {kind} of {code(facts['snapshot'])}.\n\n"
         "`run_config.yaml` is the run's configuration as it was recorded, and `export.json` has the facts below.\n"
     )
 

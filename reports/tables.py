@@ -1,4 +1,4 @@
-"""Show a record of bench.step, scale, families, cards or states: as a table, or as one in a page.
+"""Show a record of bench.step, scale, families, cards, states or lora: as a table, or as one in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -205,6 +205,32 @@ def _row_of_states(row: Record) -> Row:
     return (*shown, f"{row['gib']:.2f}", f"{row['gib'] / row['estimated_gib']:.2f}", f"{row['step_sec']:.1f}")
 
 
+# --- bench.lora ---
+
+
+def table_of_lora(record: Record) -> Table:
+    """A row for each case: what full fine-tuning takes, and what an adapter does."""
+    config = record["config"]
+    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
+    title = f"Adapters of rank {config['rank']}; moments and text states, fp32, one thread"
+    title += f"; {config['rounds']} rounds of {config['steps']} steps" if config["times"] else ""
+    head = ("family", "size", "batch", "trained, full, M", "LoRA, M", "estimate, full, GiB", "LoRA, GiB")
+    head += ("measured, full, GiB", "LoRA, GiB") + (("a step, full, ms", "LoRA, ms") if config["times"] else ())
+    rows = [_row_of_lora(case, times=config["times"]) for case in record["cases"]]
+    return Table(f"{title}; {load}:", head, "ll" + "r" * (len(head) - 2), rows)
+
+
+def _row_of_lora(case: Record, *, times: bool) -> Row:
+    ways = ("full", "lora")
+    shown = (case["case"].partition("_")[0], f"{case['what']}, {case['image_size']} px", f"{case['batch_size']}")
+    shown += tuple(f"{case[f'{way}_parameters'] / 1e6:,.2f}" for way in ways)
+    shown += tuple(f"{case[f'{way}_estimated_gib']:.2f}" for way in ways)
+    if "left_out" in case:
+        return (*shown, "left out", *[None] * (1 + 2 * times))
+    shown += tuple(f"{case[f'{way}_gib']:.2f}" for way in ways)
+    return (*shown, *(spread(case, f"{way}_ms", ".1f") if f"{way}_ms" in case else None for way in ways if times))
+
+
 # --- any record ---
 
 
@@ -220,6 +246,7 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "families": table_of_families,
     "cards": table_of_cards,
     "states": table_of_states,
+    "lora": table_of_lora,
 }
 """What a record says that it has measured -> its table."""
 

@@ -96,6 +96,7 @@ COMMANDS = {
     "bench.families": ("FamiliesConfig", range(1)),
     "bench.cards": ("CardsConfig", range(1)),
     "bench.states": ("StatesConfig", range(1)),
+    "bench.lora": ("LoraBenchConfig", range(1)),
     "export": ("ExportConfig", range(2, 3)),
     "bench.page": ("PageBenchConfig", range(1, 2)),
 }

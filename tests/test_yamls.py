@@ -23,7 +23,7 @@ from prepare import latents
 from training import adamw
 from training.optimizer import ScheduleConfig, lr_multiplier
 from training.speed import SpeedKeys
-from zoo import FAMILIES
+from zoo import FAMILIES, load_family
 from zoo.mlperf_sd import SD
 
 pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
@@ -62,6 +62,10 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
         statistics.touch()
         words += [f"eval.prompts={prompts}", f"eval.statistics={statistics}"]
         words += [f"samples.prompts={prompts}", "samples.every_images=8"] if config.samples.is_given else []
+    if config.lora.is_given:  # which needs a base
+        base = Path(stage).with_name(f"{config.model.family}-base")
+        load_family(config.model.family, "tiny", config.model.variant).build_denoiser().save_pretrained(base)
+        words.append(f"model.denoiser={base}")
     command_line = parse_command_line(words, benchmark.ALIASES)
     return load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=benchmark.check)
 
@@ -109,8 +113,9 @@ RECIPES = [
         marks=[] if path.name.startswith(QUICK) and "data.stage=images" not in words else [pytest.mark.slow],
     )
     for path in RUNS
-    # The demos run shapes.yaml and shapes_flow.yaml whole; FLUX.1 is trained in test_mlperf_flux.py.
-    if not any(word in path.name for word in ("synthetic", "shapes", "flux"))
+    # The demos run shapes.yaml and shapes_flow.yaml whole; FLUX.1 is trained in test_mlperf_flux.py, and fine-tuning of it
+    # and of SDXL in test_lora_runs.py.
+    if not any(word in path.name for word in ("synthetic", "shapes", "flux", "sdxl"))
     for words in commands(path)
 ]
 

@@ -20,12 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cli.limits import ImageSize
 from cli.private_api import require_private_api
-from model import AUTOCAST_DTYPES, LatentDiffusion, build_model, weights_dtype, zero_states
-from training import adamw
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_model, cast_weights, weights_dtype, zero_states
+from training import adamw, adapter
 from training.blocks import checkpoint_blocks, denoiser_parts
 from weights.tensors import on_meta
 from zoo import load_family
 from zoo.encoders import RANDOM
+from zoo.lora import LoraConfig
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 from zoo.spec import Column
@@ -54,6 +55,7 @@ class Cost:
     activation_gib_per_image: saved for the backward pass, per image of a microbatch.
     activation_gib_once: saved for the backward pass, independent of the microbatch size (weights cast by autocast).
     frozen_gib: of the frozen encoders on the device; frozen_host_gib: of those that stay in the machine's memory.
+    base_gib: of the denoiser that an adapter is trained on.
     """
 
     trained_parameters: int
@@ -63,6 +65,7 @@ class Cost:
     activation_gib_once: float
     frozen_gib: float
     frozen_host_gib: float = 0.0
+    base_gib: float = 0.0
     small_parameters: int = 0
     """Of tensors whose moments stay float32, whatever optimizer.states says."""
     uneven_parameters: int = 0
@@ -108,6 +111,7 @@ class Cost:
         }
         return {
             **{kind: of_kind / 2**30 for kind, of_kind in num_bytes.items()},
+            "frozen base": self.base_gib,
             "frozen encoders": self.frozen_gib,
             "cast weights": 0.0 if is_sharded else self.activation_gib_once,
             "activations": microbatch * self.activation_gib_per_image,
@@ -159,6 +163,7 @@ def measure_cost(
     precision: str,
     is_compiled: bool = False,
     gradient_checkpointing: float = 0.0,
+    lora: tuple[int, Sequence[str]] | None = None,
 ) -> Cost:
     """Trace a training step with one and with two images; takes about 5 s for SD2 at 512 px.
 
@@ -167,6 +172,7 @@ def measure_cost(
     Args:
         stage, stored_text: what a batch has, see zoo.spec.Family.columns.
         has_encoders: False: batches have all that the encoders make, and none is built.
+        lora: rank and targets of an adapter; None: the denoiser itself is trained.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -175,9 +181,12 @@ def measure_cost(
     ways: dict[str, Any] = dict(size=size, normalize="symmetric", seed=0, empty_states=empty)
     model = on_meta(lambda: build_model(config, objective, **ways))
     columns = model.family.columns(stage, size, stored_text=stored_text)
+    if lora is not None:
+        resolved = LoraConfig(lora[0]).resolved(lora[1])
+        on_meta(lambda: adapter.add(model, resolved, base=None, seed=0, precision=precision))
     compute = AUTOCAST_DTYPES.get(precision, torch.float32)
     model.encoders.to(torch.device("meta"), compute)
-    nn.Module.to(model.denoiser, weights_dtype(precision))
+    cast_weights(model.denoiser, precision)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in (model.denoiser, *model.encoders.modules.values()):
             module.to_empty(device="cpu")
@@ -189,23 +198,25 @@ def measure_cost(
         one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
     is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
     factor = CUDA_AUTOCAST_FACTOR if is_cuda_autocast and not is_compiled else 1.0
+    base = [p for p in model.denoiser.parameters() if not p.requires_grad]  # none without an adapter
     frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
     frozen_gib = model.encoders.num_bytes / 2**30
     return Cost(
         **_sizes(model.denoiser),
-        frozen_parameters=frozen,
+        frozen_parameters=frozen + sum(p.numel() for p in base),
         flops_per_image=flops,
         activation_gib_per_image=(two - one) * factor,
         activation_gib_once=max(0.0, 2 * one - two),
         frozen_gib=0.0 if is_apart else frozen_gib,
         frozen_host_gib=frozen_gib if is_apart else 0.0,
         precision=precision,
+        base_gib=sum(p.numel() * p.element_size() for p in base) / 2**30,
     )
 
 
 def _sizes(denoiser: nn.Module) -> dict[str, int]:
-    """Return the numbers of parameters that a Cost has of a denoiser."""
-    tensors = [parameter.numel() for parameter in denoiser.parameters()]
+    """Return the numbers of parameters that a Cost has of a denoiser: of those that are trained."""
+    tensors = [parameter.numel() for parameter in denoiser.parameters() if parameter.requires_grad]
     blocks = [_num_parameters(block) for block in denoiser_parts(denoiser, "blocks")]
     large = [num for num in tensors if num >= adamw.SMALL]
     return {
@@ -214,7 +225,7 @@ def _sizes(denoiser: nn.Module) -> dict[str, int]:
         "uneven_parameters": sum(num for num in large if num % adamw.BLOCK),
         "largest_tensor": max(tensors),
         "largest_block": max(blocks, default=0),
-        "beside_blocks": sum(tensors) - sum(blocks),
+        "beside_blocks": _num_parameters(denoiser) - sum(blocks),
     }
 
 

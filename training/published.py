@@ -92,6 +92,7 @@ def _keys_of_run(config: RunConfig) -> tuple[str, ...]:
     """Return what a training needs: one that is resumed has its denoiser in its checkpoint."""
     folder = Path(config.run_folder, config.run_name or "")
     is_begun = config.run_name is not None and bool(listed(folder / "checkpoints", FULL))
+    is_begun = is_begun and not config.lora.is_given  # whose base is in no checkpoint
     of_evaluation = OF_EVALUATION if config.eval.when == "in_training" else ()
     of_encoders = ("model.weights",) if needs_encoders(config) else ()
     return (*of_encoders, *(() if is_begun else ("model.denoiser",)), *of_evaluation)

@@ -35,6 +35,7 @@ from training.speed import SpeedKeys
 from training.validation import ValidationConfig
 from zoo import load_family, mlperf
 from zoo.encoders import own_weights
+from zoo.lora import LoraConfig
 from zoo.mlperf_sd import SD, WARMUP_BATCHES
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
@@ -69,6 +70,7 @@ class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
     """A run's whole configuration. Each section is declared beside the code that owns it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -182,6 +184,7 @@ def resolve(config: Config) -> Config:
             variant=family.variant,  # "stock" is FLUX.1 dev
             weights=config.model.weights or own_weights(family, is_real=not config.data.synthetic),
         ),
+        lora=config.lora.resolved(family.lora_targets),
         objective=objective,
         optimizer=config.optimizer.resolved(SD.lr_per_image(batch) if wants_own_rate(config) else None),
         mlperf=config.mlperf.resolved(mlperf.logged_as(config.model.family, config.model.variant)),

@@ -25,7 +25,7 @@ from model import LatentDiffusion
 from record.config_file import LATER, keep_batch_size, read_config
 from record.files import run_id_of
 from record.summary import result_line, rounded, write_outcome
-from training import speed, warm_start
+from training import initial, speed, warm_start
 from training.eval_keys import DECIDING, EvalCommand, which
 from training.places import Place
 from training.run_config import build
@@ -179,6 +179,8 @@ def _scored(table: Table, where: Row, scorer: Scorer, model: LatentDiffusion, gu
 def build_at(config: EvalCommand, place: Place, device: torch.device) -> LatentDiffusion:
     """Build a place's model on the device; a run's still has its initial weights."""
     model = build(config)
+    if config.lora.is_given:
+        initial.add_adapter(config, model)
     if place.kind != "run":
         warm_start.load(model, str(config.model.denoiser), config.eval.weights or "training")
     model.place(device, config.precision or "fp32")

@@ -21,7 +21,7 @@ from composer.utils import dist
 from torch import Tensor, nn
 
 from cli import ranks
-from model import AUTOCAST_DTYPES, LatentDiffusion, weights_dtype
+from model import AUTOCAST_DTYPES, LatentDiffusion, cast_weights
 from training.blocks import blocks_of
 from weights.parts import is_part, part
 from weights.tensors import on_meta
@@ -65,6 +65,10 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
             torch.cuda.is_available() and config.eval.when == "in_training" and config.eval.batch_size is None,
             "the largest one is found by running out of memory, which the ranks would do apart. Give a number",
         ),
+        "lora.rank": (
+            config.lora.is_given,
+            "an adapter is small, and its base is frozen: nothing is left to share. Say sharding=off",
+        ),
         "optimizer.states": (
             config.optimizer.states == "8bit",
             "blocks of 256 numbers with one scale do not end where parts do. Say optimizer.states=bf16",
@@ -75,7 +79,7 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
         ),
     }
     values = {**vars(config), "ema.device": config.ema.device, "eval.batch_size": "null"}
-    values["optimizer.states"] = config.optimizer.states
+    values |= {"optimizer.states": config.optimizer.states, "lora.rank": config.lora.rank}
     for key, (is_refused, why) in refused.items():
         if is_refused:
             value = str(values[key]).lower()
@@ -109,7 +113,7 @@ def shard(model: LatentDiffusion, how: str, device: torch.device, precision: str
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     denoiser = model.denoiser
-    nn.Module.to(denoiser, weights_dtype(precision))
+    cast_weights(denoiser, precision)
     whole = {name: tensor.detach() for name, tensor in denoiser.named_parameters()}
     buffers = {name: tensor.detach() for name, tensor in denoiser.named_buffers()}
     denoiser.to_empty(device="meta", recurse=True)

@@ -15,6 +15,7 @@ from cli.errors import ConfigError
 from evaluation.prompts import Prompt, PromptSet
 from model import LatentDiffusion
 from record.checkpoint_files import FULL, WEIGHTS, check_whole, fault, listed, read
+from training.adapter import other_base
 from weights.tensors import canonical_name, difference, tensor_specs
 
 # --- a run ---
@@ -65,6 +66,8 @@ def load_snapshot(
         if (trained_on := identity.get(f"objective.{key}", here)) != here:
             text = f"{here}, but {path} was trained on {trained_on}. Use that value."
             differing.append(f"objective.{key}: {text}")
+    if model.adapter is not None and (trained_on := identity.get("denoiser_start")) != model.adapter.base:
+        differing.append(other_base(model.adapter.base, str(path), trained_on))
     average: Any = (content.get("ema") or {}).get("weights") or None
     if weights == "ema" and content.get("ema") is None:
         differing.append(f"{weights_key}: ema, but {path} has no EMA weights. Say {weights_key}=training.")

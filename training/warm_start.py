@@ -16,30 +16,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from cli import ranks
 from cli.command_line import Problem
 from cli.errors import ConfigError
-from cli.log import log
-from config import flat
 from model import LatentDiffusion
 from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, fault, listed, outline, read
-from training.sharding import is_sharded
 from weights import hub, hub_names, ldm, ldm_names
 from weights.files import Refused, open_weights, shown
-from weights.tensors import canonical_name, difference, fingerprint, on_meta, tensor_specs
-from zoo import load_family, mlperf
+from weights.tensors import canonical_name, difference, on_meta, tensor_specs
+from zoo import load_family
 from zoo.encoders import need_of_denoiser
 from zoo.model_config import ModelConfig
 from zoo.sampling import FLOW, OF_FLOW
 from zoo.spec import Family
-
-if TYPE_CHECKING:
-    from training.run_config import RunConfig
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
@@ -109,34 +102,6 @@ def load(model: LatentDiffusion, place: str, weights: Literal["ema", "training"]
     return [f"begins with {own} (batch {progress['batch']:,}, {progress['images']:,} images)"]
 
 
-def begin(config: RunConfig, model: LatentDiffusion, checkpoint: tuple[Path, Mapping[str, Any]] | None) -> str | None:
-    """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
-
-    Args:
-        model: built; on other ranks than 0 its denoiser may be on meta.
-        checkpoint: the one to resume from, or None.
-
-    Returns:
-        the fingerprint of the weights that it begins with, None for random ones.
-    """
-    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
-    if checkpoint is not None:
-        start = checkpoint[1]["identity"].get("denoiser_start")
-    elif (place := config.model.denoiser) is not None:
-
-        def loaded() -> tuple[list[str], str]:
-            return load(model, place), fingerprint(model.denoiser)
-
-        of_start, start = ranks.on_rank_zero(loaded) if is_sharded(config) else loaded()
-        notes += [f"model.denoiser: {note}" for note in of_start]
-    if benchmark := mlperf.benchmark_of(config.model.family, config.model.variant):
-        deviations = benchmark.deviations(flat(config), config.mlperf.ruleset)
-        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in deviations]
-    for note in notes:
-        log.info(note)
-    return start
-
-
 def _own_checkpoint(path: Path) -> Path | None:
     """Return the checkpoint of a run at this path, or None if the path is not a run's.
 
@@ -166,6 +131,9 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
         "objective.prediction": prediction,
     }
     made = content["identity"]
+    if made.get("lora.rank") is not None:
+        way = f"python export.py {path.parent.parent} OUT, and begin with OUT"
+        return [f"{path} holds an adapter alone (lora.rank={made['lora.rank']}). Merge it into its base: {way}."]
     found = [
         f"{path} was trained with {key}={made.get(key)}, this run has {value}. Use that value, or begin elsewhere."
         for key, value in wanted.items()
@@ -179,6 +147,9 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
 
 
 def _published_problems(family: Family, path: Path, prediction: str) -> list[str]:
+    if path.is_file() and is_adapter(path):
+        way = "Give its base, or a folder that it is merged into (export.py of its run)"
+        return [f"{path} holds a LoRA adapter alone: a network cannot begin with it. {way}."]
     module = on_meta(family.build_denoiser)
     if family.published()["denoiser"](module).only_folders and path.is_file():
         given = f"{path}: no LDM file says that its denoiser is {family.name}'s in the variant {family.variant}"
@@ -245,6 +216,14 @@ def has_average(path: Path) -> bool:
     """True where a single file has EMA weights beside, or instead of, the training weights."""
     try:
         return any(name.startswith("model_ema.diffusion_model") for name in open_weights(path).entries)
+    except ValueError:
+        return False  # said where its weights are read
+
+
+def is_adapter(path: Path) -> bool:
+    """True for a single file of LoRA, as diffusers (peft) and kohya's scripts name its tensors."""
+    try:
+        return any(".lora_A." in name or ".lora_down." in name for name in open_weights(path).entries)
     except ValueError:
         return False  # said where its weights are read
 

@@ -36,6 +36,7 @@ from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, tex
 from weights.t5_text import TOKENIZER, T5Text, T5Tokenizer
 from zoo import packing, tokenizer_files
 from zoo.latent_family import LatentFamily, of_choice
+from zoo.lora import JOINT_ATTENTION
 from zoo.sampling import build_scheduler
 from zoo.spec import Column, Pipeline
 
@@ -124,6 +125,7 @@ class Flux(LatentFamily):
     shipped = None
     pipeline = Pipeline("FluxPipeline", {}, ("feature_extractor", "image_encoder"))
     tokenizers = ("tokenizer", "tokenizer_2")
+    lora_targets = JOINT_ATTENTION
     wide_encoders = ("t5",)  # transformers clips its states in float16 (T5Block), which gives others
 
     def __init__(self, architecture: Architecture, variant: str):

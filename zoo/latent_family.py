@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cli.limits import ImageSize
+from zoo.lora import ATTENTION
 from zoo.objectives import Objective, ObjectiveConfig, build
 from zoo.sampling import OF_PUBLISHED, build_scheduler
 from zoo.spec import Column, Pipeline
@@ -59,6 +60,7 @@ class LatentFamily:
     embeds_guidance = False
     empty_is_zero = False
     wide_encoders: tuple[str, ...] = ()
+    lora_targets = ATTENTION
     on_hub: str | None = None
     tokenizers: tuple[str, ...] = ("tokenizer",)
     pipeline: Pipeline | None = Pipeline(

@@ -95,6 +95,8 @@ class Family(Protocol):
     """The condition of a dropped or empty caption is zeros, instead of the states of the empty text (SDXL)."""
     wide_encoders: tuple[str, ...]
     """Frozen networks with values beyond 65,504, the largest float16: they are float32 in a run of fp16."""
+    lora_targets: tuple[str, ...]
+    """Layers that get an adapter where a run names none, see zoo.lora."""
     shipped: Path | None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
     pipeline: Pipeline | None

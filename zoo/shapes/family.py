@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from weights import ldm_names
 from zoo import packing, tokenizer_files
 from zoo.latent_family import LatentFamily, of_choice
+from zoo.lora import JOINT_ATTENTION
 from zoo.shapes import networks
 from zoo.shapes.networks import NUM_TOKENS, PIXELS_PER_LATENT, TEXT_WIDTH, VOCABULARY
 from zoo.spec import Column
@@ -115,6 +116,7 @@ class ShapesFlow(Shapes):
     predictions = ("flow",)
     objective = OBJECTIVES["flow"]
     side_step = 2 * PIXELS_PER_LATENT
+    lora_targets = JOINT_ATTENTION
     pipeline = None  # FluxPipeline needs a T5
 
     def stored_columns(self) -> dict[str, Column]:

@@ -1,0 +1,331 @@
+"""LoRA in a model: the adapter alone is trained, plain diffusers draws the same with it, and what is refused.
+
+Whole runs are in tests/test_lora_runs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY_RUN
+from test_families import CAPTIONS, TRAINED, every_member, tiny
+
+import benchmark
+from cli import later
+from model import LatentDiffusion
+from training import adapter, speed
+from training.cost import measure_cost
+from training.speed import SpeedKeys
+from weights.tensors import fingerprint, trained_parameters
+from zoo import pipeline_folder
+from zoo.lora import LoraConfig, layers_of
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+from zoo.sampling import prompt_noise
+
+pytest.importorskip("peft", reason="peft is in requirements.lock")
+pytestmark = [
+    pytest.mark.timeout(120, func_only=True),
+    pytest.mark.filterwarnings(
+        "ignore:Mismatch dtype between input and weight"
+    ),  # FLUX's norms under autocast on a CPU
+]
+
+RANK = 4
+SIZE = (96, 64)
+
+
+def with_adapter(name: str, variant: str, precision: str = "fp32", **keys) -> LatentDiffusion:
+    """A tiny model with an adapter, on the CPU."""
+    model = tiny(name, variant)
+    config = LoraConfig(**({"rank": RANK} | keys)).resolved(model.family.lora_targets)
+    adapter.add(model, config, base=fingerprint(model.denoiser), seed=1, precision=precision)
+    return model.place(torch.device("cpu"), precision)
+
+
+def step_batch(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    """A batch of moments and captions with its random numbers, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    columns, further = model.family.columns("moments", SIZE), model.family.further(SIZE)
+    batch = {"moments": torch.randn(4, *columns["moments"].shape, generator=generator)}
+    batch |= model.family.tokenize(CAPTIONS) | {n: value.expand(4, *value.shape[1:]) for n, value in further.items()}
+    return model.draw(batch, generator)
+
+
+def base_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    """The frozen tensors, under the names of a denoiser without an adapter."""
+    parts = model.denoiser.state_dict().items()
+    return {name.replace(".base_layer.", "."): t.clone() for name, t in parts if ".lora_" not in name}
+
+
+# --- a step ---
+
+
+@every_member
+def test_a_new_adapter_changes_nothing_and_then_it_alone_is_trained(name, variant):
+    plain, model = tiny(name, variant), with_adapter(name, variant)
+    batch = step_batch(model)
+    assert torch.equal(plain.loss(plain(batch), batch), model.loss(model(batch), batch))
+    before, start = base_of(model), plain.denoiser.state_dict()
+    assert before.keys() == start.keys() and all(torch.equal(before[n], t) for n, t in start.items())
+
+    trained = trained_parameters(model)
+    layers = layers_of(plain.denoiser, model.family.lora_targets)
+    assert len(trained) == 2 * len(layers) > 0 and model.state_dict().keys() == trained.keys()
+    assert sum(p.numel() for p in trained.values()) == sum(
+        RANK * (layer.in_features + layer.out_features) for layer in layers.values()
+    )
+    optimizer, losses, reached = torch.optim.AdamW(trained.values(), lr=1e-2), [], set()
+    for _ in range(10):
+        loss = model.loss(model(batch), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        reached |= {n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+        optimizer.step()
+        losses.append(loss.item())
+    is_dark = (name, variant) in (
+        ("sd2", "mlperf"),
+        ("flux", "mlperf"),
+    )  # a last layer of zeros lets no gradient through
+    assert losses[-1] == losses[0] if is_dark else losses[-1] < losses[0]
+    assert reached == (set() if is_dark else set(trained))
+    assert all(torch.equal(tensor, before[n]) for n, tensor in base_of(model).items())
+
+
+@pytest.mark.parametrize(("name", "variant"), TRAINED)
+def test_a_base_in_bf16_gives_the_loss_and_gradients_of_one_that_autocast_casts(name, variant):
+    """Norms stay as they are, and everything else autocast would have rounded in the same way."""
+    cast, plain = with_adapter(name, variant, "bf16"), with_adapter(name, variant)
+    plain.place(torch.device("cpu"), "bf16")
+    dtypes = {n: t.dtype for n, t in cast.denoiser.named_parameters()}
+    assert {dtypes[n] for n in dtypes if ".lora_" in n} == {torch.float32}
+    assert {dtypes[n] for n in dtypes if ".base_layer." in n} == {torch.bfloat16}
+    losses = []
+    for model in (cast, plain):
+        batch = step_batch(model)
+        losses.append(model.loss(model(batch), batch))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    pairs = zip(trained_parameters(cast).values(), trained_parameters(plain).values(), strict=True)
+    assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300, func_only=True)
+@pytest.mark.parametrize(("name", "variant"), [("sd2", "stock"), ("flux", "dev")])
+def test_the_keys_of_speed_change_rounding_alone(name, variant, monkeypatch):
+    monkeypatch.setattr(speed, "BACKEND", "aot_eager")
+    plain = with_adapter(name, variant)
+    fast = with_adapter(name, variant)
+    keys = SpeedKeys(compile="whole", attention="math", gradient_checkpointing=1.0, channels_last=True)
+    speed.apply(fast, keys, None)
+    gradients = []
+    for model in (plain, fast):
+        batch = step_batch(model)
+        model.loss(model(batch), batch).backward()
+        gradients.append({n: p.grad for n, p in trained_parameters(model).items()})
+    assert gradients[0].keys() == gradients[1].keys() and all(g is not None for g in gradients[1].values())
+    for n, one in gradients[0].items():
+        torch.testing.assert_close(one, gradients[1][n], rtol=1e-3, atol=1e-4)
+
+
+@every_member
+def test_a_merged_denoiser_is_a_plain_one_that_draws_what_base_and_adapter_draw(name, variant):
+    model, generator = with_adapter(name, variant, alpha=6.0), torch.Generator().manual_seed(0)
+    for parameter in trained_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    batch, before = step_batch(model), base_of(model)
+    tensors = adapter.tensors(model)
+    with torch.no_grad():
+        apart = model(batch)["prediction"]
+    adapter.merge(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch)["prediction"], apart, rtol=1e-4, atol=1e-5)
+    merged = model.denoiser.state_dict()
+    assert merged.keys() == tiny(name, variant).denoiser.state_dict().keys()
+    folder = model.family.published()["denoiser"](model.denoiser).folder
+    for layer in layers_of(model.denoiser, model.family.lora_targets):  # W + B A, the scale in B
+        a, b = (tensors[f"{folder}.{layer}.lora_{part}.weight"] for part in "AB")
+        torch.testing.assert_close(merged[f"{layer}.weight"], before[f"{layer}.weight"] + b @ a)
+    assert len(tensors) == 2 * len(layers_of(model.denoiser, model.family.lora_targets))
+
+
+def test_a_convolution_can_be_a_target_and_is_merged_too():
+    model = with_adapter("sd2", "sd15", targets=["proj_in", "conv1"], alpha=2.0)
+    for parameter in trained_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    batch = step_batch(model)
+    with torch.no_grad():
+        apart = model(batch)["prediction"]
+        adapter.merge(model)
+        torch.testing.assert_close(model(batch)["prediction"], apart, rtol=1e-4, atol=1e-5)
+
+
+# --- plain diffusers ---
+
+DRAWING = """
+import json, sys, torch
+sys.path.append(sys.argv[2])
+torch.set_num_threads(1)
+from diffusers import DiffusionPipeline
+for out, case in json.load(open(sys.argv[1])).items():
+    pipeline = DiffusionPipeline.from_pretrained(case["base"])
+    pipeline.set_progress_bar_config(disable=True)
+    call = dict(case["call"], num_inference_steps=4, output_type="pt", latents=torch.load(case["latents"]))
+    plain = pipeline(case["captions"], **call).images
+    pipeline.load_lora_weights(case["adapter"])
+    torch.save([plain, pipeline(case["captions"], **call).images], out)
+ours = [name for name in ("model", "zoo", "weights", "config") if name in sys.modules]
+assert not ours, f"this process has {ours} of the project"
+"""
+MODELS = {"sd2": ("stock", 3.0), "sdxl": ("stock", 5.0), "flux": ("dev", 3.5)}
+
+
+def saved(name: str, folder: Path) -> tuple[dict, list[torch.Tensor]]:
+    """Write a base as a diffusers folder and its adapter as a file; return what to do with them, and our own images.
+
+    Those of the base alone, of base and adapter, and of the merged denoiser.
+    """
+    variant, guidance = MODELS[name]
+    model, captions = with_adapter(name, variant, alpha=3.0), ["a red circle", "two dogs on a beach"]
+    sampler = "ddim" if name != "flux" else "euler"
+    noise = prompt_noise(0, [0, 1], model.latent_shape)
+
+    def drawn() -> torch.Tensor:
+        return model.generate(model.family.tokenize(captions), noise, sampler=sampler, steps=4, guidance=guidance)
+
+    plain, images, folder = tiny(name, variant), [drawn()], folder / name
+    folder.mkdir()
+    networks = pipeline_folder.networks_of(plain.family, plain.denoiser, plain.frozen)
+    scheduler = plain.family.pipeline_scheduler(sampler, plain.objective.prediction, zero_terminal_snr=False)
+    (folder / "base").mkdir()
+    pipeline_folder.save_folder(folder / "base", plain.family, networks, scheduler, size=SIZE, dtype="fp32")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trained_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    pipeline_folder.write_safetensors(folder / "adapter.safetensors", adapter.tensors(model))
+    torch.save(model.family.pipeline_latents(noise), folder / "latents.pt")
+    images.append(drawn())
+    adapter.merge(model)
+    images.append(drawn())
+    case = {"base": str(folder / "base"), "adapter": str(folder / "adapter.safetensors"), "captions": captions}
+    return case | {
+        "latents": str(folder / "latents.pt"),
+        "call": model.family.pipeline_call(SIZE, guidance),
+    }, images
+
+
+@pytest.mark.slow
+def test_plain_diffusers_loads_base_and_adapter_and_draws_our_images(tmp_path):
+    import peft
+
+    cases, ours = {}, {}
+    for name in MODELS:
+        cases[str(tmp_path / f"{name}.pt")], ours[name] = saved(name, tmp_path)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    own = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
+    words = [sys.executable, "-I", "-c", DRAWING, str(tmp_path / "cases.json"), str(Path(peft.__file__).parent.parent)]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, timeout=110, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, (base, adapted, merged) in ours.items():
+        plain, theirs = torch.load(tmp_path / f"{name}.pt")
+        differences = [
+            float((one - two).abs().max()) for one, two in ((base, plain), (adapted, theirs), (merged, theirs))
+        ]
+        print(name, *(f"{difference:.1e}" for difference in differences))
+        assert max(differences) < 5e-5 and float((base - adapted).abs().max()) > 0.05, name
+
+
+# --- what it takes ---
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_the_estimate_counts_base_adapter_and_its_states(name):
+    model = with_adapter(name, {"sdxl": "stock", "flux": "dev"}[name], "bf16")
+    config, objective = ModelConfig(name, "tiny", weights="random"), ObjectiveConfig()
+    ways = dict(stage="moments", stored_text=True, has_encoders=False, size=SIZE, precision="bf16")
+    full = measure_cost(config, objective, **ways)
+    cost = measure_cost(config, objective, **ways, lora=(RANK, model.family.lora_targets))
+    trained, parts = trained_parameters(model).values(), list(model.denoiser.parameters())
+    base = [p for p in parts if not p.requires_grad]
+    assert cost.trained_parameters == sum(p.numel() for p in trained)
+    assert cost.frozen_parameters == sum(p.numel() for p in base) == full.trained_parameters
+    kinds = cost.memory_by_kind(1, ema=True)
+    assert kinds["frozen base"] * 2**30 == pytest.approx(sum(p.nbytes for p in base))
+    assert kinds["optimizer moments"] * 2**30 == 8 * cost.trained_parameters
+    assert cost.memory_gib(1, ema=False) < full.memory_gib(1, ema=False)
+    assert cost.flops_per_image < full.flops_per_image  # no gradients of the base's weights
+    assert full.memory_by_kind(1, ema=True)["frozen base"] == 0.0
+
+
+def test_a_start_without_lora_imports_no_peft():
+    code = "import sys, benchmark; print(sorted(n for n in sys.modules if n.split('.')[0] in ('peft', 'accelerate')))"
+    code += "; from cli import later; print(later.is_installed('peft'), later.load('peft').__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines() == ["['peft']", "True peft"], done.stderr  # hidden, and found again
+
+
+# --- what cannot be ---
+
+
+def refused(capsys, *words: str) -> list[str]:
+    assert benchmark.main([*TINY_RUN, *words]) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+LEAVE = "Name such a layer, or leave it out."
+NONE = "lora.targets: no linear layer or convolution of the denoiser ends in"
+
+
+@pytest.mark.usefixtures("quick_estimate")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("lora.rank=0", "command line: lora.rank is 0. Possible: 1 to 4,096 or null. Usual: 4 to 64."),
+        (
+            "lora.alpha=8",
+            "lora.alpha: 8.0, but lora.rank is not given, and no adapter is trained. Give lora.rank, or leave it out.",
+        ),
+        (
+            "lora.rank=4 lora.targets=[]",
+            "lora.targets: an empty list: no layer gets an adapter. Name some, or leave it out.",
+        ),
+        ("lora.rank=4 lora.targets=[to_q,too_k]", f"{NONE} too_k. Nearest: to_k, to_v, to_q. {LEAVE}"),
+        (
+            "model.family=flux lora.rank=4 lora.targets=[attn.to_quer]",
+            f"{NONE} attn.to_quer. Nearest: attn.to_q, attn.to_v, attn.to_k. {LEAVE}",
+        ),
+        (
+            "lora.rank=17",
+            "lora.rank: 17, but down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k has 16 inputs or outputs, and "
+            "32 of the layers have fewer than the rank: an adapter would be larger than they are. Possible: 1 to 16.",
+        ),
+        (
+            "lora.rank=4 precision=fp8",
+            "precision: fp8, but lora.rank=4: torchao replaces layers that have an adapter. Use precision=bf16, or leave "
+            "lora.rank out.",
+        ),
+        (
+            "lora.rank=4 data.synthetic=false data.remote=gone",
+            "model.denoiser: not given, but lora.rank=4: random weights are no base. Give the weights that are "
+            "fine-tuned, or data.synthetic=true to measure speed.",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(words, said, capsys):
+    assert said in refused(capsys, "data.synthetic=true", *words.split())
+
+
+@pytest.mark.usefixtures("quick_estimate")
+def test_without_peft_the_way_to_it_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(later, "is_installed", lambda name: False)
+    assert refused(capsys, "data.synthetic=true", "lora.rank=4") == [
+        "lora.rank: 4 needs peft, which is not installed. Install requirements.lock (make env), or leave lora.rank out."
+    ]

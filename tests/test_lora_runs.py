@@ -1,0 +1,236 @@
+"""Runs with LoRA: the adapter alone in checkpoints, resumed bit for bit, on two ranks, exported, scored; what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, cost_made_up, run
+from PIL import Image
+from safetensors.torch import load_file
+from test_checkpoints import newest, same_training
+from test_export import SHORT, train
+from test_families import DECAY, RUN, TRAINED, lines
+from test_lora import RANK, step_batch, with_adapter
+from test_ranks import free_port
+from torch import multiprocessing
+
+import benchmark
+import eval as scoring
+import export
+from bench.export import CASES
+from record.checkpoint_files import FULL, WEIGHTS, listed, read
+from weights.tensors import trained_parameters
+from zoo.pipeline_folder import write_safetensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+
+LORA = (f"lora.rank={RANK}", "lora.alpha=2")
+
+
+@pytest.mark.parametrize(("name", "variant"), TRAINED)
+def test_a_run_saves_and_averages_its_adapter_alone_and_goes_on_bit_for_bit(name, variant, tmp_path):
+    words = [*RUN, *LORA, f"model.family={name}", f"model.variant={variant}", f"run_folder={tmp_path}"]
+    words += ["data.synthetic=true", "data.stage=moments"]
+    assert benchmark.main([*words, "run_name=whole"]) == 0
+    contents = [read(path) for path in reversed(listed(tmp_path / "whole/checkpoints", FULL))]
+    names = set(with_adapter(name, variant).state_dict())
+    for content in contents:
+        assert set(content["model"]) == set(content["ema"]["weights"]) == names
+        assert sum(map(len, content["optimizer"]["names"])) == len(content["optimizer"]["state"]) == len(names)
+        assert content["identity"]["lora.rank"] == RANK and content["identity"]["denoiser_start"]
+    for part in (".lora_A.", ".lora_B."):
+        assert all(tensor.any() for name, tensor in contents[-1]["model"].items() if part in name)
+    for before, after in itertools.pairwise(contents):
+        for key, average in after["ema"]["weights"].items():
+            expected = DECAY * before["ema"]["weights"][key].double() + (1 - DECAY) * after["model"][key].double()
+            torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    (tmp_path / "killed/summary.json").unlink()
+    for path in listed(tmp_path / "killed/checkpoints", FULL)[:4]:
+        path.unlink()
+    assert benchmark.main([*words, "run_name=killed"]) == 0
+    assert same_training(newest(tmp_path, "killed"), newest(tmp_path, "whole"))
+    assert [line["loss"] for line in lines(tmp_path / "killed")] == [line["loss"] for line in lines(tmp_path / "whole")]
+
+
+# --- two ranks ---
+
+
+def gradients_of(rank: int, port: int, out: str) -> None:
+    """The gradients of half a batch, averaged over two ranks by DDP as Composer does it."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = with_adapter("sdxl", "stock")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    half = {name: value[2 * rank : 2 * rank + 2] for name, value in step_batch(model).items()}
+    model.loss(wrapped(half), half).backward()
+    torch.save({name: p.grad for name, p in trained_parameters(model).items()}, f"{out}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_have_the_gradients_of_one(tmp_path):
+    multiprocessing.spawn(gradients_of, (free_port(), str(tmp_path)), nprocs=2)
+    model = with_adapter("sdxl", "stock")
+    batch = step_batch(model)
+    model.loss(model(batch), batch).backward()
+    both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for name, parameter in trained_parameters(model).items():
+        assert torch.equal(both[0][name], both[1][name])
+        torch.testing.assert_close(both[0][name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_run_on_two_ranks_saves_the_adapter_alone(tmp_path):
+    words = [*RUN, *LORA, "max_duration=2ba", "data.synthetic=true", "data.stage=moments", f"run_folder={tmp_path}"]
+    done = run("composer", "-n", "2", "benchmark.py", *words, "run_name=two")
+    assert done.returncode == 0, done.stderr
+    assert set(newest(tmp_path, "two")["model"]) == set(with_adapter("sd2", "stock").state_dict())
+
+
+# --- out of a run ---
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> tuple[Path, Path]:
+    """A base, as the export of a tiny SDXL, and a run with an adapter on it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    base = train(folder, "first", *CASES["sdxl"], *SHORT)
+    assert export.main([str(base), str(folder / "base")]) == 0
+    begun = [f"model.denoiser={folder / 'base'}", f"model.weights={folder / 'base'}", "optimizer.lr=0.05", *LORA]
+    return folder / "base", train(folder, "tuned", *CASES["sdxl"], *begun)
+
+
+def other_base(base: Path, at: Path) -> Path:
+    """A copy of a base with one changed tensor."""
+    shutil.copytree(base, at)
+    file = at / "unet/diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values())).add_(1.0)
+    write_safetensors(file, tensors)
+    return at
+
+
+def said_in_refusal(command, capsys, *words: object) -> str:
+    capsys.readouterr()
+    with cost_made_up():
+        assert command.main([str(word) for word in words]) == 2
+    return capsys.readouterr().err.rstrip("\n")
+
+
+def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tuned, tmp_path, capsys):
+    base, folder = tuned
+    assert export.main([str(folder), str(tmp_path / "merged")]) == 0
+    assert export.main([str(folder), str(tmp_path / "adapter.safetensors"), "lora=separate"]) == 0
+    before, after = (load_file(at / "unet/diffusion_pytorch_model.safetensors") for at in (base, tmp_path / "merged"))
+    adapter = load_file(tmp_path / "adapter.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    layers = {name.removeprefix("unet.").removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
+    assert changed == {f"{layer}.weight" for layer in layers} and len(adapter) == 2 * len(layers)
+    for layer in layers:
+        product = adapter[f"unet.{layer}.lora_B.weight"] @ adapter[f"unet.{layer}.lora_A.weight"]
+        torch.testing.assert_close(after[f"{layer}.weight"], before[f"{layer}.weight"] + product)
+    snapshot = read(listed(folder / "checkpoints", WEIGHTS)[0])["ema"]["weights"]
+    for name, tensor in snapshot.items():  # alpha / rank is in B
+        stored = adapter[name.replace("denoiser.", "unet.").replace(".default.", ".")]
+        assert torch.equal(stored, tensor * (2 / RANK if ".lora_B." in name else 1))
+    facts = json.loads((tmp_path / "merged/export.json").read_text())
+    assert facts["lora"]["rank"] == RANK and facts["weights"] == "ema" and facts["denoiser_start"] == str(base)
+    card = (tmp_path / "merged/README.md").read_text()
+    assert f"as a LoRA adapter of rank {RANK}, merged into it, on 32 images" in card
+    assert "| `lora.alpha` | `2.0` |" in card
+
+    # eval.py draws the same from the run, whose model has the adapter beside its base, as from the merged export.
+    drawn = []
+    for at in (folder, tmp_path / "merged"):
+        ways = [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
+        words = [str(at), f"images={tmp_path}/{len(drawn)}", "prompts=[a red circle]", *ways]
+        assert scoring.main(words) == 0, capsys.readouterr().err
+        [path] = (tmp_path / str(len(drawn))).glob("0*.png")
+        drawn.append(np.asarray(Image.open(path)).astype(int))
+    assert np.abs(drawn[0] - drawn[1]).max() <= 1 and drawn[0].std() > 10
+
+
+def test_an_export_with_another_base_is_refused_and_one_that_has_moved_is_taken(tuned, tmp_path, capsys):
+    base, folder = tuned
+    snapshot = listed(folder / "checkpoints", WEIGHTS)[0]
+    other = other_base(base, tmp_path / "other")
+    text = said_in_refusal(export, capsys, folder, tmp_path / "out", f"model.denoiser={other}")
+    trained_on = json.loads((folder / "summary.json").read_text())["denoiser_start_fingerprint"]
+    assert text.startswith("model.denoiser: its fingerprint is ")
+    assert text.endswith(f"but the adapter in {snapshot} was trained on {trained_on}. Give that base, or another run.")
+    shutil.copytree(base, tmp_path / "moved")
+    assert export.main([str(folder), str(tmp_path / "out"), f"model.denoiser={tmp_path / 'moved'}"]) == 0
+    text = said_in_refusal(export, capsys, folder, tmp_path / "again", f"model.denoiser={tmp_path / 'gone'}")
+    assert text.startswith(f"model.denoiser: {tmp_path / 'gone'}") and "\n" not in text
+
+
+def test_a_run_goes_on_with_its_rank_and_its_base_alone(tuned, tmp_path, capsys):
+    base, folder = tuned
+    text = said_in_refusal(benchmark, capsys, folder / "config.yaml", "lora.rank=2")
+    assert f"lora.rank: 2, but {folder} was begun with {RANK}. A run resumes as it began" in text
+    copy, other = tmp_path / "tuned", other_base(base, tmp_path / "other")
+    shutil.copytree(folder, copy)
+    (copy / "summary.json").unlink()
+    config = (copy / "config.yaml").read_text()  # as if what lies at the base's place had changed
+    (copy / "config.yaml").write_text(config.replace(f"denoiser: {base}", f"denoiser: {other}"))
+    full = listed(copy / "checkpoints", FULL)[0]
+    text = said_in_refusal(benchmark, capsys, copy / "config.yaml", f"run_folder={tmp_path}", "max_duration=6ba")
+    assert f"but the adapter in {full} was trained on" in text and "Give that base, or another run." in text
+
+
+def test_an_adapter_is_no_network_to_begin_with_and_other_runs_have_none(tuned, tmp_path, capsys):
+    base, folder = tuned
+    file, snapshot = tmp_path / "adapter.safetensors", listed(folder / "checkpoints", WEIGHTS)[0]
+    assert export.main([str(folder), str(file), "lora=separate"]) == 0
+    words = ["model.preset=tiny", "model.family=sdxl", "data.synthetic=true", "image_size=64", "global_batch_size=8"]
+    way = f"Merge it into its base: python export.py {folder} OUT, and begin with OUT."
+    assert said_in_refusal(benchmark, capsys, *words, f"model.denoiser={snapshot}") == (
+        f"model.denoiser: {snapshot} holds an adapter alone (lora.rank={RANK}). {way}"
+    )
+    way = "Give its base, or a folder that it is merged into (export.py of its run)."
+    assert said_in_refusal(benchmark, capsys, *words, f"model.denoiser={file}") == (
+        f"model.denoiser: {file} holds a LoRA adapter alone: a network cannot begin with it. {way}"
+    )
+    assert said_in_refusal(export, capsys, folder, tmp_path / "out", "lora=separate") == (
+        f"lora: separate, but {tmp_path / 'out'} is no file's name: an adapter is one file. Give FILE.safetensors."
+    )
+    first = folder.parent / "first"
+    assert said_in_refusal(export, capsys, first, tmp_path / "x.safetensors", "lora=separate") == (
+        f"lora: separate, but {first} has no adapter (lora.rank). Leave it out."
+    )
+    assert said_in_refusal(export, capsys, first, tmp_path / "x", f"model.denoiser={base}") == (
+        f"model.denoiser: {base}, but {first} has no adapter, and needs no base. Leave it out."
+    )
+
+
+# --- recipes ---
+
+OF_FINE_TUNING = sorted(
+    path.name for kind in ("finetune", "dreambooth") for path in (ROOT / "yamls").glob(f"{kind}*.yaml")
+)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_FINE_TUNING if "sd2" not in name])
+def test_a_recipe_of_fine_tuning_takes_two_steps_from_published_weights_and_is_exported(name, stage, tmp_path, capsys):
+    """In the tiny preset, from the folder of a pipeline as the hub has it."""
+    family = name.split("_")[1]
+    small = ["image_size=64", "global_batch_size=8", "device_train_microbatch_size=4", "compile=off", "precision=fp32"]
+    small += ["data.workers=0", "measure.warmup_batches=0", "loggers.progress_bar=false", f"run_folder={tmp_path}"]
+    first = ["model.preset=tiny", f"model.family={family}", "model.weights=random", "data.synthetic=true"]
+    assert benchmark.main([*first, *small, "max_duration=1ba", "save.every_images=8", "run_name=first"]) == 0
+    assert export.main([str(tmp_path / "first"), str(tmp_path / "base")]) == 0
+    own = ["model.preset=tiny", f"model.weights={tmp_path / 'base'}", f"model.denoiser={tmp_path / 'base'}"]
+    own += [f"data.remote={stage}", "max_duration=2ba", "run_name=tuned"]
+    assert benchmark.main([str(ROOT / "yamls" / name), *small, *own]) == 0, capsys.readouterr().err
+    summary = json.loads((tmp_path / "tuned/summary.json").read_text())
+    base = json.loads((tmp_path / "base/export.json").read_text())
+    assert summary["denoiser_start_fingerprint"] == base["denoiser_fingerprint"] and 0 < summary["loss"] < 10
+    assert export.main([str(tmp_path / "tuned"), str(tmp_path / "out")]) == 0
+    code = export.main([str(tmp_path / "tuned"), str(tmp_path / "adapter.safetensors"), "lora=separate"])
+    assert code == (0 if "_lora" in name else 2)
