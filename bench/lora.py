@@ -33,10 +33,10 @@ from cli.errors import Failed
 from cli.limits import limited
 from config import as_written
 from data import SyntheticBatches
-from model import build_device
 from reports.tables import text_of
 from training import adapter
 from training.cost import available_gib, measure_cost
+from training.device import build_device
 from training.optimizer import build_optimizer
 from training.run_config import RunConfig, build_for_training
 from zoo import load_family
