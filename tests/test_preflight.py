@@ -164,6 +164,7 @@ def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
         "optimizer moments": 2 * one,
         "EMA": one if ema else 0.0,
         "DDP buckets": one if ranks > 1 else 0.0,
+        "frozen base": 0.0,
         "frozen encoders": 0.75,
         "cast weights": 1.5,
         "activations": 0.5 * microbatch,
