@@ -166,7 +166,7 @@ def evaluate(command: CommandLine) -> None:
     rows: list[Row] = []
     folder = Path()
     for place, config in zip(found, configs, strict=True):
-        keys = () if place.kind == "images" else ("model.weights",)
+        keys: tuple[str, ...] = () if place.kind == "images" else ("model.weights",)
         keys += ("model.denoiser",) if place.kind == "run" and config.lora.is_given else ()  # an adapter's base
         config = published.fetched(config, (*keys, *(() if draws else published.OF_EVALUATION)))
         if "objective.prediction" not in typed:

@@ -167,6 +167,7 @@ def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
         "DDP buckets": one if ranks > 1 else 0.0,
         "gathered blocks": 0.0,
         "update": 0.0,
+        "frozen base": 0.0,
         "frozen encoders": 0.75,
         "cast weights": 1.5,
         "activations": 0.5 * microbatch,

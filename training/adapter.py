@@ -50,7 +50,8 @@ class Adapter:
 
 def problems(config: RunConfig) -> list[Problem]:
     """Return why a run's adapter cannot be trained."""
-    lora, denoiser, targets = config.lora, None, ()
+    lora, denoiser = config.lora, None
+    targets: tuple[str, ...] = ()
     with contextlib.suppress(ValueError):  # named by model_problems
         family = load_family(config.model.family, config.model.preset, config.model.variant)
         targets = family.lora_targets

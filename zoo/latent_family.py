@@ -60,7 +60,7 @@ class LatentFamily:
     embeds_guidance = False
     empty_is_zero = False
     wide_encoders: tuple[str, ...] = ()
-    lora_targets = ATTENTION
+    lora_targets: tuple[str, ...] = ATTENTION
     on_hub: str | None = None
     tokenizers: tuple[str, ...] = ("tokenizer",)
     pipeline: Pipeline | None = Pipeline(

@@ -107,7 +107,7 @@ def _misfits(rank: int, targets: Sequence[str], denoiser: nn.Module) -> list[tup
 
 def _width(layer: nn.Module) -> int:
     """Return the smaller of a layer's inputs and outputs: no product has a higher rank."""
-    out, inputs = layer.weight.shape[0], layer.weight[0].numel()  # type: ignore[index, union-attr]  # a tensor
+    out, inputs = layer.weight.shape[0], layer.weight[0].numel()  # type: ignore[index]  # a tensor
     return min(int(out), int(inputs))
 
 
