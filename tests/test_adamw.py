@@ -294,6 +294,20 @@ def test_each_family_trains_with_bfloat16_weights_and_goes_on_bit_for_bit(tmp_pa
 
 
 @pytest.mark.usefixtures("quick_estimate")
+def test_a_run_with_float32_weights_begins_with_those_of_one_with_bfloat16(tmp_path):
+    assert benchmark.main(words_of(tmp_path, "small", "precision=bf16_params", "max_duration=2ba")) == 0
+    begins = [
+        f"model.denoiser={tmp_path}/small",
+        "max_duration=2ba",
+        "optimizer.lr=1e-30",
+        "optimizer.weight_decay=0.0",
+    ]
+    assert benchmark.main(words_of(tmp_path, "wide", *begins)) == 0
+    small, wide = newest(tmp_path, "small")["model"], newest(tmp_path, "wide")["model"]
+    assert all(torch.equal(small[name].float(), wide[name]) for name in small)
+
+
+@pytest.mark.usefixtures("quick_estimate")
 def test_a_checkpoint_of_one_kind_of_states_is_refused_by_a_run_of_another(tmp_path, capsys):
     assert benchmark.main(words_of(tmp_path, "a", "optimizer.states=bf16")) == 0
     for key, value, was in (("optimizer.states", "fp32", "bf16"), ("precision", "bf16_params", "fp32")):
