@@ -16,6 +16,7 @@ from test_checkpoints import newest, same_training
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import benchmark
 from callbacks.gradient_norm import GradientNorm, total_norm
@@ -217,6 +218,28 @@ def test_two_ranks_with_half_of_each_tensor_make_the_step_of_one(tmp_path, state
             torch.testing.assert_close(kept[f"{n}.{name}"], state[name], rtol=3 * DISTANCE, atol=2e-3)
 
 
+def of_a_copy(rank: int, folder: str) -> None:
+    """Train a copy of a network on this rank's own inputs, and keep its weights."""
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = layers().to(torch.bfloat16)
+    copy, optimizer = DistributedDataParallel(model), optimizer_of(model, "bf16")
+    for step in range(3):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+        copy(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_the_same_weights_round_them_alike(tmp_path):
+    torch.multiprocessing.spawn(of_a_copy, (str(tmp_path),), nprocs=2)
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 # --- the same again ---
 
 
@@ -268,6 +291,20 @@ def test_each_family_trains_with_bfloat16_weights_and_goes_on_bit_for_bit(tmp_pa
     assert same_training(whole, resumed)
     assert {t.dtype for t in whole["model"].values()} == {torch.bfloat16}
     assert {t.dtype for t in whole["ema"]["weights"].values()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("quick_estimate")
+def test_a_run_with_float32_weights_begins_with_those_of_one_with_bfloat16(tmp_path):
+    assert benchmark.main(words_of(tmp_path, "small", "precision=bf16_params", "max_duration=2ba")) == 0
+    begins = [
+        f"model.denoiser={tmp_path}/small",
+        "max_duration=2ba",
+        "optimizer.lr=1e-30",
+        "optimizer.weight_decay=0.0",
+    ]
+    assert benchmark.main(words_of(tmp_path, "wide", *begins)) == 0
+    small, wide = newest(tmp_path, "small")["model"], newest(tmp_path, "wide")["model"]
+    assert all(torch.equal(small[name].float(), wide[name]) for name in small)
 
 
 @pytest.mark.usefixtures("quick_estimate")

@@ -23,7 +23,7 @@ from torch import nn
 
 from cli.command_line import Problem
 from cli.errors import ConfigError
-from model import LatentDiffusion
+from model import LatentDiffusion, weights_dtype
 from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, fault, listed, outline, read
 from weights import hub, hub_names, ldm, ldm_names
 from weights.files import Refused, open_weights, shown
@@ -139,7 +139,7 @@ def _own_problems(family: Family, path: Path, content: Mapping[str, Any], predic
         for key, value in wanted.items()
         if made.get(key) != value
     ]
-    module = on_meta(family.build_denoiser)
+    module = nn.Module.to(on_meta(family.build_denoiser), weights_dtype(made.get("precision") or "fp32"))
     have = {name.removeprefix(PREFIX): tensor for name, tensor in content["model"].items()}
     if text := difference(tensor_specs(module.state_dict()), tensor_specs(have)):
         found.append(f"{path} does not fit: {text}. Use the model.preset that it was made with.")
