@@ -86,7 +86,7 @@ class SmallAdamW(torch.optim.Optimizer):
         self._codes = _Codes() if states == "8bit" else None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # as torch's own
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -174,7 +174,7 @@ class SmallAdamW(torch.optim.Optimizer):
             if name != "step":
                 rows = local.shape[0] if like.shape == parameter.shape else like.shape[0] // num_parts(parameter)
                 own = torch.zeros((rows, *like.shape[1:]), dtype=like.dtype, device=local.device)
-                ways = dict(run_check=False, shape=like.shape, stride=like.stride())
+                ways: dict[str, Any] = dict(run_check=False, shape=like.shape, stride=like.stride())
                 state[name] = DTensor.from_local(own, parameter.device_mesh, parameter.placements, **ways)
         return state
 
@@ -206,7 +206,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
     # --- in checkpoints ---
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]  # as torch's own
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state as `state_dict` gives it. torch's own would cast each moment to the type of its parameter."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -201,8 +201,9 @@ def measure_cost(
     base = [p for p in model.denoiser.parameters() if not p.requires_grad]  # none without an adapter
     frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
     frozen_gib = model.encoders.num_bytes / 2**30
+    sizes: dict[str, Any] = _sizes(model.denoiser)
     return Cost(
-        **_sizes(model.denoiser),
+        **sizes,
         frozen_parameters=frozen + sum(p.numel() for p in base),
         flops_per_image=flops,
         activation_gib_per_image=(two - one) * factor,
@@ -262,7 +263,8 @@ def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: i
         kept.update(inputs)
         own: dict[int, torch.UntypedStorage] = {}
         with torch.autograd.graph.saved_tensors_hooks(partial(_keep, own), lambda tensor: tensor):
-            type(block).__mro__[1].forward(block, *args, **more)  # the class that it had
+            of_before: Any = type(block).__mro__[1]  # the class that it had
+            of_before.forward(block, *args, **more)
         again.append(sum(storage.nbytes() for key, storage in own.items() if key not in parameters | inputs.keys()))
 
     blocks = [block for block in model.denoiser.modules() if type(block).__name__.startswith("CheckpointedBlock")]
