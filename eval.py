@@ -26,6 +26,11 @@ after a signal.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from cli import later
+
+    later.hide("peft")  # which Composer imports; a run with an adapter brings it back
+
 import contextlib
 import dataclasses
 import traceback
