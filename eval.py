@@ -26,6 +26,11 @@ after a signal.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from cli import later
+
+    later.hide("peft")  # which Composer imports; a run with an adapter brings it back
+
 import contextlib
 import dataclasses
 import traceback
@@ -87,6 +92,8 @@ def read(place: Place, command: CommandLine) -> EvalCommand:
         else:
             found += [*config.eval.problems(now=True, images_alone=not is_model), *config.target.problems(config.eval)]
             found += _out_problems(config, place)
+        if place.kind == "run" and "model.denoiser" in typed and not config.lora.is_given:
+            found.append(("model.denoiser", f"{place.given} has no adapter, and needs no base. Leave it out."))
         if is_model:
             config = _completed(config, place, set(typed))
             if place.kind != "run":

@@ -169,6 +169,15 @@ def test_an_export_with_another_base_is_refused_and_one_that_has_moved_is_taken(
     text = said_in_refusal(export, capsys, folder, tmp_path / "again", f"model.denoiser={tmp_path / 'gone'}")
     assert text.startswith(f"model.denoiser: {tmp_path / 'gone'}") and "\n" not in text
 
+    drawing = [f"images={tmp_path / 'look'}", "prompts=[a red circle]"]
+    text = said_in_refusal(scoring, capsys, folder, *drawing, f"model.denoiser={other}")
+    assert f"but the adapter in {snapshot} was trained on {trained_on}. Give that base, or another run." in text
+    assert scoring.main([str(folder), *drawing, f"model.denoiser={tmp_path / 'moved'}"]) == 0
+    first = folder.parent / "first"
+    assert said_in_refusal(scoring, capsys, first, *drawing, f"model.denoiser={base}") == (
+        f"model.denoiser: {first} has no adapter, and needs no base. Leave it out."
+    )
+
 
 def test_a_run_goes_on_with_its_rank_and_its_base_alone(tuned, tmp_path, capsys):
     base, folder = tuned

@@ -40,7 +40,7 @@ OF_IMAGES = ("out", "eval.prompts", "eval.num_prompts", "loggers.debug", *OF_MET
 OF_MODELS = ("model.family", "model.preset", "model.variant", "objective.prediction", "image_size", "precision", "seed")
 OF_GENERATING = ("eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "loggers.progress_bar")
 OF_SPEED = tuple(key.name for key in dataclasses.fields(speed.SpeedKeys) if key.name not in speed.OF_TRAINING)
-OF_RUNS = ("model.weights", "eval.weights", "target.fid", "target.clip", "snapshots", "from_images")
+OF_RUNS = ("model.weights", "model.denoiser", "eval.weights", "target.fid", "target.clip", "snapshots", "from_images")
 EFFECTIVE: Mapping[Kind, tuple[str, ...]] = {
     "images": OF_IMAGES,
     "diffusers": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_SPEED, "model.weights"),
@@ -53,7 +53,7 @@ DRAWING: Mapping[Kind, tuple[str, ...]] = {
     "images": OF_DRAWING,
     "diffusers": OF_DRAWING,
     "file": (*OF_DRAWING, "eval.weights"),
-    "run": (*OF_DRAWING, "eval.weights", "snapshots"),
+    "run": (*OF_DRAWING, "model.denoiser", "eval.weights", "snapshots"),
 }
 """The same where images are drawn."""
 
@@ -62,7 +62,7 @@ UNREAD += ("model.denoiser", "validation.", "loggers.", "mlperf.")
 """Of a run's files: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_RUNS}
 DECIDING -= {"out", "eval.batch_size", "loggers.progress_bar", "loggers.debug"}
-DECIDING -= {"model.weights", "snapshots", "from_images"}
+DECIDING -= {"model.weights", "model.denoiser", "snapshots", "from_images"}
 """What a target is met with: given in another way than in a run's files, its scores are a trial."""
 
 NAMES: Mapping[Kind, str] = {
