@@ -163,6 +163,19 @@ def test_one_rank_goes_on_from_the_parts_of_two(runs, words_of, tmp_path):
     assert listed(tmp_path / "full" / "checkpoints", FULL)[0].is_file()  # nobody to share with
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400, func_only=True)
+def test_bfloat16_weights_and_moments_go_on_bit_for_bit_in_parts(words_of, tmp_path):
+    """Each part is rounded by random numbers of its own: after two steps more the run is the unbroken one."""
+    keys = ["sharding=full", "precision=bf16_params", "optimizer.states=bf16"]
+    trained(2, words_of(tmp_path, "whole", *keys))
+    trained(2, words_of(tmp_path, "part", *keys, "max_duration=2ba"))
+    trained(2, words_of(tmp_path, "part", *keys))
+    assert distance(tmp_path / "part", tmp_path / "whole") == 0.0
+    tensors = content_of(tmp_path / "whole")["model"]
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
 @pytest.fixture
 def parts(runs, tmp_path) -> Path:
     """A copy of the shared run's checkpoints: the newest one, of batch 4, and the one before."""
@@ -326,6 +339,14 @@ def test_hybrid_on_two_machines_trains_as_whole_weights_on_four_ranks(words_of, 
 
 
 REFUSED = {
+    "optimizer.states=8bit": (
+        "optimizer.states: 8bit, but sharding=full: blocks of 256 numbers with one scale do not end where parts do. Say "
+        "optimizer.states=bf16."
+    ),
+    "lora.rank=4": (
+        "lora.rank: 4, but sharding=full: an adapter is small, and its base is frozen: nothing is left to share. Say "
+        "sharding=off."
+    ),
     "channels_last=true": "channels_last: true, but sharding=full: weights in NHWC cannot be split. Leave it out.",
     "compile=whole": "compile: whole, but sharding=full: one graph cannot gather block by block. Say compile=blocks.",
     "device_train_microbatch_size=auto": (
