@@ -4,7 +4,7 @@
 
 Each kind is measured in a process of its own, on bench.families' SDXL between tiny and full: some steps from moments and text
 states, without Composer, EMA and clipping. The memory is the most that the process held (RSS), less what it held with its
-libraries loaded. Images are small, so that nearly all of it is weights, gradients and moments. Its time a step is kept too; on
+libraries loaded. Images are small: nearly all of it is weights, gradients and moments. Its time a step is kept too; on
 a busy machine it means nothing.
 Exit code: 0, 1 when a case fails, 2 when the command cannot be read.
 """
