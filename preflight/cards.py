@@ -35,11 +35,15 @@ def on_gpus(cost: Cost, values: Mapping[str, Any]) -> Cost:
     return replace(cost, activation_gib_per_image=each, frozen_gib=0.0 if is_apart else cost.frozen_gib)
 
 
+def can_be_shared(cost: Cost) -> bool:
+    """False for moments in 8 bits: training.sharding refuses them."""
+    return cost.states != "8bit"
+
+
 def over(cost: Cost, num: int, sharding: str) -> Cost:
     """Return the cost on this number of GPUs; one alone has nobody to share with."""
-    return replace(
-        cost, num_ranks=num, ranks_a_machine=min(num, GPUS_A_MACHINE), sharding=sharding if num > 1 else "off"
-    )
+    how = sharding if num > 1 and can_be_shared(cost) else "off"
+    return replace(cost, num_ranks=num, ranks_a_machine=min(num, GPUS_A_MACHINE), sharding=how)
 
 
 def images_a_pass(cost: Cost, card_gib: float, *, ema: bool) -> int:
@@ -62,7 +66,7 @@ def lines(cost: Cost, values: Mapping[str, Any]) -> list[str]:
     """
     ema = bool(values["ema.enabled"] and values["ema.device"] == "model")
     given = values.get("sharding", "off")
-    shown = "full" if given == "off" else given
+    shown = given if given != "off" or not can_be_shared(cost) else "full"
     cost = on_gpus(cost, values)
     title = f"memory of one GPU in {values['precision']} with sharding={shown} from 2 on, one image a pass, GiB:"
     return [

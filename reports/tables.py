@@ -178,7 +178,7 @@ def table_of_cards(record: Record) -> Table:
             f"{row['network']}, {row['parameters'] / 1e9:.2f} B",
             f"{row['image_size']} px",
             *(row[key] for key in ways),
-            *(f"{row['gib'][num]:.1f}" for num in nums),
+            *(f"{row['gib'][num]:.1f}" if num in row["gib"] else None for num in nums),
             *("-" if row[key] is None else str(row[key]) for key in cards),
         )
         for row in networks
