@@ -20,7 +20,7 @@ from bench.command import ends, head, read_keys, write_record
 from bench.contest import rounded
 from cli.command import command
 from config import as_written
-from preflight.cards import CARDS_GIB, NUM_GPUS, can_be_shared, fewest, on_gpus, over
+from preflight.cards import CARDS_GIB, NUM_GPUS, fewest, is_possible, on_gpus, over
 from reports.tables import text_of
 from training.cost import Cost
 from training.kept_cost import kept_cost
@@ -62,7 +62,7 @@ def rows(ema: bool) -> Iterator[dict[str, Any]]:
             row: dict[str, Any] = {"network": family if variant == "stock" else f"{family} {variant}"}
             row |= {"image_size": side, "parameters": cost.trained_parameters}
             row |= {"precision": precision, "states": states}
-            nums = NUM_GPUS if can_be_shared(cost) else NUM_GPUS[:1]
+            nums = [n for n in NUM_GPUS if n == 1 or (cost.can_be_shared and is_possible(cost, n, "full"))]
             row["gib"] = {str(num): rounded(over(cost, num, "full").memory_gib(1, ema=ema)) for num in nums}
             yield row | {f"cards_of_{gib}_gib": fewest(cost, gib, "full", ema=ema) for gib in CARDS_GIB}
 

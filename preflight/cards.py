@@ -35,15 +35,15 @@ def on_gpus(cost: Cost, values: Mapping[str, Any]) -> Cost:
     return replace(cost, activation_gib_per_image=each, frozen_gib=0.0 if is_apart else cost.frozen_gib)
 
 
-def can_be_shared(cost: Cost) -> bool:
-    """False for moments in 8 bits: training.sharding refuses them."""
-    return cost.states != "8bit"
-
-
 def over(cost: Cost, num: int, sharding: str) -> Cost:
     """Return the cost on this number of GPUs; one alone has nobody to share with."""
-    how = sharding if num > 1 and can_be_shared(cost) else "off"
+    how = sharding if num > 1 and cost.can_be_shared else "off"
     return replace(cost, num_ranks=num, ranks_a_machine=min(num, GPUS_A_MACHINE), sharding=how)
+
+
+def is_possible(cost: Cost, num: int, sharding: str) -> bool:
+    """False where more ranks would share a copy of the weights than the denoiser has blocks."""
+    return over(cost, num, sharding).parts <= max(1, cost.num_blocks)
 
 
 def images_a_pass(cost: Cost, card_gib: float, *, ema: bool) -> int:
@@ -54,7 +54,7 @@ def images_a_pass(cost: Cost, card_gib: float, *, ema: bool) -> int:
 
 def fewest(cost: Cost, card_gib: float, sharding: str, *, ema: bool) -> int | None:
     """Return the smallest number of cards that a run fits on with one image a pass; None: more than 64 or none."""
-    numbers = range(1, NUM_GPUS[-1] + 1)
+    numbers = (num for num in range(1, NUM_GPUS[-1] + 1) if is_possible(cost, num, sharding))
     return next((num for num in numbers if images_a_pass(over(cost, num, sharding), card_gib, ema=ema)), None)
 
 
@@ -66,7 +66,7 @@ def lines(cost: Cost, values: Mapping[str, Any]) -> list[str]:
     """
     ema = bool(values["ema.enabled"] and values["ema.device"] == "model")
     given = values.get("sharding", "off")
-    shown = given if given != "off" or not can_be_shared(cost) else "full"
+    shown = given if given != "off" or not cost.can_be_shared else "full"
     cost = on_gpus(cost, values)
     title = f"memory of one GPU in {values['precision']} with sharding={shown} from 2 on, one image a pass, GiB:"
     return [
@@ -77,7 +77,8 @@ def lines(cost: Cost, values: Mapping[str, Any]) -> list[str]:
 
 
 def _table(cost: Cost, sharding: str, *, ema: bool) -> list[str]:
-    rows = [over(cost, num, sharding) for num in NUM_GPUS]
+    nums = [num for num in NUM_GPUS if is_possible(cost, num, sharding)]
+    rows = [over(cost, num, sharding) for num in nums]
     kinds = [row.memory_by_kind(1, ema=ema) for row in rows]
     names = [name for name in kinds[0] if any(of[name] >= 0.005 for of in kinds)]
     head = ("GPUs", *names, "sum", *(f"images on {gib} GiB" for gib in CARDS_GIB))
@@ -88,7 +89,7 @@ def _table(cost: Cost, sharding: str, *, ema: bool) -> list[str]:
             f"{sum(of.values()):.2f}",
             *(str(images_a_pass(row, gib, ema=ema)) for gib in CARDS_GIB),
         )
-        for num, row, of in zip(NUM_GPUS, rows, kinds, strict=True)
+        for num, row, of in zip(nums, rows, kinds, strict=True)
     ]
     return [f"  {line}" for line in as_table(head, cells, "r" * len(head)).splitlines()]
 

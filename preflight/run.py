@@ -362,7 +362,7 @@ def savings(config: RunConfig) -> list[str]:
     ways = {
         "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
         "precision=bf16": config.precision in ("fp32", "tf32"),
-        "sharding=full": dist.get_world_size() > 1 and config.sharding == "off",
+        "sharding=full": dist.get_world_size() > 1 and config.sharding == "off" and not sharding.refusals(config),
         "ema.device=cpu": is_gpu and config.sharding == "off" and has_average_on_device(config),
         "model.frozen_device=cpu": is_gpu and config.model.frozen_device == "device" and needs_encoders(config),
     }
@@ -371,9 +371,10 @@ def savings(config: RunConfig) -> list[str]:
 
 def smaller_states(config: RunConfig) -> list[str]:
     """Return the keys that lower the memory of weights and moments; only before a run begins, since they change it."""
-    smaller = {"fp32": "bf16", "bf16": "8bit"}.get(config.optimizer.states)
+    smaller = {"fp32": "bf16", "bf16": None if sharding.is_sharded(config) else "8bit"}.get(config.optimizer.states)
     ways = [f"optimizer.states={smaller}"] if smaller else []
-    return ways + (["precision=bf16_params"] if config.precision in ("fp32", "tf32", "bf16") else [])
+    can_be_small = config.precision in ("fp32", "tf32", "bf16") and not config.lora.is_given
+    return ways + (["precision=bf16_params"] if can_be_small else [])
 
 
 def ranks_on_device() -> int:

@@ -133,7 +133,9 @@ def find_newest(folder: Path) -> Path | None:
     for path in listed(folder, FULL):
         if (wrong := fault(path)) is None:
             return path
-        damaged.append(path.rename(path.with_name(path.name + ".damaged")))
+        aside = path.with_name(path.name + ".damaged")
+        checkpoint_folders.remove(aside)  # of an earlier start, before somebody brought back a copy
+        damaged.append(path.rename(aside))
         log.info(f"checkpoints: {path} is damaged ({wrong}); set aside.")
     damaged += [path for path in folder.glob(f"{FULL}*.damaged") if path not in damaged]
     if damaged:

@@ -98,11 +98,13 @@ def write(folder: Path, name: str, content: Mapping[str, Any], rank: int, gather
         to_disk(place / FILES)
         to_disk(place)
         final = folder / f"{name}-{digest_of(place / FILES)}{SUFFIX}"
-        for other in folder.glob(f"{name}-*"):
-            if other.suffix in (".pt", SUFFIX):  # of a life of the run that was cut back to before this batch
-                remove(other)
+        if final.exists():  # the same bytes, of a life of the run that was cut back to before this batch
+            remove(final)
         place.rename(final)
         to_disk(folder)
+        for other in folder.glob(f"{name}-*"):
+            if other != final and other.suffix in (".pt", SUFFIX):  # of such a life, with other bytes
+                remove(other)
         return final.name
 
     try:

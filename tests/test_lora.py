@@ -297,6 +297,14 @@ NONE = "lora.targets: no linear layer or convolution of the denoiser ends in"
             "lora.rank=4 lora.targets=[]",
             "lora.targets: an empty list: no layer gets an adapter. Name some, or leave it out.",
         ),
+        (
+            "lora.rank=4 lora.targets=['']",
+            "lora.targets: an empty name: it is the end of every layer's. Name layers, or leave it out.",
+        ),
+        (
+            "lora.rank=4 lora.targets=['0']",
+            "lora.targets: 0 names down_blocks.0 too, which is no linear layer or convolution. Give more of the layer's name.",
+        ),
         ("lora.rank=4 lora.targets=[to_q,too_k]", f"{NONE} too_k. Nearest: to_k, to_v, to_q. {LEAVE}"),
         (
             "model.family=flux lora.rank=4 lora.targets=[attn.to_quer]",

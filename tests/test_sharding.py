@@ -229,6 +229,16 @@ def test_a_part_that_is_not_as_it_was_written_is_named_and_the_checkpoint_before
     assert sorted(path.name for path in parts.iterdir()) == sorted([before.name, f"{newest.name}.damaged"])
 
 
+def test_a_copy_that_is_brought_back_and_is_damaged_too_is_set_aside_again(parts):
+    newest, before = listed(parts, FULL)
+    copy = shutil.copytree(newest, parts.parent / newest.name)
+    for _ in range(2):
+        spoilt(newest, "cut")
+        assert find_newest(parts) == before
+        shutil.copytree(copy, newest)
+    assert find_newest(parts) == newest
+
+
 def test_what_a_killed_save_has_left_is_cleared_up(parts):
     (parts / ".full-ba000000000009.tmp").mkdir()
     (parts / ".full-ba000000000009.tmp" / "run.pt").write_bytes(b"half")
@@ -320,10 +330,11 @@ def test_evaluation_validation_and_grids_are_those_of_whole_weights(words_of, mi
 @pytest.mark.slow
 @pytest.mark.timeout(400, func_only=True)
 def test_hybrid_on_two_machines_trains_as_whole_weights_on_four_ranks(words_of, tmp_path):
-    """Two launchers of two ranks each, as on two machines: each has a copy of its own."""
+    """Two launchers of two ranks each, as on two machines: each has a copy of its own. It goes on from parts of four."""
     synthetic = ["data.synthetic=true", "data.remote=null"]  # a stream on two machines needs a /dev/shm on each
     trained(4, words_of(tmp_path, "ddp", *synthetic))
     port, words = 29517, words_of(tmp_path, "hybrid", *synthetic, "sharding=hybrid")
+    trained(4, [*words, "max_duration=2ba", "sharding=full"])
     ways = ["--world_size", "4", "--nproc", "2", "--master_addr", "127.0.0.1", "--master_port", str(port)]
 
     def command(node: int) -> list[str]:

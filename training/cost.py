@@ -74,6 +74,7 @@ class Cost:
     """Parameters of the largest tensor."""
     largest_block: int = 0
     """Parameters of the largest block."""
+    num_blocks: int = 0
     beside_blocks: int = 0
     """Parameters in no block."""
     precision: str = "fp32"
@@ -116,6 +117,11 @@ class Cost:
             "cast weights": 0.0 if is_sharded else self.activation_gib_once,
             "activations": microbatch * self.activation_gib_per_image,
         }
+
+    @property
+    def can_be_shared(self) -> bool:
+        """False for moments in 8 bits and for an adapter: training.sharding refuses them."""
+        return self.states != "8bit" and not self.base_gib
 
     @property
     def ranks(self) -> int:
@@ -226,6 +232,7 @@ def _sizes(denoiser: nn.Module) -> dict[str, int]:
         "uneven_parameters": sum(num for num in large if num % adamw.BLOCK),
         "largest_tensor": max(tensors),
         "largest_block": max(blocks, default=0),
+        "num_blocks": len(blocks),
         "beside_blocks": _num_parameters(denoiser) - sum(blocks),
     }
 
@@ -345,8 +352,12 @@ def memory_problem(
     share = f", {usable:.1f} GiB of it for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
     fixed = cost.memory_gib(0, ema=ema)
     fits = int((usable - fixed) / cost.activation_gib_per_image)
-    several = "or more of them" if cost.sharding != "off" else "or several with sharding=full"
-    ways = ", ".join([*savings, "a smaller image_size", "model.preset=tiny", "a larger device", several])
+    larger = ["a larger device", "or several with sharding=full"]
+    if cost.sharding != "off":
+        larger[1] = "or more of them"
+    elif not cost.can_be_shared:
+        larger = ["or a larger device"]
+    ways = ", ".join([*savings, "a smaller image_size", "model.preset=tiny", *larger])
     if fits >= 1:
         ways = f"Ways out: device_train_microbatch_size={fits} or less, {ways}"
     else:

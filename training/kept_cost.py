@@ -33,7 +33,9 @@ MAX_BYTES = 4096
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     "model.py",
+    "training/adapter.py",
     "training/adamw.py",
+    "training/blocks.py",
     "training/cost.py",
     "training/speed.py",
     "weights/tensors.py",

@@ -89,9 +89,9 @@ def find(given: str, model: ModelConfig, *, encoders: bool) -> Place:
         return Place(given, path, "diffusers" if path.is_dir() else "file")
     path = Path(given).expanduser()
     kind = kind_of_path(path)
-    if kind == "folder":
+    if kind == "folder" and not NAME.fullmatch(path.name):
         return Place(given, path.resolve(), _kind_of_folder(given, path))
-    if NAME.fullmatch(path.name):
+    if kind is not None and NAME.fullmatch(path.name):
         run = path.resolve().parent.parent
         if path.resolve().parent.name == "checkpoints" and (run / "config.yaml").is_file():
             return Place(given, run, "run", path.resolve())

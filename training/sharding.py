@@ -49,7 +49,18 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
     """(key, message) for every key that does not go with sharding, and for too many ranks."""
     if not is_sharded(config):
         return []
-    how, found = config.sharding, []
+    how, found = config.sharding, refusals(config)
+    num = ranks_of_a_copy(how)
+    if num > (most := num_blocks(config)):
+        given = f"{how} over {num} ranks, but the denoiser has {most} blocks: most ranks would have next to nothing"
+        ways = f"hybrid, sharding=off, or {most} ranks at most" if how == "full" else f"off, or {most} ranks at most"
+        found.append(("sharding", f"{given}. Say sharding={ways}."))
+    return found
+
+
+def refusals(config: RunConfig) -> list[tuple[str, str]]:
+    """(key, message) for every key that does not go with sharding, on or off."""
+    how, found = config.sharding if config.sharding != "off" else "full", []
     refused = {
         "channels_last": (config.channels_last, "weights in NHWC cannot be split. Leave it out"),
         "compile": (config.compile == "whole", "one graph cannot gather block by block. Say compile=blocks"),
@@ -84,11 +95,6 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
         if is_refused:
             value = str(values[key]).lower()
             found.append((key, f"{value}, but sharding={how}: {why}."))
-    num = ranks_of_a_copy(how)
-    if num > (most := num_blocks(config)):
-        given = f"{how} over {num} ranks, but the denoiser has {most} blocks: most ranks would have next to nothing"
-        ways = f"hybrid, sharding=off, or {most} ranks at most" if how == "full" else f"off, or {most} ranks at most"
-        found.append(("sharding", f"{given}. Say sharding={ways}."))
     return found
 
 

@@ -70,6 +70,8 @@ class LoraConfig:
             return [(key, f"{value}, {text}") for key, value in given]
         if self.targets == []:
             return [("lora.targets", "an empty list: no layer gets an adapter. Name some, or leave it out.")]
+        if "" in (self.targets or ()):
+            return [("lora.targets", "an empty name: it is the end of every layer's. Name layers, or leave it out.")]
         return [] if denoiser is None else _misfits(self.rank, self.targets or targets, denoiser)
 
 
@@ -91,12 +93,16 @@ def _misfits(rank: int, targets: Sequence[str], denoiser: nn.Module) -> list[tup
     adaptable, found = _adaptable(denoiser), []
     ends = sorted({end for name in adaptable for end in _ends(name)})
     for target in targets:
+        others = [n for n, _ in denoiser.named_modules() if _is_named(n, target) and n not in adaptable]
         if not any(_is_named(name, target) for name in adaptable):
             nearest = difflib.get_close_matches(target, ends, 3, 0.0)
             text = f"no linear layer or convolution of the denoiser ends in {shown(target)}"
             found.append(
                 ("lora.targets", f"{text}. Nearest: {', '.join(nearest)}. Name such a layer, or leave it out.")
             )
+        elif others:
+            given = f"{shown(target)} names {others[0]} too, which is no linear layer or convolution"
+            found.append(("lora.targets", f"{given}. Give more of the layer's name."))
     narrow = {name: _width(layer) for name, layer in layers_of(denoiser, targets).items() if _width(layer) < rank}
     if narrow:
         name, width = min(narrow.items(), key=lambda item: item[1])
