@@ -303,7 +303,8 @@ NONE = "lora.targets: no linear layer or convolution of the denoiser ends in"
         ),
         (
             "lora.rank=4 lora.targets=['0']",
-            "lora.targets: 0 names down_blocks.0 too, which is no linear layer or convolution. Give more of the layer's name.",
+            "lora.targets: 0 names down_blocks.0 too, which is no linear layer or convolution. Give more of the layer's "
+            "name.",
         ),
         ("lora.rank=4 lora.targets=[to_q,too_k]", f"{NONE} too_k. Nearest: to_k, to_v, to_q. {LEAVE}"),
         (
