@@ -32,6 +32,7 @@ LARGE = Cost(
     uneven_parameters=10**7,
     largest_tensor=10**8,
     largest_block=3 * 10**8,
+    num_blocks=64,
     beside_blocks=10**8,
     precision="bf16",
 )

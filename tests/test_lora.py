@@ -259,7 +259,7 @@ def test_the_estimate_counts_base_adapter_and_its_states(name):
     assert cost.frozen_parameters == sum(p.numel() for p in base) == full.trained_parameters
     kinds = cost.memory_by_kind(1, ema=True)
     assert kinds["frozen base"] * 2**30 == pytest.approx(sum(p.nbytes for p in base))
-    assert kinds["optimizer moments"] * 2**30 == 8 * cost.trained_parameters
+    assert kinds["optimizer states"] * 2**30 == 8 * cost.trained_parameters
     assert cost.memory_gib(1, ema=False) < full.memory_gib(1, ema=False)
     assert cost.flops_per_image < full.flops_per_image  # no gradients of the base's weights
     assert full.memory_by_kind(1, ema=True)["frozen base"] == 0.0

@@ -207,9 +207,8 @@ def measure_cost(
     base = [p for p in model.denoiser.parameters() if not p.requires_grad]  # none without an adapter
     frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
     frozen_gib = model.encoders.num_bytes / 2**30
-    sizes: dict[str, Any] = _sizes(model.denoiser)
     return Cost(
-        **sizes,
+        **dict[str, Any](_sizes(model.denoiser)),
         frozen_parameters=frozen + sum(p.numel() for p in base),
         flops_per_image=flops,
         activation_gib_per_image=(two - one) * factor,

@@ -11,6 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cli.private_api import require_private_api
+
+require_private_api(
+    "torch.distributed.tensor._utils",
+    "compute_local_shape_and_global_offset",
+    why="which part of a tensor a rank holds",
+)
+
 
 def is_part(tensor: Tensor) -> bool:
     """True where this rank holds a part of the tensor."""
