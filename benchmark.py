@@ -21,7 +21,7 @@ import gc
 
 from cli import later
 
-later.hide("peft")  # which Composer imports; a run with an adapter brings it back
+later.hide("peft", "accelerate")  # which Composer imports; a run with an adapter brings it back
 gc.disable()  # while libraries are loaded: a quarter of that time went into looking at what they have brought
 
 import contextlib

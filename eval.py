@@ -29,7 +29,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from cli import later
 
-    later.hide("peft")  # which Composer imports; a run with an adapter brings it back
+    later.hide("peft", "accelerate")  # which Composer imports; a run with an adapter brings it back
 
 import contextlib
 import dataclasses

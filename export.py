@@ -22,7 +22,7 @@ from __future__ import annotations
 if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
     from cli import interrupts, later
 
-    later.hide("peft")
+    later.hide("peft", "accelerate")
 
     interrupts.told("export.py: interrupted. Nothing of a new export is left. The same command begins anew.")
 

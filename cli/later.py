@@ -1,9 +1,9 @@
 """Libraries that others import wherever they are installed, kept out of the starts that do not use them.
 
-    later.hide("peft")             # before Composer is imported: it finds none
-    peft = later.load("peft")      # where it is wanted after all
+    later.hide("peft", "accelerate")    # before Composer is imported: it finds none
+    peft = later.load("peft")           # where it is wanted after all, with those that it imports
 
-Composer imports peft for its language models, and peft imports accelerate: 0.6 s of every start.
+Composer imports peft for its language models, diffusers accelerate, and that one boto3: 0.6 s of every start.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import sys
 from types import ModuleType
 from typing import Any
 
+_hidden: set[str] = set()
 
-def hide(name: str) -> None:
-    """Let everybody find that a library is not installed, unless it has been imported already."""
+
+def hide(*names: str) -> None:
+    """Let everybody find that libraries are not installed, unless they have been imported already."""
     modules: dict[str, Any] = sys.modules
-    modules.setdefault(name, None)
+    for name in names:
+        if modules.setdefault(name, None) is None:
+            _hidden.add(name)
 
 
 def load(name: str) -> ModuleType:
-    """Import a library, hidden or not. Raises ImportError: it is not installed."""
-    if sys.modules.get(name, sys) is None:
-        del sys.modules[name]
+    """Import a library, hidden or not, and hide none any more. Raises ImportError: it is not installed."""
+    while _hidden:
+        sys.modules.pop(_hidden.pop(), None)
     return importlib.import_module(name)
 
 

@@ -259,5 +259,5 @@ def test_a_start_loads_nothing_that_only_others_need(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.splitlines()[-1].split())
-    others = "wandb timm open_clip mlflow pandas sklearn boto3 pytorch_fid webdataset"
+    others = "wandb timm open_clip mlflow pandas sklearn boto3 pytorch_fid webdataset accelerate.accelerator"
     assert not loaded & set(others.split())
