@@ -264,13 +264,11 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
 def place(model: LatentDiffusion, config: RunConfig, device: torch.device, num_sizes: int) -> None:
     """Bring a model to the device, as the keys of speed say; of shared weights this rank's part."""
     assert config.precision is not None
-    if not sharding.is_sharded(config):
-        model.place(device, config.precision)
-        speed.apply(model, config, config.precision, num_sizes=num_sizes)
-        return
-    model.place_around(device, config.precision)
+    is_shared = sharding.is_sharded(config)
+    (model.place_around if is_shared else model.place)(device, config.precision)
     speed.apply(model, config, config.precision, num_sizes=num_sizes)
-    sharding.shard(model, config.sharding, device, config.precision)
+    if is_shared:
+        sharding.shard(model, config.sharding, device, config.precision)
 
 
 def build_batches(config: RunConfig, networks: Networks, at: Progress, all_ready: Callable[[bool], bool]) -> DataSpec:

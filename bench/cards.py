@@ -11,17 +11,14 @@ Exit code: 0, or 2 when the command cannot be read.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.command import ends, head, read_keys, write_record
+from bench.command import keep, read_keys
 from bench.contest import rounded
 from cli.command import command
-from config import as_written
 from preflight.cards import CARDS_GIB, NUM_GPUS, fewest, is_possible, on_gpus, over
-from reports.tables import text_of
 from training.cost import Cost
 from training.kept_cost import kept_cost
 from zoo.model_config import ModelConfig
@@ -71,14 +68,8 @@ def rows(ema: bool) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     config = read_keys(CardsConfig, argv)
-    if config is None:
-        return 0
-    began = time.monotonic()
-    record: dict[str, Any] = {**head(SCHEMA), "measured": "cards", "config": as_written(config)}
-    record["networks"] = list(rows(config.ema))
-    record |= ends(began)
-    write_record(config.results, record)
-    print(text_of(record))
+    if config is not None:
+        keep(config.results, SCHEMA, "cards", config, lambda: {"networks": list(rows(config.ema))})
     return 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +16,15 @@ from typing import Any, TypeVar
 import torch
 
 from cli.command_line import Problem, parse_command_line
+from cli.errors import Failed
 from cli.files import write_whole
-from config import load, to_yaml
+from config import as_written, load, to_yaml
 from preflight.limits import unwritable
 from record.environment import environment
+from reports.tables import text_of
 
 Config = TypeVar("Config")
+Measured = TypeVar("Measured")
 
 
 def read_keys(
@@ -62,6 +67,29 @@ def head(schema: int) -> dict[str, Any]:
 def ends(began: float) -> dict[str, Any]:
     """Return what a record ends with; `began`: time.monotonic() of its beginning."""
     return {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - began, 1)}
+
+
+def keep(results: str, schema: int, measured: str, config: Any, figures: Callable[[], dict[str, Any]]) -> None:
+    """Measure, write the record, and print its table.
+
+    Args:
+        results: the record's file; an earlier one is replaced.
+        measured: which table it has, see reports.tables.
+        figures: measures, and returns what the record has beside its head and end.
+    """
+    began = time.monotonic()
+    record = {**head(schema), "measured": measured, "config": as_written(config), **figures(), **ends(began)}
+    write_record(results, record)
+    print(text_of(record))
+
+
+def in_a_process(what: str, work: Callable[..., Measured], *given: Any) -> Measured:
+    """Do some work in a new process. Raises Failed: names what was done."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(work, *given).result()
+        except Exception as error:
+            raise Failed(f"{what}, failed: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

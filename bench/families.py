@@ -17,31 +17,26 @@ Exit code: 0, 1 when a case fails, 2 when the command cannot be read.
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
-import multiprocessing
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 import torch
 
-from bench.command import ends, head, read_keys, write_record
+from bench.command import in_a_process, keep, read_keys
 from bench.contest import rounded
+from cli import later
 from cli.command import command
-from cli.errors import Failed
 from cli.limits import limited
-from config import as_written
 from data import DataConfig, SyntheticBatches
 from model import LatentDiffusion, step_seed
-from reports.tables import text_of
-from training import speed
-from training.cost import available_gib, measure_cost
+from training import adapter, speed
+from training.cost import Cost, available_gib, measure_cost
 from training.device import build_device
 from training.optimizer import build_optimizer
 from training.run_config import RunConfig, build_for_training, resolve
@@ -100,9 +95,9 @@ def add_between() -> None:
     """Give SDXL and FLUX.1 a preset between tiny and full, in this process."""
     widths = dict(block_out_channels=(192, 384, 640), attention_head_dim=(3, 6, 10))
     of_sdxl = {**sdxl.FULL.unet, **widths, "transformer_layers_per_block": (1, 2, 4)}
-    sdxl.PRESETS[BETWEEN] = dataclasses.replace(sdxl.FULL, unet=of_sdxl)
+    sdxl.PRESETS[BETWEEN] = replace(sdxl.FULL, unet=of_sdxl)
     of_flux = {**flux.FULL.transformer, "num_layers": 1, "num_single_layers": 1}
-    flux.PRESETS[BETWEEN] = dataclasses.replace(flux.FULL, transformer=of_flux)
+    flux.PRESETS[BETWEEN] = replace(flux.FULL, transformer=of_flux)
 
 
 def run_of(case: Case, compiled: bool) -> RunConfig:
@@ -121,28 +116,37 @@ def run_of(case: Case, compiled: bool) -> RunConfig:
     )
 
 
-def measure(case: Case, config: FamiliesConfig, compiled: bool) -> dict[str, Any]:
-    """Train some steps; return what the process held, and the times. In a process of its own."""
+def measure(case: Case, run: RunConfig, steps: int, rounds: int) -> dict[str, Any]:
+    """Train some steps; return what the process held, GiB, and the times, ms. In a process of its own.
+
+    Args:
+        run: its model without encoders, with or without an adapter.
+        rounds: of so many steps each; 0: no times.
+    """
     add_between()
     torch.set_num_threads(1)
-    run, has_times = run_of(case, compiled), config.times and case.has_times
     assert run.precision is not None
+    build_optimizer(run.optimizer, torch.nn.Linear(1, 1), 1)  # libraries are no part of a step: torchao, and peft
+    if run.lora.is_given:
+        later.load("peft")
     device, before = build_device(run.precision), psutil.Process().memory_info().rss
     model = build_for_training(run, [])
+    if run.lora.is_given:
+        adapter.add(model, run.lora, base=None, seed=run.seed, precision=run.precision)
     model.place(device._device, run.precision)  # type: ignore[arg-type]  # declared None, and set in each kind
     speed.apply(model, run, run.precision)
     optimizer = build_optimizer(run.optimizer, model, run.global_batch_size)
     batch = next(iter(SyntheticBatches(run.data.columns(model.family, run.size), case.batch_size, model.device, 0)))
     step = Step(model, optimizer, batch)
     first_sec, graphs = step.take(1)[0], speed.num_graphs()
-    rounds = [step.take(config.steps) for _ in range(config.rounds)] if has_times else [step.take(1)]
+    times = [step.take(steps) for _ in range(rounds)] or [step.take(1)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     found: dict[str, Any] = {"gib": rounded((peak - before) / 2**30), "first_step_sec": rounded(first_sec)}
-    if has_times:
-        for name, values in zip(("ms", "cpu_ms"), zip(*rounds, strict=True), strict=True):
+    if rounds:
+        for name, values in zip(("ms", "cpu_ms"), zip(*times, strict=True), strict=True):
             spread = {"": statistics.median(values), "_min": min(values), "_max": max(values)}
             found |= {f"{name}{end}": rounded(1e3 * value) for end, value in spread.items()}
-    if compiled:
+    if run.compile != "off":
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         found |= {"graphs": graphs, "later_graphs": speed.num_graphs() - graphs, "graph_breaks": breaks}
     return found
@@ -168,33 +172,40 @@ class Step:
         return (time.perf_counter() - began) / num, (time.process_time() - of_processor) / num
 
 
-def alone(case: Case, config: FamiliesConfig, compiled: bool) -> dict[str, Any]:
-    """Measure in a new process. Raises Failed."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
-        try:
-            return pool.submit(measure, case, config, compiled).result()
-        except Exception as error:
-            what = "compiled" if compiled else "eager"
-            raise Failed(f"families: {case.name}, {what}, failed: {type(error).__name__}: {error}") from error
+def estimate_of(run: RunConfig) -> Cost:
+    """Trace the step, anew: a kept cost knows no `between`."""
+    assert run.precision is not None
+    has: dict[str, Any] = dict(stage="moments", stored_text=True, has_encoders=False)
+    lora = (run.lora.rank, tuple(run.lora.targets or ())) if run.lora.rank else None
+    cost = measure_cost(run.model, run.objective, size=run.size, precision=run.precision, lora=lora, **has)
+    return replace(cost, states=run.optimizer.states)
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """Return what a row of the record begins with."""
+    return {"case": case.name, "what": case.what, "image_size": case.side, "batch_size": case.batch_size}
+
+
+def left_out(estimate_gib: float, largest_gib: float) -> dict[str, str]:
+    """Say why a case is left out; {}: it is not."""
+    room = min(largest_gib, 0.8 * available_gib()[0])
+    return {} if estimate_gib <= room else {"left_out": f"{estimate_gib:.1f} GiB by estimate, {room:.1f} at most"}
 
 
 def measured(case: Case, config: FamiliesConfig) -> dict[str, Any]:
     """Return a case's row of the record."""
     run = run_of(case, compiled=False)
-    has: dict[str, Any] = dict(stage="moments", stored_text=True, has_encoders=False)
-    cost = measure_cost(
-        run.model, run.objective, size=run.size, precision="fp32", **has
-    )  # anew: a kept one knows no `between`
+    cost = estimate_of(run)
     estimate = cost.memory_gib(case.batch_size, ema=False)
-    row: dict[str, Any] = {"case": case.name, "what": case.what, "image_size": case.side, "batch_size": case.batch_size}
-    row |= {"parameters": cost.trained_parameters, "estimated_gib": rounded(estimate)}
-    room = min(config.largest_gib, 0.8 * available_gib()[0])
-    if estimate > room:
-        return row | {"left_out": f"{estimate:.1f} GiB by estimate, {room:.1f} at most"}
-    row |= alone(case, config, compiled=False)
-    if config.times and case.has_times:
-        row |= {f"compiled_{key}": value for key, value in alone(case, config, compiled=True).items()}
+    row = row_of(case) | {"parameters": cost.trained_parameters, "estimated_gib": rounded(estimate)}
+    if why := left_out(estimate, config.largest_gib):
+        return row | why
+    rounds = config.rounds if config.times and case.has_times else 0
+    row |= in_a_process(f"families: {case.name}, eager", measure, case, run, config.steps, rounds)
+    if rounds:
+        what, compiled = f"families: {case.name}, compiled", run_of(case, compiled=True)
+        found = in_a_process(what, measure, case, compiled, config.steps, rounds)
+        row |= {f"compiled_{key}": value for key, value in found.items()}
     return row
 
 
@@ -202,15 +213,9 @@ def measured(case: Case, config: FamiliesConfig) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     config = read_keys(FamiliesConfig, argv)
-    if config is None:
-        return 0
-    began = time.monotonic()
-    record: dict[str, Any] = {**head(SCHEMA), "measured": "families", "config": as_written(config)}
-    add_between()
-    record["cases"] = [measured(case, config) for case in CASES]
-    record |= ends(began)
-    write_record(config.results, record)
-    print(text_of(record))
+    if config is not None:
+        add_between()
+        keep(config.results, SCHEMA, "families", config, lambda: {"cases": [measured(each, config) for each in CASES]})
     return 0
 
 

@@ -50,11 +50,6 @@ def _outlined(content: Any) -> Any:
     return {key: _outlined(value) for key, value in content.items()} if isinstance(content, Mapping) else content
 
 
-def has_parts(content: Mapping[str, Any]) -> bool:
-    """True where a checkpoint's content has tensors in parts."""
-    return next(flattened(content, is_part), None) is not None
-
-
 def digest_of(path: Path) -> str:
     """Return 32 hex digits over a file's bytes."""
     digest = xxhash.xxh3_128()
@@ -111,7 +106,7 @@ def write(folder: Path, name: str, content: Mapping[str, Any], rank: int, gather
         _on_first(begin, rank, gather)
         writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.filterwarnings("ignore", module=r"torch\.distributed")  # its advice, once a save
             _together(
                 lambda: save(dict(flattened(content, is_part)), storage_writer=writer, process_group=group),
                 rank,
@@ -179,7 +174,7 @@ def load(path: Path, into: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint import load as load_parts
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", module=r"torch\.distributed")  # its advice, once a save
         no_dist = not any(map(is_part, into.values()))
         load_parts(dict(into), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=no_dist)
 

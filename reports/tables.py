@@ -202,7 +202,7 @@ def _row_of_states(row: Record) -> Row:
     shown = (row["precision"], row["states"], f"{row['estimated_gib']:.2f}")
     if "left_out" in row:
         return (*shown, "left out", None, None)
-    return (*shown, f"{row['gib']:.2f}", f"{row['gib'] / row['estimated_gib']:.2f}", f"{row['step_sec']:.1f}")
+    return (*shown, f"{row['gib']:.2f}", f"{row['gib'] / row['estimated_gib']:.2f}", f"{row['ms'] / 1e3:.1f}")
 
 
 # --- bench.lora ---

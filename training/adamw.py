@@ -13,7 +13,7 @@ The random bits of a tensor come from (seed, its step, its index, its part) alon
 a stopped run goes on bit for bit. Ranks that hold the same part of a tensor draw the same.
 
 A tensor of fewer than SMALL numbers keeps float32 moments, as in torchao and bitsandbytes. Parameters may be DTensors
-(FSDP2): each rank updates its own part, and the moments are DTensors of the same placement.
+(FSDP2): each rank updates its own part, and the moments are DTensors of the same placement; 8-bit ones are never shared out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from training.fp8 import torchao_problem
+from weights.parts import is_part, number_of_part, part
 
 if TYPE_CHECKING:
     from training.optimizer import OptimizerConfig
@@ -101,11 +101,12 @@ class SmallAdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, index: int, group: Mapping[str, Any]) -> None:
+        assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
             state.update(self.begin_state(parameter))
         state["step"] += 1
-        weights, gradients = _local(parameter.detach()), _local(parameter.grad).reshape(-1)
+        weights, gradients = part(parameter.detach()), part(parameter.grad).reshape(-1)
         flat = weights.reshape(-1)  # a view, or a copy of weights in another memory format
         generator = self._generator(parameter, index, int(state["step"])) if self.stochastic else None
         for start in range(0, flat.numel(), PIECE):
@@ -140,15 +141,9 @@ class SmallAdamW(torch.optim.Optimizer):
     # --- states ---
 
     def kind_of(self, parameter: Tensor) -> str:
-        """Return how a parameter's moments are kept. On every rank the same, whatever part of it lies there.
-
-        In 8 bits a part has to be whole blocks, and all parts the same: torchao's rule, and that of even shards.
-        """
-        if parameter.numel() < SMALL:
-            return "fp32"
-        parts = num_parts(parameter)
-        is_even = parameter.shape[0] % parts == 0 and parameter.numel() // parts % BLOCK == 0
-        return "fp32" if self.states == "8bit" and not is_even else self.states
+        """Return how a parameter's moments are kept: in 8 bits they are whole blocks (torchao's rule)."""
+        is_uneven = self.states == "8bit" and parameter.numel() % BLOCK != 0
+        return "fp32" if parameter.numel() < SMALL or is_uneven else self.states
 
     def empty_state(self, parameter: Tensor, device: torch.device | str) -> dict[str, Tensor]:
         """Return a parameter's whole state before its first step, zeros: `meta` gives its names, types and shapes."""
@@ -166,21 +161,15 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def begin_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first step; of a DTensor, DTensors with this rank's part."""
-        if not isinstance(parameter, DTensor):
+        if not is_part(parameter):
             return self.empty_state(parameter, parameter.device)
-        whole, local = self.empty_state(parameter, "meta"), parameter.to_local()
-        state = {"step": torch.zeros((), dtype=torch.float32)}
-        for name, like in whole.items():
-            if name != "step":
-                rows = local.shape[0] if like.shape == parameter.shape else like.shape[0] // num_parts(parameter)
-                own = torch.zeros((rows, *like.shape[1:]), dtype=like.dtype, device=local.device)
-                ways: dict[str, Any] = dict(run_check=False, shape=like.shape, stride=like.stride())
-                state[name] = DTensor.from_local(own, parameter.device_mesh, parameter.placements, **ways)
-        return state
+        whole, like = self.empty_state(parameter, "meta"), parameter.detach()
+        moments = {name: torch.zeros_like(like, dtype=of.dtype) for name, of in whole.items() if name != "step"}
+        return {"step": torch.zeros((), dtype=torch.float32), **moments}
 
     def _read(self, state: Mapping[str, Tensor], name: str, piece: slice) -> Tensor:
         """Return a part of a moment as float32; where it is kept so, the part itself."""
-        kept = _local(state[name])
+        kept = part(state[name])
         if kept.dtype == torch.uint8:
             assert self._codes is not None
             return self._codes.read(state, name, piece)
@@ -189,7 +178,7 @@ class SmallAdamW(torch.optim.Optimizer):
     def _write(
         self, state: Mapping[str, Tensor], name: str, piece: slice, values: Tensor, generator: torch.Generator | None
     ) -> None:
-        kept = _local(state[name])
+        kept = part(state[name])
         if kept.dtype == torch.uint8:
             assert self._codes is not None
             self._codes.write(state, name, piece, values)
@@ -200,7 +189,7 @@ class SmallAdamW(torch.optim.Optimizer):
         device = parameter.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
-        text = f"{self.seed} {step} {index} {part_of(parameter)}".encode()
+        text = f"{self.seed} {step} {index} {number_of_part(parameter)}".encode()
         digest = hashlib.blake2b(text, digest_size=8).digest()
         return self._generators[device].manual_seed(int.from_bytes(digest, "big") >> 1)
 
@@ -230,7 +219,7 @@ class _Codes:
     def _at(self, state: Mapping[str, Tensor], name: str, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return a part's codes and scales, and what a code stands for."""
         rows = slice(piece.start // BLOCK, piece.stop // BLOCK)
-        codes, scale = _local(state[name])[rows], _local(state[scale_of(name)])[rows]
+        codes, scale = part(state[name])[rows], part(state[scale_of(name)])[rows]
         signed = NAMES[name]
         self._tables[signed] = self._tables[signed].to(codes.device)
         return codes, scale, self._tables[signed]
@@ -274,33 +263,6 @@ def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
     bits = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     bits.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(2**16))
     return torch.where(values.isfinite(), bits.view(torch.float32), values)  # a carry makes a number of nan
-
-
-# --- parts of a tensor ---
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def num_parts(tensor: Tensor) -> int:
-    """Return over how many ranks a tensor is divided; those that hold the same part count once."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in mesh if isinstance(placement, Shard))
-
-
-def part_of(tensor: Tensor) -> int:
-    """Return the number of the part that this rank holds, from 0."""
-    number = 0
-    if isinstance(tensor, DTensor):
-        at = tensor.device_mesh.get_coordinate()
-        assert at is not None
-        for place, size, placement in zip(at, tensor.device_mesh.shape, tensor.placements, strict=True):
-            number = number * size + place if isinstance(placement, Shard) else number
-    return number
 
 
 def has_small_weights(parameters: Iterable[nn.Parameter]) -> bool:

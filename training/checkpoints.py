@@ -32,6 +32,7 @@ from ema import EMA
 from record import checkpoint_folders
 from record.checkpoint_files import FULL, WEIGHTS, listed, stem, write
 from training.checkpoint_content import Progress, contents, gathered, own_callbacks
+from weights.parts import is_part
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation interval of the MLPerf benchmark
 
@@ -223,10 +224,11 @@ class Checkpointer(Callback):
         self.before_saving()
         outcome: list[str | None] = [None]
         rank, begun = dist.get_global_rank(), time.monotonic()
-        content = contents(state, self.model, self.average, self.identity, full=full)
-        is_shared = checkpoint_folders.has_parts(content)
-        batch, images = content["progress"]["batch"], content["progress"]["images"]
-        name = stem(FULL, batch) if full else stem(WEIGHTS, images)
+        is_shared, content = any(map(is_part, self.model.parameters())), {}
+        if is_shared or rank == 0:
+            content = contents(state, self.model, self.average, self.identity, full=full)
+        now = state.timestamp
+        name = stem(FULL, now.batch.value) if full else stem(WEIGHTS, now.sample.value)
         if is_shared and not full:
             content = gathered(content, here=rank == 0)
         try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from composer.utils import dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from cli import ranks
 from model import AUTOCAST_DTYPES, LatentDiffusion, cast_weights
@@ -60,42 +60,50 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
 
 def refusals(config: RunConfig) -> list[tuple[str, str]]:
     """(key, message) for every key that does not go with sharding, on or off."""
-    how, found = config.sharding if config.sharding != "off" else "full", []
-    refused = {
-        "channels_last": (config.channels_last, "weights in NHWC cannot be split. Leave it out"),
-        "compile": (config.compile == "whole", "one graph cannot gather block by block. Say compile=blocks"),
-        "device_train_microbatch_size": (
-            config.device_train_microbatch_size == "auto",
+    how = config.sharding if config.sharding != "off" else "full"
+    is_searched = torch.cuda.is_available() and config.eval.when == "in_training" and config.eval.batch_size is None
+    microbatch, precision = config.device_train_microbatch_size, config.precision
+    refused = [
+        ("channels_last", "true", config.channels_last, "weights in NHWC cannot be split. Leave it out"),
+        ("compile", "whole", config.compile == "whole", "one graph cannot gather block by block. Say compile=blocks"),
+        (
+            "device_train_microbatch_size",
+            "auto",
+            microbatch == "auto",
             "a rank that runs out of memory would leave the others waiting. Give a number",
         ),
-        "ema.device": (
+        (
+            "ema.device",
+            "cpu",
             config.ema.device == "cpu",
             "the EMA is in parts too: it takes 1/ranks of a device. Say ema.device=model",
         ),
-        "eval.batch_size": (
-            torch.cuda.is_available() and config.eval.when == "in_training" and config.eval.batch_size is None,
+        (
+            "eval.batch_size",
+            "null",
+            is_searched,
             "the largest one is found by running out of memory, which the ranks would do apart. Give a number",
         ),
-        "lora.rank": (
+        (
+            "lora.rank",
+            config.lora.rank,
             config.lora.is_given,
             "an adapter is small, and its base is frozen: nothing is left to share. Say sharding=off",
         ),
-        "optimizer.states": (
+        (
+            "optimizer.states",
+            "8bit",
             config.optimizer.states == "8bit",
             "blocks of 256 numbers with one scale do not end where parts do. Say optimizer.states=bf16",
         ),
-        "precision": (
-            config.precision not in (None, *PRECISIONS),
+        (
+            "precision",
+            precision,
+            precision not in (None, *PRECISIONS),
             f"of a part of the gradients the scaler cannot judge. Possible: {', '.join(PRECISIONS)}",
         ),
-    }
-    values = {**vars(config), "ema.device": config.ema.device, "eval.batch_size": "null"}
-    values |= {"optimizer.states": config.optimizer.states, "lora.rank": config.lora.rank}
-    for key, (is_refused, why) in refused.items():
-        if is_refused:
-            value = str(values[key]).lower()
-            found.append((key, f"{value}, but sharding={how}: {why}."))
-    return found
+    ]
+    return [(key, f"{value}, but sharding={how}: {why}.") for key, value, is_refused, why in refused if is_refused]
 
 
 def num_blocks(config: RunConfig) -> int:
@@ -163,10 +171,3 @@ def _fill(parameter: Tensor, whole: Tensor, device: torch.device) -> None:
     is_first = dist.get_global_rank() == 0
     given = whole.to(device) if is_first else torch.empty(of.shape, dtype=of.dtype, device=device)
     part(parameter).copy_(part(distribute_tensor(given, of.device_mesh, of.placements)))
-
-
-def units(module: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights are gathered together."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]

@@ -91,9 +91,10 @@ def load(model: LatentDiffusion, place: str, weights: Literal["ema", "training"]
             lines = [line.removeprefix("denoiser: ") for line in str(error).splitlines()]
             raise ConfigError([f"model.denoiser: {line}" for line in lines]) from error
         return [f"begins with {denoiser}{f' ({which} weights)' if which else ''}", *notes]
-    if fault(own):
-        damaged = f"{own} is damaged: {fault(own)}"
-        raise ConfigError([f"model.denoiser: {damaged}. Bring back a copy, or give another checkpoint."])
+    if wrong := fault(own):
+        raise ConfigError(
+            [f"model.denoiser: {own} is damaged: {wrong}. Bring back a copy, or give another checkpoint."]
+        )
     content = _checked(own, read(own))
     tensors, progress = content["model"], content["progress"]
     with torch.no_grad():

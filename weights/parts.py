@@ -60,3 +60,14 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     for side, (length, first) in enumerate(zip(shape, begin, strict=True)):
         whole = whole.narrow(side, min(first, whole.shape[side]), length)
     return whole
+
+
+def number_of_part(tensor: Tensor) -> int:
+    """Return the number of the part that this rank holds, from 0; ranks that hold the same part have the same."""
+    of: Any = tensor
+    number = 0
+    if is_part(tensor):
+        places = zip(of.device_mesh.get_coordinate(), of.device_mesh.shape, of.placements, strict=True)
+        for place, size, placement in places:
+            number = number * size + place if placement.is_shard() else number
+    return number
