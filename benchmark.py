@@ -97,7 +97,7 @@ from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_begun, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
-from training.run_config import ALIASES, NOT_YET, RunConfig, as_tried, build_for_training, resolve
+from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
 
 gc.freeze()  # what is loaded stays
@@ -405,7 +405,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     is_speaker = dist.get_global_rank() == 0
     try:
         typed = {at.key for at in command_line.assignments}
-        config = load(RunConfig, command_line, not_yet=NOT_YET, check=lambda config: check(as_tried(config, typed)[0]))
+        config = load(RunConfig, command_line, check=lambda config: check(as_tried(config, typed)[0]))
         config, left_out = as_tried(config, typed)
         debug = config.loggers.debug
         if command_line.print_config:

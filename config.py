@@ -311,7 +311,6 @@ def load(
     schema: type[Config],
     command_line: CommandLine,
     *,
-    not_yet: Mapping[str, str],
     check: Callable[[Config], Sequence[Problem]],
     unread: tuple[str, ...] = (),
 ) -> Config:
@@ -320,7 +319,6 @@ def load(
     Args:
         schema: the entry file's frozen dataclass; its fields are values or sections.
         command_line: from `parse_command_line`.
-        not_yet: key or section -> what it is, for keys of the design whose room does not stand: refused by name.
         check: all checks across keys, given the typed configuration.
         unread: beginnings of keys that nobody reads: what cannot be resolved there is left out.
 
@@ -341,11 +339,7 @@ def load(
     for at in assignments:
         if id(at) in found:
             continue
-        room = next((text for key, text in not_yet.items() if at.key == key or at.key.startswith(f"{key}.")), None)
-        if room is not None:
-            name = f"'{shown(at.key)}'" if at.typed == at.key else f"'{at.typed}' ({at.key})"
-            found[id(at)] = f"{at.where}: {name} is not available: {room} is not part of this version. Leave it out."
-        elif at.key not in keys:
+        if at.key not in keys:
             found[id(at)] = _unknown_key(at, keys)
         else:
             value, problem = _read(at, keys[at.key], limits.get(at.key, Limits()))

@@ -56,7 +56,7 @@ from stages.mixture import (
 from stages.moments import MomentsStream, reading_problems
 from stages.shared_memory import one_at_a_time, remove_dead_segments
 from stages.stream import BatchStream
-from zoo.spec import Column, Family, as_size
+from zoo.spec import Column, Family
 
 # Every setting that affects the order of samples is explicit, so it depends only on the seed and the global batch size.
 ORDER = {
@@ -75,8 +75,8 @@ LOADER_MARGIN_SEC = 120.0  # a loader worker counts as hung if it is silent for 
 class DataConfig:
     """The source and the order of batches."""
 
-    stage: Literal["images", "moments"] = "images"
-    """The kind of stage to read: images, or moments encoded beforehand."""
+    stage: Literal["images", "videos", "moments"] = "images"
+    """The kind of stage to read: images or videos, or moments encoded beforehand."""
     synthetic: bool = False
     """One random batch, drawn once and kept on the device. remote and local are ignored."""
     remote: str | None = None
@@ -151,8 +151,10 @@ class DataConfig:
             encodings: of that stage's columns, for images of a size; see `stages.dataset.column_problem`.
         """
         found = []
-        if self.text == "stored" and self.stage == "images":
-            text = "stored, but a stage of images has no text states. Use data.stage=moments, or data.text=encoded."
+        if self.text == "stored" and self.stage != "moments":
+            text = (
+                f"stored, but a stage of {self.stage} has no text states. Use data.stage=moments, or data.text=encoded."
+            )
             found.append(("data.text", text))
         if self.decode == "device" and not self.synthetic:
             found += device_decoding.problems(self.stage, made_for.get("resize"))
@@ -168,7 +170,7 @@ class DataConfig:
         if not sources or not all(source.location for source in sources):
             where = "data.remote" if self.streams is None else "data.streams"
             return [(where, "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
-        found, stages, size = [], [], as_size(made_for.get("image_size") or 1)
+        found, stages, size = [], [], tuple(made_for.get("image_size") or (1, 1))
         for key, source in self.named_sources():
             stage, problems = stage_checks.read_source(key, source)
             found += problems
@@ -214,7 +216,7 @@ class DataConfig:
             else:
                 text = f"{value}, but the {stage.kind} at {stage.location} were made for {made}. Use that value."
                 found.append((name, text))
-        streams = opened([source], [stage], as_size(made_for.get("image_size") or 1))
+        streams = opened([source], [stage], tuple(made_for.get("image_size") or (1, 1)))
         texts = [] if found else [said for one in streams if (said := column_problem(one.stage, encodings(one.size)))]
         found += [(where, said) for said in texts[:1]]
         places = [(source, stage)] if stage.buckets else []  # the set's own folder, then those of its buckets

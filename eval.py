@@ -58,7 +58,7 @@ from training import pictures, places, published, speed, warm_start
 from training.device import build_device
 from training.eval_keys import UNREAD, EvalCommand, snapshots_problems, vain
 from training.places import Place
-from training.run_config import ALIASES, NOT_YET, resolve
+from training.run_config import ALIASES, resolve
 from training.scores import Row, score
 from zoo import load_family
 from zoo.model_config import ModelConfig, model_problems
@@ -109,7 +109,7 @@ def read(place: Place, command: CommandLine) -> EvalCommand:
                 problems += warm_start.problems(config.model, config.objective.prediction)
         return problems
 
-    config = load(EvalCommand, command, not_yet=NOT_YET, check=check, unread=UNREAD)
+    config = load(EvalCommand, command, check=check, unread=UNREAD)
     return resolve(_completed(config, place, set(typed))) if is_model else config
 
 

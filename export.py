@@ -56,7 +56,7 @@ from record.summary import result_line
 from reports.model_card import Card
 from training import adapter, initial
 from training.places import EXPORT
-from training.run_config import NOT_YET, RunConfig, build
+from training.run_config import RunConfig, build
 from training.snapshots import load_snapshot
 from weights.files import SUFFIXES, open_weights
 from weights.hub_upload import upload, upload_problem
@@ -190,7 +190,7 @@ def read_run(run: Path, weights: str | None, base: str | None = None) -> RunConf
         return found or model_problems(complete(config).model, config.size, encoders_wanted=False)
 
     words = CommandLine(None, [*of_run, *moved], False, [])
-    return complete(load(RunConfig, words, not_yet=NOT_YET, check=check, unread=UNREAD))
+    return complete(load(RunConfig, words, check=check, unread=UNREAD))
 
 
 # --- what it is ---
@@ -396,7 +396,7 @@ def main(argv: Sequence[str]) -> int:
     masking.watch()
     try:
         out = Path(words.places[-1]).expanduser() if words.places else Path()
-        config = load(ExportConfig, words, not_yet={}, check=lambda config: config.problems(out))
+        config = load(ExportConfig, words, check=lambda config: config.problems(out))
         if words.print_config:
             print(to_yaml(config), end="")
             return 0

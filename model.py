@@ -2,7 +2,7 @@
 
 A training step, for a batch whose random numbers `BatchRandomness` has drawn:
 
-    images (B, 3, H, W) --normalise, VAE--------> moments (B, 2C, h, w)      stage `images` only
+    images (B, 3, H, W) --normalise, VAE--------> moments (B, 2C, h, w)      stage `images` only; `videos` (B, 3, F, H, W)
     moments + posterior noise ------------------> latents x_0 (B, C, h, w)   scaled once
     tokens (B, L), some replaced by the empty caption's --text encoder--> condition; or stored, float16 (B, L, D)
     further columns of the family ---------------> condition, as they are
@@ -100,6 +100,7 @@ class LatentDiffusion(ComposerModel):
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.empty_states = empty_states
         self.further = tuple(family.further(size))  # names of columns that go to the network as they are
+        self.beside = tuple(family.beside(size))  # and of those that encoders make of the pictures
         self.device = torch.device("cpu")
         # Memory format of images and latents at a network's input: see training/speed.py.
         self.memory_format = torch.contiguous_format
@@ -149,9 +150,9 @@ class LatentDiffusion(ComposerModel):
         if "moments" in batch:
             channels, *sides = batch["moments"].shape[1:]
             return (channels // 2, *sides)
-        if "images" in batch:
-            *_, height, width = batch["images"].shape
-            return self.family.latent_shape((width, height))
+        if (pictures := batch.get(self.family.pictures)) is not None:
+            *frames, height, width = pictures.shape[2:]
+            return self.family.latent_shape((width, height, *frames))
         return self.latent_shape
 
     def draw(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
@@ -195,19 +196,22 @@ class LatentDiffusion(ComposerModel):
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run each frozen encoder once; return the latents, (B, C, h, w) float32, and the condition."""
-        moments = batch["moments"] if "moments" in batch else self._encode_images(batch["images"])
+        seen = batch if "moments" in batch else self.encode_pictures(batch[self.family.pictures])
         noise = batch["posterior_noise"]
         noise = torch.zeros_like(noise) if self.posterior == "mean" else noise
-        latents = self.family.sample_latents(moments.float(), noise)
+        latents = self.family.sample_latents(seen["moments"].float(), noise)
+        condition = self._text_of(batch) | {name: seen[name].float() for name in self.beside}
+        return latents, condition | {name: batch[name] for name in self.further}
 
-        return latents, self._text_of(batch) | {name: batch[name] for name in self.further}
-
-    def _encode_images(self, images: Tensor) -> Tensor:  # (B, 3, H, W) -> (B, 2C, h, w)
-        """Run the VAE's encoder where it is."""
-        images = normalize_images(images.to(self.encoders.device), self.normalize)
-        images = images.contiguous(memory_format=self.memory_format)
+    @torch.no_grad()
+    def encode_pictures(self, pictures: Tensor) -> dict[str, Tensor]:  # (B, 3, H, W) -> moments (B, 2C, h, w), ...
+        """Run the encoders of pictures where they are; return the columns of the stage `moments` that they make."""
+        pictures = normalize_images(pictures.to(self.encoders.device), self.normalize)
+        pictures = pictures.contiguous(memory_format=self.memory_format)
         with self._frozen_autocast():
-            return self.family.encode_images(self.encoders.modules, images).to(self.device)
+            found = {"moments": self.family.encode_images(self.encoders.modules, pictures)}
+            found |= self.family.encode_beside(self.encoders.modules, pictures)
+        return {name: tensor.to(self.device) for name, tensor in found.items()}
 
     def _encode_text(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the text encoders where they are, on the batch's text columns; return the states on the model's device."""
@@ -292,6 +296,7 @@ class LatentDiffusion(ComposerModel):
         sampler: str,
         steps: int,
         guidance: float,
+        beside: Mapping[str, Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """Generate images from captions and noise, with the denoiser's current weights.
@@ -299,21 +304,19 @@ class LatentDiffusion(ComposerModel):
         Args:
             text: the batch's text columns, (B, L) each, as `Family.tokenize` returns them.
             noise: (B, C, h, w) standard normal; its h and w give the images' size.
-            sampler: one of zoo.sampling.SAMPLERS.
-            steps: sampling steps.
+            sampler, steps, progress: see `zoo.sampling.sample`.
             guidance: guidance scale; 1 is none, and takes half the time, unless the network has it as an input.
-            progress: see `zoo.sampling.sample`.
+            beside: what the network is told of given pictures, see `encode_pictures`; (B, ...) each.
 
         Returns:
-            (B, 3, H, W) float32 in [0, 1], on the model's device.
+            (B, 3, H, W) float32 in [0, 1], on the model's device; of videos (B, 3, F, H, W).
 
         Raises:
             ValueError: an invalid sampler, number of steps or guidance.
         """
         # The same autocast as in training. On a GPU it includes the text encoder, since Composer opens it around the step.
         with evaluating(self.denoiser), self._autocast("cuda"):
-            condition = self._condition_of(text, noise, guidance)
-            shape = tuple(noise.shape[1:])
+            condition, family = self._condition_of({**text, **(beside or {})}, noise, guidance), self.family
             with self._autocast("cpu"):
                 latents = sample(
                     lambda noisy, times: self._denoise(noisy, times, condition),
@@ -321,9 +324,10 @@ class LatentDiffusion(ComposerModel):
                     sampler=sampler,
                     prediction=self.objective.prediction,
                     zero_terminal_snr=self.objective.zero_terminal_snr,
-                    shift=self.family.sampling_shift(shape),
+                    shift=family.sampling_shift(tuple(noise.shape[1:])),
+                    spacing=family.sampling_spacing,
                     steps=steps,
-                    guidance=1.0 if self.family.embeds_guidance else guidance,
+                    guidance=1.0 if family.embeds_guidance else guidance,
                     progress=progress,
                 )
         with torch.autocast(self.device.type, enabled=False):
@@ -339,6 +343,8 @@ class LatentDiffusion(ComposerModel):
     def _condition_of(self, text: Mapping[str, Tensor], noise: Tensor, guidance: float) -> dict[str, Tensor]:
         """Return what the network gets beside the latents, in generating; unconditional rows first, where there are some."""
         num, condition = len(noise), self._encode_text(text)
+        if missing := ", ".join(name for name in self.beside if name not in text):
+            raise ValueError(f"{self.family.name} draws what follows a picture: {missing} is not given.")
         if self.family.embeds_guidance:
             condition["guidance"] = torch.full((num,), guidance, device=self.device)
         elif guidance != 1.0:
@@ -346,7 +352,10 @@ class LatentDiffusion(ComposerModel):
             condition = {name: torch.cat([empty[name], states]) for name, states in condition.items()}
         scale, rows = self.family.pixels_per_latent, len(next(iter(condition.values())))
         further = self.family.further((noise.shape[-1] * scale, noise.shape[-2] * scale))
-        return condition | {n: value.to(self.device).expand(rows, *value.shape[1:]) for n, value in further.items()}
+        condition |= {n: value.to(self.device).expand(rows, *value.shape[1:]) for n, value in further.items()}
+        return condition | {
+            n: text[n].to(self.device).repeat(rows // num, *[1] * (text[n].ndim - 1)) for n in self.beside
+        }
 
 
 @contextlib.contextmanager
@@ -401,9 +410,9 @@ def build_model(
 
 def zero_states(family: Family, size: ImageSize) -> dict[str, Tensor]:
     """Return zeros in place of the empty caption's states, (1, L, D) or (1, P), where they do not matter."""
-    beside = {"moments", *family.further(size)}
+    others = {"moments", *family.beside(size), *family.further(size)}
     columns = family.columns("moments", size, stored_text=True)
-    return {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in beside}
+    return {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in others}
 
 
 def weights_dtype(precision: str) -> torch.dtype:

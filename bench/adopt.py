@@ -214,7 +214,7 @@ def main(argv: Sequence[str]) -> int:
     places, keys = [word for word in argv if "=" not in word], [word for word in argv if "=" in word]
     if len(places) != 1:
         raise ConfigError(["command line: one PLACE has to be given. python -m bench.adopt --help says more."])
-    config = load(AdoptBenchConfig, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
+    config = load(AdoptBenchConfig, parse_command_line(keys, {}), check=lambda config: [])
     if text := place_problem(places[0]):
         raise ConfigError([f"PLACE: {text}"])
     record = measure(places[0].rstrip("/"), config)

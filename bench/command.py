@@ -34,7 +34,7 @@ def read_keys(
 ) -> Config | None:
     """Return a command's configuration, or None where --print_config wanted it shown."""
     command_line = parse_command_line(argv, {})
-    config = load(schema, command_line, not_yet={}, check=lambda given: [*check(given), *_places_problems(given)])
+    config = load(schema, command_line, check=lambda given: [*check(given), *_places_problems(given)])
     if command_line.print_config:
         print(to_yaml(config), end="")
         return None

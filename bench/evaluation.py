@@ -44,7 +44,7 @@ from record.environment import environment
 from record.summary import result_line, rounded
 from training import speed
 from training.device import build_device
-from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.run_config import ALIASES, RunConfig, build, resolve
 from weights.published import RANDOM
 
 ROUNDS = 3
@@ -139,7 +139,7 @@ def measure(config: RunConfig) -> dict[str, Any]:
 @command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Read the configuration, measure, write the summary, print its line."""
-    config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), not_yet=NOT_YET, check=problems_of))
+    config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), check=problems_of))
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())
     summary = measure(config)

@@ -40,7 +40,7 @@ from record.summary import result_line, rounded
 from training import published
 from training.device import build_device, composer_precision
 from training.microbatch import AUTO
-from training.run_config import ALIASES, NOT_YET, RunConfig, build, resolve
+from training.run_config import ALIASES, RunConfig, build, resolve
 from training.speed import SpeedKeys
 from zoo.spec import Column
 
@@ -181,7 +181,7 @@ def problems_of(config: RunConfig) -> list[Problem]:
 @command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Read the configuration, run it, write its summary, print its line."""
-    config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), not_yet=NOT_YET, check=problems_of))
+    config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), check=problems_of))
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())
     summary = train(config)

@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
     places, words = [word for word in argv if "=" not in word], [word for word in argv if "=" in word]
     if len(places) != 1:
         raise ConfigError(["command line: one PLACE has to be given. python -m bench.store --help says more."])
-    config = load(StoreConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    config = load(StoreConfig, parse_command_line(words, {}), check=lambda config: [])
     if text := place_problem(places[0]):
         raise ConfigError([text])
     record = measure(places[0], config)

@@ -29,8 +29,8 @@ MAX_TEXT_BYTES = 1024  # Linux takes 4,096 for a path, what is added to it inclu
 MAX_PART_BYTES = 255  # of a path: a file's or a folder's name
 MAX_CAPTION = 10_000  # characters: a text encoder reads 77 tokens, and whatever is longer than this is no caption
 
-ImageSize = tuple[int, int]
-"""(width, height) in pixels."""
+ImageSize = tuple[int, ...]
+"""(width, height) in pixels, of a video (width, height, number of frames)."""
 # Types that OmegaConf cannot check (it knows no union with a list): config.load does, by what stands behind Any.
 Pixels = Annotated[Any, int | tuple[int, int]]
 Scales = Annotated[Any, float | tuple[float, ...]]

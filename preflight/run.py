@@ -18,7 +18,7 @@ from cli.limits import ImageSize, read_duration
 from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
 from evaluation.scoring import EVERY_IMAGES, rounded_up, sampler_problems
 from model import LatentDiffusion
-from preflight import limits, machine
+from preflight import limits, machine, video
 from preflight.mlperf import closed_data_problems, log_problems
 from record.checkpoint_files import FULL, listed
 from stages.dataset import array_encoding
@@ -77,7 +77,7 @@ def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], Encodings]:
     with contextlib.suppress(ValueError):  # named by model_problems
         made_for["image_size"] = list(config.size)
         family = load_family(config.model.family, config.model.preset, config.model.variant)
-        made_for["resize"] = resize_name(family.columns("images", config.size)["images"].dtype)
+        made_for["resize"] = resize_name(family.columns(family.pictures, config.size)[family.pictures].dtype)
 
         def encodings(size: ImageSize) -> dict[str, str]:
             columns = family.columns("moments", size, stored_text=config.data.text == "stored")
@@ -123,6 +123,10 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
         text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
     are_read = config.model.weights is not None or needs_encoders(config)
+    if config.num_frames is not None and len(config.size) == 2:
+        text = f"{config.num_frames}, but {config.model.family} makes images. Leave it out."
+        found.append(Problem(f"num_frames: {text}", ("num_frames", "model.family")))
+    found += video.problems(config)
     found += model_problems(config.model, config.size, encoders_wanted=are_read and not config.data.synthetic)
     found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
     found += log_problems(config) + _log_folder_problems(config)

@@ -357,7 +357,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     started = time.monotonic()
     paths, words = split_words(argv)
-    config = load(AdoptConfig, parse_command_line(words, {}), not_yet={}, check=check)
+    config = load(AdoptConfig, parse_command_line(words, {}), check=check)
     if len(paths) != 1:
         raise ConfigError(["command line: one REMOTE has to be given. python -m prepare.adopt --help says more."])
     done = adopt(paths[0], config)

@@ -33,7 +33,7 @@ from preflight import stage as stage_checks
 from preflight.checks import Case, not_looked_at
 from preflight.machine import ERROR, OK, WARNING, Finding
 from stages.mixture import opened
-from training.run_config import ALIASES, NOT_YET, RunConfig
+from training.run_config import ALIASES, RunConfig
 
 STORE_SEC = 20.0
 CHECK_SEC = 120.0  # a hanging file system; the digest of a large checkpoint
@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(["command line: --print_config is for benchmark.py. Leave it out here."])
     with FakeTensorMode():
         pass  # without a GPU, torch 2.10 crashes in a second one if the first was in a thread that has ended, see `look`
-    case = Case(load(RunConfig, command_line, not_yet=NOT_YET, check=lambda config: []))
+    case = Case(load(RunConfig, command_line, check=lambda config: []))
     levels = []
     for group, of_group in checks_of(case).items():
         print(f"--- {group} ---", flush=True)

@@ -410,7 +410,7 @@ def main(argv: Sequence[str]) -> int:
     stage = found[1] if found else None
     command_line = _command_line(words, stage)
     try:
-        config = load(LookConfig, command_line, not_yet={}, check=functools.partial(check, stage=stage))
+        config = load(LookConfig, command_line, check=functools.partial(check, stage=stage))
     except ConfigError as error:
         problems = error.problems + problems
     if command_line.print_config and not problems:

@@ -31,7 +31,7 @@ def read_words(
     places, words = split_words(argv)
     command_line = parse_command_line(words, {})
     try:
-        config = load(schema, command_line, not_yet={}, check=check)
+        config = load(schema, command_line, check=check)
     except ConfigError as error:
         return places, schema(), list(error.problems)
     if command_line.print_config:

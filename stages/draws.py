@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cli.limits import ImageSize
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -28,7 +30,7 @@ class Draw:
         """Return a caption; each is equally likely."""
         return captions[int(self.caption * len(captions))]
 
-    def offset(self, room: tuple[int, int]) -> tuple[int, int]:
+    def offset(self, room: ImageSize) -> tuple[int, int]:
         """Return (left, top) of a crop in whole pixels, each from 0 to `room`; all places are equally likely."""
         return int(self.left * (room[0] + 1)), int(self.top * (room[1] + 1))
 

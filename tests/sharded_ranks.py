@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from composer.utils import dist
-from test_families import TRAINED
+from test_families import TRAINED, TRAINED_ON_VIDEO, with_frames
 
 from model import LatentDiffusion, build_model, step_seed
 from training import sharding, speed
@@ -34,14 +34,14 @@ WAYS = {
 def built(name: str, variant: str, *, has_denoiser: bool) -> LatentDiffusion:
     config = ModelConfig(name, "tiny", variant, weights="random")
     objective = ObjectiveConfig()
-    ways = dict(size=(64, 64), normalize="symmetric", seed=0)
+    ways = dict(size=with_frames(name, (64, 64)), normalize="symmetric", seed=0)
     return build_model(config, objective, **ways, has_denoiser=has_denoiser)
 
 
 def gradients(model: LatentDiffusion) -> dict[str, torch.Tensor]:
     """Each rank has a batch of its own; the mean of the gradients is what counts."""
     rank = dist.get_global_rank()
-    columns = model.family.columns("moments", (64, 64), stored_text=False)
+    columns = model.family.columns("moments", with_frames(model.family.name, (64, 64)), stored_text=False)
     own = torch.Generator().manual_seed(step_seed(1, 0, rank))
     batch = {
         name: torch.randn(2, *column.shape, generator=own)
@@ -85,8 +85,8 @@ if __name__ == "__main__":
     dist.initialize_dist("cpu", timeout=60.0)
     differences = {
         f"{name} {way}": difference(name, variant, way, how)
-        for name, variant in TRAINED
-        for way in (WAYS if name in ("sd2", "flux") else ["plain"])
+        for name, variant in [*TRAINED, *TRAINED_ON_VIDEO]
+        for way in (WAYS if name in ("sd2", "flux", "wan") else ["plain"])
     }
     if dist.get_global_rank() == 0:
         Path(out).write_text(json.dumps(differences))

@@ -46,7 +46,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def resolved(*words: str) -> benchmark.RunConfig:
-    config = load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    config = load(benchmark.RunConfig, parse_command_line(words, {}), check=lambda config: [])
     return benchmark.resolve(config)
 
 
@@ -288,7 +288,6 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "command line: max_duration is 'soon'. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",
         "command line: seed is -1. Possible: 0 to 4,294,967,295.",
         "command line: image_size is [64]. Possible: an integer or a list of 2 numbers. Usual: 512, or [width, height].",
-        "command line: 'num_frames' is not available: training on video is not part of this version. Leave it out.",
         "command line: ema.every is 0. Possible: 1 and up.",
         "command line: save.keep is 0. Possible: 1 and up.",
         f"run_name: {tmp_path}/old exists and is not a run (it has no config.yaml). Take another run_name, or remove it.",
@@ -297,6 +296,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
         "loggers.wandb.project: not given. Name a project or a run, or leave out loggers.wandb.",
+        "num_frames: 16, but sd2 makes images. Leave it out.",
         f"model.weights: not given. The default for real data: {default} is no path here, the cache "
         f"{constants.HF_HUB_CACHE} does not have all of it, and HF_HUB_OFFLINE is set. Where there is a network: hf download "
         f"{default} vae/config.json vae/diffusion_pytorch_model.safetensors text_encoder/config.json "
@@ -310,7 +310,10 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.family=sd3"], "model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes."),
+        (
+            ["model.family=sd3"],
+            "model.family: unknown family 'sd3'. Known: flux, hunyuan_video, mochi, sd2, sdxl, shapes, wan.",
+        ),
         (["model.variant=sd21"], "model.variant: sd2 has no variant 'sd21'. Known: stock, mlperf, sd15."),
         (
             ["model.variant=mlperf", "global_batch_size=320"],
@@ -457,7 +460,7 @@ def test_model_names_of_the_predecessor_choose_the_prediction(owner, release, pr
 def test_every_model_name_is_a_network_that_can_be_built():
     for name in MODEL_NAMES:
         words = parse_command_line(["--model_name", name], benchmark.ALIASES)
-        config = load(benchmark.RunConfig, words, not_yet={}, check=lambda _: [])
+        config = load(benchmark.RunConfig, words, check=lambda _: [])
         family = load_family(config.model.family, "full", config.model.variant)
         assert config.objective.prediction in family.predictions
         assert (config.model.variant == "sd15") == ("-v1-" in name)

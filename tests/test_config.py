@@ -44,18 +44,16 @@ class Outer:
 ALIASES = {
     "batch_size": Alias("batch"),
     "use_flag": Alias("flag", bare="true"),
-    "use_ema": Alias("ema.enabled", bare="true"),
     "preset": Alias("text", choices={"a": ["text=x", "batch=3"], "b": ["text=y"]}),
 }
 ALL = "-1,000,000,000,000 to 1,000,000,000,000"
 NEITHER = "at most 1,024 bytes, 255 between slashes or null."
 KNOWN = "Known: batch, flag, logger, optimizer, scale, text, workers. --print_config shows every key."
 LINE = "a text without control characters and line ends or null."
-NOT_YET = {"ema": "the moving average"}
 
 
 def read(*argv: str, check=lambda config: []) -> Outer:
-    return load(Outer, parse_command_line(argv, ALIASES), not_yet=NOT_YET, check=check)
+    return load(Outer, parse_command_line(argv, ALIASES), check=check)
 
 
 def problems(*argv: str, check=lambda config: []) -> list[str]:
@@ -132,22 +130,13 @@ def test_a_flag_can_stand_for_several_keys():
         (["--batch_size"], "command line: '--batch_size' has no value. It stands for batch=VALUE."),
         (
             ["--batchsize", "3"],
-            "command line: unknown flag '--batchsize'. Flags: --batch_size, --preset, --use_ema, --use_flag, "
+            "command line: unknown flag '--batchsize'. Flags: --batch_size, --preset, --use_flag, "
             "--print_config. Every key is key=value.",
         ),
         (["--preset", "c"], "command line: '--preset c' is not known. Known: a, b."),
         (["a\nb"], "command line: 'a\\nb' is not a path. Possible: a text without control characters and line ends."),
         (["batch"], "command line: 'batch' is neither a .yaml file nor key=value."),
         (["a.yaml", "b.yaml"], "command line: two YAML files, a.yaml and b.yaml. One run has one file."),
-        (
-            ["--use_ema"],
-            "command line: '--use_ema' (ema.enabled) is not available: the moving average is not part of this version. "
-            "Leave it out.",
-        ),
-        (
-            ["ema.decay=0.9"],
-            "command line: 'ema.decay' is not available: the moving average is not part of this version. Leave it out.",
-        ),
     ],
 )
 def test_what_is_wrong_is_said_in_full(words: list[str], message: str):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN
-from test_families import CAPTIONS, MEMBERS
+from test_families import CAPTIONS, MEMBERS, with_frames
 from test_plan import lines
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,7 +27,8 @@ ON_DEVICE = dataclasses.replace(ON_CPU, frozen_device="device")
 
 
 def build(config: ModelConfig) -> LatentDiffusion:
-    return build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=0)
+    size = with_frames(config.family, SIZE)
+    return build_model(config, ObjectiveConfig(), size=size, normalize="symmetric", seed=0)
 
 
 def step(model: LatentDiffusion) -> torch.Tensor:
@@ -46,7 +47,7 @@ def step(model: LatentDiffusion) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "variant"), MEMBERS)
 def test_no_encoder_whose_values_float16_cannot_hold_is_in_it(name, variant):
     """SDXL's VAE overflows (diffusers: force_upcast), T5's states are clipped (diffusers' page of FLUX, "fp16 inference")."""
-    wide = {"sdxl": {"vae"}, "flux": {"t5"}}.get(name, set())
+    wide = {"sdxl": {"vae"}, "flux": {"t5"}, "mochi": {"t5"}, "wan": {"umt5"}}.get(name, set())
     model = build(ModelConfig(name, "tiny", variant, weights="random"))
     for precision, usual in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
         model.place(torch.device("cpu"), precision)

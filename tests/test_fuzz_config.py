@@ -57,7 +57,7 @@ from prepare.buckets import BucketsConfig
 from stages import dataset as stage
 from training import eval_keys
 from training.places import Place
-from training.run_config import ALIASES, NOT_YET, RunConfig, resolve
+from training.run_config import ALIASES, RunConfig, resolve
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 PROCESSES = int(os.environ.get("FUZZ_PROCESSES", "3"))
@@ -368,7 +368,7 @@ def quick(config: RunConfig) -> list[configuration.Problem]:
 
 
 def run_of(words: list[str]) -> Any:
-    config = load(RunConfig, parse_command_line(words, ALIASES), not_yet=NOT_YET, check=quick)
+    config = load(RunConfig, parse_command_line(words, ALIASES), check=quick)
     resolved = resolve(config)
     assert resolve(resolved) == resolved
     return resolved
@@ -385,11 +385,11 @@ def scored(kind: Literal["run", "images"]) -> Callable[[list[str]], Any]:
 
 
 def command_of(schema: type, check: Callable[[Any], Any] = lambda config: []) -> Callable[[list[str]], Any]:
-    return lambda words: load(schema, parse_command_line(words, {}), not_yet={}, check=check)
+    return lambda words: load(schema, parse_command_line(words, {}), check=check)
 
 
 def flagged(check: Callable[[Any], Any]) -> Callable[[list[str]], Any]:
-    return lambda words: load(RunConfig, parse_command_line(words, ALIASES), not_yet=NOT_YET, check=check)
+    return lambda words: load(RunConfig, parse_command_line(words, ALIASES), check=check)
 
 
 COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
@@ -531,9 +531,7 @@ def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, 
     else:
         event(f"{name}: possible")
         (places / "again.yaml").write_text(to_yaml(config))
-        again = load(
-            type(config), parse_command_line([str(places / "again.yaml")], {}), not_yet={}, check=lambda config: []
-        )
+        again = load(type(config), parse_command_line([str(places / "again.yaml")], {}), check=lambda config: [])
         assert to_yaml(again) == to_yaml(config)
         if name == "benchmark" and len(traced) < TRACED and max(config.size) <= 64 and config.model.preset == "tiny":
             traced.append(config)

@@ -45,7 +45,7 @@ SIZES = "500mb, 100gb, 1tb or null"
 )
 def test_a_value_beyond_its_keys_limits_is_refused_with_what_is_possible(word, possible):
     with pytest.raises(ConfigError) as error:
-        load(RunConfig, parse_command_line([word], {}), not_yet={}, check=lambda config: [])
+        load(RunConfig, parse_command_line([word], {}), check=lambda config: [])
     [said] = error.value.problems
     assert said.startswith(f"command line: {word.partition('=')[0]} is ") and said.endswith(f" Possible: {possible}.")
 
@@ -53,14 +53,14 @@ def test_a_value_beyond_its_keys_limits_is_refused_with_what_is_possible(word, p
 def test_a_variable_in_a_list_is_read_as_a_number(monkeypatch):
     monkeypatch.setenv("EASEL_SIDE", "64")
     words = ["image_size=['${oc.env:EASEL_SIDE}',32]", "eval.guidance=['${oc.env:EASEL_SIDE}',2]"]
-    config = load(RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    config = load(RunConfig, parse_command_line(words, {}), check=lambda config: [])
     assert (config.image_size, config.eval.guidance) == ([64, 32], [64, 2])
 
 
 def test_a_variable_in_a_list_of_texts_stays_the_text_that_it_is(monkeypatch):
     monkeypatch.setenv("EASEL_TAG", "1e3")
     words = ["loggers.wandb.project=p", "loggers.wandb.tags=['${oc.env:EASEL_TAG}',b]"]
-    config = load(RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    config = load(RunConfig, parse_command_line(words, {}), check=lambda config: [])
     assert config.loggers.wandb.tags == ["1e3", "b"]
 
 
@@ -79,6 +79,6 @@ def test_a_variable_in_a_list_of_texts_stays_the_text_that_it_is(monkeypatch):
     ],
 )
 def test_a_value_within_its_keys_limits_is_taken(word, expected):
-    config = load(RunConfig, parse_command_line([word], {}), not_yet={}, check=lambda config: [])
+    config = load(RunConfig, parse_command_line([word], {}), check=lambda config: [])
     value = functools.reduce(getattr, word.partition("=")[0].split("."), config)
     assert value == expected and type(value) is type(expected)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY_RUN
-from test_families import CAPTIONS, TRAINED, every_member, tiny
+from test_families import CAPTIONS, TRAINED, every_member, tiny, with_frames
 
 import benchmark
 from cli import later
@@ -52,8 +52,9 @@ def with_adapter(name: str, variant: str, precision: str = "fp32", **keys) -> La
 def step_batch(model: LatentDiffusion) -> dict[str, torch.Tensor]:
     """A batch of moments and captions with its random numbers, always the same."""
     generator = torch.Generator().manual_seed(0)
-    columns, further = model.family.columns("moments", SIZE), model.family.further(SIZE)
-    batch = {"moments": torch.randn(4, *columns["moments"].shape, generator=generator)}
+    family, size = model.family, with_frames(model.family.name, SIZE)
+    columns, further = family.columns("moments", size), family.further(size)
+    batch = {n: torch.randn(4, *columns[n].shape, generator=generator) for n in ("moments", *family.beside(size))}
     batch |= model.family.tokenize(CAPTIONS) | {n: value.expand(4, *value.shape[1:]) for n, value in further.items()}
     return model.draw(batch, generator)
 
@@ -94,7 +95,8 @@ def test_a_new_adapter_changes_nothing_and_then_it_alone_is_trained(name, varian
         ("flux", "mlperf"),
     )  # a last layer of zeros lets no gradient through
     assert losses[-1] == losses[0] if is_dark else losses[-1] < losses[0]
-    assert reached == (set() if is_dark else set(trained))
+    unused = {n for n in trained if name == "mochi" and ".1.attn1.add_q_proj." in n}  # its last block makes no text
+    assert reached == (set() if is_dark else set(trained) - unused)
     assert all(torch.equal(tensor, before[n]) for n, tensor in base_of(model).items())
 
 

@@ -286,9 +286,9 @@ def test_what_is_not_read_need_not_be_there(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("batch: 3\ntext: ${oc.env:EASEL_UNSET}\n")
     command = parse_command_line([str(path)], {})
-    assert load(Outer, command, not_yet={}, check=lambda config: [], unread=("text",)) == Outer(batch=3)
+    assert load(Outer, command, check=lambda config: [], unread=("text",)) == Outer(batch=3)
     with pytest.raises(ConfigError):
-        load(Outer, command, not_yet={}, check=lambda config: [], unread=("flag",))
+        load(Outer, command, check=lambda config: [], unread=("flag",))
 
 
 # --- what is printed, and captions ---

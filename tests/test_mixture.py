@@ -160,7 +160,7 @@ def test_sums_lie_on_the_models_device_also_before_a_batch():
 def test_an_error_within_streams_is_the_only_one(tmp_path):
     given = f"data.streams=[{{remote: {tmp_path}, captoin: x}}]"
     with pytest.raises(ConfigError) as error:
-        load(RunConfig, parse_command_line([given, "model.weights=random"], {}), not_yet={}, check=benchmark.check)
+        load(RunConfig, parse_command_line([given, "model.weights=random"], {}), check=benchmark.check)
     known = "remote, local, facts, caption, proportion, repeat, choose"
     assert [text for text in error.value.problems if text.startswith(("command line", "data"))] == [
         f"command line: unknown key 'data.streams[0].captoin'. Known: {known}."

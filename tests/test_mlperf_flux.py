@@ -117,7 +117,7 @@ def test_the_default_ruleset_is_the_newest_and_asks_who_and_on_what():
 
 def recipe(path: Path, *words: str) -> benchmark.RunConfig:
     given = parse_command_line([str(path), *words], {})
-    return load(benchmark.RunConfig, given, not_yet=benchmark.NOT_YET, check=lambda config: [])
+    return load(benchmark.RunConfig, given, check=lambda config: [])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -192,7 +192,7 @@ def words_of(stages: dict[str, Path], folder: Path, name: str, *more: str) -> li
 @pytest.fixture(scope="module")
 def validator_of(stages, tmp_path_factory):
     given = parse_command_line(words_of(stages, tmp_path_factory.mktemp("no"), "x"), {})
-    config = resolve(load(benchmark.RunConfig, given, not_yet={}, check=lambda config: []))
+    config = resolve(load(benchmark.RunConfig, given, check=lambda config: []))
     model = build(config).place(torch.device("cpu"), "fp32")
     with torch.no_grad():  # the benchmark's last layer is all zeros
         torch.nn.init.normal_(model.denoiser.proj_out.weight, generator=torch.Generator().manual_seed(1))
@@ -253,7 +253,7 @@ def test_two_ranks_measure_what_one_does_to_the_last_bit(validator_of, monkeypat
 def test_a_target_is_decided_by_losses_that_are_all_measured_alike(stages, tmp_path):
     """Also by those of a run that is over, which an earlier start without a target may have measured in other ways."""
     words = words_of(stages, tmp_path, "a", "target.val_loss=0.5")
-    config = load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: [])
+    config = load(benchmark.RunConfig, parse_command_line(words, {}), check=lambda config: [])
     own = config.validation.identity_of(read_stage(str(stages["held_out"])))
     line = {"schema": 1, "validation": True, "batch": 2, "images": 16, "seconds": 1.0, "val_loss": 0.4}
     line |= {"val_loss_bins": [], **own}
@@ -493,7 +493,7 @@ def test_a_report_asks_for_no_scores_of_a_run_to_a_loss(tmp_path):
 
 def refused(words: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as refusal:
-        load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda run: quick_problems(run, []))
+        load(benchmark.RunConfig, parse_command_line(words, {}), check=lambda run: quick_problems(run, []))
     return refusal.value.problems
 
 
@@ -513,7 +513,7 @@ def test_a_log_without_validation_or_target_is_refused(stages, tmp_path):
 
 def test_the_closed_division_refuses_other_numbers_of_samples(stages, tmp_path):
     words = words_of(stages, tmp_path, "x", *LOGGED, "mlperf.division=closed", "target.val_loss=0.586")
-    config = load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda run: [])
+    config = load(benchmark.RunConfig, parse_command_line(words, {}), check=lambda run: [])
     assert [problem.text.partition("; ")[0] for problem in closed_data_problems(config)] == [
         f"mlperf.division: closed, but train_samples: 48 at {stages['train']}",
         f"mlperf.division: closed, but eval_samples: 20 at {stages['held_out']}",

@@ -554,7 +554,7 @@ def refused(*words: str) -> list[str]:
     """Every problem of a tiny run with a log, but for memory, which takes seconds to estimate."""
     words = [*TINY_RUN, "data.synthetic=true", "mlperf.enabled=true", *words]
     with pytest.raises(ConfigError) as refusal:
-        load(benchmark.RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda run: quick_problems(run, []))
+        load(benchmark.RunConfig, parse_command_line(words, {}), check=lambda run: quick_problems(run, []))
     return refusal.value.problems
 
 
@@ -618,7 +618,7 @@ def test_the_closed_division_refuses_other_data_by_name_before_anything_is_built
     of_run = {"closed": 1, "open": 0}
     for division, num in of_run.items():
         given = parse_command_line([*words, f"mlperf.division={division}"], {})
-        config = load(benchmark.RunConfig, given, not_yet={}, check=lambda run: [])
+        config = load(benchmark.RunConfig, given, check=lambda run: [])
         assert len(closed_data_problems(config)) == num
 
 
@@ -634,16 +634,14 @@ SHORTCUTS = {
 
 @pytest.mark.parametrize("key", SHORTCUTS)
 def test_the_closed_division_refuses_a_shortcut(key):
-    config = load(
-        benchmark.RunConfig, parse_command_line(["yamls/mlperf_256.yaml"], {}), not_yet={}, check=lambda run: []
-    )
+    config = load(benchmark.RunConfig, parse_command_line(["yamls/mlperf_256.yaml"], {}), check=lambda run: [])
     value, text = SHORTCUTS[key]
     assert SD.not_closed({**flat(benchmark.resolve(config)), key: value}) == [f"{key}: {text}"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "yamls").glob("mlperf_[0-9]*.yaml")), ids=lambda path: path.name)
 def test_each_recipe_of_the_benchmark_may_be_logged_in_the_closed_division(path):
-    config = load(benchmark.RunConfig, parse_command_line([str(path)], {}), not_yet={}, check=lambda run: [])
+    config = load(benchmark.RunConfig, parse_command_line([str(path)], {}), check=lambda run: [])
     assert SD.not_closed(flat(benchmark.resolve(config))) == []
 
 

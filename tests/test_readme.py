@@ -144,10 +144,10 @@ def read(module: str, words: list[str]) -> None:
     """Read a command as the program does. Raises ConfigError: a key or its type; AssertionError: places."""
     if module in ("benchmark", "prepare.doctor"):
         command_line = parse_command_line(words, benchmark.ALIASES)
-        load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: [])
+        load(benchmark.RunConfig, command_line, check=lambda config: [])
     elif module == "eval":
         keys = [word for word in words if "=" in word]
-        load(EvalCommand, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
+        load(EvalCommand, parse_command_line(keys, {}), check=lambda config: [])
     elif module == "bench.ladder":
         assert read_ladder(str(ROOT / words[0])).rungs and all(
             word.startswith(("results=", "runs=")) for word in words[1:]
@@ -172,7 +172,7 @@ def read(module: str, words: list[str]) -> None:
         name, num_places = COMMANDS[module]
         places, keys = split_words(words)
         schema = getattr(importlib.import_module(module), name)
-        load(schema, parse_command_line(keys, {}), not_yet={}, check=lambda config: [])
+        load(schema, parse_command_line(keys, {}), check=lambda config: [])
         assert len(places) in num_places
 
 
@@ -219,7 +219,7 @@ def check_ten_runs(line: str) -> None:
     scored = [one[-1] for one in words if "eval.py" in one]
     for one in (one for one in words if "benchmark.py" in one):
         command_line = parse_command_line(one[one.index("benchmark.py") + 1 :], benchmark.ALIASES)
-        runs.append(load(benchmark.RunConfig, command_line, not_yet=benchmark.NOT_YET, check=lambda config: []))
+        runs.append(load(benchmark.RunConfig, command_line, check=lambda config: []))
     assert len(runs) == 10 == len({run.seed for run in runs}) == len({run.run_name for run in runs})
     assert {run.model.variant for run in runs} == {"mlperf"}
     assert scored == ([f"runs/{run.run_name}" for run in runs] if runs[0].mlperf.enabled else [])

@@ -279,7 +279,7 @@ def test_keys_of_earlier_versions_are_still_taken_on_the_command_line_in_files_a
     old.write_text("late_loss: true\n")
     assert read_config(tmp_path) == {"async_loss": True}
     for words in ([str(old)], ["late_loss=true"], [str(old), "late_loss=true"]):
-        assert load(RunConfig, parse_command_line(words, ALIASES), not_yet={}, check=lambda config: []).async_loss
+        assert load(RunConfig, parse_command_line(words, ALIASES), check=lambda config: []).async_loss
     record = RunRecord.__new__(RunRecord)
     record.environment, record.how = {"device": "cpu", "num_devices": 1}, {"async_loss": True}
     assert record._has_speed_of({**record.environment, "how": {"late_loss": True}})

@@ -92,7 +92,7 @@ def test_a_grid_has_each_image_at_its_place():
 
 
 def resolved(*words: str) -> RunConfig:
-    return resolve(load(RunConfig, parse_command_line(words, {}), not_yet={}, check=lambda config: []))
+    return resolve(load(RunConfig, parse_command_line(words, {}), check=lambda config: []))
 
 
 def test_checkpoints_and_snapshots_follow_the_evaluation_where_nothing_else_is_given():

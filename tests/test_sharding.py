@@ -109,7 +109,7 @@ def test_every_familys_gradients_are_those_of_the_whole_network(tmp_path):
     """Also recomputed, compiled block by block, and in bfloat16, where the last digits of a sum differ."""
     trained(2, [str(tmp_path / "out.json"), "full"], script="tests/sharded_ranks.py")
     found = json.loads((tmp_path / "out.json").read_text())
-    assert {name.split()[0] for name in found} == {"sd2", "sdxl", "flux", "shapes"}
+    assert {name.split()[0] for name in found} == {"sd2", "sdxl", "flux", "shapes", "mochi", "hunyuan_video", "wan"}
     for name, value in found.items():
         assert value < (0.02 if name.endswith("bf16") else TOLERANCE), (name, value)
 

@@ -92,9 +92,7 @@ def test_of_ten_samples_each_bin_has_one_and_of_a_thousand_each_time():
 
 @pytest.fixture(scope="module")
 def validator_of(miniature, held_out):
-    config = resolve(
-        load(RunConfig, parse_command_line(miniature.small(held_out, "x"), {}), not_yet={}, check=lambda c: [])
-    )
+    config = resolve(load(RunConfig, parse_command_line(miniature.small(held_out, "x"), {}), check=lambda c: []))
     model, stage = build(config).place(torch.device("cpu"), "fp32"), read_stage(str(held_out / "moments"))
 
     def validator(num: int, chunk: int, kind: str = "moments") -> Validator:
@@ -285,7 +283,7 @@ def test_two_ranks_measure_the_same_loss_of_the_same_weights_and_draw_each_promp
 def test_its_index_in_a_store_is_fetched_once(miniature, held_out, in_store, indexes_fetched, tmp_path):
     words = [f"validation.remote={in_store(held_out / 'moments', 'held')}", f"validation.local={tmp_path}/cache"]
     given = parse_command_line(miniature.small(tmp_path, "x", *words), {})
-    config = resolve(load(RunConfig, given, not_yet={}, check=lambda c: []))
+    config = resolve(load(RunConfig, given, check=lambda c: []))
     made_for, encodings = wanted_of_stage(config)
     assert config.validation.problems(config.data, made_for, encodings) == []
     dataset = open_held_out(config, build(config).family, config.validation.held_out.contents, config.data.read())

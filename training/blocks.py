@@ -9,20 +9,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+OF_TRANSFORMERS = ("transformer_blocks", "single_transformer_blocks", "blocks")
+"""What diffusers' transformers of images and videos call the lists of their blocks."""
+
 
 def blocks_of(denoiser: nn.Module, of_unet: type[nn.Module] | None = None) -> list[nn.Module]:
-    """Return a denoiser's residual blocks, its UNet's transformers, and the blocks of FLUX's transformer.
+    """Return a denoiser's residual blocks, its UNet's transformers, and the blocks of a transformer.
 
     Args:
         of_unet: which transformers of a UNet; None: diffusers' Transformer2DModel, which holds several blocks.
     """
     from diffusers.models import Transformer2DModel
     from diffusers.models.resnet import ResnetBlock2D
-    from diffusers.models.transformers import transformer_flux as flux
 
     own = Transformer2DModel if of_unet is None else of_unet
-    kinds = (ResnetBlock2D, own, flux.FluxTransformerBlock, flux.FluxSingleTransformerBlock)
-    return [module for module in denoiser.modules() if isinstance(module, kinds)]
+    found = [module for module in denoiser.modules() if isinstance(module, (ResnetBlock2D, own))]
+    lists = [getattr(denoiser, name, ()) for name in OF_TRANSFORMERS]
+    return found or [block for blocks in lists for block in blocks]
 
 
 def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:

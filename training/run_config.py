@@ -37,9 +37,9 @@ from zoo import load_family, mlperf
 from zoo.encoders import own_weights
 from zoo.lora import LoraConfig
 from zoo.mlperf_sd import SD, WARMUP_BATCHES
-from zoo.model_config import ModelConfig
+from zoo.model_config import ModelConfig, own_frames
 from zoo.objectives import ObjectiveConfig
-from zoo.spec import MAX_SIDE_PX, as_size
+from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class RunKeys:
     """Images per pass on each device; it affects only speed and memory. null: the device batch. auto: as many as fit."""
     image_size: Pixels = limited(512, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Pixels: one number for a square, or [width, height]."""
+    num_frames: int | None = limited(None, 1, MAX_FRAMES, usual="9 to 129")
+    """Frames of a video. null: the family's own number. Families of images have none."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params", "fp8"] | None = None
     """null: bf16 on a GPU, fp32 on a CPU. bf16_params: weights in bf16, without a float32 copy. fp8, an experiment: wide
     linear layers in float8."""
@@ -89,8 +91,9 @@ class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
 
     @property
     def size(self) -> ImageSize:
-        """(width, height) in pixels."""
-        return as_size(self.image_size)
+        """(width, height) in pixels; of a family of videos (width, height, frames)."""
+        own = own_frames(self.model)
+        return as_size(self.image_size) + (() if own is None else (self.num_frames or own,))
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -127,11 +130,6 @@ ALIASES = {
     "wandb_name": Alias("loggers.wandb.name"),
     "wandb_project": Alias("loggers.wandb.project"),
     "device_train_microbatch_size": Alias("device_train_microbatch_size"),
-}
-
-# Keys of planned features: refused by name, so that nobody relies on them.
-NOT_YET = {
-    "num_frames": "training on video",
 }
 
 
@@ -179,6 +177,7 @@ def resolve(config: Config) -> Config:
         data=config.data.on_nodes(ranks.num_nodes()),
         precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
+        num_frames=config.size[2] if len(config.size) > 2 else None,
         model=dataclasses.replace(
             config.model,
             variant=family.variant,  # "stock" is FLUX.1 dev
@@ -193,7 +192,8 @@ def resolve(config: Config) -> Config:
 
 
 def _new_name(config: RunConfig) -> str:
-    what = f"{config.model.family}-{config.model.preset}-{config.size[0]}px"
+    frames = "".join(f"-{num}f" for num in config.size[2:])
+    what = f"{config.model.family}-{config.model.preset}-{config.size[0]}px{frames}"
     return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 

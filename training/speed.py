@@ -203,9 +203,9 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: 
     if keys.channels_last:
         use_channels_last(model)
     if keys.attention != "auto":
-        denoiser: Any = model.denoiser  # of diffusers
-        kinds: dict[str, Any] = {name: type(own) for name, own in denoiser.attn_processors.items()}
-        denoiser.set_attn_processor({n: attention_processor(keys.attention, kind) for n, kind in kinds.items()})
+        for attention in attentions(model.denoiser):
+            kind: Any = type(attention.processor)
+            attention.processor = attention_processor(keys.attention, kind)
     checkpoint_blocks(model.denoiser, keys.gradient_checkpointing)
     if keys.compile != "off":
         compile_networks(model, keys, num_sizes)
@@ -265,6 +265,11 @@ def _nhwc_transformer() -> type[nn.Module]:
 # --- attention ---
 
 
+def attentions(denoiser: nn.Module) -> list[Any]:
+    """Return a denoiser's attention layers, each with its `processor`; not every class of diffusers lists them itself."""
+    return [module for module in denoiser.modules() if hasattr(module, "processor")]
+
+
 @functools.cache
 def attention_processor(attention: str, theirs: Any) -> Any:
     """Return a diffusers attention processor for one back-end. `theirs`: the class that the network has."""
@@ -276,6 +281,7 @@ def attention_processor(attention: str, theirs: Any) -> Any:
         return XFormersAttnProcessor()
 
     class ChosenAttention(theirs):
+        @functools.wraps(theirs.__call__)  # diffusers looks there for what a processor takes, and leaves out the rest
         def __call__(
             self,
             attn: Any,
@@ -285,9 +291,10 @@ def attention_processor(attention: str, theirs: Any) -> Any:
             **more: Any,
         ) -> Tensor:
             text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-            own, is_joint = hidden_states.shape[1], text and attn.added_kv_proj_dim is not None  # FLUX: over both
-            lengths = (own + text,) * 2 if is_joint else (own, text or own)
-            with sdpa_kernel(BACK_ENDS[back_end_for(attention, lengths)]):
+            own = hidden_states.shape[
+                1
+            ]  # where image and text attend to each other, their sum is a multiple if both are
+            with sdpa_kernel(BACK_ENDS[back_end_for(attention, (own, text or own))]):
                 return super().__call__(attn, hidden_states, encoder_hidden_states, *rest, **more)
 
     return ChosenAttention()

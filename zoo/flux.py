@@ -33,7 +33,7 @@ from cli.limits import ImageSize
 from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS as CLIP_TOKENS
 from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, text_config
-from weights.t5_text import TOKENIZER, T5Text, T5Tokenizer
+from weights.t5_text import T5_VOCABULARY, TOKENIZER, T5Text, T5Tokenizer, t5_config
 from zoo import packing, tokenizer_files
 from zoo.latent_family import LatentFamily, of_choice
 from zoo.lora import JOINT_ATTENTION
@@ -42,7 +42,6 @@ from zoo.spec import Column, Pipeline
 
 LATENT_SCALE, LATENT_SHIFT = 0.3611, 0.1159  # vae/config.json of the published models
 LATENT_CHANNELS = 16
-T5_VOCABULARY = 32128
 GUIDANCE_IN_TRAINING = 1.0
 
 # Of dev's scheduler_config.json: the logarithm of the shift grows with the number of image tokens.
@@ -162,19 +161,11 @@ class Flux(LatentFamily):
         return transformer
 
     def build_encoders(self) -> dict[str, nn.Module]:
-        from transformers import T5Config
-
         no_convolutions = dict(use_quant_conv=False, use_post_quant_conv=False)  # between posterior and latent
         vae = self.build_vae(shift_factor=LATENT_SHIFT, **no_convolutions, **self.architecture.vae)
         clip = text_config(hidden_act="quick_gelu", **self.architecture.clip)
-        t5 = T5Config(
-            vocab_size=T5_VOCABULARY,
-            feed_forward_proj="gated-gelu",
-            is_encoder_decoder=False,
-            use_cache=False,
-            **self.architecture.t5,
-        )
-        return {"vae": vae, "text": build_text_model(clip), "t5": T5Text(t5)}
+        t5 = T5Text(t5_config(**self.architecture.t5))
+        return {"vae": vae, "text": build_text_model(clip), "t5": t5}
 
     def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
         return {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cli.limits import ImageSize
 from zoo.lora import ATTENTION
 from zoo.objectives import Objective, ObjectiveConfig, build
-from zoo.sampling import OF_PUBLISHED, build_scheduler
+from zoo.sampling import OF_PUBLISHED, Spacing, build_scheduler
 from zoo.spec import Column, Pipeline
 
 T = TypeVar("T")
@@ -38,7 +38,8 @@ class LatentFamily:
 
     Attributes:
         name, objective: see `zoo.spec.Family`.
-        image_dtype: type of images in a batch; float32: not rounded, see `stages.images.resize_and_crop`.
+        pictures, num_frames: see `zoo.spec.Family`.
+        image_dtype: type of pictures in a batch; float32: not rounded, see `stages.images.resize_and_crop`.
         pixels_per_latent: p.
         latent_channels: C.
         latent_scale: 1 / standard deviation of the latents.
@@ -49,6 +50,8 @@ class LatentFamily:
 
     name: str
     objective: Mapping[str, Any]
+    pictures = "images"
+    num_frames: int | None = None
     predictions: tuple[str, ...] = ("epsilon", "v")
     image_dtype = torch.uint8
     pixels_per_latent: int
@@ -62,6 +65,7 @@ class LatentFamily:
     wide_encoders: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ATTENTION
     on_hub: str | None = None
+    sampling_spacing: Spacing = "linear"
     tokenizers: tuple[str, ...] = ("tokenizer",)
     pipeline: Pipeline | None = Pipeline(
         "StableDiffusionPipeline",
@@ -78,17 +82,32 @@ class LatentFamily:
             return None
         return f"{width} x {height} px does not fit {self.name}. Both sides have to be multiples of {step}."
 
+    def frames_problem(self, num_frames: int) -> str | None:
+        return None
+
     def columns(self, stage: str, size: ImageSize, *, stored_text: bool = False) -> dict[str, Column]:
-        channels, height, width = self.latent_shape(size)
-        images = Column((3, size[1], size[0]), self.image_dtype, below=256 if self.image_dtype == torch.uint8 else None)
-        pictures = {
-            "images": {"images": images},
-            "moments": {"moments": Column((2 * channels, height, width), torch.float16)},
+        channels, *sides = self.latent_shape(size)
+        below = 256 if self.image_dtype == torch.uint8 else None
+        moments = Column((2 * channels, *sides), torch.float16)
+        of_stage = {
+            self.pictures: {self.pictures: Column(self.picture_shape(size), self.image_dtype, below=below)},
+            "moments": {"moments": moments, **self.beside(size)},
         }
-        if stage not in pictures:
-            raise ValueError(f"data.stage: {self.name} has no stage '{stage}'. Known: {', '.join(pictures)}.")
+        if stage not in of_stage:
+            raise ValueError(f"data.stage: {self.name} has no stage '{stage}'. Known: {', '.join(of_stage)}.")
         text = self.stored_columns() if stored_text else self.text_columns()
-        return {**pictures[stage], **text, **self.further_columns()}
+        return {**of_stage[stage], **text, **self.further_columns()}
+
+    def picture_shape(self, size: ImageSize) -> tuple[int, ...]:
+        """Return the shape of one picture in a batch."""
+        width, height = size
+        return (3, height, width)
+
+    def beside(self, size: ImageSize) -> dict[str, Column]:
+        return {}
+
+    def encode_beside(self, encoders: Mapping[str, nn.Module], pictures: Tensor) -> dict[str, Tensor]:
+        return {}
 
     def text_columns(self) -> dict[str, Column]:
         """Return the columns that `tokenize` makes."""

@@ -19,13 +19,14 @@ class ModelConfig:
     """The model, its frozen encoders, and its initial weights."""
 
     family: str = "sd2"
-    """The family of models: sd2 (Stable Diffusion 2), sdxl, flux (FLUX.1), or shapes (the miniature)."""
+    """The family of models: sd2 (Stable Diffusion 2), sdxl, flux (FLUX.1); of videos mochi, hunyuan_video, wan; or shapes
+    (the miniature)."""
     preset: str = "full"
     """full, or tiny: the same types of blocks with under 2 M parameters, for a CPU, where keys of speed for GPUs are
     left out."""
     variant: str = "stock"
     """stock; of sd2 also mlperf (the MLPerf benchmark's) and sd15 (Stable Diffusion 1.5); of flux dev, schnell, mlperf; of
-    shapes also flow."""
+    wan i2v, t2v, t2v_1.3b; of shapes also flow."""
     weights: str | None = None
     """The frozen encoders: hub name, diffusers folder, LDM checkpoint, `random`, or `shipped`. null: the family's own; for
     real data the hub's; else random."""
@@ -33,6 +34,14 @@ class ModelConfig:
     """Initial weights of the denoiser: a run's folder or checkpoint, or published weights (as `weights`). null: random."""
     frozen_device: Literal["device", "cpu"] = "device"
     """Where the frozen encoders are: on the run's device; or on the CPU, slower, without memory of the GPU."""
+
+
+def own_frames(config: ModelConfig) -> int | None:
+    """Return the frames of a family's videos where a run gives no number; None: it makes images, or is unknown."""
+    try:
+        return load_family(config.family, config.preset, config.variant).num_frames
+    except ValueError:  # named by model_problems
+        return None
 
 
 def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: bool) -> list[Problem]:
@@ -50,6 +59,8 @@ def model_problems(config: ModelConfig, size: ImageSize, *, encoders_wanted: boo
     else:
         if text := family.size_problem(size):
             found.append(Problem(f"image_size: {text}", ("image_size",)))
+        if len(size) > 2 and (text := family.frames_problem(size[2])):
+            found.append(Problem(f"num_frames: {text}", ("num_frames",)))
     if family is None:
         return found
     weights = config.weights or own_weights(family, is_real=encoders_wanted)

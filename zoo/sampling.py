@@ -9,7 +9,8 @@
 The samplers are diffusers' schedulers with the settings of Stable Diffusion's published scheduler files. All are
 deterministic: each row's latent depends only on that row's noise.
 
-Of a flow there is euler alone: t from 1 to 0 in equal steps, which a shift moves towards 1, as FLUX's pipeline does it.
+Of a flow there is euler alone: t from 1 to 0, in equal steps, which a shift moves towards 1, as FLUX's pipeline does it; or
+`linear_quadratic`, as Mochi's does it: half of the steps go from 1 to 0.975, the others ever faster to 0.
 
 For ddim and plms, choose a number of steps that divides 1000: with 51, for example, they begin at step 951.
 
@@ -52,6 +53,9 @@ OF_PUBLISHED = dict(clip_sample=False, set_alpha_to_one=False)
 OF_ZERO_TERMINAL_SNR = dict(rescale_betas_zero_snr=True, timestep_spacing="trailing")
 """In place of a sampler's own spacing: sampling begins at the last step, pure noise (arXiv:2305.08891, section 3.3)."""
 
+Spacing = Literal["linear", "linear_quadratic"]
+SLOW_NOISE = 0.025
+"""What half of the steps take away with linear_quadratic (genmo's mochi: src/genmo/mochi_preview/pipelines.py)."""
 SamplerName = Literal["ddim", "plms", "dpm++", "euler"]
 SAMPLERS = tuple(SCHEDULERS)
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", FLOW: "flow_prediction"}
@@ -103,7 +107,14 @@ def sampling_problems(
     return found
 
 
-def build_scheduler(sampler: str, prediction: str, *, zero_terminal_snr: bool = False, shift: float = 1.0) -> Scheduler:
+def build_scheduler(
+    sampler: str,
+    prediction: str,
+    *,
+    zero_terminal_snr: bool = False,
+    shift: float = 1.0,
+    spacing: Spacing = "linear",
+) -> Scheduler:
     """Build diffusers' scheduler for one pass; it keeps state between steps.
 
     Args:
@@ -113,6 +124,7 @@ def build_scheduler(sampler: str, prediction: str, *, zero_terminal_snr: bool = 
             affected.
         zero_terminal_snr: of the objective that the network was trained on.
         shift: of a flow's times, see `zoo.objectives.shifted`.
+        spacing: of a flow's times before the shift, see `flow_times`.
 
     Raises:
         ValueError: an unknown sampler or prediction, or one that does not sample a flow; the message lists the known ones.
@@ -125,7 +137,7 @@ def build_scheduler(sampler: str, prediction: str, *, zero_terminal_snr: bool = 
     import diffusers
 
     if prediction == FLOW:
-        return _FlowScheduler(getattr(diffusers, OF_FLOW[sampler])(shift=shift))
+        return _FlowScheduler(getattr(diffusers, OF_FLOW[sampler])(shift=shift), spacing)
     name, settings = SCHEDULERS[sampler]
     if zero_terminal_snr:
         settings = settings | OF_ZERO_TERMINAL_SNR
@@ -135,17 +147,17 @@ def build_scheduler(sampler: str, prediction: str, *, zero_terminal_snr: bool = 
 class _FlowScheduler:
     """A flow's scheduler, whose times are t in [0, 1] as in training; diffusers counts thousandths.
 
-    Its own times for a number of steps end at a thousandth. FLUX's pipeline gives it others, as here: 1, 1 - 1/n, ... 1/n.
+    Its own times for a number of steps end at a thousandth. FLUX's pipeline gives it others, as here: see `flow_times`.
     """
 
     init_noise_sigma: float | Tensor = 1.0
 
-    def __init__(self, scheduler: Any):
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Any, spacing: Spacing = "linear"):
+        self.scheduler, self.spacing = scheduler, spacing
         self.timesteps = torch.empty(0)
 
     def set_timesteps(self, num_inference_steps: int) -> None:
-        self.scheduler.set_timesteps(sigmas=[1.0 - step / num_inference_steps for step in range(num_inference_steps)])
+        self.scheduler.set_timesteps(sigmas=flow_times(num_inference_steps, self.spacing))
         self.scheduler.set_begin_index(0)  # it counts its steps, and looks for none of them by its time
         self.timesteps = self.scheduler.sigmas[:-1]
 
@@ -154,6 +166,20 @@ class _FlowScheduler:
 
     def step(self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool) -> tuple[Tensor, ...]:
         return self.scheduler.step(model_output, timestep, sample, return_dict=return_dict)
+
+
+def flow_times(steps: int, spacing: Spacing = "linear") -> list[float]:
+    """Return the times at which a flow's network is called: from 1 on, 0 is not among them.
+
+    linear: 1, 1 - 1/n, ... 1/n. linear_quadratic: of n steps the first m = n // 2 take SLOW_NOISE / m each; the noise taken
+    away goes on at that rate, and with the square of the steps behind m, so that it is 1 after n.
+    """
+    if spacing == "linear":
+        return [1.0 - step / steps for step in range(steps)]
+    slow = steps // 2
+    rate = SLOW_NOISE / slow
+    bend = (1.0 - rate * steps) / (steps - slow) ** 2
+    return [1.0 - rate * step - bend * max(0, step - slow) ** 2 for step in range(steps)]
 
 
 def sample(
@@ -166,6 +192,7 @@ def sample(
     guidance: float = 1.0,
     zero_terminal_snr: bool = False,
     shift: float = 1.0,
+    spacing: Spacing = "linear",
     progress: Callable[[int, int], None] | None = None,
     build: Callable[..., Scheduler] = build_scheduler,
 ) -> Tensor:  # (N, C, h, w) -> (N, C, h, w)
@@ -184,7 +211,7 @@ def sample(
         steps: calls of the network (plms: one more).
         guidance: guidance scale; 1 is none.
         zero_terminal_snr: of the objective that the network was trained on.
-        shift: of a flow's times, see `zoo.objectives.shifted`.
+        shift, spacing: of a flow's times, see `zoo.objectives.shifted` and `flow_times`.
         progress: called after every step with the steps done and their total.
         build: takes `build_scheduler`'s arguments, returns a new scheduler.
 
@@ -197,7 +224,7 @@ def sample(
     ways: dict[str, Any] = dict(prediction=prediction, zero_terminal_snr=zero_terminal_snr)
     if problems := sampling_problems(sampler, steps, guidance, **ways):
         raise ValueError("\n".join(f"{key}: {text}" for key, text in problems))
-    scheduler = build(sampler, **ways, **({} if shift == 1.0 else {"shift": shift}))
+    scheduler = build(sampler, **ways, **({"shift": shift, "spacing": spacing} if prediction == FLOW else {}))
     scheduler.set_timesteps(steps)  # its constants stay on the CPU: reading one does not wait for the device
     x = noise.float() * scheduler.init_noise_sigma
     times = scheduler.timesteps

@@ -1,20 +1,23 @@
 """The contract between data, model and families: the tensors of a batch, and the interface of a family.
 
 Shapes: B batch, C latent channels, H W height and width in pixels, h w height and width of the latent (SD2: H/8, W/8),
-        f latent frames (video families only), L text tokens, D text width.
+        F frames and f latent frames (families of videos alone), L text tokens, D text width.
 
 A batch is a dict of tensors with B first. The family says which, for each stage (`Family.columns`):
 
     stage     column     type     one sample, SD2 at 512 px
     images    images     uint8    (3, H, W), e.g. (3, 512, 512), not normalised; float32, / 255 (the variant mlperf)
+    videos    videos     uint8    (3, F, H, W), e.g. (3, 9, 544, 960), not normalised: families of videos, instead of images
     moments   moments    float16  (2C, h, w), e.g. (8, 64, 64): mean then logvar of the posterior, unscaled
     both      tokens     int64    (L,), e.g. (77,); a family with two tokenizers has a second such column
     moments   text       float16  (L, D), e.g. (77, 1024): stored states of the text encoder, instead of tokens
     moments   pooled   float16  (P,): stored states of the whole caption, where the family has some (SDXL, FLUX)
     both      sizes    int64    (4,): height and width of the picture as it came, top and left of what is shown (SDXL)
+    moments   mask     float16  (L,): 1 where a caption has a token, where the network is told (Mochi, HunyuanVideo)
+    moments   first_frame, image_states    float16: what the network is told of the first frame (Wan, image to video)
 
-The family chooses the latent's shape: FLUX packs it only inside of its network, video adds f. The condition is a dict: text
-states, the family's further columns, and the guidance scale where the network has that as an input.
+The family chooses the latent's shape: FLUX packs it only inside of its network, a video's is (C, f, h, w). The condition is a
+dict: text states, the family's further columns, and the guidance scale where the network has that as an input.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ from cli.limits import ImageSize, given_as
 if TYPE_CHECKING:
     from weights.ldm_names import Network
     from zoo.objectives import Objective, ObjectiveConfig
+    from zoo.sampling import Spacing
 
 MAX_SIDE_PX = 16384
+MAX_FRAMES = 1025
 
 
 def as_size(value: Any) -> ImageSize:
@@ -82,6 +87,10 @@ class Family(Protocol):
 
     name: str
     variant: str
+    pictures: str
+    """The stage that it is trained on, and that stage's column: images or videos."""
+    num_frames: int | None
+    """Frames of a video where a run gives no number; None: it makes images."""
     predictions: tuple[str, ...]
     """Prediction targets that the family supports."""
     objective: Mapping[str, Any]
@@ -97,6 +106,8 @@ class Family(Protocol):
     """Frozen networks with values beyond 65,504, the largest float16: they are float32 in a run of fp16."""
     lora_targets: tuple[str, ...]
     """Layers that get an adapter where a run names none, see zoo.lora."""
+    sampling_spacing: Spacing
+    """How the steps of sampling are spread, see zoo.sampling."""
     shipped: Path | None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
     pipeline: Pipeline | None
@@ -104,6 +115,10 @@ class Family(Protocol):
 
     def size_problem(self, size: ImageSize) -> str | None:
         """Say why images of this size cannot be trained on, or None."""
+        ...
+
+    def frames_problem(self, num_frames: int) -> str | None:
+        """Say why videos of so many frames cannot be trained on, or None; a family of images is not asked."""
         ...
 
     def columns(self, stage: str, size: ImageSize, *, stored_text: bool = False) -> dict[str, Column]:
@@ -117,8 +132,12 @@ class Family(Protocol):
         """
         ...
 
+    def beside(self, size: ImageSize) -> dict[str, Column]:
+        """Return the columns that `encode_beside` makes; {}: the network is told nothing of the pictures."""
+        ...
+
     def latent_shape(self, size: ImageSize) -> tuple[int, ...]:
-        """Return the shape of one latent, e.g. (4, 64, 64)."""
+        """Return the shape of one latent, e.g. (4, 64, 64), or (C, f, h, w)."""
         ...
 
     def build_denoiser(self) -> nn.Module:
@@ -176,6 +195,10 @@ class Family(Protocol):
 
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
         """# (B, 3, H, W) normalised, on the encoder's device -> (B, 2C, h, w) mean | logvar, unscaled."""
+        ...
+
+    def encode_beside(self, encoders: Mapping[str, nn.Module], pictures: Tensor) -> dict[str, Tensor]:
+        """# (B, 3, F, H, W) normalised -> what the network is told of the pictures, beside the noisy latent."""
         ...
 
     def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:

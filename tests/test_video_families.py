@@ -1,0 +1,348 @@
+"""Mochi, HunyuanVideo and Wan against diffusers' own pipelines and published numbers. Contract of all: test_families.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from model import LatentDiffusion, build_model
+from weights.clip_vision import MEAN, STD
+from weights.llama_text import PAD
+from weights.tensors import on_meta
+from zoo import load_family
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+from zoo.sampling import flow_times
+
+SIZE = (48, 32, 13)
+CAPTIONS = ["a red circle moves left", "", "café &amp; more"]
+STEPS = 4
+CPU = torch.device("cpu")
+
+
+def tiny(name: str, variant: str = "stock", **objective: Any) -> LatentDiffusion:
+    config = ModelConfig(name, "tiny", variant, weights="random")
+    model = build_model(config, ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=0)
+    return model.place(CPU, "fp32")
+
+
+def noise_of(model: LatentDiffusion, num: int = 2) -> torch.Tensor:
+    return torch.randn(num, *model.family.latent_shape(SIZE), generator=torch.Generator().manual_seed(0))
+
+
+def scheduler_of(shift: float, **more: Any) -> Any:
+    """Return diffusers' scheduler of a flow, which takes its times from the number of steps, 1 to 1 / n."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    class EqualSteps(FlowMatchEulerDiscreteScheduler):
+        def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, **ways):
+            sigmas = sigmas if sigmas is not None else flow_times(num_inference_steps)
+            super().set_timesteps(device=device, sigmas=list(sigmas), **ways)
+
+    return EqualSteps(shift=shift, **more)
+
+
+def call(pipeline: Any, model: LatentDiffusion, noise: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Return what a pipeline draws, (B, 3, F, H, W) in [0, 1]."""
+    pipeline.set_progress_bar_config(disable=True)
+    width, height, num_frames = SIZE
+    size = dict(width=width, height=height, num_frames=num_frames)
+    with torch.no_grad():
+        frames = pipeline(latents=noise, num_inference_steps=STEPS, output_type="pt", **size, **given).frames
+    return frames.transpose(1, 2)
+
+
+def with_more_layers(own: Any, depth: int) -> Any:
+    """Return transformers' model of so many layers, whose first ones are `own`'s."""
+    theirs = type(own)(type(own.config).from_dict({**own.config.to_dict(), "num_hidden_layers": depth})).eval()
+    missing, unexpected = theirs.load_state_dict(own.state_dict(), strict=False)
+    of_layers = {int(name.split("layers.")[1].split(".")[0]) for name in missing}
+    assert not unexpected and of_layers == set(range(own.config.num_hidden_layers, depth))
+    return theirs
+
+
+# --- drawing ---
+
+
+def test_videos_of_mochi_are_those_of_diffusers_pipeline():
+    """Times that run backwards, spaced by its rule; masks; means and deviations of the latents; diffusers' own attention."""
+    from diffusers import MochiPipeline
+    from diffusers.models.attention_processor import MochiAttnProcessor2_0
+
+    model, noise = tiny("mochi"), noise_of(tiny("mochi"))
+    text = model.family.tokenize(CAPTIONS[::2])
+    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=4.5)
+    for block in model.denoiser.transformer_blocks:
+        block.attn1.processor = MochiAttnProcessor2_0()
+    vae, net = model.frozen["vae"], model.denoiser
+    scheduler = scheduler_of(1.0, invert_sigmas=True)  # scheduler/scheduler_config.json
+    pipeline = MochiPipeline(scheduler=scheduler, vae=vae, text_encoder=None, tokenizer=None, transformer=net)
+    states, empty = (
+        model.family.encode_text(model.frozen, model.family.tokenize(c)) for c in (CAPTIONS[::2], ["", ""])
+    )
+    given = {
+        "prompt_embeds": states["text"],
+        "prompt_attention_mask": states["mask"].bool(),
+        "negative_prompt_embeds": empty["text"],
+        "negative_prompt_attention_mask": empty["mask"].bool(),
+    }
+    theirs = call(pipeline, model, noise, guidance_scale=4.5, **given)
+    assert made.shape == theirs.shape == (2, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+
+
+def test_videos_of_hunyuan_video_are_those_of_diffusers_pipeline():
+    """Times to 1000, shifted once; the guidance scale as an input, in thousandths; mask and pooled state."""
+    from diffusers import HunyuanVideoPipeline
+
+    model, noise = tiny("hunyuan_video"), noise_of(tiny("hunyuan_video"))
+    text = model.family.tokenize(CAPTIONS[::2])
+    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=6.0)
+    absent: dict[str, Any] = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    pipeline = HunyuanVideoPipeline(
+        transformer=model.denoiser, vae=model.frozen["vae"], scheduler=scheduler_of(7.0), **absent
+    )
+    states = model.family.encode_text(model.frozen, text)
+    given = {
+        "prompt_embeds": states["text"],
+        "prompt_attention_mask": states["mask"].bool(),
+        "pooled_prompt_embeds": states["pooled"],
+    }
+    theirs = call(pipeline, model, noise, guidance_scale=6.0, **given)
+    assert made.shape == theirs.shape == (2, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("variant", ["t2v", "i2v"])
+def test_videos_of_wan_are_those_of_diffusers_pipelines(variant):
+    """Times to 1000, shifted once; of image to video the first frame's latents, their mask and CLIP's states."""
+    from diffusers import WanImageToVideoPipeline, WanPipeline
+    from transformers import BatchFeature
+
+    model, noise = tiny("wan", variant), noise_of(tiny("wan", variant), 1)
+    text, negative = (model.family.tokenize(captions) for captions in (CAPTIONS[:1], [""]))
+    states, empty = (model.family.encode_text(model.frozen, tokens)["text"] for tokens in (text, negative))
+    given: dict[str, Any] = dict(prompt_embeds=states, negative_prompt_embeds=empty, guidance_scale=5.0)
+    parts: dict[str, Any] = dict(
+        text_encoder=None, tokenizer=None, vae=model.frozen["vae"], scheduler=scheduler_of(3.0)
+    )
+    beside = None
+    if variant == "t2v":
+        pipeline: Any = WanPipeline(transformer=model.denoiser, **parts)
+    else:
+        first = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+        pictures = torch.cat([first[:, :, None], torch.rand(1, 3, 12, 32, 48)], dim=2)
+        beside = model.family.encode_beside(model.frozen, pictures)
+        own = model.frozen["clip"]
+        whole = with_more_layers(own.vision_model, 2)
+        pipeline = WanImageToVideoPipeline(
+            transformer=model.denoiser, image_encoder=whole, image_processor=None, **parts
+        )
+        pipeline.image_processor = lambda images, return_tensors: BatchFeature(
+            {"pixel_values": own.prepared(images * 2 - 1)}
+        )
+        given |= dict(image=(first + 1) / 2)
+    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=5.0, beside=beside)
+    theirs = call(pipeline, model, noise, **given)
+    assert made.shape == theirs.shape == (1, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+
+
+def test_image_to_video_is_not_drawn_without_a_picture():
+    model = tiny("wan", "i2v")
+    with pytest.raises(ValueError, match="^wan draws what follows a picture: first_frame, image_states is not"):
+        model.generate(model.family.tokenize([""]), noise_of(model, 1), sampler="euler", steps=2, guidance=1.0)
+
+
+def test_times_of_mochis_sampling_are_those_of_its_pipeline():
+    from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
+
+    for steps in (2, 5, 28, 64):
+        assert flow_times(steps, "linear_quadratic") == pytest.approx(
+            linear_quadratic_schedule(steps, 0.025), abs=1e-12
+        )
+    assert flow_times(4) == [1.0, 0.75, 0.5, 0.25]
+
+
+# --- training ---
+
+
+def test_a_step_of_mochi_trains_towards_data_with_its_times_backwards():
+    """genmo: x_t = (1 - t) data + t noise; the network is told 1000 (1 - t), and predicts data less noise."""
+    model = tiny("mochi", caption_dropout=0.0)
+    batch = {"moments": torch.randn(2, *model.family.columns("moments", SIZE)["moments"].shape)}
+    batch = model.draw({**batch, **model.family.tokenize(CAPTIONS[:2])}, torch.Generator().manual_seed(2))
+    outputs = model(batch)
+    mean, logvar = batch["moments"].chunk(2, dim=1)
+    of_vae = model.frozen["vae"].config
+    means, stds = (torch.tensor(v)[:, None, None, None] for v in (of_vae.latents_mean, of_vae.latents_std))
+    data = (mean + torch.exp(0.5 * logvar) * batch["posterior_noise"] - means) / stds
+    t = batch["times"][:, None, None, None, None]
+    states = model.family.encode_text(model.frozen, batch)
+    predicted = model.denoiser(
+        (1 - t) * data + t * batch["noise"],
+        encoder_hidden_states=states["text"],
+        timestep=1000 * (1 - batch["times"]),
+        encoder_attention_mask=states["mask"].bool(),
+    ).sample
+    torch.testing.assert_close(outputs["prediction"], -predicted, rtol=1e-5, atol=1e-5)
+    expected = torch.nn.functional.mse_loss(predicted, data - batch["noise"])
+    assert float(model.loss(outputs, batch).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "variant"), [("mochi", "stock"), ("hunyuan_video", "stock"), ("wan", "i2v")])
+def test_latents_of_a_video_go_back_to_what_the_autoencoder_decodes(name, variant):
+    """The family's scale, means and deviations are those of the autoencoder's own configuration, there and back."""
+    model = tiny(name, variant)
+    vae, family = model.frozen["vae"], model.family
+    videos = torch.rand(1, 3, SIZE[2], SIZE[1], SIZE[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with torch.no_grad():
+        posterior = vae.encode(videos).latent_dist
+        moments = model.encode_pictures(((videos + 1) * 127.5).round().to(torch.uint8))["moments"]
+        assert moments.shape[1:] == family.columns("moments", SIZE)["moments"].shape
+        latents = family.sample_latents(posterior.parameters, torch.zeros_like(posterior.mean))
+        scale = getattr(vae.config, "scaling_factor", 1.0)
+        if hasattr(vae.config, "latents_mean"):
+            means, stds = (
+                torch.tensor(v)[:, None, None, None] for v in (vae.config.latents_mean, vae.config.latents_std)
+            )
+            torch.testing.assert_close(latents, (posterior.mean - means) / stds * scale)
+        else:
+            torch.testing.assert_close(latents, posterior.mean * scale)
+        decoded = family.decode_latents(model.frozen, latents)
+        torch.testing.assert_close(decoded, vae.decode(posterior.mean).sample, rtol=1e-4, atol=1e-5)
+
+
+def test_masked_attention_of_mochi_is_diffusers_own_where_a_caption_has_words():
+    from diffusers.models.attention_processor import MochiAttnProcessor2_0
+
+    model = tiny("mochi")
+    attention = model.denoiser.transformer_blocks[0].attn1
+    generator = torch.Generator().manual_seed(0)
+    video, text = (torch.randn(3, length, width, generator=generator) for length, width in ((24, 32), (10, 16)))
+    mask = torch.arange(10) < torch.tensor([10, 4, 1])[:, None]
+    angles = torch.randn(24, 2, 8, generator=generator)
+    given = dict(encoder_hidden_states=text, attention_mask=mask, image_rotary_emb=(angles.cos(), angles.sin()))
+    ours = attention(video, **given)
+    attention.processor = MochiAttnProcessor2_0()
+    theirs = attention(video, **given)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours[1][mask], theirs[1][mask], rtol=1e-5, atol=1e-6)
+
+
+# --- captions and first frames ---
+
+
+@pytest.mark.parametrize("name", ["mochi", "wan"])
+def test_states_of_captions_are_those_of_the_pipelines(name, tmp_path):
+    """Their own tokenizer and classes around the same weights: padding is not seen, nor, with Wan, kept."""
+    from diffusers import MochiPipeline, WanPipeline
+    from transformers import PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
+
+    model = tiny(name, "t2v" if name == "wan" else "stock")
+    own = model.frozen["umt5" if name == "wan" else "t5"]
+    theirs = (UMT5EncoderModel if name == "wan" else T5EncoderModel)(own.config).eval()
+    theirs.load_state_dict({**own.state_dict(), "encoder.embed_tokens.weight": own.shared.weight})
+    model.family.save_tokenizers(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+    parts: dict[str, Any] = dict(vae=None, transformer=None, scheduler=None, text_encoder=theirs, tokenizer=tokenizer)
+    ways = dict(max_sequence_length=model.family.num_tokens, device=CPU)
+    with torch.no_grad():
+        ours = model.family.encode_text(model.frozen, model.family.tokenize(CAPTIONS))
+        if name == "wan":
+            expected = WanPipeline(**parts)._get_t5_prompt_embeds(CAPTIONS, **ways)
+        else:
+            expected, mask = MochiPipeline(**parts)._get_t5_prompt_embeds(CAPTIONS, **ways)
+            assert torch.equal(ours["mask"].bool(), mask)
+    torch.testing.assert_close(ours["text"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_states_of_llama_are_those_of_the_pipeline_two_layers_before_the_last():
+    from diffusers import HunyuanVideoPipeline
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+    from transformers import LlamaModel
+
+    from zoo.hunyuan_video import TEMPLATE, TEMPLATE_TOKENS
+
+    assert {"template": TEMPLATE, "crop_start": TEMPLATE_TOKENS} == DEFAULT_PROMPT_TEMPLATE
+    model = tiny("hunyuan_video")
+    own, tokens = model.frozen["llama"], model.family.tokenize(CAPTIONS)
+    config = type(own.config).from_dict({**own.config.to_dict(), "num_hidden_layers": 4})
+    theirs = LlamaModel(config).eval()
+    missing, unexpected = theirs.load_state_dict(own.state_dict(), strict=False)
+    assert not unexpected and {name.rpartition(".")[0].split(".")[1] for name in missing if "layers" in name} == {
+        "2",
+        "3",
+    }
+
+    def tokenizer(prompts, **ways):
+        assert prompts[0] == TEMPLATE.replace("{}", CAPTIONS[0]) and ways["max_length"] == 351
+        ids = tokens["llama_tokens"]
+        return SimpleNamespace(input_ids=torch.where(ids == PAD, 7, ids), attention_mask=(ids != PAD).long())
+
+    parts: dict[str, Any] = dict.fromkeys(("transformer", "vae", "scheduler", "text_encoder_2", "tokenizer_2"))
+    pipeline = HunyuanVideoPipeline(text_encoder=theirs, tokenizer=None, **parts)
+    pipeline.tokenizer = tokenizer
+    with torch.no_grad():
+        ours = model.family.encode_text(model.frozen, tokens)
+        expected, mask = pipeline._get_llama_prompt_embeds(CAPTIONS, DEFAULT_PROMPT_TEMPLATE, device=CPU)
+    assert torch.equal(ours["mask"].bool(), mask.bool()) and mask.sum(dim=1).tolist() == [24, 1, 17]
+    torch.testing.assert_close(ours["text"][mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+def test_states_of_a_first_frame_are_those_of_clip_before_its_last_layer():
+    from PIL import Image
+    from transformers import CLIPImageProcessor
+
+    model = tiny("wan", "i2v")
+    own = model.frozen["clip"]
+    side = own.config.image_size
+    theirs = with_more_layers(own.vision_model, own.config.num_hidden_layers + 1)
+    waves = torch.linspace(0, 6, 48)[None, :] + torch.linspace(0, 4, 32)[:, None] + torch.arange(3.0)[:, None, None]
+    pixels = (waves.sin() * 100 + 128).to(torch.uint8)[None]  # smooth: beyond white and black each pass is cut off
+    picture = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
+    processor = CLIPImageProcessor(size={"shortest_edge": side}, crop_size=side, image_mean=MEAN, image_std=STD)
+    given = processor(picture, return_tensors="pt")["pixel_values"]
+    prepared = own.prepared(pixels.float() / 127.5 - 1)
+    # It rounds the resized picture to bytes, twice: along each side.
+    assert prepared.shape == given.shape == (1, 3, 28, 28) and float((prepared - given).abs().max()) < 1.5 / 255 / min(
+        STD
+    )
+    with torch.no_grad():
+        expected = theirs(pixel_values=given, output_hidden_states=True).hidden_states[-2]
+        assert torch.equal(own.vision_model(pixel_values=given).last_hidden_state, expected)
+        assert own(pixels.float() / 127.5 - 1).shape == expected.shape == (1, 5, 8)
+
+
+# --- sizes ---
+
+# The authors name 10, 13, 14 and 1.3; image to video has 2.1 more for the states of its first frame, in each block.
+BILLIONS = {
+    ("mochi", "stock"): (10.028, {"vae": 0.460, "t5": 4.762}),
+    ("hunyuan_video", "stock"): (12.821, {"vae": 0.246, "text": 0.123, "llama": 7.069}),
+    ("wan", "i2v"): (16.395, {"vae": 0.127, "umt5": 5.681, "clip": 0.611}),
+    ("wan", "t2v"): (14.288, {"vae": 0.127, "umt5": 5.681}),
+    ("wan", "t2v_1.3b"): (1.419, {"vae": 0.127, "umt5": 5.681}),
+}
+
+
+@pytest.mark.parametrize(("name", "variant"), BILLIONS)
+def test_full_networks_have_the_numbers_of_parameters_that_their_authors_name(name, variant):
+    def billions(module: torch.nn.Module) -> float:
+        return round(sum(p.numel() for p in module.parameters()) / 1e9, 3)
+
+    family = load_family(name, "full", variant)
+    denoiser, encoders = BILLIONS[name, variant]
+    assert billions(on_meta(family.build_denoiser)) == denoiser
+    assert {part: billions(module) for part, module in on_meta(family.build_encoders).items()} == encoders
+
+
+@pytest.mark.parametrize(
+    ("name", "num", "each", "nearest"),
+    [("mochi", 9, 6, "7, 13"), ("wan", 128, 4, "125, 129"), ("hunyuan_video", 2, 4, "1, 5")],
+)
+def test_frames_that_the_autoencoder_cannot_take_are_named_with_the_nearest_that_it_can(name, num, each, nearest):
+    family = load_family(name, "tiny", "stock")
+    given = f"{num} frames do not fit {name}: its first latent stands for one frame, each further one for {each}"
+    assert family.frames_problem(num) == f"{given}. Nearest: {nearest}."
+    assert family.frames_problem(1) is None and family.frames_problem(1 + 3 * each) is None

@@ -1,0 +1,177 @@
+"""HunyuanVideo: a 13 B parameter transformer on 16-channel video latents, trained as a rectified flow; Llama and CLIP read.
+
+Tencent 2024 (Kong et al., arXiv:2412.03603): hunyuanvideo-community/HunyuanVideo, its configuration, and diffusers'
+HunyuanVideoPipeline. The guidance scale is an input of the network; in training it is 1, as in AMD's benchmark.
+
+Shapes: B batch, F frames, H W height and width in px, L = 256 text tokens, D = 4096 width of Llama's states,
+P = 768 of CLIP's.
+    videos (B, 3, F, H, W) -> moments (B, 32, f, H/8, W/8) -> latents (B, 16, f, H/8, W/8), f = 1 + (F - 1) / 4
+    llama_tokens (B, 95 + L) -> text (B, L, D), mask (B, L);  tokens (B, 77) -> pooled (B, P)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weights import hub_names, ldm_names, llama_text
+from weights.clip_text import NUM_TOKENS as CLIP_TOKENS
+from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, text_config
+from weights.llama_text import NUM_UNREAD, LlamaText, LlamaTokenizer
+from weights.t5_text import TOKENIZER
+from zoo import tokenizer_files
+from zoo.latent_family import of_choice
+from zoo.lora import JOINT_ATTENTION
+from zoo.spec import Column
+from zoo.video_family import AS_AMD, VideoFamily
+
+LATENT_SCALE = 0.476986  # vae/config.json
+GUIDANCE_IN_TRAINING = 1.0
+# What the text encoder is asked with, and was trained on: a part of the published model (diffusers' DEFAULT_PROMPT_TEMPLATE).
+ASKED = (
+    "The main content and theme of the video.",
+    "The color, shape, size, texture, quantity, text, and spatial relationships of the objects.",
+    "Actions, events, behaviors temporal relationships, physical movement changes of the objects.",
+    "background environment, light, style and atmosphere.",
+    "camera angles, movements, and transitions used in the video:",
+)
+TEMPLATE = (
+    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
+    + "".join(f"{number}. {aspect}" for number, aspect in enumerate(ASKED, 1))
+    + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+)
+TEMPLATE_TOKENS = 95  # before the caption
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "full": dict(
+        transformer={},
+        vae={},
+        clip=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12),
+        llama=dict(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32 - NUM_UNREAD,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        ),
+    ),
+    "tiny": dict(
+        transformer=dict(
+            num_layers=2,
+            num_single_layers=2,
+            num_refiner_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            text_embed_dim=8,
+            pooled_projection_dim=8,
+            rope_axes_dim=(4, 6, 6),
+        ),
+        vae=dict(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=8),
+        clip=dict(hidden_size=8, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2),
+        llama=dict(
+            hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+        ),
+    ),
+}
+"""Preset -> what it changes of the libraries' classes. tiny: 1.7 M parameters with its encoders, of which their token tables
+are 1.4 M."""
+
+
+def build(preset: str, variant: str) -> HunyuanVideo:
+    """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
+    family = HunyuanVideo(of_choice("hunyuan_video", variant, preset, {"stock": PRESETS}))
+    family.on_hub = hub_names.HUNYUAN_VIDEO if preset == "full" else None
+    return family
+
+
+class HunyuanVideo(VideoFamily):
+    """Implements `zoo.spec.Family`."""
+
+    name, variant = "hunyuan_video", "stock"
+    objective = AS_AMD
+    num_frames, frames_per_latent = 9, 4
+    latent_channels, latent_scale = 16, LATENT_SCALE
+    num_tokens = 256
+    tokenizers = ("tokenizer", "tokenizer_2")
+    lora_targets = JOINT_ATTENTION
+    embeds_guidance = True
+
+    def __init__(self, sizes: Mapping[str, dict[str, Any]]):
+        self.sizes = sizes
+        self.text_width = sizes["llama"]["hidden_size"]
+        self.llama_tokenizer = self._tokenizer(None)
+
+    def _tokenizer(self, file: Path | None) -> LlamaTokenizer:
+        return LlamaTokenizer(TEMPLATE_TOKENS + self.num_tokens, TEMPLATE, TEMPLATE_TOKENS, file)
+
+    def text_columns(self) -> dict[str, Column]:
+        tokens = Column((CLIP_TOKENS,), torch.int64, below=VOCABULARY)
+        length = TEMPLATE_TOKENS + self.num_tokens
+        return {"tokens": tokens, "llama_tokens": Column((length,), torch.int64, below=llama_text.VOCABULARY)}
+
+    def stored_columns(self) -> dict[str, Column]:
+        pooled = Column((self.sizes["clip"]["hidden_size"],), torch.float16)
+        return super().stored_columns() | {"mask": self.stored_mask(), "pooled": pooled}
+
+    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+        return 7.0  # scheduler/scheduler_config.json
+
+    def build_denoiser(self) -> nn.Module:
+        from diffusers.models import HunyuanVideoTransformer3DModel
+
+        return HunyuanVideoTransformer3DModel(**self.sizes["transformer"])
+
+    def build_encoders(self) -> dict[str, nn.Module]:
+        from diffusers.models import AutoencoderKLHunyuanVideo
+        from transformers import LlamaConfig
+
+        vae = AutoencoderKLHunyuanVideo(scaling_factor=LATENT_SCALE, **self.sizes["vae"])
+        text = build_text_model(text_config(hidden_act="quick_gelu", **self.sizes["clip"]))
+        llama = LlamaConfig(
+            vocab_size=llama_text.VOCABULARY,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            **self.sizes["llama"],
+        )
+        return {"vae": vae, "text": text, "llama": LlamaText(llama)}
+
+    def published(self) -> dict[str, Callable[[nn.Module], ldm_names.Network]]:
+        kind = "HunyuanVideoTransformer3DModel"
+        return {
+            "vae": ldm_names.in_folder("vae", "AutoencoderKLHunyuanVideo", "scaling_factor", "norm_num_groups"),
+            "text": ldm_names.clip_text_in("text_encoder_2"),
+            "llama": ldm_names.llama_text,
+            "denoiser": ldm_names.in_folder("transformer", kind, "num_attention_heads", "rope_axes_dim", "rope_theta"),
+        }
+
+    def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        return {"tokens": tokenizer_files.clip_tokens(captions), "llama_tokens": self.llama_tokenizer(captions)}
+
+    def read_tokenizers(self, folder: Path) -> None:
+        """Llama's table of words is published with its weights; random ones read bytes."""
+        self.llama_tokenizer = self._tokenizer(folder / "tokenizer" / TOKENIZER)
+
+    def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tokens = batch["llama_tokens"].long()
+        text = encoders["llama"](tokens)[:, TEMPLATE_TOKENS:]
+        mask = (tokens != llama_text.PAD)[:, TEMPLATE_TOKENS:]
+        pooled = encoders["text"](input_ids=padded_with_end(batch["tokens"].long())).pooler_output
+        return {"text": text, "mask": mask.to(text.dtype), "pooled": pooled}
+
+    def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+        guidance = condition.get("guidance")
+        if guidance is None:
+            guidance = torch.full((len(noisy),), GUIDANCE_IN_TRAINING, device=noisy.device)
+        return denoiser(
+            noisy,
+            timestep=1000.0 * times,
+            encoder_hidden_states=condition["text"],
+            encoder_attention_mask=condition["mask"].bool(),
+            pooled_projections=condition["pooled"],
+            guidance=1000.0 * guidance,
+            return_dict=False,
+        )[0]
