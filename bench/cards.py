@@ -18,15 +18,25 @@ from typing import Any
 from bench.command import keep, read_keys
 from bench.contest import rounded
 from cli.command import command
+from cli.limits import ImageSize
 from preflight.cards import CARDS_GIB, NUM_GPUS, fewest, is_possible, on_gpus, over
 from training.cost import Cost
 from training.kept_cost import kept_cost
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
-SCHEMA = 1
-NETWORKS = (("sd2", "stock", 512), ("sdxl", "stock", 1024), ("flux", "dev", 1024), ("flux", "schnell", 1024))
-"""Family, variant, side of its images in px."""
+SCHEMA = 2
+NETWORKS: tuple[tuple[str, str, ImageSize], ...] = (
+    ("sd2", "stock", (512, 512)),
+    ("sdxl", "stock", (1024, 1024)),
+    ("flux", "dev", (1024, 1024)),
+    ("flux", "schnell", (1024, 1024)),
+    ("mochi", "stock", (960, 544, 7)),
+    ("hunyuan_video", "stock", (960, 544, 9)),
+    ("wan", "i2v", (768, 512, 129)),
+    ("wan", "t2v_1.3b", (832, 480, 81)),
+)
+"""Family, variant, (width, height) of its images in px, or (width, height, frames) of its videos."""
 WAYS = (("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit"))
 WAYS += (("bf16_params", "fp32"), ("bf16_params", "bf16"), ("bf16_params", "8bit"))
 """precision, optimizer.states."""
@@ -42,9 +52,9 @@ class CardsConfig:
     """File of the record; an earlier one is replaced."""
 
 
-def cost_of(family: str, variant: str, side: int, precision: str) -> Cost:
+def cost_of(family: str, variant: str, size: ImageSize, precision: str) -> Cost:
     """Trace a network's step."""
-    has: dict[str, Any] = dict(stage="moments", stored_text=True, has_encoders=False, size=(side, side))
+    has: dict[str, Any] = dict(stage="moments", stored_text=True, has_encoders=False, size=size)
     cost = kept_cost(
         ModelConfig(family, "full", variant), ObjectiveConfig(), **has, precision=precision, gradient_checkpointing=1.0
     )
@@ -53,11 +63,11 @@ def cost_of(family: str, variant: str, side: int, precision: str) -> Cost:
 
 def rows(ema: bool) -> Iterator[dict[str, Any]]:
     """Return a row of the record for each network and way."""
-    for family, variant, side in NETWORKS:
+    for family, variant, size in NETWORKS:
         for precision, states in WAYS:
-            cost = replace(cost_of(family, variant, side, precision), states=states)
+            cost = replace(cost_of(family, variant, size, precision), states=states)
             row: dict[str, Any] = {"network": family if variant == "stock" else f"{family} {variant}"}
-            row |= {"image_size": side, "parameters": cost.trained_parameters}
+            row |= {"image_size": list(size), "parameters": cost.trained_parameters}
             row |= {"precision": precision, "states": states}
             nums = [n for n in NUM_GPUS if n == 1 or (cost.can_be_shared and is_possible(cost, n, "full"))]
             row["gib"] = {str(num): rounded(over(cost, num, "full").memory_gib(1, ema=ema)) for num in nums}

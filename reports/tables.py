@@ -176,7 +176,7 @@ def table_of_cards(record: Record) -> Table:
     rows: list[Row] = [
         (
             f"{row['network']}, {row['parameters'] / 1e9:.2f} B",
-            f"{row['image_size']} px",
+            _as_size(row["image_size"]),
             *(row[key] for key in ways),
             *(f"{row['gib'][num]:.1f}" if num in row["gib"] else None for num in nums),
             *("-" if row[key] is None else str(row[key]) for key in cards),
@@ -184,6 +184,12 @@ def table_of_cards(record: Record) -> Table:
         for row in networks
     ]
     return Table(title, head, "llll" + "r" * (len(head) - 4), rows)
+
+
+def _as_size(size: Any) -> str:
+    """Return (width, height) or (width, height, frames) in words."""
+    width, height, *frames = size
+    return f"{width} px" if width == height else f"{width} x {height} px" + "".join(f", {num} frames" for num in frames)
 
 
 def table_of_states(record: Record) -> Table:
