@@ -49,7 +49,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights versions licences metrics"
+    "benchmarks weights video versions licences metrics"
 )
 
 

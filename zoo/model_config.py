@@ -25,8 +25,8 @@ class ModelConfig:
     """full, or tiny: the same types of blocks with under 2 M parameters, for a CPU, where keys of speed for GPUs are
     left out."""
     variant: str = "stock"
-    """stock; of sd2 also mlperf (the MLPerf benchmark's) and sd15 (Stable Diffusion 1.5); of flux dev, schnell, mlperf; of
-    wan i2v, t2v, t2v_1.3b; of shapes also flow."""
+    """stock; of sd2 also mlperf, and sd15 (Stable Diffusion 1.5); of flux dev, schnell, mlperf; of wan i2v, t2v, t2v_1.3b; of
+    shapes also flow."""
     weights: str | None = None
     """The frozen encoders: hub name, diffusers folder, LDM checkpoint, `random`, or `shipped`. null: the family's own; for
     real data the hub's; else random."""
