@@ -153,9 +153,12 @@ def _problems_of_family(config: LatentsConfig) -> list[Problem]:
 
 
 def open_input(
-    location: str, facts: str | None = None, kind: str = "images"
+    location: str, facts: str | None = None, kind: str | None = "images"
 ) -> tuple[Place, Stage, Sequence[Mapping[str, Any]]]:
-    """Return the place of a stage of some kind, images or videos, its facts, and its shards as its index lists them.
+    """Return the place of a stage, its facts, and its shards as its index lists them.
+
+    Args:
+        kind: images or videos; None: whatever it is.
 
     Raises:
         ValueError: it is not of that kind, or is unreadable.
@@ -166,13 +169,13 @@ def open_input(
         stage = read_stage(location, facts)
     except (ValueError, OSError) as error:
         raise ValueError(f"IN: {error}") from error
-    if stage.kind != kind:
+    if kind not in (stage.kind, None):
         raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of {kind} (prepare.shards).")
     if stage.adopted is not None:
         firsts = (np.cumsum(stage.shards.samples) - stage.shards.samples).tolist()
         shards = [{**shard, "first": first} for shard, first in zip(stage.shards, firsts, strict=True)]
         return open_place(location), stage, shards
-    missing = [name for name in KINDS[kind] if name not in stage.columns]
+    missing = [name for name in KINDS[stage.kind] if name not in stage.columns]
     if missing:
         raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
     return open_place(location), stage, stage.shards
@@ -356,7 +359,8 @@ def main(argv: Sequence[str]) -> int:
         problems.append("command line: IN and OUT have to be given. python -m prepare.latents --help says more.")
     else:
         try:
-            found = open_input(paths[0], config.facts, "images" if len(config.size) == 2 else "videos")
+            kind = None if problems else "images" if len(config.size) == 2 else "videos"
+            found = open_input(paths[0], config.facts, kind)
         except ValueError as error:
             problems.append(str(error))
         if found is not None and found[1].buckets and found[1].facts["image_size"] != list(config.size):
