@@ -8,6 +8,7 @@ B samples, F frames of a clip, H W its size in px, L text tokens:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ def read_clip(
     rate: float | None,
     place: float = MIDDLE,
     at: Callable[[ImageSize], ImageSize] | None = None,
+    flip: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:  # -> uint8 (F, H, W, 3)
     """Return a clip of a sample of the stage.
 
@@ -42,6 +45,8 @@ def read_clip(
         rate: frames a second; None: the film's own.
         place: of the clip in the film, from 0 to 1; see `stages.videos.clip_times`.
         at: room (x, y), px -> the crop's left and top; None: its centre. All frames have one crop.
+        flip: mirrored.
+        out: memory for it; None: new one.
 
     Raises:
         SampleError: the film is too short or damaged.
@@ -54,9 +59,13 @@ def read_clip(
 
     def make(pixels: Tensor) -> Tensor:  # (3, h, w) -> (H, W, 3)
         room = crop_room(size_of(pixels), (width, height))
-        return resize_and_crop(pixels, (width, height), at=at and at(room)).permute(1, 2, 0)
+        scaled = resize_and_crop(pixels, (width, height), at=at and at(room)).permute(1, 2, 0)
+        return scaled.flip(1) if flip else scaled
 
-    return torch.stack(read_frames(sample["mp4"], times, make))
+    clip = torch.empty(num_frames, height, width, 3, dtype=torch.uint8) if out is None else out
+    for place_of_frame, frame in zip(clip, read_frames(sample["mp4"], times, make), strict=True):
+        place_of_frame.copy_(frame)
+    return clip
 
 
 class VideosStream(BatchStream):
@@ -97,18 +106,18 @@ class VideosStream(BatchStream):
         memory, receipt = self.memory.take((len(ids), num_frames, height, width, 3), torch.uint8)
         captions, bad = [], []
         for clip, sample_id in zip(memory, ids, strict=True):
-            (frames, caption), passed_over = self.first_good(sample_id, self.use)
-            clip.copy_(frames)
+            caption, passed_over = self.first_good(sample_id, functools.partial(self.use, clip))
             captions.append(caption)
             bad += passed_over
         return {"videos": memory.permute(0, 4, 1, 2, 3), **self.tokenize(captions), "bad": bad, **receipt}
 
-    def use(self, sample_id: int) -> tuple[Tensor, str]:
-        """Return a sample's clip, uint8 (F, H, W, 3), and its caption. Raises SampleError."""
+    def use(self, clip: Tensor, sample_id: int) -> str:
+        """Read a sample's clip into memory, uint8 (F, H, W, 3), and return its caption. Raises SampleError."""
         sample, draw, stream = self[sample_id], self.draw(sample_id), self.stream_of(sample_id)
         column = self.captions[stream]
         caption = draw.one_of(captions_of(sample if column is None else {"caption": sample[column]}))
         place = place_of(self.shuffle_seed, self.epoch, sample_id) if self.shuffle else MIDDLE
         at = draw.offset if self.crop == "random" else None
-        frames = read_clip(sample, self.sizes[stream], rate=self.rate, place=place, at=at)
-        return frames.flip(2) if self.flip and draw.is_flipped else frames, caption
+        is_flipped = self.flip and draw.is_flipped
+        read_clip(sample, self.sizes[stream], rate=self.rate, place=place, at=at, flip=is_flipped, out=clip)
+        return caption

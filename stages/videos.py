@@ -213,7 +213,7 @@ class _Film:
         found, after = None, frames
         if self._has_key_frame_before(time_sec):
             after = self._frames_after_seek(self.pts_of(first) + int(time_sec / self.tick_sec))
-            with contextlib.suppress(ValueError):  # begun in the middle, a frame may lack what it is made from
+            with contextlib.suppress(ValueError, OSError):  # begun in the middle, a frame may lack what it is made from
                 found = next(after, None)
             if found is None or self.seconds_of(found) > time_sec:
                 after = self._frames_after_seek(self.pts_of(first))

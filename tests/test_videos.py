@@ -25,6 +25,9 @@ KINDS = {
     "prores in MOV": {"codec": "prores_ks", "kind": "mov", "pixels": "yuv422p10le"},
     "one key frame": {"gop": 1000},
     "with sound": {"audio": "aac"},
+    "in fragments": {"of_file": {"movflags": "frag_keyframe+empty_moov"}},
+    "WebM without an index": {"codec": "libvpx-vp9", "kind": "webm", "of_file": {"live": "1"}},
+    "with an edit list": {"options": {"preset": "fast", "bf": "2"}, "of_file": {"use_editlist": "1"}},
 }
 
 
