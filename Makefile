@@ -266,6 +266,7 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.tables reports/results/families_cpu.json docs/speed.md
 	$(PY) -m reports.tables reports/results/lora_cpu.json docs/weights.md
 	$(PY) -m reports.tables reports/results/cards.json docs/speed.md
+	$(PY) -m reports.tables reports/results/video_speed.json docs/benchmarks.md
 	$(PY) -m reports.tables reports/results/states_cpu.json docs/speed.md
 	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
 	@mkdir -p cache

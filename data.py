@@ -1,4 +1,4 @@
-"""Batches of images, moments or synthetic tensors, as zoo/spec.py defines them.
+"""Batches of images, videos, moments or synthetic tensors, as zoo/spec.py defines them.
 
 From a stage `images` to a batch (B samples a device, H W the run's image size):
 
@@ -6,8 +6,8 @@ From a stage `images` to a batch (B samples a device, H W the run's image size):
     resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut to size (stages/images.py)
     batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenised in one call
 
-From a stage `moments` (prepare/latents.py), a batch is read as stored: moments float16 (B, 2C, h, w), tokens; or with
-`data.text=stored` float16 text states (B, L, D) instead of tokens.
+A stage `videos` gives clips (stages/video_stream.py). From a stage `moments` (prepare/latents.py), a batch is read as
+stored: moments float16 (B, 2C, h, w), tokens; or with `data.text=stored` float16 text states (B, L, D) instead of tokens.
 Images are normalised on the device (model.py), because uint8 has a quarter of the bytes to copy. An unusable sample is
 reported, counted, and replaced by the next good one of its shard. So every batch is full, and all ranks have the same number.
 
@@ -56,6 +56,7 @@ from stages.mixture import (
 from stages.moments import MomentsStream, reading_problems
 from stages.shared_memory import one_at_a_time, remove_dead_segments
 from stages.stream import BatchStream
+from stages.video_stream import VideosStream
 from zoo.spec import Column, Family
 
 # Every setting that affects the order of samples is explicit, so it depends only on the seed and the global batch size.
@@ -104,7 +105,9 @@ class DataConfig:
     flip: bool = False
     """Mirror each picture in half of the epochs, at random. From moments: only where prepare.latents had flip=true."""
     crop: Literal["center", "random"] = "center"
-    """The part of the scaled picture that is kept: its centre, or another place in each epoch (stage `images` only)."""
+    """The part of the scaled picture that is kept: its centre, or another place in each epoch (not of moments)."""
+    fps: float | None = limited(None, 0.0, 1000.0, above=True)
+    """Frames a second of a clip, each the one that a film shows at that time. null: the film's own rate."""
     text: Literal["encoded", "stored"] = "encoded"
     """stored: read the text states that prepare.latents wrote with store_text=true. encoded: encode captions in each step."""
     decode: Literal["cpu", "device"] = "cpu"
@@ -156,6 +159,8 @@ class DataConfig:
                 f"stored, but a stage of {self.stage} has no text states. Use data.stage=moments, or data.text=encoded."
             )
             found.append(("data.text", text))
+        if self.fps is not None and self.stage == "images":
+            found.append(("data.fps", f"{self.fps:g}, but images have no frames. Leave it out."))
         if self.decode == "device" and not self.synthetic:
             found += device_decoding.problems(self.stage, made_for.get("resize"))
         return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for, encodings)
@@ -202,7 +207,7 @@ class DataConfig:
             given = f"the config says '{self.stage}', {stage.facts_at} says '{stage.kind}'"
             found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
         elif stage.kind == "moments":
-            found += reading_problems(stage, flip=self.flip, crop=self.crop, text=self.text)
+            found += reading_problems(stage, flip=self.flip, crop=self.crop, text=self.text, fps=self.fps)
         if source.caption is not None:
             found += stage_checks.caption_problems(f"{key}.caption", source.caption, stage, self.text)
         for name, value in made_for.items():
@@ -379,6 +384,10 @@ def open_stages(
             return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
         if config.stage == "moments":
             return MomentsStream(columns=kinds, tokenize=tokenize, **ways, **arguments)
+        if config.stage == "videos":
+            sizes = ways.pop("image_sizes")
+            clips = dict(sizes=sizes, rate=config.fps, tokenize=family.tokenize, crop=config.crop)
+            return VideosStream(**clips, **ways, **arguments)
         return StreamingLAIONDataset(family=family, crop=config.crop, decode=config.decode, **ways, **arguments)
 
 

@@ -1,7 +1,7 @@
-"""Turn a shard of images into the rows of a part: threads decode, the rank's device encodes, the order is kept.
+"""Turn a shard of images or videos into the rows of a part: threads decode, the rank's device encodes, the order is kept.
 
 Shapes: B batch, H W image height and width, px, C latent channels, h w height and width of the latent, L text tokens,
-D text width.
+D text width. Of videos F frames and f latent frames: (B, 3, F, H, W) -> (B, 2C, f, h, w).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from stages.fetch import Damaged, check_file, known_digest, unpack
 from stages.images import SampleError, captions_of, decode_image, resize_and_crop, shown_part, size_of
 from stages.index_file import stored_file
 from stages.moments import FLIPPED
+from stages.video_stream import read_clip
 from zoo import load_family
 from zoo.encoders import build_encoders
 from zoo.model_config import ModelConfig
@@ -45,7 +46,7 @@ class Decoded:
     key: str
     captions: Sequence[str] = ()
     image: Tensor | None = None
-    """(3, H, W), of the family's type."""
+    """(3, H, W), of the family's type, or (3, F, H, W)."""
     sizes: tuple[int, ...] = ()
     """See `stages.images.shown_part`."""
     metadata: Any = None
@@ -54,10 +55,7 @@ class Decoded:
 
 def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int) -> Decoded:
     """Read, decode, resize and crop one sample; in a thread."""
-    try:
-        sample = reader[row]
-    except OSError as error:
-        raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
+    sample = _read(reader, row)
     try:
         captions = captions_of(sample)
         pixels = decode_image(sample["jpg"])
@@ -65,6 +63,24 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int)
     except SampleError as error:
         return Decoded(str(sample["key"]), problem=str(error))
     return Decoded(str(sample["key"]), captions, image, sizes, sample.get("metadata"))
+
+
+def decode_clip(reader: MDSReader, size: ImageSize, rate: float | None, row: int) -> Decoded:
+    """The same of a film's clip: the one in its middle, see `stages.video_stream.read_clip`."""
+    sample = _read(reader, row)
+    try:
+        captions = captions_of(sample)
+        clip = read_clip(sample, size, rate=rate).permute(3, 0, 1, 2)
+    except SampleError as error:
+        return Decoded(str(sample["key"]), problem=str(error))
+    return Decoded(str(sample["key"]), captions, clip, metadata=sample.get("metadata"))
+
+
+def _read(reader: MDSReader, row: int) -> dict[str, Any]:
+    try:
+        return reader[row]
+    except OSError as error:
+        raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], ahead: int) -> Iterator[Any]:
@@ -83,15 +99,24 @@ class Encoder:
 
     Args:
         config: which encoders.
-        size: (width, height) of the images, px.
+        size: (width, height) of the images, px; of videos (width, height, frames).
         normalize: "symmetric" or "unit", see `model.normalize_images`.
         precision: fp32, tf32 or bf16.
         batch_size: images per call of the VAE.
         store_text: whether rows contain the text states.
+        tiling: the VAE encodes a picture in overlapping tiles.
     """
 
     def __init__(
-        self, config: ModelConfig, *, size: ImageSize, normalize: str, precision: str, batch_size: int, store_text: bool
+        self,
+        config: ModelConfig,
+        *,
+        size: ImageSize,
+        normalize: str,
+        precision: str,
+        batch_size: int,
+        store_text: bool,
+        tiling: bool = False,
     ):
         self.size = size
         self.batch_size = batch_size
@@ -101,8 +126,10 @@ class Encoder:
         if config.frozen_device == "cpu":
             self.device = torch.device("cpu")
         self.family = load_family(config.family, config.preset, config.variant)
-        self.image_dtype = self.family.columns("images", size)["images"].dtype
+        self.image_dtype = self.family.columns(self.family.pictures, size)[self.family.pictures].dtype
         self.encoders = build_encoders(self.family, config.weights)
+        if tiling:
+            self.encoders.modules["vae"].enable_tiling()
         self.empty_text = self.family.tokenize([""])
         self.encoders.to(self.device, AUTOCAST_DTYPES.get(precision, torch.float32))
 
@@ -120,11 +147,12 @@ class Encoder:
         return {name: np.ascontiguousarray(to_float16(of_empty)[0]) for name, of_empty in states.items()}
 
     @torch.no_grad()
-    def moments(self, images: Tensor) -> np.ndarray:
-        """# (B, 3, H, W), of the family's type -> float16 (B, 2C, h, w): mean | logvar, unscaled."""
-        encoders = self.encoders
-        normalized = normalize_images(images.to(self.device), self.normalize)
-        return to_float16(self.family.encode_images(encoders.modules, normalized))
+    def columns_of(self, images: Tensor) -> dict[str, np.ndarray]:
+        """# (B, 3, H, W), of the family's type -> moments, float16 (B, 2C, h, w): mean | logvar, unscaled; and `beside`."""
+        modules, normalized = self.encoders.modules, normalize_images(images.to(self.device), self.normalize)
+        found = {"moments": self.family.encode_images(modules, normalized)}
+        found |= self.family.encode_beside(modules, normalized)
+        return {name: to_float16(values) for name, values in found.items()}
 
     def fill(
         self, part: Part, samples: Iterator[Decoded], columns: Collection[str], done: Callable[[int], Any]
@@ -138,8 +166,8 @@ class Encoder:
         usable = self._usable(part, samples, done)
         while batch := list(itertools.islice(usable, self.batch_size)):
             images = torch.stack([sample.image for sample in batch])
-            values = {"moments": self.moments(images)}
-            values |= {FLIPPED: self.moments(images.flip(-1))} if FLIPPED in columns else {}
+            values = self.columns_of(images)
+            values |= {FLIPPED: self.columns_of(images.flip(-1))["moments"]} if FLIPPED in columns else {}
             of_vae = list(values)
             values |= (tokens := tokens_of(self.family, [sample.captions[0] for sample in batch]))
             states = self.text_states(
@@ -150,7 +178,7 @@ class Encoder:
                 row = {name: column[number] for name, column in values.items()}
                 try:
                     for name in of_vae:
-                        check_finite("moments", row[name])
+                        check_finite("moments" if name == FLIPPED else name, row[name])
                     for name in states:
                         check_finite(f"{name} states", row[name])
                 except SampleError as error:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from cli.errors import Refused
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
 from prepare.objects import Objects, StoreObject, list_objects
-from prepare.samples import IMAGE_SUFFIXES
+from prepare.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from prepare.sources import MOMENTS_SUFFIX, Files, Source, TarObject
 from prepare.tables import COLUMNAR, LINES, Columnar, cut
 from stages.dataset import is_remote
@@ -97,7 +97,7 @@ def _on_disk(path: Path) -> list[Source]:
 
 
 def _holds_samples(folder: Path) -> bool:
-    suffixes = (*IMAGE_SUFFIXES, MOMENTS_SUFFIX)
+    suffixes = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, MOMENTS_SUFFIX)
     return any(child.suffix.lstrip(".").lower() in suffixes for child in folder.iterdir())
 
 

@@ -1,12 +1,14 @@
-"""Encode the stage `images` once into the stage `moments`: each image's VAE moments and each caption's tokens.
+"""Encode the stage `images` or `videos` once into the stage `moments`: each picture's VAE moments, each caption's tokens.
 
     python -m prepare.latents IN OUT model.weights=checkpoints/sd/512-base-ema.ckpt
     composer -n 8 -m prepare.latents /data/laion_images /data/laion_moments model.weights=/weights/sd2 image_size=512
     composer -n 8 -m prepare.latents s3://bucket/images s3://bucket/moments model.weights=random store_text=true
 
-IN: a stage `images` or a set of buckets, a folder or an address in a store. OUT: a folder that is new, empty or from the
-same command, or an address in a store. Images are resized as in training, and cropped at their centre. Unusable samples are
-skipped, counted, and listed with their reasons in OUT/skipped.jsonl. A missing or damaged shard of IN stops the command.
+IN: a stage `images` or a set of buckets, or `videos` for a family of videos, a folder or an address in a store. OUT: a folder
+that is new, empty or from the same command, or an address in a store. Images are resized as in training, and cropped at
+their centre; of a film the clip in its middle is taken. What the network is told of the pictures is stored too
+(zoo/spec.py). Unusable samples are skipped, counted, and listed with their reasons in OUT/skipped.jsonl. A missing or
+damaged shard of IN stops the command.
 
 Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (shard number) modulo (number of ranks). If stopped
 at any point, the same command resumes with the missing parts, also on another number of ranks. OUT then has the same bytes
@@ -19,8 +21,9 @@ model.weights: a name on the hub, a diffusers folder, an LDM checkpoint, or rand
 for this network.
 
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
-(16), precision (fp32, tf32, bf16), store_text (false), flip (false: no moments of the mirrored picture), shard_size
-(64mb), workers (decoding threads per rank, 4), facts (dataset.json of a data set of others, if it does not lie in IN).
+(16; of videos 1), precision (fp32, tf32, bf16), store_text (false), flip (false: no moments of the mirrored picture),
+shard_size (64mb), workers (decoding threads per rank, 4), facts (dataset.json of a data set of others, if it does not lie
+in IN). Of videos num_frames (the family's), fps (each film's own); tiling (false), for a VAE that takes too much memory.
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 
@@ -50,7 +53,7 @@ from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
-from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
+from prepare.encoder import AGAIN, Encoder, decode_clip, decode_row, in_order, open_shard
 from prepare.moments import mds_columns, put_empty_text
 from prepare.parts import (
     GO_ON,
@@ -69,11 +72,12 @@ from prepare.parts import (
 from prepare.places import Place, address_problem, open_place, out_problem
 from prepare.words import read_words
 from stages.adopted import Columns
-from stages.dataset import Stage, read_stage
+from stages.dataset import KINDS, Stage, read_stage
 from stages.fetch import HASH
 from stages.images import resize_name
-from zoo.model_config import ModelConfig, fetched, model_problems
-from zoo.spec import MAX_SIDE_PX, as_size
+from zoo import load_family
+from zoo.model_config import ModelConfig, fetched, model_problems, own_frames
+from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The input and the plan
@@ -87,10 +91,16 @@ class LatentsConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     image_size: Pixels = limited(512, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Pixels: one number for a square, or [width, height]."""
+    num_frames: int | None = limited(None, 1, MAX_FRAMES, usual="9 to 129")
+    """Frames of a clip. null: the family's own number. Families of images have none."""
+    fps: float | None = limited(None, 0.0, 1000.0, above=True)
+    """Frames a second of a clip, each the one that a film shows at that time. null: the film's own rate."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
-    batch_size: int = limited(16, 1, 2**16)
-    """Images per call of the VAE. It changes last bits, so it is fixed for a stage."""
+    batch_size: int | None = limited(None, 1, 2**16)
+    """Images per call of the VAE. It changes last bits, so it is fixed for a stage. null: 16, of videos 1."""
+    tiling: bool = False
+    """Encode each picture in overlapping tiles: less memory, slightly other moments."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the encoders. Moments are made once and used for days."""
     store_text: bool = False
@@ -106,8 +116,14 @@ class LatentsConfig:
 
     @property
     def size(self) -> ImageSize:
-        """(width, height) in pixels."""
-        return as_size(self.image_size)
+        """(width, height) in pixels; of a family of videos (width, height, frames)."""
+        own = own_frames(self.model)
+        return as_size(self.image_size) + (() if own is None else (self.num_frames or own,))
+
+    @property
+    def images_at_once(self) -> int:
+        """Images per call of the VAE."""
+        return self.batch_size or (16 if len(self.size) == 2 else 1)
 
 
 def check(config: LatentsConfig) -> list[Problem]:
@@ -120,14 +136,32 @@ def check(config: LatentsConfig) -> list[Problem]:
         found.append(Problem(f"composer -n: {given}. Start at most that many."))
     if config.model.denoiser is not None:
         found.append(Problem("model.denoiser: has no use here: nothing is trained. Leave it out.", ("model.denoiser",)))
-    return found + model_problems(config.model, config.size, encoders_wanted=True)
+    for key in ("num_frames", "fps"):
+        if (value := getattr(config, key)) is not None and len(config.size) == 2:
+            found.append(Problem(f"{key}: {value:g}, but {config.model.family} makes images. Leave it out.", (key,)))
+    found += model_problems(config.model, config.size, encoders_wanted=True)
+    return found if found else _problems_of_family(config)
 
 
-def open_input(location: str, facts: str | None = None) -> tuple[Place, Stage, Sequence[Mapping[str, Any]]]:
-    """Return the place of the stage `images`, its facts, and its shards as its index lists them.
+def _problems_of_family(config: LatentsConfig) -> list[Problem]:
+    """Return what a known family cannot do."""
+    family = load_family(config.model.family, config.model.preset, config.model.variant)
+    if config.flip and (beside := family.beside(config.size)):
+        given = f"flip: true, but {family.name} is told of the first frame, and {', '.join(beside)} of its mirrored one"
+        return [Problem(f"{given} are not stored. Leave it out.", ("flip",))]
+    return []
+
+
+def open_input(
+    location: str, facts: str | None = None, kind: str | None = "images"
+) -> tuple[Place, Stage, Sequence[Mapping[str, Any]]]:
+    """Return the place of a stage, its facts, and its shards as its index lists them.
+
+    Args:
+        kind: images or videos; None: whatever it is.
 
     Raises:
-        ValueError: it is not a stage of images, or is unreadable.
+        ValueError: it is not of that kind, or is unreadable.
     """
     if text := address_problem(location):
         raise ValueError(f"IN: {text}")
@@ -135,20 +169,20 @@ def open_input(location: str, facts: str | None = None) -> tuple[Place, Stage, S
         stage = read_stage(location, facts)
     except (ValueError, OSError) as error:
         raise ValueError(f"IN: {error}") from error
-    if stage.kind != "images":
-        raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of images (prepare.shards).")
+    if kind not in (stage.kind, None):
+        raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of {kind} (prepare.shards).")
     if stage.adopted is not None:
         firsts = (np.cumsum(stage.shards.samples) - stage.shards.samples).tolist()
         shards = [{**shard, "first": first} for shard, first in zip(stage.shards, firsts, strict=True)]
         return open_place(location), stage, shards
-    missing = [name for name in ("jpg", "caption", "key") if name not in stage.columns]
+    missing = [name for name in KINDS[stage.kind] if name not in stage.columns]
     if missing:
         raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
     return open_place(location), stage, stage.shards
 
 
 def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return the plan for the moments of a stage of images."""
+    """Return the plan for the moments of a stage of images or videos."""
     facts = {
         "family": config.model.family,
         "preset": config.model.preset,
@@ -158,9 +192,11 @@ def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: Sequ
         "resize": resize_name(encoder.image_dtype),
         "encoders": encoder.encoders.fingerprints,
         "precision": config.precision,
-        "batch_size": config.batch_size,
+        "batch_size": config.images_at_once,
         "store_text": config.store_text,
         **({"flip": True} if config.flip else {}),
+        **({"fps": config.fps} if config.fps else {}),
+        **({"tiling": True} if config.tiling else {}),
         "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples},
     }
     columns = mds_columns(
@@ -195,8 +231,9 @@ def make_parts(
     shards: Sequence[Mapping[str, Any]],
     workers: int,
     adopted: Columns | None,
+    rate: float | None = None,
 ) -> float:
-    """Make parts one after the other; return the time of the slowest in seconds."""
+    """Make parts one after the other; return the time of the slowest in seconds. `rate`: of clips, frames a second."""
     longest_sec, num_images = 0.0, sum(shards[number]["samples"] for number in todo)
     if not todo:
         return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
@@ -211,7 +248,10 @@ def make_parts(
 
         def fill(number: int, part: Part) -> None:
             reader = open_shard(source, shards[number], folder, adopted)
-            one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype)
+            if len(encoder.size) > 2:
+                one = functools.partial(decode_clip, reader, encoder.size, rate)
+            else:
+                one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype)
             samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
             encoder.fill(part, samples, plan.columns, progress.update)
             if Path(reader.dirname) == folder:
@@ -231,8 +271,9 @@ def build_encoder(config: LatentsConfig, stage: Stage) -> Encoder:
         size=config.size,
         normalize=config.normalize,
         precision=config.precision,
-        batch_size=config.batch_size,
+        batch_size=config.images_at_once,
         store_text=config.store_text,
+        tiling=config.tiling,
     )
     for note in encoder.encoders.notes:
         log.info(f"model.weights: {note}")
@@ -292,14 +333,14 @@ def write_stage(
         wait_for_plan(place, plan)
         todo = parts_to_make(place, plan)
         mine = [number for number in todo if number % ranks == dist.get_global_rank()]
-        make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted)
+        make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted, config.fps)
         return None
     started = time.monotonic()
     with place.only_writer():
         begin(place, plan)
         todo = parts_to_make(place, plan)
         mine = [number for number in todo if number % ranks == 0]
-        longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted)
+        longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted, config.fps)
         wait_for_parts(place, len(shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
         counts = finish(place, plan, put_empty_text(place, encoder.empty_states()))
     return counts, _speed(sum(shards[number]["samples"] for number in todo), time.monotonic() - started)
@@ -318,7 +359,8 @@ def main(argv: Sequence[str]) -> int:
         problems.append("command line: IN and OUT have to be given. python -m prepare.latents --help says more.")
     else:
         try:
-            found = open_input(paths[0], config.facts)
+            kind = None if problems else "images" if len(config.size) == 2 else "videos"
+            found = open_input(paths[0], config.facts, kind)
         except ValueError as error:
             problems.append(str(error))
         if found is not None and found[1].buckets and found[1].facts["image_size"] != list(config.size):

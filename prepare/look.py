@@ -116,6 +116,8 @@ def open_stage(location: str) -> tuple[Place, Stage]:
         )
     if stage.buckets:
         raise ValueError(f"REMOTE: {location} is a set of buckets. Look at one of them: {stage.buckets[0].location}.")
+    if stage.kind not in NEEDED:
+        raise ValueError(f"REMOTE: {location} is a stage of {stage.kind}. Possible: a stage of {' or '.join(NEEDED)}.")
     column, wanted = NEEDED[stage.kind]
     if not dict(zip(stage.columns, stage.encodings, strict=True)).get(column, "").startswith(wanted):
         raise ValueError(f"REMOTE: {location} has no column {column} of {wanted}. {AGAIN}.")

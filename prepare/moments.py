@@ -4,7 +4,8 @@ Shapes: C latent channels, h w height and width of the latent, L text tokens, D 
 
     moments   float16 (2C, h, w)   mean | logvar of the VAE's posterior, unscaled: a latent is drawn when it is read
     moments_flipped                the same of the mirrored picture; only with flip=true
-    tokens    uint16 (L,)          and every further text column of the family
+    tokens    uint16 (L,)          and every further text column of the family; int64 where its vocabulary is larger
+    first_frame, ...               of videos: what the network is told of the pictures, see zoo/spec.py
     text      float16 (L, D)       text states; only with store_text=true
     caption, key, metadata         as in the stage `images`; metadata only if that has it
     captions                       all of a picture, as in that stage if it has them; tokens and text are of the first
@@ -55,8 +56,9 @@ def mds_columns(
 
 
 def tokens_of(family: Family, captions: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the family's text columns, uint16 (B, L) each."""
-    return {name: tokens.numpy().astype(np.uint16) for name, tokens in family.tokenize(captions).items()}
+    """Return the family's text columns, (B, L) each, in the type that is stored."""
+    stored = {name: column.stored for name, column in family.text_columns().items()}
+    return {name: tokens.numpy().astype(stored[name]) for name, tokens in family.tokenize(captions).items()}
 
 
 def to_float16(values: Tensor) -> np.ndarray:

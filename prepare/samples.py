@@ -1,4 +1,4 @@
-"""One sample of any source, and which of its parts are the image, the captions and the key.
+"""One sample of any source, and which of its parts are the image or the video, the captions and the key.
 
 A sample's parts have names: of a tar or a folder of files the suffixes, of a table the columns. `json:caption` is the field
 `caption` of the part `json`. Names that the user does not give are found where they are usual, see `USUAL_*`.
@@ -12,18 +12,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from stages.images import SampleError, check_caption
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
-USUAL_IMAGES = ("image", *IMAGE_SUFFIXES, "img", "image_path", "file_name", "filename", "filepath", "file", "path")
+VIDEO_SUFFIXES = ("mp4", "webm", "mov", "mkv", "m4v")
+FILES = ("image_path", "file_name", "filename", "filepath", "file", "path")
+USUAL_IMAGES = ("image", *IMAGE_SUFFIXES, "img", *FILES)
+USUAL_VIDEOS = ("video", *VIDEO_SUFFIXES, "video_path", *FILES[1:])
 USUAL_CAPTIONS = ("txt", "caption", "captions", "text", "prompt", "top_caption")
 USUAL_KEYS = ("key", "__key__", "id", "uid")
 USUAL_JSON = ("json", "metadata")  # parts whose fields are looked through where no part is a caption
 USUAL_URLS = ("url", "image_url")
 GIVE = {
     "image": "Give image=NAME; a CSV file has to begin with a line of names.",
+    "video": "Give video=NAME; a CSV file has to begin with a line of names.",
     "caption": "Give caption=NAME, several with commas between, or json:FIELD.",
 }
 URL = ("http://", "https://")
@@ -34,6 +38,7 @@ class Asked:
     """Names as the user gave them; None: to be found."""
 
     image: str | None = None
+    """Or the video."""
     captions: tuple[str, ...] | None = None
     key: str | None = None
 
@@ -47,10 +52,11 @@ class Taken:
     key: str | None = None
     several: bool = False
     """Whether a sample may have several captions; the stage then has all of them in a column `captions`."""
+    kind: Literal["image", "video"] = "image"
 
     def __str__(self) -> str:
         key = self.key or "the names and rows of files"
-        return f"image from {self.image}, caption from {', '.join(self.captions)}, key from {key}"
+        return f"{self.kind} from {self.image}, caption from {', '.join(self.captions)}, key from {key}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,7 +68,7 @@ class Taken:
         """Return it for the plan; empty for img2dataset's layout, whose plan has never said it."""
         if self == Taken():
             return {}
-        return {"taken": {"image": self.image, "captions": list(self.captions), "key": self.key}}
+        return {"taken": {self.kind: self.image, "captions": list(self.captions), "key": self.key}}
 
 
 @dataclass
@@ -91,8 +97,8 @@ class Sample:
         return value
 
     def image(self, taken: Taken) -> bytes:
-        """Return the image file's bytes. Raises SampleError."""
-        return _as_bytes(self.part(taken.image))
+        """Return the image file's bytes, or the video's. Raises SampleError."""
+        return _as_bytes(self.part(taken.image), taken.kind)
 
     def metadata(self, taken: Taken) -> Any:
         """Return what came with the image, as JSON values. Raises SampleError."""
@@ -118,13 +124,16 @@ class Row(Sample):
         if isinstance(image, dict) and {"bytes", "path"} & image.keys():  # as Hugging Face stores images
             image = image.get("path") if image.get("bytes") is None else image["bytes"]
         if not isinstance(image, str):
-            return _as_bytes(image)
+            return _as_bytes(image, taken.kind)
         if not image.strip():
-            raise SampleError("missing image")
+            raise SampleError(f"missing {taken.kind}")
         if image.startswith(URL):
-            raise SampleError("image is a URL")
+            raise SampleError(f"{taken.kind} is a URL")
         assert self.read_file is not None
-        return self.read_file(image)
+        try:
+            return self.read_file(image)
+        except SampleError as error:
+            raise SampleError(str(error).replace("image", taken.kind)) from error
 
     def metadata(self, taken: Taken) -> dict[str, Any]:
         """Return the other columns, without bytes."""
@@ -135,11 +144,11 @@ class Row(Sample):
         }
 
 
-def _as_bytes(image: Any) -> bytes:
+def _as_bytes(image: Any, kind: str) -> bytes:
     if image is None:
-        raise SampleError("missing image")
+        raise SampleError(f"missing {kind}")
     if not isinstance(image, bytes):
-        raise SampleError("image is neither a file's bytes nor a path")
+        raise SampleError(f"{kind} is neither a file's bytes nor a path")
     return image
 
 
@@ -218,14 +227,16 @@ def _as_text(value: Any) -> str:
 
 
 def column_of(suffix: str) -> str:
-    """Return the name of a file's part: image of .jpg and .image.jpg, left of .left.png, caption of .caption.txt."""
+    """Name a file's part: image of .jpg and .image.jpg, left of .left.png, video of .mp4, caption of .caption.txt."""
     head, _, last = suffix.lower().rpartition(".")
     if last in IMAGE_SUFFIXES:
         return head or "image"
+    if last in VIDEO_SUFFIXES:
+        return head or "video"
     return head if head and last == "txt" else suffix.lower()
 
 
-def choose(samples: Sequence[Sample], asked: Asked, where: str) -> Taken:
+def choose(samples: Sequence[Sample], asked: Asked, where: str, kind: Literal["image", "video"] = "image") -> Taken:
     """Return which parts are read, from the first samples of a source.
 
     Raises:
@@ -233,7 +244,7 @@ def choose(samples: Sequence[Sample], asked: Asked, where: str) -> Taken:
     """
     names = list(dict.fromkeys(name for sample in samples for name in sample.files))
     is_table = isinstance(samples[0], Row)
-    is_classic = not is_table and not (asked.image or asked.captions) and {*names} <= {"image", "txt", "json", "npy"}
+    is_classic = not is_table and not (asked.image or asked.captions) and {*names} <= {kind, "txt", "json", "npy"}
     problems: list[str] = []
 
     def given(key: str, name: str) -> str:
@@ -246,13 +257,14 @@ def choose(samples: Sequence[Sample], asked: Asked, where: str) -> Taken:
 
     def usual(key: str, possible: Sequence[str], among: Sequence[str]) -> str | None:
         if not (found := usual_name(among, possible)) and not is_classic:
-            said = _is_for_img2dataset(where, usual_name(names, USUAL_URLS)) if key == "image" else ""
+            said = "" if key == "caption" else _is_for_img2dataset(where, usual_name(names, USUAL_URLS), kind)
             problems.append(
                 said or f"{key}: {where} has none of {', '.join(possible)}. It has {_listed(names)}. {GIVE[key]}"
             )
         return found
 
-    image = given("image", asked.image) if asked.image else usual("image", USUAL_IMAGES, names)
+    usually = USUAL_IMAGES if kind == "image" else USUAL_VIDEOS
+    image = given(kind, asked.image) if asked.image else usual(kind, usually, names)
     if asked.captions:
         captions = tuple(given("caption", name) for name in asked.captions)
     else:
@@ -261,11 +273,12 @@ def choose(samples: Sequence[Sample], asked: Asked, where: str) -> Taken:
     key = given("key", asked.key) if asked.key else usual_name(names, USUAL_KEYS) if is_table else None
     values = [sample.part(image) for sample in samples if sample.has(image)] if image else []
     if values and all(isinstance(value, str) and value.startswith(URL) for value in values):
-        problems.append(_is_for_img2dataset(where, image))
+        problems.append(_is_for_img2dataset(where, image, kind))
     if problems:
         raise ValueError("\n".join(problems))
     lists = (sample.part(captions[0]) for sample in samples if sample.has(captions[0]))
-    return Taken(image or "image", captions, key, len(captions) > 1 or any(isinstance(value, list) for value in lists))
+    is_several = len(captions) > 1 or any(isinstance(value, list) for value in lists)
+    return Taken(image or kind, captions, key, is_several, kind)
 
 
 def usual_name(names: Iterable[str], possible: Sequence[str]) -> str | None:
@@ -292,10 +305,13 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "nothing"
 
 
-def _is_for_img2dataset(where: str, column: str | None) -> str:
+def _is_for_img2dataset(where: str, column: str | None, what: str) -> str:
     """Say how what a column of URLs names is downloaded; "" without such a column."""
     if column is None:
         return ""
+    if what == "video":
+        given = f"video: {column} of {where} holds URLs, and nothing is downloaded here"
+        return f"{given}. Download the films, with video2dataset say, and give its tars."
     kind = PurePosixPath(where).suffix.lstrip(".").replace("ndjson", "jsonl") or "parquet"
     return (
         f"image: {column} of {where} holds URLs, and nothing is downloaded here. Run: img2dataset --url_list {where} "

@@ -1,6 +1,7 @@
-"""Convert image-caption pairs into the stage `images`, or MLPerf's moments into the stage `moments`.
+"""Convert image-caption pairs into the stage `images`, films into `videos`, or MLPerf's moments into `moments`.
 
     python -m prepare.shards SOURCE... OUT
+    python -m prepare.shards films/ /data/videos
     python -m prepare.shards laion/00000.tar laion/00001.tar /data/laion_images
     python -m prepare.shards laion/ s3://bucket/laion_images shard_size=64mb workers=16 min_side_px=256 max_aspect=2
     python -m prepare.shards s3://bucket/pictures.csv /data/images image=file caption=short,long
@@ -8,15 +9,16 @@
 
 SOURCE, here or at s3://, one of
     a tar, a folder of tars       WebDataset's, img2dataset's: the files of a key are a sample; a key ends at the first dot
-    a folder of files             the same: KEY.jpg (or .png, .webp), KEY.txt, KEY.json; not at s3://
+    a folder of files             the same: KEY.jpg (.png, .webp; .mp4, .webm, .mov, .mkv), KEY.txt, KEY.json; not at s3://
     .parquet, .arrow              with the images' bytes, or with paths; a folder of such files
     .csv, .tsv, .jsonl            with paths: relative to the file's folder, absolute, or s3://
     hf://datasets/OWNER/NAME      a Hugging Face data set on the hub, streamed; or a folder of one, with split=
 A sample's image, captions and key have the names that are usual (jpg, image; txt, caption, text, prompt), or those that
 image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the stage
 has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are
-img2dataset's business. With what MLPerf's references publish the stage is `moments`; the first sample decides. SD2's is
-KEY.npy instead of the image. FLUX.1's is a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder
+img2dataset's business. With films and no images, or with video=, the stage is `videos` (prepare/videos.py). With what
+MLPerf's references publish it is `moments`; the first sample decides. SD2's is KEY.npy instead of the image. FLUX.1's is
+a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder
 of t5_empty.npy and clip_empty.npy, for runs that then need no encoder (prepare/flux_encodings.py).
 OUT: a folder that is new, empty or from the same command, or an address in a store.
 
@@ -74,6 +76,7 @@ from prepare.parts import (
 from prepare.places import Place, open_place, out_problem
 from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, column_of, read_captions
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source, SourceError
+from prepare.videos import VIDEO_COLUMNS, video_row
 from prepare.words import read_words
 from stages.dataset import is_remote
 from stages.images import SampleError, decode_image, size_of
@@ -93,6 +96,8 @@ class ShardsConfig:
 
     image: str | None = None
     """Column or suffix with the image or its path. null: found by its usual names."""
+    video: str | None = None
+    """The same of videos: it makes a stage of them, also of a table. null: films are found by their suffixes."""
     caption: str | None = None
     """Column, suffix or json:FIELD with the caption; several with commas between. null: found by its usual names."""
     key: str | None = None
@@ -121,7 +126,7 @@ class ShardsConfig:
     @property
     def asked(self) -> Asked:
         captions = None if self.caption is None else tuple(name.strip() for name in self.caption.split(","))
-        return Asked(self.image, captions, self.key)
+        return Asked(self.video or self.image, captions, self.key)
 
     @property
     def filters(self) -> Filters:
@@ -130,6 +135,8 @@ class ShardsConfig:
 
 def check(config: ShardsConfig) -> list[Problem]:
     """Return every problem that can be found before anything is read."""
+    if config.image is not None and config.video is not None:
+        return [Problem(f"video: {config.video} is given beside image={config.image}. Give one of them.", ("video",))]
     if config.similarity is not None and config.min_similarity is None:
         return [Problem("similarity: has no use without min_similarity. Give that, or leave it out.", ("similarity",))]
     return []
@@ -181,19 +188,20 @@ def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[st
 
 
 def peek(
-    sources: Sequence[Source], folder: Path, *, image: str | None = None
+    sources: Sequence[Source], folder: Path, *, image: str | None = None, video: str | None = None
 ) -> tuple[str, ImageSize, list[Sample], str]:
-    """Look at the first samples of each source, up to the first one with images or moments.
+    """Look at the first samples of each source, up to the first one with images, videos or moments.
 
     Args:
         folder: for what has to be fetched.
-        image: the name of images that was asked for.
+        image, video: the name of images or videos that was asked for.
 
     Returns:
         the kind of stage, for moments the images' size, px, and the first samples and the name of that source.
     """
     stage, others = None, ([], "")
     images = {"image"} | ({image, column_of(image)} if image else set())
+    videos = {"video"} | ({video, column_of(video)} if video else set())
     for source in sources:
         samples: list[Sample] = []
         with contextlib.suppress(SourceError):  # told when its part is made
@@ -205,6 +213,8 @@ def peek(
         samples = [sample for sample in samples if sample.files]
         for sample in samples:
             is_image = isinstance(sample, Row) or bool(images & sample.files.keys())
+            if video or (not is_image and videos & sample.files.keys()):
+                return "videos", MLPERF_SIZE, samples, source.name
             if is_image and stage is None:
                 return "images", MLPERF_SIZE, samples, source.name
             if MOMENTS_SUFFIX in sample.files:
@@ -238,7 +248,7 @@ def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> W
         ValueError: the first samples have not what is asked for; a problem a line.
         OSError: a source cannot be read.
     """
-    stage, size, samples, where = peek(sources, folder, image=config.image)
+    stage, size, samples, where = peek(sources, folder, image=config.image, video=config.video)
     taken, filters = IMG2DATASET, config.filters
     of_flux = flux_encodings.find_encodings(samples, where)
     if (stage == "moments" or of_flux) and (config.asked != Asked() or filters != Filters()):
@@ -247,11 +257,12 @@ def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> W
         return _work_of_flux(sources, config, of_flux, samples, where)
     if config.empty is not None:
         raise ValueError(f"empty: {where} has no encodings of FLUX.1, which it belongs to. Leave it out.")
-    if stage == "images" and samples:
-        taken = choose(samples, config.asked, where)
+    if stage != "moments" and samples:
+        taken = choose(samples, config.asked, where, "video" if stage == "videos" else "image")
         filters = filters.with_similarity(samples, taken, where)
-    columns = COLUMNS | ({"captions": "json"} if taken.several else {})
-    facts, to_row = {**taken.facts, **filters.facts}, functools.partial(image_row, taken=taken, filters=filters)
+    make_row, columns = (video_row, VIDEO_COLUMNS) if stage == "videos" else (image_row, COLUMNS)
+    columns = columns | ({"captions": "json"} if taken.several else {})
+    facts, to_row = {**taken.facts, **filters.facts}, functools.partial(make_row, taken=taken, filters=filters)
     if stage == "moments":
         (name, preset, variant), family = MLPERF_FAMILY, load_family(*MLPERF_FAMILY)
         columns = mds_columns(family, size, text={}, metadata=True)

@@ -1,4 +1,4 @@
-"""Show a record of bench.step, scale, families, cards, states or lora: as a table, or as one in a page.
+"""Show a record of bench.step, scale, families, cards, states, lora or video: as a table, or as one in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -245,6 +245,35 @@ def _row_of_lora(case: Record, *, times: bool) -> Row:
     return (*shown, *(spread(case, f"{way}_ms", ".1f") if f"{way}_ms" in case else None for way in ways if times))
 
 
+# --- bench.video ---
+
+READERS = {
+    "ours": "the stage, one loader process",
+    "decoder": "PyAV, the clip's frames alone",
+    "rgb": "PyAV, and they as RGB",
+    "whole": "PyAV, the whole film",
+}
+
+
+def table_of_video(record: Record) -> Table:
+    """A row for each contestant of each size of films."""
+    config = record["config"]
+    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
+    head = ("films, px", "clips", "read by", "clips/s", "processor ms a clip", "ours of it", "by processor time")
+    title = f"{config['num_clips']} clips of a turn, {config['rounds']} rounds; {load}:"
+    return Table(title, head, "lllrrrr", list(_rows_of_video(record)))
+
+
+def _rows_of_video(record: Record) -> Iterator[Row]:
+    for case in record["cases"]:
+        films, clips = (" x ".join(map(str, case[key])) for key in ("film_size", "clip_size"))
+        for who, name in READERS.items():
+            cells = (spread(case, f"{who}_clips_per_sec", ".2f"), spread(case, f"{who}_cpu_ms_a_clip", ".0f"))
+            ratios = (f"ours_of_{who}", f"ours_cpu_of_{who}")
+            shown = (spread(case, ratio, ".2f") if ratio in case else None for ratio in ratios)
+            yield (films, clips, name, *cells, *shown)
+
+
 # --- any record ---
 
 
@@ -261,6 +290,7 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "cards": table_of_cards,
     "states": table_of_states,
     "lora": table_of_lora,
+    "video": table_of_video,
 }
 """What a record says that it has measured -> its table."""
 

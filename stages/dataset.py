@@ -55,6 +55,7 @@ EMPTY_DIGEST = "empty_text_xxh64"
 """Fact: the digest of empty_text.safetensors, see stages/empty_text.py."""
 KINDS = {
     "images": {"jpg": "bytes", "caption": "str", "key": ""},
+    "videos": {"mp4": "bytes", "caption": "str", "key": "", "num_frames": "int", "fps": "float64"},
     "moments": {"moments": "ndarray"},
 }
 """Kind of stage -> the columns that every run reads, and how their encodings begin."""
@@ -78,7 +79,7 @@ class Stage:
 
     location: str
     kind: str
-    """images or moments."""
+    """images, videos or moments."""
     index_sha256: str
     num_samples: int
     columns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What is drawn when a sample is read: mirrored or not, where it is cut, which of its captions.
+"""What is drawn when a sample is read: mirrored or not, where it is cut, which of its captions, when a clip begins.
 
 The numbers are a hash of (seed, epoch, sample number) alone. So a run reads the same on any number of ranks and loader
 workers, and after a resume within an epoch; a sample that replaces a broken one has its own.
@@ -40,3 +40,9 @@ def draw_of(seed: int, epoch: int, sample_id: int) -> Draw:
     digest = hashlib.blake2b(f"{seed} {epoch} {sample_id}".encode(), digest_size=32).digest()
     words = (int.from_bytes(digest[at : at + 8], "big") for at in range(0, 32, 8))
     return Draw(*((word >> 11) / 2**53 for word in words))  # 53 bits: all of a float's, and never 1
+
+
+def place_of(seed: int, epoch: int, sample_id: int) -> float:
+    """Return where in its film a sample's clip lies, from 0, at its beginning, to 1; of a hash of its own."""
+    digest = hashlib.blake2b(f"{seed} {epoch} {sample_id}".encode(), digest_size=8, person=b"clip").digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53

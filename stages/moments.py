@@ -155,7 +155,9 @@ class MomentsStream(BatchStream):
                 batch[name][list(captions)] = tokens.numpy()
 
 
-def reading_problems(stage: Stage, *, flip: bool, crop: str, text: str) -> list[tuple[str, str]]:
+def reading_problems(
+    stage: Stage, *, flip: bool, crop: str, text: str, fps: float | None = None
+) -> list[tuple[str, str]]:
     """Return (key, message) for what a run wants to read of a stage of moments but was not stored; see data.DataConfig."""
     found, where, make = [], f"the stage at {stage.location}", "python -m prepare.latents IN OUT"
     if flip and FLIPPED not in stage.columns:
@@ -164,6 +166,12 @@ def reading_problems(stage: Stage, *, flip: bool, crop: str, text: str) -> list[
     if crop == "random":
         given = f"random, but the pictures of {where} were cut before they were encoded"
         found.append(("data.crop", f"{given}. Read a stage of images, or leave it out."))
+    if fps is not None and stage.facts.get("fps") != fps:
+        made = stage.facts.get("fps")
+        given = (
+            f"{fps:g}, but the clips of {where} were made {f'at {made:g}' if made else 'at the rates of their films'}"
+        )
+        found.append(("data.fps", f"{given}. Make it with {make} fps={fps:g}, or leave it out."))
     if text == "encoded" and "text" in stage.columns and "tokens" not in stage.columns:
         given = f"encoded, but {where} has text states and no tokens"
         found.append(("data.text", f"{given}. Use data.text=stored."))

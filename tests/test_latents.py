@@ -456,7 +456,7 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
         (
             ["{in}", "{tmp}/out", "batch_size=0", "workers=x", "precision=tf32", "image_size=70", "shard_size=1"],
             [
-                "command line: batch_size is 0. Possible: 1 to 65,536.",
+                "command line: batch_size is 0. Possible: 1 to 65,536 or null.",
                 "command line: workers is 'x'. Possible: an integer.",
                 "command line: shard_size is 1. Possible: 1kb to 4gb.",
                 "precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.",

@@ -500,10 +500,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(stage, tmp_path, ca
         ),
         (
             ["{videos}", "{tmp}/a.png"],
-            [
-                'REMOTE: {videos}/dataset.json: stage is "videos". Possible: "images" or "moments". Make the stage again: '
-                "python -m prepare.shards --help"
-            ],
+            ["REMOTE: {videos} is a stage of videos. Possible: a stage of images or moments."],
         ),
         (
             ["{bare}", "{tmp}/a.png"],

@@ -408,7 +408,7 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
         (
             ["{tmp}/in.tar", "{tmp}/out", "size=3"],
             "command line: unknown key 'size'. Known: caption, config, empty, image, key, max_aspect, min_side_px, "
-            "min_similarity, revision, shard_size, similarity, split, workers. --print_config shows every key.",
+            "min_similarity, revision, shard_size, similarity, split, video, workers. --print_config shows every key.",
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "shard_size=99tb"],

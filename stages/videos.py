@@ -1,0 +1,279 @@
+"""One film: its file checked by decoding it whole, and the frames of a clip picked by time.
+
+    film      MP4, MOV, WebM or MKV, any codec that FFmpeg decodes; its first video track, everything else is ignored
+    frame     uint8 (3, h, w), RGB, upright: as its track says it has to be turned; 8 bits, without its alpha channel
+    clip      F frames, 1 / rate apart: each is the one that is shown at its time, the last that began by then
+
+Times are seconds from the film's first frame. A timestamp is only as exact as its file's clock: one that lies a tick of it
+later than a frame's time, and no more than a millisecond, counts as that time. Pixels are taken as square; colours are
+FFmpeg's, without a tone curve for HDR.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from cli.limits import ImageSize
+from stages.images import TRANSPOSED, SampleError, upright
+
+if TYPE_CHECKING:
+    from av import VideoFrame
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
+Made = TypeVar("Made")
+
+MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 0  # of a frame, as of an image: 8K is well below
+CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm"
+"""By FFmpeg's names. Playlists are none of them: they would open other files, and addresses."""
+NOT_A_FILM = "not an MP4, MOV, WebM or MKV file"
+DAMAGED = "truncated or damaged video"
+BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")  # of which one begins an MP4 or MOV file
+EBML = b"\x1a\x45\xdf\xa3"  # begins a WebM or MKV file
+EXACT_SEC = 1e-3
+BEFORE_SEC = 0.1  # that a WebM's frames may end before its header says
+# A track's matrix (a, b, c, d): x' = a x + c y, y' = b x + d y; ISO/IEC 14496-12, 8.3.2. -> EXIF's orientation
+ORIENTATIONS = {
+    (1, 0, 0, 1): 1,
+    (-1, 0, 0, 1): 2,
+    (-1, 0, 0, -1): 3,
+    (1, 0, 0, -1): 4,
+    (0, 1, 1, 0): 5,
+    (0, 1, -1, 0): 6,
+    (0, -1, -1, 0): 7,
+    (0, -1, 1, 0): 8,
+}
+
+
+@dataclass(frozen=True)
+class FilmFacts:
+    """What is known of a film that was decoded whole."""
+
+    width: int
+    height: int
+    """px, of a frame upright."""
+    num_frames: int
+    fps: float
+    """Frames a second from the first to the last; 0: there is one frame, or all have one time."""
+
+
+def inspect_film(data: bytes) -> FilmFacts:
+    """Decode a film to its end.
+
+    Raises:
+        SampleError: empty, not a film, damaged anywhere, without a frame, too many pixels, frames of several sizes.
+    """
+    with _opened(data) as film:
+        num_frames, first, last, size = 0, 0, 0, (0, 0)
+        for frame in film.frames():
+            if not num_frames:
+                first, size = film.pts_of(frame), film.size_of(frame)
+            elif film.pts_of(frame) < last:
+                raise SampleError("frames whose times go back")
+            last, num_frames = film.pts_of(frame), num_frames + 1
+        if not num_frames:
+            raise SampleError("video without a frame")
+        seconds = (last - first) * film.tick_sec
+        if num_frames > 1 and film.ends_before(BEFORE_SEC + 2 * seconds / (num_frames - 1)):
+            raise SampleError(DAMAGED)
+        return FilmFacts(*size, num_frames, (num_frames - 1) / seconds if seconds else 0.0)
+
+
+def clip_times(num_frames: int, fps: float, *, frames: int, rate: float | None, place: float) -> list[float]:
+    """Return the times of a clip's frames, s, ascending.
+
+    Args:
+        num_frames, fps: of the film, as `inspect_film` found them.
+        frames: of the clip.
+        rate: frames a second of the clip; None: the film's own.
+        place: of the clip, from 0, where it begins with the film, to 1, where it ends with it.
+
+    Raises:
+        SampleError: the film is too short.
+    """
+    if frames == 1:
+        length_sec = 0.0
+    elif fps <= 0.0 or (rate is None and frames > num_frames):
+        raise SampleError(f"fewer than {frames} frames")
+    else:
+        length_sec = (frames - 1) / (rate or fps)
+    room_sec = ((num_frames - 1) / fps if fps > 0.0 else 0.0) - length_sec
+    if room_sec < -EXACT_SEC:
+        raise SampleError(f"shorter than {frames} frames at {rate:g} a second")
+    begin_sec = place * max(0.0, room_sec)
+    return [begin_sec + length_sec * number / max(1, frames - 1) for number in range(frames)]
+
+
+def read_frames(data: bytes, times_sec: Sequence[float], make: Callable[[Tensor], Made]) -> list[Made]:
+    """Return what `make` makes of the frame that is shown at each time, decoding from the key frame before the first on.
+
+    Args:
+        times_sec: ascending, from the film's first frame.
+        make: takes a frame, uint8 (3, h, w). Of times that show one frame, it is called once.
+
+    Raises:
+        SampleError: as `inspect_film`, as far as it is decoded; or it ends before the last time.
+    """
+    with _opened(data) as film:
+        picked = _picked(film, times_sec, film.frames_from(times_sec[0]))
+        made: list[Made] = []
+        before = None
+        for frame in picked:
+            made.append(made[-1] if frame is before else make(film.pixels_of(frame)))
+            before = frame
+        return made
+
+
+def _picked(film: _Film, times_sec: Sequence[float], frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
+    """Yield the frame of each time."""
+    shown, number = None, 0
+    for frame in frames:
+        while shown is not None and film.seconds_of(frame) > times_sec[number]:
+            yield shown
+            number += 1
+            if number == len(times_sec):
+                return
+        shown = frame
+    if shown is None or times_sec[-1] > film.seconds_of(shown) + 2 * EXACT_SEC:
+        raise SampleError("video ends before its stage says")
+    for _ in times_sec[number:]:
+        yield shown
+
+
+@contextlib.contextmanager
+def _opened(data: bytes) -> Iterator[_Film]:
+    """Open a film, and say why it cannot be used, whatever it was that found it out. Raises SampleError."""
+    import av
+
+    av.logging.set_level(None)  # what FFmpeg would print names no file
+    if not data:
+        raise SampleError("video of zero bytes")
+    try:
+        with av.open(io.BytesIO(data), options={"format_whitelist": CONTAINERS, "protocol_whitelist": ""}) as container:
+            yield _Film(container)
+    except SampleError:
+        raise
+    except (av.error.FFmpegError, ValueError, OverflowError, MemoryError) as error:
+        is_film = data.startswith(EBML) or data[4:8] in BOXES
+        raise SampleError(DAMAGED if is_film else NOT_A_FILM) from error
+
+
+class _Film:
+    """An open film: its frames in the order in which they are shown."""
+
+    def __init__(self, container: InputContainer):
+        tracks = [track for track in container.streams.video if not _is_cover(track)]
+        if not tracks:
+            raise SampleError("no video track")
+        self.container, self.track = container, tracks[0]
+        context: Any = self.track.codec_context
+        if context is None:
+            raise SampleError("video of a codec that is not known")
+        if context.width * context.height > MOST_PIXELS:
+            raise SampleError("too many pixels")
+        context.options = {"max_pixels": str(MOST_PIXELS)}  # a frame may be larger than the header says
+        context.thread_count, context.thread_type = 1, "NONE"  # loader processes are as many as there are cores
+        self.tick_sec = float(self.track.time_base or 0)
+        self.size: ImageSize | None = None
+        self.first: int | None = None
+        self._ends_sec = 0.0
+
+    def frames(self) -> Iterator[VideoFrame]:
+        """Yield the rest of the frames. Raises SampleError: one is damaged, or is of another size than the first."""
+        for packet in self.container.demux():
+            if packet.pts is not None:
+                self._ends_sec = max(self._ends_sec, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            if packet.stream is not self.track:
+                continue
+            if packet.is_corrupt:
+                raise SampleError(DAMAGED)
+            for frame in self.track.decode(packet):
+                if frame.is_corrupt:
+                    raise SampleError(DAMAGED)
+                self.size = self.size or self.size_of(frame)
+                if self.size_of(frame) != self.size:
+                    raise SampleError("frames of several sizes")
+                self.first = self.pts_of(frame) if self.first is None else self.first
+                yield frame
+
+    def frames_from(self, time_sec: float) -> Iterator[VideoFrame]:
+        """Yield the frames from the one on that is shown at a time, or from an earlier one."""
+        frames = self.frames()
+        if (first := next(frames, None)) is None:
+            return
+        found, after = None, frames
+        if self._has_key_frame_before(time_sec):
+            after = self._frames_after_seek(self.pts_of(first) + int(time_sec / self.tick_sec))
+            with contextlib.suppress(ValueError):  # begun in the middle, a frame may lack what it is made from
+                found = next(after, None)
+            if found is None or self.seconds_of(found) > time_sec:
+                after = self._frames_after_seek(self.pts_of(first))
+                found = next(after, None)
+        yield first if found is None else found
+        yield from after
+
+    def _frames_after_seek(self, pts: int) -> Iterator[VideoFrame]:
+        self.container.seek(pts, stream=self.track)
+        yield from self.frames()
+
+    def _has_key_frame_before(self, time_sec: float) -> bool:
+        """True where the file's index has a key frame, other than the first frame, from which to decode."""
+        entries = self.track.index_entries
+        found = entries.search_timestamp((self.first or 0) + int(time_sec / self.tick_sec)) if len(entries) else 0
+        return found > 0 and entries[found].timestamp > (self.first or 0)
+
+    def pts_of(self, frame: VideoFrame) -> int:
+        """Return a frame's time, in ticks. Raises SampleError: it has none."""
+        if frame.pts is None:
+            raise SampleError("frames without times")
+        return frame.pts
+
+    def seconds_of(self, frame: VideoFrame) -> float:
+        """Return a frame's time from the first, s, early by what its file's clock may round away."""
+        return (self.pts_of(frame) - (self.first or 0)) * self.tick_sec - min(self.tick_sec, EXACT_SEC)
+
+    def size_of(self, frame: VideoFrame) -> ImageSize:
+        """Return (width, height) of a frame upright, px."""
+        size = frame.width, frame.height
+        return size[::-1] if _orientation_of(frame) in TRANSPOSED else size
+
+    def pixels_of(self, frame: VideoFrame) -> Tensor:  # -> uint8 (3, h, w), RGB
+        """Return a frame upright; in memory a pixel's three levels lie together."""
+        # With threads of its own a frame that is thrown away waits for them, for ever where the process was forked since.
+        pixels = torch.from_numpy(frame.reformat(format="rgb24", threads=1).to_ndarray()).permute(2, 0, 1)
+        orientation = _orientation_of(frame)
+        return pixels if orientation == 1 else upright(pixels, orientation)
+
+    def ends_before(self, margin_sec: float) -> bool:
+        """True where a WebM or MKV file, read to its end, has less than it says: FFmpeg takes a cut for its end."""
+        if "matroska" not in self.container.format.name or not self.container.duration:
+            return False
+        return self.container.duration / 1e6 > self._ends_sec + margin_sec
+
+
+def _is_cover(track: VideoStream) -> bool:
+    """True for the picture of a piece of music."""
+    from av.stream import Disposition
+
+    return Disposition.attached_pic in track.disposition
+
+
+def _orientation_of(frame: VideoFrame) -> int:
+    """Return how a frame has to be turned, as EXIF numbers it. Raises SampleError: not by right angles."""
+    given = frame.side_data.get("DISPLAYMATRIX")
+    if given is None:
+        return 1
+    numbers = np.frombuffer(bytes(given), np.int32)[[0, 1, 3, 4]].astype(np.float64)
+    turned = tuple(map(round, (numbers / (np.abs(numbers).max() or 1.0)).tolist()))
+    if turned not in ORIENTATIONS:
+        raise SampleError("video turned by no right angle")
+    return ORIENTATIONS[turned]
