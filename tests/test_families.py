@@ -18,6 +18,7 @@ from conftest import ROOT, TINY_RUN, cost_made_up, with_frames
 from test_checkpoints import newest, same_training
 
 import benchmark
+import eval as eval_command
 import export
 from model import LatentDiffusion, build_model
 from prepare import latents
@@ -345,7 +346,7 @@ def test_a_run_from_pictures_has_finite_losses_its_average_and_goes_on_bit_for_b
 @pytest.mark.slow
 @pytest.mark.timeout(200, func_only=True)
 @pytest.mark.parametrize(("name", "variant"), TRAINED_ON_VIDEO)
-def test_a_run_on_videos_goes_on_bit_for_bit(name, variant, tmp_path):
+def test_a_run_on_videos_goes_on_bit_for_bit(name, variant, tmp_path, capsys):
     """Made-up ones, encoded in each step; from the checkpoint after the second of four batches."""
     num_frames = with_frames(name, (64, 64))[2]
     own = [f"model.family={name}", f"model.variant={variant}", "data.synthetic=true", "data.stage=videos"]
@@ -366,6 +367,10 @@ def test_a_run_on_videos_goes_on_bit_for_bit(name, variant, tmp_path):
     assert benchmark.main([*words, "max_duration=4ba", "run_name=killed"]) == 0
     assert same_training(newest(tmp_path, "killed"), newest(tmp_path, "whole"))
     assert [line["loss"] for line in lines(tmp_path / "killed")] == [line["loss"] for line in lines(tmp_path / "whole")]
+    assert export.main([str(tmp_path / "whole"), str(tmp_path / "out")]) == 2
+    assert "is not exported: folders of videos are not written yet" in capsys.readouterr().err
+    assert eval_command.main([str(tmp_path / "whole")]) == 2
+    assert f"model.family: {name} makes videos, and FID" in capsys.readouterr().err
 
 
 @pytest.mark.slow
