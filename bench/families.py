@@ -50,7 +50,7 @@ BETWEEN = "between"
 
 @dataclass(frozen=True)
 class Case:
-    """A network and the side of its images, px."""
+    """A network and the side of its pictures, px."""
 
     family: str
     preset: str
@@ -60,6 +60,8 @@ class Case:
     batch_size: int
     has_times: bool
     """Its times are measured too."""
+    num_frames: int | None = None
+    """Of videos."""
 
     @property
     def name(self) -> str:
@@ -70,6 +72,9 @@ CASES = (
     Case("sd2", "tiny", 64, "tiny", 8, True),
     Case("sdxl", "tiny", 64, "tiny", 8, True),
     Case("flux", "tiny", 64, "tiny", 8, True),
+    Case("mochi", "tiny", 64, "tiny", 2, True, 7),
+    Case("hunyuan_video", "tiny", 64, "tiny", 2, True, 9),
+    Case("wan", "tiny", 64, "tiny", 2, True, 9),
     Case("sdxl", BETWEEN, 256, "0.6 of its width, 4 of 10 layers in its deepest blocks", 1, False),
     Case("flux", BETWEEN, 256, "1 of 19 and 1 of 38 blocks", 1, False),
 )
@@ -107,6 +112,7 @@ def run_of(case: Case, compiled: bool) -> RunConfig:
             run_name="families",
             global_batch_size=case.batch_size,
             image_size=case.side,
+            num_frames=case.num_frames,
             precision="fp32",
             compile="whole" if compiled else "off",
             model=ModelConfig(case.family, case.preset, weights="random"),
@@ -183,7 +189,8 @@ def estimate_of(run: RunConfig) -> Cost:
 
 def row_of(case: Case) -> dict[str, Any]:
     """Return what a row of the record begins with."""
-    return {"case": case.name, "what": case.what, "image_size": case.side, "batch_size": case.batch_size}
+    frames = {} if case.num_frames is None else {"num_frames": case.num_frames}
+    return {"case": case.name, "what": case.what, "image_size": case.side, **frames, "batch_size": case.batch_size}
 
 
 def left_out(estimate_gib: float, largest_gib: float) -> dict[str, str]:

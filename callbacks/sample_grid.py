@@ -2,6 +2,8 @@
 
 RUN/samples/im000000512000.png     loggers: `samples/grid`, with the captions
 RUN/samples/captions.txt           one line per image, row by row from the left
+
+Of videos the grid has strips of frames, and each is a file beside it, see callbacks/films.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from composer import Logger
 from PIL import Image
 from torch import Tensor
 
+from callbacks import films
 from cli.files import whole, write_whole
 from cli.masking import printable
 from record.metric_names import SAMPLES
@@ -47,19 +50,26 @@ def write_grid(
     samples: Sequence[tuple[str, Tensor]],
     logger: Logger,
     shown: Callable[[Sequence[tuple[str, Tensor]]], np.ndarray],
+    fps: float = 1.0,
 ) -> None:
     """Write one point's samples.
 
     Args:
         folder: of the run.
         num_images: images seen so far.
-        samples: captions and images, (3, H, W) uint8.
+        samples: captions and images, (3, H, W) uint8, or videos, (3, F, H, W).
         shown: makes the loggers' picture of them, uint8 (H, W, 3).
+        fps: of videos, frames a second.
     """
     if not samples:
         return
+    path = path_of(folder, num_images)
+    if samples[0][1].ndim == 4:
+        for place, (_, video) in enumerate(samples):
+            films.write_mp4(path.with_suffix("") / f"{place:02d}.mp4", video, fps)
+        samples = [(caption, films.strip_of(video)) for caption, video in samples]
     samples = [(printable(caption), image) for caption, image in samples]
-    path, grid = path_of(folder, num_images), grid_of([image for _, image in samples])
+    grid = grid_of([image for _, image in samples])
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
         Image.fromarray(grid.permute(1, 2, 0).numpy()).save(temporary, format="png")

@@ -144,10 +144,10 @@ def table_of_families(record: Record) -> Table:
 
 
 def _row_of_family(case: Record, *, times: bool) -> Row:
-    size = f"{case['what']}, {case['image_size']} px"
+    size = f"{case['what']}, {case['image_size']} px" + _frames(case)
     millions = case["parameters"] / 1e6
     shown = (
-        case["case"].partition("_")[0],
+        case["case"].rpartition("_")[0],
         size,
         f"{millions:,.1f}",
         f"{case['batch_size']}",
@@ -161,6 +161,10 @@ def _row_of_family(case: Record, *, times: bool) -> Row:
 
 
 # --- bench.cards and bench.states ---
+
+
+def _frames(row: Record) -> str:
+    return f", {row['num_frames']} frames" if "num_frames" in row else ""
 
 
 def table_of_cards(record: Record) -> Table:
@@ -197,7 +201,7 @@ def table_of_states(record: Record) -> Table:
     load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
     millions = record["states"][0]["parameters"] / 1e6
     what = (
-        f"{record['case'].partition('_')[0]}, {record['what']}, {millions:.1f} M parameters, {record['image_size']} px"
+        f"{record['case'].rpartition('_')[0]}, {record['what']}, {millions:.1f} M parameters, {record['image_size']} px"
     )
     head = ("precision", "optimizer.states", "estimate, GiB", "measured, GiB", "measured over estimate", "a step, s")
     rows = [_row_of_states(row) for row in record["states"]]
@@ -228,7 +232,11 @@ def table_of_lora(record: Record) -> Table:
 
 def _row_of_lora(case: Record, *, times: bool) -> Row:
     ways = ("full", "lora")
-    shown = (case["case"].partition("_")[0], f"{case['what']}, {case['image_size']} px", f"{case['batch_size']}")
+    shown = (
+        case["case"].rpartition("_")[0],
+        f"{case['what']}, {case['image_size']} px{_frames(case)}",
+        f"{case['batch_size']}",
+    )
     shown += tuple(f"{case[f'{way}_parameters'] / 1e6:,.2f}" for way in ways)
     shown += tuple(f"{case[f'{way}_estimated_gib']:.2f}" for way in ways)
     if "left_out" in case:

@@ -43,6 +43,14 @@ TINY_RUN = [
 ]
 
 
+def with_frames(family: str, size: tuple[int, int]) -> tuple[int, ...]:
+    """Return a size of a family's pictures: of videos with three latent frames."""
+    from zoo import load_family
+
+    found = load_family(family, "tiny", "stock")
+    return size if found.num_frames is None else (*size, 1 + 2 * found.frames_per_latent)
+
+
 def picture(number: int, size: tuple[int, int] = (80, 96), kind: str = "JPEG", mode: str = "RGB") -> bytes:
     """A gradient with a block of one colour: not noise, so that resizing and compression mean something."""
     width, height = size

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from composer.utils import dist
-from test_families import TRAINED, TRAINED_ON_VIDEO, with_frames
+from conftest import with_frames
+from test_families import TRAINED, TRAINED_ON_VIDEO
 
 from model import LatentDiffusion, build_model, step_seed
 from training import sharding, speed

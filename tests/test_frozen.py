@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_RUN
-from test_families import CAPTIONS, MEMBERS, with_frames
+from conftest import TINY_RUN, with_frames
+from test_families import CAPTIONS, MEMBERS
 from test_plan import lines
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN
-from test_families import CAPTIONS, TRAINED, every_member, tiny, with_frames
+from conftest import ROOT, TINY_RUN, with_frames
+from test_families import CAPTIONS, TRAINED, every_member, tiny
 
 import benchmark
 from cli import later

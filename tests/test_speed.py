@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
-from conftest import TINY_RUN
+from conftest import TINY_RUN, with_frames
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -195,14 +195,14 @@ def test_one_graph_trains_and_nothing_is_compiled_after_the_first_step(graphs_al
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("family", ["sdxl", "flux", "mochi", "hunyuan_video", "wan"])
 def test_the_other_families_are_one_graph_too_without_a_break(graphs_alone, family):
-    config = ModelConfig(family=family, preset="tiny", weights="random")
-    empty = zero_states(load_family(family, "tiny", "stock"), (64, 64))
-    model = build_model(config, ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=1, empty_states=empty)
+    config, size = ModelConfig(family=family, preset="tiny", weights="random"), with_frames(family, (64, 64))
+    empty = zero_states(load_family(family, "tiny", "stock"), size)
+    model = build_model(config, ObjectiveConfig(), size=size, normalize="symmetric", seed=1, empty_states=empty)
     model.place(torch.device("cpu"), "fp32")
     speed.apply(model, SpeedKeys(compile="whole"), None)
-    columns = model.family.columns("moments", (64, 64), stored_text=True)
+    columns = model.family.columns("moments", size, stored_text=True)
     for number in range(3):
         batch = next(iter(SyntheticBatches(columns, 2, torch.device("cpu"), number)))
         drawn = model.draw(batch, torch.Generator().manual_seed(number))

@@ -107,17 +107,17 @@ def build_samples(config: RunConfig, model: Generator, pause: Pause) -> AtPoints
         model,
         read_captions(given.prompts or how.prompts or "")[: how.samples],
         dict(sampler=how.sampler, steps=how.steps, guidance=how.guidances()[0]),
-        size=config.size if how.image_size is None else as_size(how.image_size),
+        size=config.size if how.image_size is None else (*as_size(how.image_size), *config.size[2:]),
         seed=config.seed,
         batch_size=how.batch_size or min(CPU_BATCH_SIZE, config.device_train_microbatch_size),
         signal=lambda: pause.checkpointer.signal,
     )
-    begun_at = pause.record.begun_at
+    begun_at, fps = pause.record.begun_at, config.data.fps or model.family.frames_per_sec
     is_drawn = ranks.on_rank_zero(lambda: path_of(folder, pause.throughput.images).is_file())
 
     def keep(where: dict[str, Any], samples: list[tuple[str, Tensor]], logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            write_grid(folder, where["images"], samples, logger, shown)
+            write_grid(folder, where["images"], samples, logger, shown, fps)
 
     def is_done(batch: int) -> bool:
         return is_drawn and batch == begun_at  # later ones may be of batches that the last start has lost

@@ -92,7 +92,7 @@ class HunyuanVideo(VideoFamily):
 
     name, variant = "hunyuan_video", "stock"
     objective = AS_AMD
-    num_frames, frames_per_latent = 9, 4
+    num_frames, frames_per_latent, frames_per_sec = 9, 4, 24.0
     latent_channels, latent_scale = 16, LATENT_SCALE
     num_tokens = 256
     tokenizers = ("tokenizer", "tokenizer_2")

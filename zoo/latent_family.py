@@ -38,7 +38,7 @@ class LatentFamily:
 
     Attributes:
         name, objective: see `zoo.spec.Family`.
-        pictures, num_frames: see `zoo.spec.Family`.
+        pictures, num_frames, frames_per_sec: see `zoo.spec.Family`.
         image_dtype: type of pictures in a batch; float32: not rounded, see `stages.images.resize_and_crop`.
         pixels_per_latent: p.
         latent_channels: C.
@@ -52,6 +52,7 @@ class LatentFamily:
     objective: Mapping[str, Any]
     pictures = "images"
     num_frames: int | None = None
+    frames_per_sec = 1.0
     predictions: tuple[str, ...] = ("epsilon", "v")
     image_dtype = torch.uint8
     pixels_per_latent: int

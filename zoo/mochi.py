@@ -86,7 +86,7 @@ class Mochi(VideoFamily):
 
     name, variant = "mochi", "stock"
     objective = AS_AMD
-    num_frames, frames_per_latent = 7, 6
+    num_frames, frames_per_latent, frames_per_sec = 7, 6, 30.0
     latent_channels = 12
     num_tokens = 256
     tokenizers = ("tokenizer",)

@@ -50,7 +50,10 @@ def networks_of(family: Family, denoiser: nn.Module, encoders: Mapping[str, nn.M
 def pipeline_of(family: Family) -> Pipeline:
     """Return diffusers' pipeline of a family. Raises ValueError: there is none."""
     if family.pipeline is None:
-        given = f"model.variant: {family.variant} of {family.name} is not exported: no pipeline of diffusers takes its parts"
+        why = "no pipeline of diffusers takes its parts"
+        if family.pictures == "videos":
+            why = "folders of videos are not written yet; a snapshot has its weights under diffusers' own names"
+        given = f"model.variant: {family.variant} of {family.name} is not exported: {why}"
         raise ValueError(f"{given}. Give a run of another variant.")
     return family.pipeline
 

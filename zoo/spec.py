@@ -91,6 +91,8 @@ class Family(Protocol):
     """The stage that it is trained on, and that stage's column: images or videos."""
     num_frames: int | None
     """Frames of a video where a run gives no number; None: it makes images."""
+    frames_per_sec: float
+    """Of its videos, as the published model makes them."""
     predictions: tuple[str, ...]
     """Prediction targets that the family supports."""
     objective: Mapping[str, Any]

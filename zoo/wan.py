@@ -94,7 +94,7 @@ class Wan(VideoFamily):
 
     name = "wan"
     objective = AS_AMD
-    num_frames, frames_per_latent = 129, 4
+    num_frames, frames_per_latent, frames_per_sec = 129, 4, 16.0
     latent_channels = 16
     num_tokens = 512
     tokenizers = ("tokenizer",)

@@ -1,0 +1,52 @@
+"""callbacks/films.py: a video's strip of frames, and its MP4 file, read again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from callbacks import films
+from callbacks.sample_grid import write_grid
+from stages.videos import inspect_film, read_frames
+
+
+def video(num_frames: int) -> torch.Tensor:
+    """A bar that moves over grey, (3, F, 32, 48) uint8."""
+    made = torch.full((3, num_frames, 32, 48), 90, dtype=torch.uint8)
+    for number in range(num_frames):
+        made[0, number, :, 4 * number : 4 * number + 8] = 230
+    return made
+
+
+def test_a_strip_has_the_first_and_the_last_frame_and_at_most_eight():
+    made = video(11)
+    strip = films.strip_of(made)
+    assert strip.shape == (3, 32, 8 * 48 + 7)
+    assert torch.equal(strip[..., :48], made[:, 0]) and torch.equal(strip[..., -48:], made[:, 10])
+    assert torch.equal(films.strip_of(made[:, :1]), made[:, 0])
+
+
+@pytest.mark.parametrize("codec", films.CODECS)
+def test_an_mp4_file_has_the_frames_at_their_rate(codec, tmp_path, monkeypatch):
+    monkeypatch.setattr(films, "CODECS", (codec,))
+    made, path = video(9), tmp_path / "samples/00.mp4"
+    films.write_mp4(path, made, 12.5)
+    data = path.read_bytes()
+    facts = inspect_film(data)
+    assert (facts.width, facts.height, facts.num_frames) == (48, 32, 9) and facts.fps == pytest.approx(12.5)
+    frames = torch.stack(read_frames(data, [number / 12.5 for number in range(9)], lambda frame: frame), dim=1)
+    assert frames.shape == made.shape
+    assert (frames.float() - made.float()).abs().mean() < 6.0  # colours have half of the pixels
+    assert [path.name for path in path.parent.iterdir()] == ["00.mp4"]
+
+
+def test_a_grid_of_videos_has_a_strip_and_a_file_of_each(tmp_path):
+    logged = []
+    logger = SimpleNamespace(log_images=lambda picture, **more: logged.append(picture))
+    samples = [("a bar", video(9)), ("another bar", video(9))]
+    write_grid(tmp_path, 16, samples, logger, lambda shown: [image.shape for _, image in shown], 8.0)
+    assert logged == [[(3, 32, 8 * 48 + 7)] * 2]
+    names = sorted(path.relative_to(tmp_path / "samples").as_posix() for path in tmp_path.rglob("*.*"))
+    assert names == ["captions.txt", "im000000000016.png", "im000000000016/00.mp4", "im000000000016/01.mp4"]
