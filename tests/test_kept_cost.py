@@ -111,7 +111,36 @@ def test_another_version_traces_anew_in_the_same_file(folder, traces, monkeypatc
 
 def test_the_sources_that_a_trace_goes_through_are_there():
     found = [[path.name for path in file_of.ROOT.glob(pattern)] for pattern in file_of.SOURCES]
-    assert all(found) and {"sd2.py", "objectives.py", "encoders.py"} <= set(found[-1])
+    assert all(found) and {"sd2.py", "objectives.py", "encoders.py", "wan.py"} <= set(found[-1])
+
+
+@pytest.mark.slow
+def test_the_sources_are_all_of_the_project_that_a_trace_runs_through():
+    """By what runs: each file of ours with a frame in it while a step of a family is traced, also with an adapter."""
+    code = """
+import json, sys
+from pathlib import Path
+import model
+from training.cost import measure_cost
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+seen, root = set(), str(Path(model.__file__).parent)
+sys.setprofile(lambda frame, event, arg: seen.add(frame.f_code.co_filename) if event == "call" else None)
+ways = dict(stage="moments", stored_text=True, has_encoders=True, precision="bf16", gradient_checkpointing=1.0)
+for name, size in (("sd2", (64, 64)), ("wan", (64, 64, 5))):
+    for lora in (None, (4, ("to_k",))):
+        measure_cost(ModelConfig(name, "tiny"), ObjectiveConfig(), size=size, lora=lora, **ways)
+sys.setprofile(None)
+print(json.dumps(sorted(str(Path(file).relative_to(root)) for file in seen if file.startswith(root))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=file_of.ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    sources = {
+        path.relative_to(file_of.ROOT).as_posix() for pattern in file_of.SOURCES for path in file_of.ROOT.glob(pattern)
+    }
+    run = set(json.loads(done.stdout.splitlines()[-1]))
+    assert {"model.py", "zoo/wan.py", "training/cost.py"} <= run
+    assert run - sources == set()
 
 
 def changed(**numbers) -> str:

@@ -32,12 +32,15 @@ TURN_SEC = 120.0  # that a process waits for another one to trace; SD2 takes 5 s
 MAX_BYTES = 4096
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
+    "cli/later.py",
     "model.py",
     "training/adapter.py",
     "training/adamw.py",
     "training/blocks.py",
     "training/cost.py",
     "training/speed.py",
+    "weights/*_text.py",
+    "weights/clip_vision.py",
     "weights/tensors.py",
     "zoo/**/*.py",
 )
