@@ -39,13 +39,14 @@ from bench.micro_data import SEED, samples_per_sec, words
 from cli.command import command
 from cli.limits import ImageSize, limited
 from data import DataConfig, build_data
-from prepare.videos import VIDEO_COLUMNS
 from stages.dataset import write_facts
 from stages.fetch import HASH
 from stages.videos import clip_times, inspect_film
 from zoo import load_family
 
 SCHEMA = 1
+COLUMNS = {"mp4": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int"}
+COLUMNS |= {"num_frames": "int", "fps": "float64"}
 BATCH, FRAMES, RATE = 2, 17, 16.0
 FILM_FRAMES, FILM_RATE, NUM_FILMS = 120, 24, 4
 CASES: dict[str, tuple[ImageSize, ImageSize]] = {
@@ -93,10 +94,10 @@ def film(number: int, size: ImageSize) -> bytes:
 def write_films(folder: Path, size: ImageSize, num_clips: int) -> list[bytes]:
     """Write a stage of a few films, each several times; return the film of each sample."""
     films = [film(number, size) for number in range(NUM_FILMS)]
-    with MDSWriter(out=str(folder), columns=VIDEO_COLUMNS, hashes=[HASH], size_limit="64mb") as writer:
+    with MDSWriter(out=str(folder), columns=COLUMNS, hashes=[HASH], size_limit="64mb") as writer:
         for number in range(num_clips):
             content = films[number % NUM_FILMS]
-            row = {"mp4": content, **vars(inspect_film(content)), **words(number), "metadata": {}}
+            row = {"mp4": content, **vars(inspect_film(content)), **words(number)}
             writer.write(row)
     write_facts(folder, "videos", {})
     return [films[number % NUM_FILMS] for number in range(num_clips)]

@@ -250,6 +250,37 @@ def test_a_film_that_is_too_short_is_counted_named_and_replaced(tars, tmp_path):
     assert {why for _, why in bad.values()} == {"shorter than 5 frames at 0.75 a second"}
 
 
+def test_films_of_one_pixel_and_of_one_frame_are_read(tmp_path):
+    pixel = film(6, size=(1, 1), codec="ffv1", kind="matroska", pixels="bgr0")
+    one = film(1)
+    samples = {"a": {"mkv": pixel, "txt": b"a pixel"}, "b": {"mp4": one, "txt": b"a frame"}}
+    assert shards.main([str(write_tar(tmp_path / "in.tar", samples)), str(tmp_path / "out")]) == 0
+    section = DataConfig(stage="videos", local=str(tmp_path / "out"), workers=0, shuffle=False)
+    for size, bad_keys in (((48, 32, 1), []), ((48, 32, 5), ["b"])):
+        given = dict(size=size, device_batch_size=2, device=CPU, seed=SEED)
+        loader = build_data(section, FAMILY, **given).dataloader
+        [batch] = list(loader)
+        assert batch["videos"].shape == (2, 3, size[2], 32, 48)
+        assert (batch["videos"][0] == batch["videos"][0, :, :1, :1, :1]).all()  # all of one colour
+        assert [key for key, _ in loader.bad_samples.values()] == bad_keys
+        loader.close()
+
+
+def test_of_several_captions_one_is_drawn_at_each_reading(tmp_path):
+    samples = {
+        f"{n}": {"mp4": film_of(n), "json": json.dumps({"caption": [f"one {n}", f"two {n}"]}).encode()} for n in (0, 1)
+    }
+    tar = write_tar(tmp_path / "in.tar", samples)
+    assert shards.main([str(tar), str(tmp_path / "out"), "caption=json:caption"]) == 0
+    given = dict(size=SIZE, device_batch_size=2, device=CPU, seed=SEED)
+    section = DataConfig(stage="videos", local=str(tmp_path / "out"), workers=0, shuffle=False)
+    loader = build_data(section, FAMILY, **given).dataloader
+    seen = {tuple(ids.tolist()) for _ in range(12) for batch in loader for ids in batch["umt5_tokens"]}
+    loader.close()
+    wanted = FAMILY.tokenize([f"{number} {n}" for n in (0, 1) for number in ("one", "two")])["umt5_tokens"]
+    assert seen == {tuple(ids.tolist()) for ids in wanted}
+
+
 def test_keys_that_do_not_fit_are_problems(stage, tmp_path):
     def problems_of(**keys):
         return DataConfig(local=str(stage), **keys).problems(1, {"image_size": list(SIZE)})
