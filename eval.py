@@ -142,9 +142,9 @@ def _size_problems(config: EvalCommand) -> list[Problem]:
     with contextlib.suppress(ValueError):  # named by model_problems, or by the section itself
         family = load_family(config.model.family, config.model.preset, config.model.variant)
         if family.pictures == "videos":
-            text = f"{family.name} makes videos, and FID, CLIP score and these pictures are of images."
+            why = f"{family.name} makes videos, and FID, CLIP score and these pictures are of images."
             way = "A run draws videos of its own: samples.every_images."
-            return [Problem(f"model.family: {text} {way}", ("model.family",))]
+            return [Problem(f"model.family: {why} {way}", ("model.family",))]
         if config.eval.image_size is not None and (text := family.size_problem(as_size(config.eval.image_size))):
             return [Problem(f"eval.image_size: {text}", ("eval.image_size",))]
     return []

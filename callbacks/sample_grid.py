@@ -3,7 +3,7 @@
 RUN/samples/im000000512000.png     loggers: `samples/grid`, with the captions
 RUN/samples/captions.txt           one line per image, row by row from the left
 
-Of videos the grid has strips of frames, and each is a file beside it, see callbacks/films.py.
+Of videos the grid has strips of frames, and each is a file beside it, see record/films.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from composer import Logger
 from PIL import Image
 from torch import Tensor
 
-from callbacks import films
 from cli.files import whole, write_whole
 from cli.masking import printable
+from record import films
 from record.metric_names import SAMPLES
 
 GAP_PX = 2

@@ -1,4 +1,4 @@
-"""callbacks/films.py: a video's strip of frames, and its MP4 file, read again."""
+"""record/films.py: a video's strip of frames, and its MP4 file, read again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from callbacks import films
 from callbacks.sample_grid import write_grid
+from record import films
 from stages.videos import inspect_film, read_frames
 
 
