@@ -100,7 +100,7 @@ class LatentsConfig:
     batch_size: int | None = limited(None, 1, 2**16)
     """Images per call of the VAE. It changes last bits, so it is fixed for a stage. null: 16, of videos 1."""
     tiling: bool = False
-    """Encode each picture in overlapping tiles: less memory, slightly other moments."""
+    """Encode each clip in overlapping tiles: less memory, slightly other moments. Of videos alone."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the encoders. Moments are made once and used for days."""
     store_text: bool = False
@@ -136,9 +136,11 @@ def check(config: LatentsConfig) -> list[Problem]:
         found.append(Problem(f"composer -n: {given}. Start at most that many."))
     if config.model.denoiser is not None:
         found.append(Problem("model.denoiser: has no use here: nothing is trained. Leave it out.", ("model.denoiser",)))
-    for key in ("num_frames", "fps"):
-        if (value := getattr(config, key)) is not None and len(config.size) == 2:
-            found.append(Problem(f"{key}: {value:g}, but {config.model.family} makes images. Leave it out.", (key,)))
+    of_videos = {"num_frames": config.num_frames, "fps": config.fps, "tiling": config.tiling or None}
+    for key, value in of_videos.items():
+        if value is not None and len(config.size) == 2:
+            given = f"{key}: {str(value).lower()}, but {config.model.family} makes images"
+            found.append(Problem(f"{given}. Leave it out.", (key,)))
     found += model_problems(config.model, config.size, encoders_wanted=True)
     return found if found else _problems_of_family(config)
 

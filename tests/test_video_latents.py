@@ -144,8 +144,9 @@ def test_what_does_not_fit_is_refused(stage, tmp_path, capsys):
             f"IN: {stage} is a stage of videos. Possible: a stage of images (prepare.shards).",
         ),
         (
-            [str(images), *tiny, "image_size=64", "num_frames=5", "fps=8"],
-            "num_frames: 5, but sd2 makes images. Leave it out.\nfps: 8, but sd2 makes images. Leave it out.",
+            [str(images), *tiny, "image_size=64", "num_frames=5", "fps=8", "tiling=true"],
+            "num_frames: 5, but sd2 makes images. Leave it out.\nfps: 8.0, but sd2 makes images. Leave it out.\n"
+            "tiling: true, but sd2 makes images. Leave it out.",
         ),
         (
             [str(stage), *words_of("wan", "t2v")[:5], "num_frames=6"],
