@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from model import LatentDiffusion, build_model
+from training import warm_start
 from weights.clip_vision import MEAN, STD
 from weights.llama_text import PAD
 from weights.tensors import on_meta
-from zoo import load_family
-from zoo.model_config import ModelConfig
+from zoo import load_family, tokenizer_files
+from zoo.model_config import ModelConfig, model_problems
 from zoo.objectives import ObjectiveConfig
 from zoo.sampling import flow_times
 
@@ -59,7 +63,7 @@ def with_more_layers(own: Any, depth: int) -> Any:
     """Return transformers' model of so many layers, whose first ones are `own`'s."""
     theirs = type(own)(type(own.config).from_dict({**own.config.to_dict(), "num_hidden_layers": depth})).eval()
     missing, unexpected = theirs.load_state_dict(own.state_dict(), strict=False)
-    of_layers = {int(name.split("layers.")[1].split(".")[0]) for name in missing}
+    of_layers = {int(name.split("layers.")[1].split(".")[0]) for name in missing if "layers." in name}
     assert not unexpected and of_layers == set(range(own.config.num_hidden_layers, depth))
     return theirs
 
@@ -312,6 +316,72 @@ def test_states_of_a_first_frame_are_those_of_clip_before_its_last_layer():
         expected = theirs(pixel_values=given, output_hidden_states=True).hidden_states[-2]
         assert torch.equal(own.vision_model(pixel_values=given).last_hidden_state, expected)
         assert own(pixels.float() / 127.5 - 1).shape == expected.shape == (1, 5, 8)
+
+
+# --- published folders ---
+
+
+def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
+    """Write a tiny model's networks as their makers publish them, by the libraries' own classes; return the model too."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
+
+    model, folder = tiny(name, "i2v" if name == "wan" else "stock"), folder / name
+    frozen: Any = model.frozen
+    model.denoiser.save_pretrained(folder / "transformer")
+    frozen["vae"].save_pretrained(folder / "vae")
+    if name == "hunyuan_video":
+        with_more_layers(frozen["llama"]._whole[0], 4).save_pretrained(folder / "text_encoder")
+        text = CLIPTextModel(frozen["text"].config)
+        text.load_state_dict({n.removeprefix("text_model."): t for n, t in frozen["text"].state_dict().items()})
+        text.save_pretrained(folder / "text_encoder_2")
+        tokenizer_files.save_clip(folder / "tokenizer_2", tokenizer_files.CLIP_END)
+        words = Tokenizer(models.WordLevel({"<unk>": 0, "red": 5, "circle": 6, "user": 7}, unk_token="<unk>"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        (folder / "tokenizer").mkdir()
+        words.save(str(folder / "tokenizer" / "tokenizer.json"))
+        return model, folder
+    own = frozen["umt5" if name == "wan" else "t5"]
+    text = (UMT5EncoderModel if name == "wan" else T5EncoderModel)(own.config)
+    text.load_state_dict({**own.state_dict(), "encoder.embed_tokens.weight": own.shared.weight})
+    text.save_pretrained(folder / "text_encoder")
+    model.family.save_tokenizers(folder)
+    if name == "wan":
+        clip = frozen["clip"].vision_model
+        whole = with_more_layers(clip, clip.config.num_hidden_layers + 1)
+        (folder / "image_encoder").mkdir()
+        whole.config.to_json_file(folder / "image_encoder" / "config.json")
+        tensors = {
+            f"vision_model.{n}": t.contiguous() for n, t in whole.state_dict().items()
+        }  # as transformers 4 wrote it
+        save_file(tensors, folder / "image_encoder" / "model.safetensors", metadata={"format": "pt"})
+    return model, folder
+
+
+@pytest.mark.parametrize("name", ["mochi", "hunyuan_video", "wan"])
+def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, tmp_path):
+    """Layers that nobody reads are left out; another variant's denoiser, or a folder without a part, is refused by name."""
+    model, folder = published(name, tmp_path)
+    config = ModelConfig(name, "tiny", "i2v" if name == "wan" else "stock", weights=str(folder), denoiser=str(folder))
+    assert [problem.text for problem in model_problems(config, SIZE, encoders_wanted=True)] == []
+    assert warm_start.problems(config, "flow") == []
+    torch.manual_seed(5)
+    read = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=5)
+    warm_start.load(read, str(folder), "ema")
+    for part, module in read.frozen.items():
+        own = model.frozen[part].state_dict()
+        assert module.state_dict().keys() == own.keys()
+        assert all(torch.equal(tensor, own[n]) for n, tensor in module.state_dict().items()), part
+    assert all(torch.equal(t, model.denoiser.state_dict()[n]) for n, t in read.denoiser.state_dict().items())
+    if name == "hunyuan_video":
+        tokens = read.family.tokenize(["red circle"])["llama_tokens"]
+        assert tokens[0, :4].tolist() != [PAD] * 4 and tokens[0][tokens[0] != PAD].tolist()[-9:-7] != [5, 6]
+    if name == "wan":
+        other = ModelConfig(name, "tiny", "t2v", weights="random", denoiser=str(folder))
+        assert warm_start.problems(other, "flow") != []
+    shutil.rmtree(folder / "tokenizer")
+    [said] = [problem.text for problem in model_problems(config, SIZE, encoders_wanted=True)]
+    assert said.startswith("model.weights: tokenizer: ") and "Copy the whole diffusers folder" in said
 
 
 # --- sizes ---

@@ -117,7 +117,8 @@ def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], 
         if extra:
             found.append(f"{label}: {_one_prefix_too_many(weights, extra)}")
         else:
-            left_over = [name for name in weights.entries if not POSITION_IDS.fullmatch(name)]
+            unused = network.unused if network.only_folders else POSITION_IDS  # else it is of a single file's names
+            left_over = [n for n in weights.entries if not (POSITION_IDS.fullmatch(n) or unused.fullmatch(n))]
             found += _misfits(label, module, places[label], left_over, _other_text_encoder(module, places[label]))
     return places, found
 
@@ -387,7 +388,7 @@ TELLING_CAPTIONS = (
 )
 
 
-def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) -> str | None:
+def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor], name: str = "tokenizer") -> str | None:
     """Say where a diffusers folder's tokenizer differs from ours; None if nowhere, and for an LDM file.
 
     Users of the trained weights will use the folder's tokenizer. Padding is compared unless the folder pads with the end
@@ -395,13 +396,14 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) ->
 
     Args:
         tokenize: captions -> (B, L) int64, e.g. (11, 77), padded with 0.
+        name: of the tokenizer's folder in it.
     """
     root = place(path)
-    folder = root / "tokenizer"
+    folder = root / name
     if not root.is_dir():
         return None
     if not folder.is_dir():
-        return f"tokenizer: {root} has no tokenizer/. It has: {_listing(root)}. Copy the whole diffusers folder."
+        return f"{name}: {root} has no {name}/. It has: {_listing(root)}. Copy the whole diffusers folder."
     from transformers import CLIPTokenizer, logging
 
     ours = tokenize(TELLING_CAPTIONS).tolist()
@@ -413,7 +415,7 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) ->
     except Exception as error:  # transformers raises errors of many types
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         return (
-            f"tokenizer: {folder} is not a CLIPTokenizer's ({type(error).__name__}: {reason}). "
+            f"{name}: {folder} is not a CLIPTokenizer's ({type(error).__name__}: {reason}). "
             "Copy the folder again, with vocab.json and merges.txt."
         )
     finally:
@@ -424,7 +426,7 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor]) ->
         if theirs[:length] != want[:length]:
             at = next(i for i in range(length) if theirs[i] != want[i])
             return (
-                f"tokenizer: {folder} gives other tokens than this model trains with: for {caption[:60]!r} token {at} is "
+                f"{name}: {folder} gives other tokens than this model trains with: for {caption[:60]!r} token {at} is "
                 f"{theirs[at]}, ours is {want[at]}. Give the weights of this model, with their own tokenizer."
             )
     return None

@@ -85,7 +85,8 @@ class Network:
 
     folder: its folder, e.g. "vae", in a diffusers folder; stems: of the .safetensors and the .bin file in it.
     prefix: in an LDM file, e.g. "first_stage_model."; source: our tensor's name -> its place after the prefix.
-    unused: names after the prefix that an LDM file may have and this network does not need.
+    unused: names after the prefix that an LDM file may have and this network does not need; with only_folders, whole names
+        in its folder.
     facts: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
     contradiction: the names after the prefix -> why they belong to another model even if none is missing, or None.
     only_folders: an LDM file is not read for it, or does not tell it from another network with the same shapes.

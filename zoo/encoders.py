@@ -126,8 +126,9 @@ def weights_problems(family: Family, weights: str) -> list[str]:
         return []
     found = ldm.problems(str(path), _placed(family, on_meta(family.build_encoders)))
     if not found and family.shipped is None:  # a family that ships its weights has its tokenizer in code
-        tokenizer = ldm.tokenizer_problem(str(path), lambda captions: family.tokenize(captions)["tokens"])
-        found = [tokenizer] if tokenizer else []
+        if (name := family.clip_tokenizer) is not None:
+            tokenizer = ldm.tokenizer_problem(str(path), lambda captions: family.tokenize(captions)["tokens"], name)
+            found = [tokenizer] if tokenizer else []
         try:
             family.read_tokenizers(path)
         except ValueError as error:

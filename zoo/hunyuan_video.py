@@ -96,6 +96,7 @@ class HunyuanVideo(VideoFamily):
     latent_channels, latent_scale = 16, LATENT_SCALE
     num_tokens = 256
     tokenizers = ("tokenizer", "tokenizer_2")
+    clip_tokenizer = "tokenizer_2"
     lora_targets = JOINT_ATTENTION
     embeds_guidance = True
 

@@ -68,6 +68,7 @@ class LatentFamily:
     on_hub: str | None = None
     sampling_spacing: Spacing = "linear"
     tokenizers: tuple[str, ...] = ("tokenizer",)
+    clip_tokenizer: str | None = "tokenizer"
     pipeline: Pipeline | None = Pipeline(
         "StableDiffusionPipeline",
         {"requires_safety_checker": False},

@@ -90,6 +90,7 @@ class Mochi(VideoFamily):
     latent_channels = 12
     num_tokens = 256
     tokenizers = ("tokenizer",)
+    clip_tokenizer = None
     lora_targets = JOINT_ATTENTION
     wide_encoders = ("t5",)
     sampling_spacing = "linear_quadratic"

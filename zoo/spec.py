@@ -104,6 +104,8 @@ class Family(Protocol):
     """The guidance scale is an input of the network, so that no second, unconditional call is made (FLUX.1 dev)."""
     empty_is_zero: bool
     """The condition of a dropped or empty caption is zeros, instead of the states of the empty text (SDXL)."""
+    clip_tokenizer: str | None
+    """The folder of published weights with CLIP's tokenizer, which makes the column `tokens`; None: the family has none."""
     wide_encoders: tuple[str, ...]
     """Frozen networks with values beyond 65,504, the largest float16: they are float32 in a run of fp16."""
     lora_targets: tuple[str, ...]
@@ -121,6 +123,10 @@ class Family(Protocol):
 
     def frames_problem(self, num_frames: int) -> str | None:
         """Say why videos of so many frames cannot be trained on, or None; a family of images is not asked."""
+        ...
+
+    def text_columns(self) -> dict[str, Column]:
+        """Return the columns that `tokenize` makes."""
         ...
 
     def columns(self, stage: str, size: ImageSize, *, stored_text: bool = False) -> dict[str, Column]:

@@ -98,6 +98,7 @@ class Wan(VideoFamily):
     latent_channels = 16
     num_tokens = 512
     tokenizers = ("tokenizer",)
+    clip_tokenizer = None
     lora_targets = ATTENTION
     wide_encoders = ("umt5",)
 
