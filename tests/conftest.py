@@ -28,6 +28,10 @@ import pytest
 import warm
 from PIL import Image
 
+with contextlib.suppress(ImportError):  # before a file of tests lets a run's start hide them: see cli/later.py
+    import accelerate  # noqa: F401
+    import peft  # noqa: F401
+
 pytest_plugins = ("miniature", "hub_server")
 
 ROOT = Path(__file__).resolve().parent.parent
