@@ -313,7 +313,7 @@ def test_weights_and_encoders_that_are_not_there_are_named(change, tmp_path, cap
     (change / "config.yaml").write_text(config.replace("family: shapes", "family: sd3"))
     assert (
         refused(capsys, change, tmp_path / "out")
-        == "model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes."
+        == "model.family: unknown family 'sd3'. Known: flux, hunyuan_video, mochi, sd2, sdxl, shapes, wan."
     )
     newest.write_bytes(newest.read_bytes()[:-1] + b"-")
     (change / "config.yaml").write_text(config)

@@ -261,7 +261,7 @@ def test_an_export_says_which_network_it_has(tmp_path, capsys):
     place = places.find(str(tmp_path), ModelConfig(), encoders=True)
     assert places.of_export(place) == {"model.family": "sd2", "model.variant": "mlperf"}
     (tmp_path / "export.json").write_text('{"family": "sd3"}')
-    said = "model.family: unknown family 'sd3'. Known: flux, sd2, sdxl, shapes."
+    said = "model.family: unknown family 'sd3'. Known: flux, hunyuan_video, mochi, sd2, sdxl, shapes, wan."
     assert eval_command.main([str(tmp_path), f"images={tmp_path}/x", "prompts=[a]"]) == 2
     assert said in capsys.readouterr().err.splitlines()
 
