@@ -37,7 +37,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux gpu-ladder gpu-evaluation gpu-families gpu-latency report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video gpu-ladder gpu-evaluation gpu-families gpu-latency report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -241,6 +241,45 @@ controls-flux: $(STAMP)  ## what the target of demo-flux is chosen from: three s
 	@mkdir -p $(SHAPES)
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory flux-files $(SHAPES)/shuffled/dataset.json
 	$(PY) -m bench.ladder yamls/ladders/shapes_flow.yaml
+
+# The moving miniature: films instead of pictures.
+MOVING := $(SHAPES)/moving
+.PRECIOUS: $(addprefix $(MOVING)/,prompts.tsv $(foreach set,films held-out shuffled,$(set)-tars $(set)/dataset.json $(set)-moments/dataset.json))
+
+$(MOVING)/prompts.tsv:
+	$(PY) -m prepare.shapes $@ world=moving num_images=256 part=prompts
+
+$(MOVING)/films-tars $(MOVING)/shuffled-tars $(MOVING)/held-out-tars:
+	$(PY) -m prepare.shapes $@ world=moving $(if $(findstring held,$@),num_images=512 part=reference,num_images=4096) $(if $(findstring shuf,$@),captions=shuffled)
+
+$(MOVING)/%/dataset.json: | $(MOVING)/%-tars
+	$(PY) -m prepare.shards $(MOVING)/$*-tars $(@D)
+
+$(MOVING)/%-moments/dataset.json: | $(MOVING)/%/dataset.json
+	$(PY) -m prepare.latents $(MOVING)/$* $(@D) model.family=shapes model.variant=moving image_size=32 num_frames=9 batch_size=32
+
+moving-files: $(addprefix $(MOVING)/,films-moments/dataset.json held-out-moments/dataset.json prompts.tsv)
+
+# Of a finished run: a film of each caption that training never saw, and how many move as it says.
+define drawn
+$(COMPOSER) -n 1 eval.py $(1) images=$(1)/drawn prompts=$(MOVING)/prompts.tsv eval.batch_size=32 | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
+endef
+
+demo-video: $(STAMP)  ## the same world in motion with a small Wan transformer: films, their latents, training, and where things move (KEYS=seed=18)
+	@mkdir -p $(MOVING)
+	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 moving-files
+	$(call shown,yamls/shapes_moving.yaml)
+	$(call drawn,runs/$(NAME))
+	$(PY) -m bench.motion videos=runs/$(NAME)/drawn results=runs/$(NAME)/motion.json
+
+COMMA := ,
+CONTROLS_MOVING := seed17 seed18 seed19 shuffled
+controls-video: $(STAMP)  ## what demo-video is judged by: three seeds, and captions shuffled in training (an hour)
+	@mkdir -p $(MOVING)
+	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 moving-files $(MOVING)/shuffled-moments/dataset.json
+	$(PY) -m bench.ladder yamls/ladders/shapes_moving.yaml runs=runs/controls-video
+	$(foreach run,$(CONTROLS_MOVING),$(call drawn,runs/controls-video/$(run)) && ) true
+	$(PY) -m bench.motion videos=$(subst $(eval ) ,$(COMMA),$(CONTROLS_MOVING:%=runs/controls-video/%/drawn))
 
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml

@@ -1,4 +1,4 @@
-"""Score what a run has left, or what others have made, and draw the curves; or draw images of captions and look at them.
+"""Score what a run has left, or what others have made, and draw the curves; or draw images or videos of captions.
 
     composer eval.py runs/NAME                                     # its snapshots in order -> eval.jsonl, eval.csv, eval.png
     composer eval.py runs/NAME snapshots=to_target                 # to the first that meets target.*, and the one before it
@@ -141,10 +141,13 @@ def _out_problems(config: EvalCommand, place: Place) -> list[tuple[str, str]]:
 def _size_problems(config: EvalCommand) -> list[Problem]:
     with contextlib.suppress(ValueError):  # named by model_problems, or by the section itself
         family = load_family(config.model.family, config.model.preset, config.model.variant)
-        if family.pictures == "videos":
-            why = f"{family.name} makes videos, and FID, CLIP score and these pictures are of images."
-            way = "A run draws videos of its own: samples.every_images."
-            return [Problem(f"model.family: {why} {way}", ("model.family",))]
+        if family.pictures == "videos" and config.images is None:
+            why = f"{family.name} makes videos, and FID and CLIP score are of images"
+            way = "" if family.beside(config.size) else " Draw some: images=FOLDER prompts=FILE."
+            return [Problem(f"model.family: {why}.{way}", ("model.family",))]
+        if family.beside(config.size):
+            why = f"{family.variant}, which draws what follows a picture; prompts are captions alone"
+            return [Problem(f"model.variant: {why}. Give a run of another variant.", ("model.variant",))]
         if config.eval.image_size is not None and (text := family.size_problem(as_size(config.eval.image_size))):
             return [Problem(f"eval.image_size: {text}", ("eval.image_size",))]
     return []

@@ -3,7 +3,7 @@
 RUN/samples/im000000512000.png     loggers: `samples/grid`, with the captions
 RUN/samples/captions.txt           one line per image, row by row from the left
 
-Of videos the grid has strips of frames, and each is a file beside it, see record/films.py.
+Of videos the grid has strips of frames. What moves lies beside it, see record/films.py.     loggers: `samples/film`
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from cli.files import whole, write_whole
 from cli.masking import printable
 from record import films
-from record.metric_names import SAMPLES
+from record.metric_names import FILM, SAMPLES
 
 GAP_PX = 2
 
@@ -67,6 +67,10 @@ def write_grid(
     if samples[0][1].ndim == 4:
         for place, (_, video) in enumerate(samples):
             films.write_mp4(path.with_suffix("") / f"{place:02d}.mp4", video, fps)
+        moments = zip(*[video.unbind(dim=1) for _, video in samples], strict=True)
+        in_motion = torch.stack([grid_of(frames) for frames in moments], dim=1)
+        write_whole(path.with_suffix(".gif"), films.gif_of(in_motion, fps))
+        logger.log_images(path.with_suffix(".gif"), name=FILM)  # see training/destinations.py
         samples = [(caption, films.strip_of(video)) for caption, video in samples]
     samples = [(printable(caption), image) for caption, image in samples]
     grid = grid_of([image for _, image in samples])

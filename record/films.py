@@ -1,23 +1,29 @@
-"""Sample videos: a strip of frames of each for grids and loggers, and an MP4 file.
+"""Sample videos: a strip of frames of each for the grid, an MP4 file of each, and the grid in motion.
 
 RUN/samples/im000000512000/00.mp4     the grid's first video; its caption is the first line of RUN/samples/captions.txt
+RUN/samples/im000000512000.gif        all of them beside each other, which pages and loggers show
 """
 
 from __future__ import annotations
 
+import io
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
-from cli.files import whole
+from cli.files import write_whole
+from stages.videos import inspect_film, read_frames
 
 MOST_SHOWN = 8
 GAP_PX = 1
+MOST_SIDE_PX, MOST_FRAMES = 640, 24  # of a grid in motion: GIF compresses little
 CODECS = ("libx264", "mpeg4")  # browsers show the first; a build of FFmpeg without it has the second
-QUALITY = {"libx264": {"crf": "16"}, "mpeg4": {"qscale": "2"}}
+# With macroblock trees x264 gives films of 32 px other bytes every few times (seen with the build of PyAV 18.1).
+QUALITY = {"libx264": {"crf": "16", "x264-params": "mbtree=0"}, "mpeg4": {"qscale": "2"}}
 
 
 def strip_of(video: Tensor) -> Tensor:
@@ -29,16 +35,52 @@ def strip_of(video: Tensor) -> Tensor:
     return torch.cat(parts[1:], dim=2)
 
 
-def write_mp4(path: Path, video: Tensor, fps: float) -> None:
-    """Write a video, (3, F, H, W) uint8 with even sides, as an MP4 file, whole or not at all."""
+def gif_of(video: Tensor, fps: float) -> bytes:
+    """Return a video, (3, F, H, W) uint8, as a GIF that repeats: smaller where it is large, with fewer frames where long."""
+    _, num_frames, height, width = video.shape
+    places = torch.linspace(0, num_frames - 1, min(num_frames, MOST_FRAMES)).round().long()
+    scale = min(1.0, MOST_SIDE_PX / max(height, width))
+    size = (max(1, round(scale * width)), max(1, round(scale * height)))
+    frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in video[:, places].unbind(dim=1)]
+    first, *others = [frame.resize(size, Image.Resampling.LANCZOS) for frame in frames]
+    content, each_ms = io.BytesIO(), 1000 * num_frames / fps / len(frames)
+    first.save(content, "GIF", save_all=True, append_images=others, duration=max(20, round(each_ms)), loop=0)
+    return content.getvalue()
+
+
+def write_mp4(path: Path, video: Tensor, fps: float, comment: str = "") -> None:
+    """Write a video, see `mp4_of`, as an MP4 file, whole or not at all. `comment`: kept in the file, see `comment_in`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, mp4_of(video, fps, comment))
+
+
+def mp4_of(video: Tensor, fps: float, comment: str = "") -> bytes:
+    """Return a video, (3, F, H, W) uint8 with even sides, as an MP4 file: with one build of FFmpeg always the same bytes."""
     import av
 
-    name = next(name for name in CODECS if name in av.codecs_available)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+    name, content = next(name for name in CODECS if name in av.codecs_available), io.BytesIO()
+    with av.open(content, "w", format="mp4") as container:
+        container.metadata["comment"] = comment
         stream: Any = container.add_stream(name, rate=Fraction(fps).limit_denominator(1001), options=QUALITY[name])
         stream.height, stream.width = video.shape[2:]
-        stream.pix_fmt = "yuv420p"
+        stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
         for frame in video.permute(1, 2, 3, 0).contiguous().numpy():
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
+    return content.getvalue()
+
+
+def comment_in(path: Path) -> str:
+    """Return the comment of an MP4 file, "" where it has none. Raises OSError, or av.error.FFmpegError: it is no film."""
+    import av
+
+    with av.open(str(path), options={"protocol_whitelist": "file"}) as container:
+        return container.metadata.get("comment", "")
+
+
+def read_mp4(path: Path) -> Tensor:
+    """Return every frame of a file of `write_mp4`, uint8 (3, F, H, W). Raises OSError, SampleError: it is none."""
+    content = path.read_bytes()
+    film = inspect_film(content)
+    times_sec = [number / (film.fps or 1.0) for number in range(film.num_frames)]
+    return torch.stack(read_frames(content, times_sec, lambda frame: frame), dim=1)

@@ -82,9 +82,10 @@ VALIDATION = _each(
         ("val/loss_tNNN", "-", "the same, of the timesteps from NNN on: a tenth of them each", "val_loss_bins"),
     ],
 )
-SAMPLES = "samples/grid"
+SAMPLES, FILM = "samples/grid", "samples/film"
 REST = (
     Metric(SAMPLES, "picture", "samples of fixed prompts, with their captions", "grid", "samples/"),
+    Metric(FILM, "film", "samples of a family of videos, in motion", "grid", "samples/"),
     Metric("result/KEY", "as there", "each key of the result line", "end", "summary.json"),
 )
 METRICS = (*BATCH, *WINDOW, *STREAMS, *EVALUATION, *VALIDATION, *REST)

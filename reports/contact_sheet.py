@@ -1,4 +1,7 @@
-"""A contact sheet: pictures in rows, each with its caption and a grey line under it, and a heading over all of them."""
+"""A contact sheet: pictures in rows, each with its caption and a grey line under it, and a heading over all of them.
+
+A film is a strip of its frames.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from cli.masking import printable
+from record import films
 from reports.samples import wrapped
 
-BOX_PX = 208  # the sides that a picture is brought to, at most
+BOX_PX, STRIP_PX = 208, 416  # the sides that a picture is brought to, at most, and the length of a strip
 GAP_PX, EDGE_PX = 16, 24
 CAPTION_PX, NOTE_PX, HEADING_PX = 14, 12, 20
 INK, GREY, FRAME = "#1c1c1c", "#6b6b6b", "#d4d4d4"
@@ -61,10 +65,10 @@ def contact_sheet(pictures: Sequence[Picture], heading: str, about: str, alike: 
         heading, about: a line in bold letters over all pictures, and what is the same for all of them.
         alike: so many neighbours have one caption: a row holds whole groups of them, where they fit.
     """
-    columns = columns_of(len(pictures), alike)
     tiles = [_tile(picture.path) for picture in pictures]
     wide, tall = (max(sizes) for sizes in zip(*[tile.size for tile in tiles], strict=True))
     wide = max(wide, BOX_PX * 3 // 4)
+    columns = columns_of(len(pictures), alike, MAX_COLUMNS if wide <= BOX_PX else MAX_COLUMNS // 2)
     texts = [_texts(picture, wide) for picture in pictures]
     rows = [range(begin, min(begin + columns, len(tiles))) for begin in range(0, len(tiles), columns)]
     deep = [tall + 6 + max(sum(_line_px(font_) for font_, _, _ in texts[place]) for place in row) for row in rows]
@@ -87,23 +91,26 @@ def contact_sheet(pictures: Sequence[Picture], heading: str, about: str, alike: 
     return sheet
 
 
-def columns_of(num: int, alike: int) -> int:
-    """Return how many pictures a row has: about a square of them, in whole groups where these fit."""
-    group = alike if alike <= MAX_COLUMNS else 1
+def columns_of(num: int, alike: int, most: int = MAX_COLUMNS) -> int:
+    """Return how many pictures a row has: about a square of them, in whole groups where these fit, and at most `most`."""
+    group = alike if alike <= most else 1
     wanted = max(math.ceil(math.sqrt(num * 1.5)), group)
-    return min(group * max(1, min(wanted, MAX_COLUMNS) // group), num)
+    return min(group * max(1, min(wanted, most) // group), num)
 
 
 def _tile(path: Path) -> Image.Image:
     """Return a picture, small ones enlarged by a whole factor, so that each of their pixels is seen, large ones reduced."""
-    with Image.open(path) as image:
-        picture = image.convert("RGB")
+    if path.suffix == ".mp4":
+        picture, box_px = Image.fromarray(films.strip_of(films.read_mp4(path)).permute(1, 2, 0).numpy()), STRIP_PX
+    else:
+        with Image.open(path) as image:
+            picture, box_px = image.convert("RGB"), BOX_PX
     longest = max(picture.size)
-    if longest > BOX_PX:
-        scale = BOX_PX / longest
+    if longest > box_px:
+        scale = box_px / longest
         size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
         return picture.resize(size, Image.Resampling.LANCZOS)
-    factor = BOX_PX // longest
+    factor = box_px // longest
     return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
 
 

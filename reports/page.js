@@ -2,7 +2,7 @@
 // The slider of the sample grids: one picture of a run is shown, the others are hidden.
 for (const slider of document.querySelectorAll("[id^='samples-slider']")) {
   const end = slider.id.slice("samples-slider".length);
-  const pictures = document.querySelectorAll(`#samples-image${end} img`);
+  const pictures = document.querySelectorAll(`#samples-image${end} > [data-images]`);
   const seen = document.getElementById(`samples-seen${end}`);
   const show = () => {
     pictures.forEach((picture, place) => { picture.hidden = place !== Number(slider.value); });

@@ -1,4 +1,4 @@
-"""Show a record of bench.step, scale, families, cards, states, lora or video: as a table, or as one in a page.
+"""Show a record of bench.step, scale, families, cards, states, lora, video or motion: as a table, or as one in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -274,6 +274,20 @@ def _rows_of_video(record: Record) -> Iterator[Row]:
             yield (films, clips, name, *cells, *shown)
 
 
+# --- bench.motion ---
+
+
+def table_of_motion(record: Record) -> Table:
+    """A row for each folder of videos."""
+    title = "The moving miniature: fractions of the videos that are as their captions say; by chance 0.25 and 0.33:"
+    head = ("model", "images seen", "videos", "direction", "place")
+    rows: list[Row] = [
+        (case["model"], f"{case['images_seen']:,}", f"{case['num_videos']:,}", *(f"{case[k]:.3f}" for k in head[3:]))
+        for case in record["cases"]
+    ]
+    return Table(title, head, "lrrrr", rows)
+
+
 # --- any record ---
 
 
@@ -291,6 +305,7 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "states": table_of_states,
     "lora": table_of_lora,
     "video": table_of_video,
+    "motion": table_of_motion,
 }
 """What a record says that it has measured -> its table."""
 

@@ -25,7 +25,7 @@ from cli.command import command
 from cli.errors import Refused
 from cli.files import write_whole
 from cli.private_api import require_private_api
-from record.metric_names import IMAGES, SAMPLES, bins_named
+from record.metric_names import FILM, IMAGES, SAMPLES, bins_named
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -47,7 +47,7 @@ SECTIONS = {
     "Quality": [
         Plot("FID", ["eval/fid"]),
         Plot("CLIP score", ["eval/clip"]),
-        Plot("Samples", [SAMPLES], "pictures"),
+        Plot("Samples", [SAMPLES, FILM], "pictures"),
         Plot("Images to the target", ["result/images_to_target"], "bars"),
         Plot("Training seconds to the target", ["result/seconds_to_target"], "bars"),
     ],

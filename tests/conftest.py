@@ -47,11 +47,11 @@ TINY_RUN = [
 ]
 
 
-def with_frames(family: str, size: tuple[int, int]) -> tuple[int, ...]:
+def with_frames(family: str, size: tuple[int, int], variant: str = "stock") -> tuple[int, ...]:
     """Return a size of a family's pictures: of videos with three latent frames."""
     from zoo import load_family
 
-    found = load_family(family, "tiny", "stock")
+    found = load_family(family, "tiny", variant)
     return size if found.num_frames is None else (*size, 1 + 2 * found.frames_per_latent)
 
 

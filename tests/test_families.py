@@ -37,7 +37,7 @@ VARIANTS = {
     "mochi": ("stock",),
     "hunyuan_video": ("stock",),
     "wan": ("i2v", "t2v", "t2v_1.3b"),
-    "shapes": ("stock", "flow"),
+    "shapes": ("stock", "flow", "moving"),
 }
 MEMBERS = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
 TRAINED = [("sd2", "stock"), ("sdxl", "stock"), ("flux", "dev"), ("shapes", "flow")]
@@ -60,7 +60,7 @@ def num_parameters(*modules: torch.nn.Module) -> int:
 
 def tiny(name: str, variant: str, size: tuple[int, int] = SIZES[1]) -> LatentDiffusion:
     config = ModelConfig(name, "tiny", variant, weights="random")
-    model = build_model(config, ObjectiveConfig(), size=with_frames(name, size), normalize="symmetric", seed=0)
+    model = build_model(config, ObjectiveConfig(), size=with_frames(name, size, variant), normalize="symmetric", seed=0)
     return model.place(torch.device("cpu"), "fp32")
 
 
@@ -113,7 +113,7 @@ def test_a_tiny_family_has_under_two_million_parameters_with_its_encoders(name, 
 @pytest.mark.parametrize("size", SIZES)
 def test_it_goes_from_its_columns_to_a_prediction(name, variant, size):
     """The shapes and types are those that the columns promise."""
-    family, size = load_family(name, "tiny", variant), with_frames(name, size)
+    family, size = load_family(name, "tiny", variant), with_frames(name, size, variant)
     torch.manual_seed(0)
     encoders, denoiser = family.build_encoders(), family.build_denoiser()
     assert set(family.wide_encoders) <= encoders.keys()
@@ -158,7 +158,7 @@ def test_it_goes_from_its_columns_to_a_prediction(name, variant, size):
 def test_the_loss_falls_on_one_batch_and_a_gradient_reaches_every_trained_parameter_and_nothing_else(name, variant):
     """Within ten steps: layers that begin at zero let none through to those before them in the first ones."""
     model, generator = tiny(name, variant), torch.Generator().manual_seed(0)
-    size = with_frames(name, SIZES[1])
+    size = with_frames(name, SIZES[1], variant)
     columns, further, beside = (
         of(size) for of in (partial(model.family.columns, "moments"), model.family.further, model.family.beside)
     )
@@ -187,7 +187,7 @@ def test_the_loss_falls_on_one_batch_and_a_gradient_reaches_every_trained_parame
 @every_member
 def test_the_same_noise_gives_the_same_images_twice(name, variant):
     model = tiny(name, variant)
-    size, generator = with_frames(name, SIZES[1]), torch.Generator().manual_seed(0)
+    size, generator = with_frames(name, SIZES[1], variant), torch.Generator().manual_seed(0)
     noise = torch.randn(2, *model.family.latent_shape(size), generator=generator)
     beside = {n: torch.randn(2, *column.shape, generator=generator) for n, column in model.family.beside(size).items()}
     ways = dict(sampler=usual_sampler(model.objective.prediction), steps=2, guidance=3.0, beside=beside)
@@ -207,7 +207,7 @@ def test_the_keys_of_speed_are_for_its_blocks_too_and_change_rounding_alone(name
     gradients = []
     for model in (plain, fast):
         generator = torch.Generator().manual_seed(0)
-        columns = model.family.columns("moments", with_frames(name, SIZES[1]), stored_text=True)
+        columns = model.family.columns("moments", with_frames(name, SIZES[1], variant), stored_text=True)
         batch = {
             n: torch.randn(2, *column.shape, generator=generator).to(column.dtype) for n, column in columns.items()
         }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from callbacks.sample_grid import write_grid
 from record import films
@@ -44,9 +46,29 @@ def test_an_mp4_file_has_the_frames_at_their_rate(codec, tmp_path, monkeypatch):
 
 def test_a_grid_of_videos_has_a_strip_and_a_file_of_each(tmp_path):
     logged = []
-    logger = SimpleNamespace(log_images=lambda picture, **more: logged.append(picture))
+    logger = SimpleNamespace(log_images=lambda picture, **more: logged.append((more["name"], picture)))
     samples = [("a bar", video(9)), ("another bar", video(9))]
     write_grid(tmp_path, 16, samples, logger, lambda shown: [image.shape for _, image in shown], 8.0)
-    assert logged == [[(3, 32, 8 * 48 + 7)] * 2]
-    names = sorted(path.relative_to(tmp_path / "samples").as_posix() for path in tmp_path.rglob("*.*"))
-    assert names == ["captions.txt", "im000000000016.png", "im000000000016/00.mp4", "im000000000016/01.mp4"]
+    gif = tmp_path / "samples/im000000000016.gif"
+    assert logged == [("samples/film", gif), ("samples/grid", [(3, 32, 8 * 48 + 7)] * 2)]
+    names = {path.relative_to(tmp_path / "samples").as_posix() for path in tmp_path.rglob("*.*")}
+    of_grid = {"captions.txt", "im000000000016.png", "im000000000016.gif"}
+    assert names == {*of_grid, "im000000000016/00.mp4", "im000000000016/01.mp4"}
+    with Image.open(gif) as film:
+        assert film.n_frames == 9 and film.size == (2 * 48 + 2, 32) and film.info["loop"] == 0
+
+
+def test_a_grid_in_motion_is_bounded_and_lasts_as_long():
+    made = torch.randint(0, 256, (3, 120, 90, 1280), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with Image.open(io.BytesIO(films.gif_of(made, 24.0))) as film:
+        assert film.size == (640, 45) and film.n_frames == 24
+        lasts_ms = sum(film.seek(number) or film.info["duration"] for number in range(24))
+        assert lasts_ms == pytest.approx(5000, rel=0.05)  # GIF's times are hundredths of a second
+
+
+def test_a_comment_is_kept_in_the_file_and_the_bytes_are_always_the_same(tmp_path):
+    path, said = tmp_path / "a.mp4", '{"prompt": "caf\\u00e9; a=b # \\n", "seed": 17}'
+    films.write_mp4(path, video(9), 8.0, said)
+    assert films.comment_in(path) == said
+    assert films.read_mp4(path).shape == (3, 9, 32, 48)
+    assert {films.mp4_of(video(9)[..., :32], 8.0) for _ in range(40)} == {films.mp4_of(video(9)[..., :32], 8.0)}

@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from PIL import Image
 
 from bench import page as bench_page
+from record.films import gif_of
 from record.history import COLUMNS, read_history
 from record.writing import append_lines
 from reports import page
@@ -435,6 +437,35 @@ def test_grids_that_are_too_many_or_broken_are_left_out_and_that_is_said(tmp_pat
         "59 of 80 sample grids are shown, evenly over training.",
     ]
     assert sum(len(grid.address) for grid in samples_of(read_history(run), 1000).grids) <= 1000
+
+
+def test_videos_are_shown_in_motion_above_their_frames(tmp_path):
+    run = make(tmp_path / "mine")
+    video = torch.zeros(3, 9, 8, 12, dtype=torch.uint8)
+    video[0, torch.arange(9), :, torch.arange(9)] = 255
+    for images in (0, 320):
+        grid(run, images)
+        (run / f"samples/im{images:012d}.gif").write_bytes(gif_of(video, 8.0))
+    shown = parsed(run)
+    pictures = [own for own, _ in shown.all("div") if "data-images" in own]
+    assert [(own["data-images"], "hidden" in own) for own in pictures] == [("0", True), ("320", False)]
+    films = [own["src"] for own, _ in shown.all("img") if own["src"].startswith("data:image/gif")]
+    assert len(films) == 2 and len(shown.all("img")) == 4
+    with Image.open(io.BytesIO(base64.b64decode(films[0].partition(",")[2]))) as film:
+        assert (film.n_frames, film.size) == (9, (12, 8)) and film.info["duration"] in (120, 125, 130)
+    found = samples_of(read_history(run), 10**6)
+    assert (found.width, found.height, found.is_small) == (12, 8, True)
+
+
+def test_a_film_too_large_for_the_page_is_named_and_its_frames_are_shown(tmp_path):
+    run = make(tmp_path / "mine")
+    grid(run, 320)
+    (run / "samples/im000000000320.gif").write_bytes(b"GIF89a" + bytes(10**5))
+    found = samples_of(read_history(run), 10**4)
+    assert [(one.images, one.film) for one in found.grids] == [(320, None)]
+    assert found.left_out == ["im000000000320.gif is too large for this page."]
+    (run / "samples/im000000000320.gif").write_bytes(b"no film")
+    assert samples_of(read_history(run), 10**4).grids[0].film is None
 
 
 # --- the page itself ---

@@ -167,13 +167,13 @@ def test_prompts_are_all_different_and_end_where_the_scenes_do(tmp_path, capsys)
             "command line: exactly one OUT has to be given. python -m prepare.shapes --help says more.",
         ),
         (
-            ["--train_encoders", "{tmp}/a", "vae_steps=0"],
-            "command line: vae_steps is '0'. Possible: a whole number from 1 to 10000000.",
+            ["--train_encoders", "{tmp}/a", "vae_steps=x"],
+            "command line: vae_steps is 'x'. Possible: a whole number from 0 to 10000000.",
         ),
         (
             ["--train_encoders", "{tmp}/a", "image_size=64"],
-            "command line: unknown key 'image_size'. Known: seed, reader_steps, clip_steps, vae_steps, every_steps, "
-            "num_measured, max_minutes.",
+            "command line: unknown key 'image_size'. Known: seed, reader_steps, clip_steps, vae_steps, "
+            "video_vae_steps, every_steps, num_measured, max_minutes.",
         ),
         (
             ["--train_encoders", "{tmp}/file/a"],

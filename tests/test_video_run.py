@@ -49,6 +49,9 @@ def test_two_ranks_that_train_on_films_are_killed_and_go_on_bit_for_bit(stages, 
         "moments": [f"data.remote={stages / 'moments'}"],
     }[stage]
 
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle moves\na blue one\nnothing moves\n")
+
     def words(name: str) -> list[str]:
         validation = [
             f"validation.remote={stages / 'held_out'}",
@@ -56,7 +59,8 @@ def test_two_ranks_that_train_on_films_are_killed_and_go_on_bit_for_bit(stages, 
             "validation.every_images=16",
         ]
         own = [f"run_folder={tmp_path}", f"run_name={name}", f"data.local={tmp_path}/cache_{name}", "data.workers=1"]
-        more = ["max_duration=8ba", "save.keep=99", "loggers.progress_bar=false", f"data.stage={stage}"]
+        drawn = [f"samples.prompts={prompts}", "samples.every_images=16", "eval.samples=3", "eval.steps=2"]
+        more = [*drawn, "max_duration=8ba", "save.keep=99", "loggers.progress_bar=false", f"data.stage={stage}"]
         return [*WAN, *CLIP, *EVERY_BATCH, *own, *data, *validation, *more]
 
     composer(2, words("whole"))
@@ -69,3 +73,8 @@ def test_two_ranks_that_train_on_films_are_killed_and_go_on_bit_for_bit(stages, 
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 8 and all(0 < loss < 100 for loss in losses)
     assert [line["val_loss"] for line in lines if "val_loss" in line] != []
+    samples = {name: tmp_path / name / "samples" for name in ("whole", "part")}
+    names = sorted(path.relative_to(samples["whole"]).as_posix() for path in samples["whole"].rglob("*.*"))
+    assert len(names) == 1 + 3 * (2 + 3)  # captions; after 0, 16 and 32 videos a picture, a film, and a file of each video
+    for name in names:
+        assert (samples["whole"] / name).read_bytes() == (samples["part"] / name).read_bytes(), name

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import composer.loggers
 from composer import Logger, State
 from composer.loggers import LoggerDestination
 from composer.utils import dist
+from PIL import Image
 
 from record.metric_names import as_sent
 
@@ -21,7 +23,10 @@ RESULT = "result/"
 
 
 class Destination(LoggerDestination):
-    """A logger with the same names as the others. The first rank alone logs."""
+    """A logger with the same names as the others. The first rank alone logs.
+
+    `log_images` takes a picture, uint8 (H, W, 3), or the path of a GIF, which is a film.
+    """
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Log what the table of metrics has of these."""
@@ -70,6 +75,23 @@ class WandBLogger(Destination, composer.loggers.WandBLogger):
             wandb.Run.get_url = lambda run: run.url  # type: ignore[attr-defined]
         super().init(state, logger)
 
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        """Log a picture or a film."""
+        import wandb
+
+        if not isinstance(images, Path):
+            super().log_images(images, name, channels_last, step, *rest, **more)
+        elif wandb.run is not None:  # the first rank alone has one
+            wandb.log({name: wandb.Video(str(images))}, step=step)
+
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Write it into the run's summary."""
         import wandb
@@ -93,10 +115,29 @@ class TensorboardLogger(Destination, composer.loggers.TensorboardLogger):
         if is_first_rank():
             super().init(state, logger)
 
-    def log_images(self, images: Any, *args: Any, **kwargs: Any) -> None:
-        """Log pictures."""
-        if is_first_rank():
-            super().log_images(images, *args, **kwargs)
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        """Log a picture or a film."""
+        if not is_first_rank():
+            return
+        if not isinstance(images, Path):
+            super().log_images(images, name, channels_last, step, *rest, **more)
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        assert self.writer is not None and self.writer.file_writer is not None
+        # torch's add_video does the same with a GIF that it makes itself, for which it wants moviepy.
+        with Image.open(images) as film:
+            width, height = film.size
+        shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=images.read_bytes())
+        self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=shown)]), step)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Keep them for the end: Composer's own rounds 1e-5 to 0.0000."""

@@ -47,7 +47,7 @@ EFFECTIVE: Mapping[Kind, tuple[str, ...]] = {
     "file": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_SPEED, "model.weights", "eval.weights"),
     "run": (*OF_IMAGES, *OF_MODELS, *OF_GENERATING, *OF_SPEED, *OF_RUNS),
 }
-DRAWN = ("images", "prompts", "images_per_prompt", "eval.batch_size", "loggers.debug", "model.weights")
+DRAWN = ("images", "num_frames", "prompts", "images_per_prompt", "eval.batch_size", "loggers.debug", "model.weights")
 OF_DRAWING = (*DRAWN, *OF_MODELS, *OF_GENERATING, *OF_SPEED)
 DRAWING: Mapping[Kind, tuple[str, ...]] = {
     "images": OF_DRAWING,

@@ -183,8 +183,12 @@ class MlflowLogger(Destination):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Log one picture, uint8 (H, W, 3)."""
+        """Log one picture, uint8 (H, W, 3), or a film's file."""
         if self._id is None:
+            return
+        if isinstance(images, Path):
+            send = functools.partial(self._client.log_artifact, self._id, str(images), f"films/{name}")
+            self._pool.submit(self._try, name, send)
             return
         self._pool.submit(self._try, name, lambda: self._client.log_image(self._id, images, key=name, step=step or 0))
 

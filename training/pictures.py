@@ -1,14 +1,15 @@
 """Images of given captions, each a PNG file that says how it was made, and a contact sheet: `eval.py PLACE images=OUT`.
 
     OUT/00001-17-a-red-circle-3f9c2a1b.png     the caption's number and words, the seed, a digest of all that made the image
-    OUT/sheet.png                              the folder's images, each with its caption
+    OUT/00001-17-a-red-circle-7b01d5e4.mp4     the same of a family of videos
+    OUT/sheet.png                              the folder's images, each with its caption; of videos some frames
 
 The noise comes from seed and number, as in an evaluation: a caption has the same image whatever is drawn beside it. An image
 that is there is not drawn again. Other settings, weights or captions have other names. So the same command resumes a killed
 one, and nothing is overwritten. Metadata of a PNG:
 
     parameters    caption and settings, as other programs write and show them
-    easel         the same and more, as JSON
+    easel         the same and more, as JSON; an MP4 has it as its comment
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from cli.ranks import Hearing, Signalled
 from evaluation.drawing import Heard, as_bytes, chunks_of, generate
 from evaluation.prompts import Prompt
 from model import LatentDiffusion
+from record import films
 from record.environment import commit
 from record.summary import result_line
 from reports.contact_sheet import Picture, contact_sheet
@@ -56,7 +58,7 @@ from zoo.spec import Family, as_size
 BATCH_SIZE = 4  # of a pass, whatever is drawn: on a CPU another size changes an image by a grey level here and there
 SHEET = "sheet.png"
 MOST_ON_SHEET = 240
-NAME = re.compile(r"(\d{5,12}|id)-\d+(-[a-z0-9-]+)?-[0-9a-f]{8}\.png")
+NAME = re.compile(r"(\d{5,12}|id)-\d+(-[a-z0-9-]+)?-[0-9a-f]{8}\.(png|mp4)")
 SAMPLER_NAMES = {"ddim": "DDIM", "plms": "PLMS", "dpm++": "DPM++ 2M", "euler": "Euler"}
 EXAMPLE = "Give a file with a caption in each line, or captions: prompts='[a red circle, a blue square]'"
 
@@ -139,11 +141,12 @@ class Wanted:
     @property
     def name(self) -> str:
         """Its file's: number, seed, words of the caption, digest."""
+        ending = ".mp4" if len(self.settings["image_size"]) == 3 else ".png"
         number = f"{self.prompt.number:05d}" if 0 <= self.prompt.number < 10**12 else "id"
         plain = unicodedata.normalize("NFKD", self.prompt.caption).encode("ascii", "ignore").decode().lower()
         words = re.sub("[^a-z0-9]+", "-", plain)[:40].strip("-")
         digest = hashlib.blake2b(json.dumps(self.made_by(), sort_keys=True).encode(), digest_size=4).hexdigest()
-        return "-".join(part for part in (number, str(self.seed), words, digest) if part) + ".png"
+        return "-".join(part for part in (number, str(self.seed), words, digest) if part) + ending
 
     def made_by(self) -> dict[str, Any]:
         """Return what the image depends on, for its name and its metadata."""
@@ -157,12 +160,15 @@ class Wanted:
 
 
 def save(image: Tensor, path: Path, wanted: Wanted, about: Mapping[str, Any]) -> None:
-    """Write an image, (3, H, W) uint8, whole or not at all.
+    """Write an image, (3, H, W) uint8, or a video, (3, F, H, W), whole or not at all.
 
     Args:
-        about: what is told of it beside what it depends on.
+        about: what is told of it beside what it depends on; of a video its `fps` too.
     """
     made = {**wanted.made_by(), **about}
+    if image.ndim == 4:
+        films.write_mp4(path, image, made["fps"], json.dumps(made))
+        return
     info = PngInfo()
     info.add_text("parameters", parameters(made))
     info.add_text("easel", json.dumps(made))  # in ASCII: an escape sequence reaches no terminal
@@ -188,8 +194,11 @@ def parameters(made: Mapping[str, Any]) -> str:
 
 
 def told_by(path: Path) -> dict[str, Any] | None:
-    """Return the metadata of a PNG that was written here; None: it is no such file."""
+    """Return the metadata of a file that was written here; None: it is no such file."""
     with contextlib.suppress(Exception):  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
+        if path.suffix == ".mp4":
+            told = json.loads(films.comment_in(path))
+            return told if isinstance(told, dict) else None
         with Image.open(path, formats=("PNG",)) as image:
             told = json.loads(image.info["easel"])
         return told if isinstance(told, dict) else None
@@ -228,11 +237,13 @@ def _draw(
     config: EvalCommand, model: LatentDiffusion, of_model: Mapping[str, Any], prompts: Sequence[Prompt], folder: Path
 ) -> None:
     """Draw what one model is asked for."""
-    size = config.size if config.eval.image_size is None else as_size(config.eval.image_size)
+    size = config.size if config.eval.image_size is None else (*as_size(config.eval.image_size), *config.size[2:])
     settings: dict[str, Any] = {"steps": config.eval.steps, "sampler": config.eval.sampler, "image_size": list(size)}
     settings |= {"precision": config.precision, **config.objective.of_scores()}
     settings |= {key: value for key, value in of_model.items() if key.endswith("_fingerprint")}
     about = {key: value for key, value in of_model.items() if key not in settings} | {"commit": commit()}
+    if model.family.pictures == "videos":
+        about["fps"] = config.data.fps or model.family.frames_per_sec
     seeds = range(config.seed, config.seed + config.images_per_prompt)
     wanted = [
         Wanted(prompt, seed, guidance, settings)
@@ -346,6 +357,6 @@ def _said(told: Mapping[str, Any], keys: Sequence[str]) -> str:
         "guidance": lambda value: f"guidance {value:g}",
         "seed": lambda value: f"seed {value}",
         "steps": lambda value: f"{value} steps",
-        "image_size": lambda value: f"{value[0]} x {value[1]} px",
+        "image_size": lambda value: f"{value[0]} x {value[1]} px{f', {value[2]} frames' if value[2:] else ''}",
     }
     return ", ".join(words.get(key, str)(told[key]) for key in keys if told.get(key) is not None)

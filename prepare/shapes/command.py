@@ -1,9 +1,10 @@
-"""Render the miniature's images, whose captions describe all that they show.
+"""Render the miniature's images, or its films, whose captions describe all that they show.
 
     python -m prepare.shapes OUT
     python -m prepare.shapes OUT num_images=2048 image_size=64 seed=1 objects=one part=reference
     python -m prepare.shapes reference part=reference layout=files    # images without captions, for prepare.fid_statistics
     python -m prepare.shapes prompts.tsv part=prompts num_images=1000
+    python -m prepare.shapes OUT world=moving num_images=4096         # films; prompts of them too: prompts.tsv world=moving
     python -m prepare.shapes --train_encoders OUT max_minutes=60      # see prepare/shapes/training.py
 
 zoo/shapes/scenes.py defines the scenes: one object or two (objects=one|two|both), of two sizes, eight colours and four
@@ -11,7 +12,8 @@ shapes. An image depends only on the seed and its number, so the same command gi
 differ by about a pixel in place and size. The three parts (training, prompts, reference) share no scene. OUT becomes a
 folder of tars in img2dataset's layout (KEY.png, KEY.txt, KEY.json), which `python -m prepare.shards` reads like any other.
 If OUT ends in .tsv, it becomes a file of prompts (evaluation/prompts.py), each caption once (use part=prompts).
-For a control, captions=shuffled permutes the captions.
+For a control, captions=shuffled permutes the captions. world=moving renders films (KEY.mp4) of one object that moves, whose
+scenes zoo/shapes/motion.py defines.
 Exit code: 0 if OUT was written, 1 if it could not be written, 2 if the command could not start.
 """
 
@@ -28,10 +30,9 @@ from cli.command import command
 from cli.errors import ConfigError, Failed, Refused
 from cli.limits import shown, text_possible
 from preflight.limits import unwritable
-from prepare.shapes.pictures import LAYOUTS, Pictures, write, write_prompts
-from zoo.shapes.scenes import (
-    PARTS,
-)
+from prepare.shapes.films import Films, film_prompts
+from prepare.shapes.pictures import LAYOUTS, Pictures, prompt_scenes, write, write_prompts
+from zoo.shapes.scenes import PARTS
 
 # --- the command ---
 
@@ -39,6 +40,7 @@ NUMBERS = {"num_images": (2048, 1, 10**9), "image_size": (32, 8, 4096), "seed": 
 """Key -> default, minimum, maximum."""
 TRAIN = "--train_encoders"
 CHOICES = {
+    "world": ("still", "moving"),
     "part": tuple(PARTS),
     "objects": ("both", "one", "two"),
     "captions": ("own", "shuffled"),
@@ -49,9 +51,10 @@ CHOICES = {
 
 TRAINING_NUMBERS = {
     "seed": (17, 0, 2**32 - 1),
-    "reader_steps": (5000, 1, 10**7),
-    "clip_steps": (7000, 1, 10**7),
-    "vae_steps": (5000, 1, 10**7),
+    "reader_steps": (5000, 0, 10**7),
+    "clip_steps": (7000, 0, 10**7),
+    "vae_steps": (5000, 0, 10**7),
+    "video_vae_steps": (3000, 0, 10**7),
     "every_steps": (500, 1, 10**7),
     "num_measured": (1024, 64, 10**5),
     "max_minutes": (10**6, 0, 10**6),
@@ -100,6 +103,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         problems += _path_problems(paths)
     problems += _vain_keys(given, paths, values)
+    if values["world"] == "moving" and values["image_size"] % 2:
+        problems.append(f"command line: image_size is {values['image_size']}. A film's sides are even numbers.")
     if problems:
         raise ConfigError(problems)
     try:
@@ -116,12 +121,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _make(out: Path, values: dict[str, Any]) -> str:
     """Write OUT and return the message about it."""
+    layout, moves = values.pop("layout"), values.pop("world") == "moving"
     if _is_prompts(str(out)):
-        wanted = {key: values[key] for key in ("num_images", "seed", "part", "objects")}
-        return f"wrote {write_prompts(out, **wanted):,} prompts to {out}"
-    layout = values.pop("layout")
-    write(out, Pictures(**values), layout)
-    return f"rendered {values['num_images']:,} pictures of {values['image_size']} px in {out}"
+        of_part = (values["seed"], values["part"])
+        scenes = film_prompts(*of_part) if moves else prompt_scenes(*of_part, values["objects"])
+        return f"wrote {write_prompts(out, values['num_images'], scenes):,} prompts to {out}"
+    write(out, (Films if moves else Pictures)(**values), layout)
+    return f"rendered {values['num_images']:,} {'films' if moves else 'pictures'} of {values['image_size']} px in {out}"
 
 
 def train_main(words: Sequence[str]) -> int:
@@ -146,12 +152,14 @@ def _path_problems(paths: Sequence[str]) -> list[str]:
 
 def _vain_keys(given: Sequence[str], paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """Return a problem for each given key that has no effect on OUT."""
-    is_prompts = any(map(_is_prompts, paths))
-    in_vain = (
-        ["image_size", "captions", "layout"] if is_prompts else ["captions"] if values["layout"] == "files" else []
-    )
-    what = "a file of prompts" if is_prompts else "pictures alone (layout=files)"
-    return [f"command line: {key} changes nothing of {what}. Leave it out." for key in in_vain if key in given]
+    found = []
+    if any(map(_is_prompts, paths)):
+        found += [(key, "a file of prompts") for key in ("image_size", "captions", "layout")]
+    elif values["layout"] == "files":
+        found += [("captions", "pictures alone (layout=files)")]
+    if values["world"] == "moving":
+        found += [("objects", "films, which show one")]
+    return [f"command line: {key} changes nothing of {what}. Leave it out." for key, what in found if key in given]
 
 
 def _is_prompts(path: str) -> bool:

@@ -14,8 +14,9 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 from filelock import FileLock
 from PIL import Image, ImageDraw
@@ -36,6 +37,14 @@ from zoo.shapes.scenes import (
 OVERSAMPLING = 4  # drawn larger and scaled down: smooth edges
 IMAGES_PER_TAR = 1000
 MAX_SHIFT, MAX_GROWTH = 0.03, 0.06  # a pixel of 32, and half a pixel of a large object's radius
+
+
+class Thing(NamedTuple):
+    """One object."""
+
+    size: str
+    colour: str
+    shape: str
 
 
 @dataclass(frozen=True)
@@ -63,15 +72,25 @@ def draw_jitter(number: int, seed: int) -> tuple[Jitter, Jitter]:
 
 def render(scene: Scene, side_px: int, jitter: tuple[Jitter, Jitter] = STILL) -> Image.Image:
     """Draw a scene as a square RGB image."""
+    first = Thing(scene.size, scene.colour, scene.shape)
+    if scene.shape_2 is None:
+        return render_things(scene.background, [(first, PLACES[scene.place], jitter[0])], side_px)
+    assert scene.size_2 is not None and scene.colour_2 is not None
+    things = (first, Thing(scene.size_2, scene.colour_2, scene.shape_2))
+    return render_things(scene.background, list(zip(things, ARRANGEMENTS[scene.place], jitter, strict=True)), side_px)
+
+
+def render_things(
+    background: str, things: Sequence[tuple[Thing, tuple[float, float], Jitter]], side_px: int
+) -> Image.Image:
+    """Draw objects, each with its centre, as fractions of the side, and its deviation: a square RGB image."""
     side = side_px * OVERSAMPLING
-    image = Image.new("RGB", (side, side), COLOURS[scene.background])
+    image = Image.new("RGB", (side, side), COLOURS[background])
     draw = ImageDraw.Draw(image)
-    objects = [(scene.size, scene.colour, scene.shape), (scene.size_2, scene.colour_2, scene.shape_2)]
-    centres = [PLACES[scene.place]] if scene.shape_2 is None else ARRANGEMENTS[scene.place]
-    for (size, colour, shape), (x, y), own in zip(objects, centres, jitter, strict=False):
-        radius = SIZES[size] * (1 + own.growth)
-        points = outline(shape, (x + own.x) * side, (y + own.y) * side, radius * side)
-        draw.polygon(points, fill=COLOURS[colour])
+    for thing, (x, y), own in things:
+        radius = SIZES[thing.size] * (1 + own.growth)
+        points = outline(thing.shape, (x + own.x) * side, (y + own.y) * side, radius * side)
+        draw.polygon(points, fill=COLOURS[thing.colour])
     return image.resize((side_px, side_px), Image.Resampling.BOX)
 
 
@@ -91,6 +110,7 @@ def outline(shape: str, x: float, y: float, radius: float) -> list[tuple[float, 
 class Pictures:
     """The images to render."""
 
+    ending: ClassVar[str] = "png"
     num_images: int
     image_size: int
     seed: int
@@ -99,10 +119,10 @@ class Pictures:
     captions: str
     """own; or shuffled: permuted, so that nothing can be learned from them."""
 
-    def scene(self, number: int) -> Scene:
+    def scene(self, number: int) -> Any:
         return draw_scene(number, self.seed, self.part, self.objects)
 
-    def png(self, number: int) -> bytes:
+    def file(self, number: int) -> bytes:
         content = io.BytesIO()
         render(self.scene(number), self.image_size, draw_jitter(number, self.seed)).save(content, "PNG")
         return content.getvalue()
@@ -123,7 +143,7 @@ def write_tars(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
             for number in of_tar:
                 name, caption = f"{number:09d}", pictures.scene(pictures.captioned_by[number]).caption
                 facts = {key: value for key, value in asdict(pictures.scene(number)).items() if value is not None}
-                _add(tar, f"{name}.png", pictures.png(number))
+                _add(tar, f"{name}.{pictures.ending}", pictures.file(number))
                 _add(tar, f"{name}.txt", caption.encode())
                 _add(tar, f"{name}.json", json.dumps(facts).encode())
 
@@ -131,7 +151,7 @@ def write_tars(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
 def write_files(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
     """Write only the images, one file each."""
     for number in numbers:
-        (out / f"{number:09d}.png").write_bytes(pictures.png(number))
+        (out / f"{number:09d}.{pictures.ending}").write_bytes(pictures.file(number))
 
 
 LAYOUTS = {"tars": write_tars, "files": write_files}
@@ -193,11 +213,10 @@ def prompt_scenes(seed: int, part: str, objects: str) -> Iterator[Scene]:
         yield from scenes[shortest:]
 
 
-def write_prompts(out: Path, num_images: int, seed: int, part: str, objects: str) -> int:
-    """Write a file of up to `num_images` prompts, as many as exist; return their number."""
+def write_prompts(out: Path, num: int, scenes: Iterable[Any]) -> int:
+    """Write a file of the prompts of up to `num` scenes, as many as there are; return their number."""
     lines = ["image_id\tid\tcaption"]
-    for number, scene in zip(range(num_images), prompt_scenes(seed, part, objects), strict=False):
-        lines.append(f"{number}\t{number}\t{scene.caption}")
+    lines += [f"{number}\t{number}\t{scene.caption}" for number, scene in enumerate(islice(scenes, num))]
     with unfinished(out) as partial:
         partial.write_text("\n".join(lines) + "\n")
     return len(lines) - 1

@@ -253,8 +253,16 @@ def neighbours(num: int, seed: int) -> list[Scene]:
     return list(found.values())
 
 
+def perceptual_distance(reader: nn.Module, given: Tensor, wanted: Tensor) -> Tensor:  # (B, 3, 32, 32) each -> ()
+    """Return the distance of images in the reader's layers, as in LPIPS (Zhang et al. 2018, arXiv:1801.03924)."""
+    with torch.no_grad():
+        right = reader.layers(wanted)
+    pairs = list(zip(reader.layers(given), right, strict=True))
+    return sum((F.normalize(a) - F.normalize(b)).square().sum(dim=1).mean() for a, b in pairs) / len(pairs)
+
+
 class VaeStage:
-    """Absolute error, distance in the reader's layers (as in LPIPS, Zhang et al. 2018, arXiv:1801.03924), and a small KL."""
+    """Absolute error, `perceptual_distance`, and a small KL."""
 
     name = "vae"
     learning_rate = 1e-3
@@ -278,16 +286,9 @@ class VaeStage:
         latents = posterior.sample(torch.Generator().manual_seed(seed))
         decoded = self.network.decode(latents).sample
         absolute, kl = F.l1_loss(decoded, images), posterior.kl().mean() / latents[0].numel()
-        perceptual = self._perceptual(decoded, images)
+        perceptual = perceptual_distance(self.reader, decoded, images)
         loss = absolute + PERCEPTUAL_WEIGHT * perceptual + KL_WEIGHT * kl
         return loss, {"absolute": absolute, "perceptual": perceptual, "kl": kl}
-
-    def _perceptual(self, decoded: Tensor, images: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = self.reader.layers(images)
-        given = self.reader.layers(decoded)
-        pairs = zip(given, wanted, strict=True)
-        return sum((F.normalize(a) - F.normalize(b)).square().sum(dim=1).mean() for a, b in pairs) / len(wanted)
 
     @torch.no_grad()
     def measure(self, network: nn.Module) -> dict[str, Any]:

@@ -3,7 +3,9 @@
     python -m prepare.shapes --train_encoders OUT
     python -m prepare.shapes --train_encoders OUT max_minutes=30      # then the same command resumes
 
-    OUT/NAME.pt             an encoder's newest state (reader, clip, vae; prepare/shapes/stages.py); it resumes from there
+    python -m prepare.shapes --train_encoders OUT reader_steps=0 clip_steps=0 vae_steps=0      # the video VAE alone
+
+    OUT/NAME.pt             an encoder's newest state (reader, clip, vae, video_vae); it resumes from there
     OUT/training.jsonl      a line every 100 steps (losses), and one every `every_steps` (metrics)
     OUT/weights/            every network's best weights so far, complete at any time; zoo/shapes_weights is a copy
 
@@ -17,7 +19,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from torch import Tensor, nn
 from cli.files import whole, write_whole
 from cli.private_api import require_private_api
 from prepare.shapes.stages import ClipStage, ReaderStage, Stage, VaeStage, held_out
-from zoo.shapes.networks import Reader, build_clip
+from prepare.shapes.video_stage import VideoVaeStage
+from zoo.shapes.networks import WEIGHTS, Reader, build_clip
 
 EMA_DECAY = 0.999
 CLIP_NORM = 1.0
@@ -50,6 +53,8 @@ class TrainingConfig:
     """Steps of the CLIP pair."""
     vae_steps: int = 5000
     """Steps of the VAE."""
+    video_vae_steps: int = 3000
+    """Steps of the moving miniature's video VAE. 0 steps, here and above: it is not trained, the shipped one stays."""
     every_steps: int = 500
     """Steps between two measurements, each of which writes a state."""
     num_measured: int = 1024
@@ -67,14 +72,19 @@ def train_encoders(out: Path, config: TrainingConfig) -> bool:
     deadline = time.monotonic() + 60 * config.max_minutes
     torch.set_num_threads(1)  # more threads change the last bits
     those = held_out(config.num_measured)
-    for name in ("reader", "clip", "vae"):
+
+    def made_by(name: str) -> Path:
+        return out / "weights" if config.steps(name) else WEIGHTS
+
+    makers: dict[str, Callable[[], Stage]] = {
+        "reader": lambda: ReaderStage(config.seed, those),
+        "clip": lambda: ClipStage(config.seed, those),
+        "vae": lambda: VaeStage(config.seed, those, load_reader(made_by("reader")), load_clip(made_by("clip"))),
+        "video_vae": lambda: VideoVaeStage(config.seed, config.num_measured, load_reader(made_by("reader"))),
+    }
+    for name, make in makers.items():
         torch.manual_seed(config.seed)
-        if name == "vae":
-            reader, clip = load_reader(out / "weights"), load_clip(out / "weights")
-            stage: Stage = VaeStage(config.seed, those, reader, clip)
-        else:
-            stage = (ReaderStage if name == "reader" else ClipStage)(config.seed, those)
-        if not _train(stage, out, config, deadline):
+        if config.steps(name) and not _train(make(), out, config, deadline):
             return False
     return True
 
@@ -190,6 +200,12 @@ def export(name: str, network: nn.Module, qualities: Mapping[str, Any], weights:
         config = {key: value for key, value in network.config.items() if not key.startswith("_")}
         config |= {"_class_name": "AutoencoderKL", "scaling_factor": round(1 / qualities["latent_std"], 4)}
         _write(weights / "vae", "diffusion_pytorch_model", tensors, config, qualities)
+    elif name == "video_vae":
+        config = {key: value for key, value in network.config.items() if not key.startswith("_")}
+        statistics = {"latents_mean": "latent_mean_of_channels", "latents_std": "latent_std_of_channels"}
+        config |= {key: _short(qualities[of]) for key, of in statistics.items()}
+        config |= {"_class_name": "AutoencoderKLWan"}
+        _write(weights / "video_vae", "diffusion_pytorch_model", tensors, config, qualities)
     elif name == "clip":
         text = {key: tensor for key, tensor in tensors.items() if key.startswith(TEXT_TOWER)}
         rest = {key: tensor for key, tensor in tensors.items() if key not in text}

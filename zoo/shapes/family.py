@@ -1,11 +1,12 @@
-"""The miniature's family, `shapes`: Stable Diffusion 2 or FLUX.1 made small, for the scenes of zoo/shapes/scenes.py.
+"""The miniature's family, `shapes`: Stable Diffusion 2, FLUX.1 or Wan 2.1 made small, for the scenes of zoo/shapes/.
 
-The same classes as theirs, with trained encoders, in sizes that two CPU cores train in minutes. Both variants have one
-AutoencoderKL and one CLIP text encoder, whose weights are in the repository (zoo/shapes_weights):
+The same classes as theirs, with trained encoders, in sizes that two CPU cores train in minutes. Each variant has an
+autoencoder and the one CLIP text encoder, whose weights are in the repository (zoo/shapes_weights):
 
     variant   denoiser, of diffusers     trained as               conditioned on
     stock     UNet2DConditionModel       v, in 1000 steps         the text encoder's states
     flow      FluxTransformer2DModel     a rectified flow         the states, and that at the end mark for the whole caption
+    moving    WanTransformer3DModel      a rectified flow         the states; it makes films, see zoo/shapes/moving.py
 
 `tiny` has a smaller denoiser, for tests.
 
@@ -28,7 +29,7 @@ from weights import ldm_names
 from zoo import packing, tokenizer_files
 from zoo.latent_family import LatentFamily, of_choice
 from zoo.lora import JOINT_ATTENTION
-from zoo.shapes import networks
+from zoo.shapes import moving, networks
 from zoo.shapes.networks import NUM_TOKENS, PIXELS_PER_LATENT, TEXT_WIDTH, VOCABULARY
 from zoo.spec import Column
 
@@ -57,8 +58,9 @@ OBJECTIVES = {
 
 def build(preset: str, variant: str) -> Shapes:
     """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
-    size = of_choice("shapes", variant, preset, {"stock": UNETS, "flow": TRANSFORMERS})
-    return (ShapesFlow if variant == "flow" else Shapes)(size)
+    sizes = {"stock": UNETS, "flow": TRANSFORMERS, "moving": moving.TRANSFORMERS}
+    size = of_choice("shapes", variant, preset, sizes)
+    return VARIANTS[variant](size)
 
 
 class Shapes(LatentFamily):
@@ -142,3 +144,12 @@ class ShapesFlow(Shapes):
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
         return packing.denoise(denoiser, noisy, times, condition)
+
+
+class ShapesMoving(moving.Moving, Shapes):
+    """The variant `moving`."""
+
+    variant = "moving"
+
+
+VARIANTS = {"stock": Shapes, "flow": ShapesFlow, "moving": ShapesMoving}

@@ -2,6 +2,7 @@
 
     network   class                         what it is for                                  weights, in WEIGHTS
     vae       diffusers' AutoencoderKL      images <-> latents, 32 px -> 8 x 8 x 4          vae/
+    video     diffusers' AutoencoderKLWan   films <-> latents, 9 frames -> 3 x 8 x 8 x 4    video_vae/
     text      transformers' CLIPTextModel   conditions the denoiser; the pair's text tower  text_encoder/
     clip      transformers' CLIPModel       CLIP score                                      clip/ (all but the text tower)
     reader    `Reader`, below               features for FID; reads attributes              reader/
@@ -28,7 +29,7 @@ from weights.clip_text import build_text_model
 from zoo.shapes.scenes import ATTRIBUTES, WORDS
 
 if TYPE_CHECKING:
-    from diffusers.models import AutoencoderKL
+    from diffusers.models import AutoencoderKL, AutoencoderKLWan
     from transformers import CLIPModel, CLIPTextConfig
 
 WEIGHTS = Path(__file__).parent.parent / "shapes_weights"
@@ -74,6 +75,15 @@ def build_vae(scaling_factor: float = 1.0) -> AutoencoderKL:
         norm_num_groups=8,
         sample_size=SIDE_PX,
         scaling_factor=scaling_factor,
+    )
+
+
+def build_video_vae() -> AutoencoderKLWan:
+    """Build the video VAE: films (B, 3, 1 + 4 n, 32, 32) in [-1, 1] <-> (B, 4, 1 + n, 8, 8); 0.63 M parameters."""
+    from diffusers.models import AutoencoderKLWan
+
+    return AutoencoderKLWan(
+        base_dim=16, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, True]
     )
 
 

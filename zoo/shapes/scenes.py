@@ -92,9 +92,7 @@ class Scene:
     @property
     def part(self) -> str:
         """The part that the scene belongs to."""
-        digest = hashlib.blake2b(self.caption.encode(), digest_size=8).digest()
-        sixteenth = int.from_bytes(digest, "big") % 16
-        return next(part for part, sixteenths in PARTS.items() if sixteenth in sixteenths)
+        return part_of(self.caption)
 
     @property
     def answers(self) -> dict[str, int]:
@@ -103,6 +101,13 @@ class Scene:
             name: -100 if (value := getattr(self, name)) is None else values.index(value)
             for name, values in ATTRIBUTES.items()
         }
+
+
+def part_of(caption: str) -> str:
+    """Return the part of the scene that has this caption."""
+    digest = hashlib.blake2b(caption.encode(), digest_size=8).digest()
+    sixteenth = int.from_bytes(digest, "big") % 16
+    return next(part for part, sixteenths in PARTS.items() if sixteenth in sixteenths)
 
 
 def draw_scene(number: int, seed: int, part: Part = "training", objects: Objects = "both") -> Scene:

@@ -1,0 +1,351 @@
+"""The moving miniature: its scenes and films, how motion is read off, its family against diffusers, and its recipe."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from omegaconf import OmegaConf
+from test_video_families import scheduler_of
+from wandb_file import offline
+
+import benchmark
+import eval as eval_command
+from bench import motion as motion_command
+from evaluation.motion import centres_of, motion_in
+from model import LatentDiffusion, build_model
+from prepare import latents, shards
+from prepare.shapes import command
+from prepare.shapes.films import Films, render_moving
+from prepare.shapes.pictures import STILL, draw_jitter
+from prepare.shapes.training import load_reader
+from prepare.shapes.video_stage import VideoVaeStage
+from record import films
+from stages.videos import inspect_film
+from zoo import load_family
+from zoo.encoders import build_encoders
+from zoo.model_config import ModelConfig
+from zoo.objectives import ObjectiveConfig
+from zoo.shapes import moving, networks
+from zoo.shapes.motion import CROSSED, DIRECTIONS, NUM_FRAMES, MovingScene, all_moving_scenes, draw_moving_scene
+from zoo.shapes.scenes import COLOURS, WORDS
+
+YAML = ROOT / "yamls/shapes_moving.yaml"
+OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
+SCENES = [draw_moving_scene(number, 5) for number in range(120)]
+
+
+def film_of(scene: MovingScene, number: int = 0) -> torch.Tensor:
+    return render_moving(scene, 32, draw_jitter(number, 5)[0])
+
+
+# --- scenes and films ---
+
+
+def test_there_are_as_many_scenes_as_the_page_says_and_each_caption_tells_its_own():
+    scenes = all_moving_scenes()
+    assert len(scenes) == len({scene.caption for scene in scenes}) == 2 * 8 * 4 * 7 * 4 * 3 == 5376
+    assert Counter(scene.direction for scene in scenes) == dict.fromkeys(DIRECTIONS, 1344)
+    known = {scene.caption for scene in scenes}
+    assert all(scene.caption in known and scene.part == "training" for scene in SCENES)
+    assert {len(networks.tokenize([scene.caption])[0].nonzero()) for scene in SCENES} <= set(range(17))
+
+
+def test_all_words_but_two_that_tell_nothing_are_known_to_the_text_encoder():
+    unknown = {word for scene in all_moving_scenes() for word in scene.caption.split()} - set(WORDS)
+    assert unknown == {"moving", "to"}
+    assert all(scene.caption.count(" moving to the ") == 1 for scene in SCENES)
+    longest = max(len(scene.caption.split()) for scene in all_moving_scenes())
+    assert longest + 2 <= networks.NUM_TOKENS  # with the marks of start and end: none is cut
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_frame_alone_tells_the_direction(direction):
+    """A film backwards is that of the opposite direction, pixel for pixel."""
+    for place in CROSSED[direction]:
+        scene = MovingScene("large", "red", "triangle", place, direction, "white")
+        other = MovingScene("large", "red", "triangle", place, OPPOSITE[direction], "white")
+        one, two = (render_moving(each, 32, STILL[0]) for each in (scene, other))
+        assert torch.equal(one.flip(1), two) and not torch.equal(one, two)
+
+
+def test_an_object_stays_within_the_picture():
+    for number, scene in enumerate(SCENES):
+        video = film_of(scene, number)
+        edge = torch.cat([video[:, :, 0], video[:, :, -1], video[..., 0], video[..., -1]], dim=-1)
+        assert (edge == torch.tensor(COLOURS[scene.background])[:, None, None]).all(), scene.caption
+
+
+def test_the_command_writes_films_with_their_captions_and_always_the_same(tmp_path):
+    for name in ("one", "two"):
+        assert command.main([str(tmp_path / name), "world=moving", "num_images=5", "seed=3"]) == 0
+    assert (tmp_path / "one/00000.tar").read_bytes() == (tmp_path / "two/00000.tar").read_bytes()
+    with tarfile.open(tmp_path / "one/00000.tar") as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
+    scenes = [draw_moving_scene(number, 3) for number in range(5)]
+    assert [files[f"{number:09d}.txt"].decode() for number in range(5)] == [scene.caption for scene in scenes]
+    assert json.loads(files["000000001.json"])["direction"] == scenes[1].direction
+    facts = inspect_film(files["000000002.mp4"])
+    assert (facts.width, facts.height, facts.num_frames, facts.fps) == (32, 32, NUM_FRAMES, 8.0)
+
+
+def test_parts_and_prompts_share_no_caption_and_shuffled_ones_are_the_same_in_another_order(tmp_path):
+    def captions(name: str, *words: str) -> list[str]:
+        assert command.main([str(tmp_path / name), "world=moving", *words]) == 0
+        if name.endswith(".tsv"):
+            return [line.split("\t")[2] for line in (tmp_path / name).read_text().splitlines()[1:]]
+        with tarfile.open(tmp_path / name / "00000.tar") as tar:
+            return [tar.extractfile(m).read().decode() for m in tar.getmembers() if m.name.endswith(".txt")]
+
+    training, reference = (captions(part, "num_images=120", f"part={part}") for part in ("training", "reference"))
+    prompts = captions("p.tsv", "num_images=256", "part=prompts")
+    assert len(set(prompts)) == 256
+    assert not set(training) & set(reference) and not set(training) & set(prompts) and not set(reference) & set(prompts)
+    shuffled = captions("shuffled", "num_images=120", "captions=shuffled")
+    assert sorted(shuffled) == sorted(training) and shuffled != training
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a", "objects=one"], "command line: objects changes nothing of films, which show one. Leave it out."),
+        (["a", "image_size=33"], "command line: image_size is 33. A film's sides are even numbers."),
+        (["a.tsv", "layout=files"], "command line: layout changes nothing of a file of prompts. Leave it out."),
+    ],
+)
+def test_what_changes_nothing_of_films_is_refused(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["world=moving", *words]) == 2
+    assert capsys.readouterr().err.strip() == said
+
+
+# --- how motion is read off ---
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_motion_is_read_off_as_it_was_drawn(from_file, tmp_path):
+    for number, scene in enumerate(SCENES):
+        video = film_of(scene, number)
+        if from_file:
+            films.write_mp4(tmp_path / "film.mp4", video, 8.0)
+            video = films.read_mp4(tmp_path / "film.mp4")
+        assert motion_in(video) == (scene.direction, scene.place), scene.caption
+
+
+def test_the_centre_of_a_film_is_where_it_was_drawn():
+    for scene in SCENES:
+        if scene.shape == "triangle":
+            continue  # whose centre of mass is not that of its height
+        centres = centres_of(render_moving(scene, 32, STILL[0]))
+        wanted = [scene.centre(number / (NUM_FRAMES - 1)) for number in range(NUM_FRAMES)]
+        assert float((centres - torch.tensor(wanted)).abs().max()) < 0.4 / 32  # less than half a pixel
+
+
+def test_what_stands_still_jumps_about_or_is_not_there_has_no_direction():
+    video = film_of(SCENES[0])
+    assert motion_in(video[:, :1].expand(-1, NUM_FRAMES, -1, -1)).direction is None
+    assert motion_in(video[:, [0, 8, 0, 8, 4, 8, 0, 8, 0]]).direction is None
+    empty = video.clone()
+    empty[:, 4] = video[:, 4, :1, :1]
+    assert motion_in(empty) == (None, None)
+    noise = torch.randint(0, 256, video.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert motion_in(noise).direction is None
+
+
+def test_a_film_backwards_moves_to_the_other_side():
+    for scene in SCENES[:20]:
+        assert motion_in(film_of(scene).flip(1)).direction == OPPOSITE[scene.direction]
+
+
+# --- the family, and its shipped VAE ---
+
+
+@pytest.fixture
+def tiny() -> LatentDiffusion:
+    config = ModelConfig("shapes", "tiny", "moving", weights="shipped")
+    objective = ObjectiveConfig(caption_dropout=0.0)
+    model = build_model(config, objective, size=(48, 32, 9), normalize="symmetric", seed=0)
+    return model.place(torch.device("cpu"), "fp32")
+
+
+def test_videos_are_those_of_diffusers_pipeline(tiny, monkeypatch):
+    """Times to 1000, guidance, means and deviations of the latents: Wan's pipeline with the same parts.
+
+    What is ours alone, the places of latents as further channels, is put in on the way.
+    """
+    from diffusers import WanPipeline
+
+    for parameter in tiny.denoiser.parameters():  # what begins at zero would hide all else
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05)
+    noise = torch.randn(2, *tiny.family.latent_shape((48, 32, 9)), generator=torch.Generator().manual_seed(0))
+    tokens = tiny.family.tokenize([scene.caption for scene in SCENES[:2]])
+    made = tiny.generate(tokens, noise, sampler="euler", steps=4, guidance=2.0)
+    states, empty = (
+        tiny.family.encode_text(tiny.frozen, text)["text"] for text in (tokens, tiny.family.tokenize(["", ""]))
+    )
+    vae: Any = tiny.frozen["vae"]
+    vae.register_to_config(latents_mean=list(moving.LATENT_MEANS), latents_std=list(moving.LATENT_STDS))
+    vae.register_to_config(scale_factor_spatial=4)
+    pipeline = WanPipeline(
+        text_encoder=None, tokenizer=None, vae=vae, scheduler=scheduler_of(1.0), transformer=tiny.denoiser
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    own = tiny.denoiser.forward
+    places = [torch.tensor([-1.0, 0.0, 1.0]), torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 12)]
+    beside = torch.stack(
+        [place.view(*(-1 if axis == at else 1 for at in range(3))).expand(3, 8, 12) for axis, place in enumerate(places)]
+    )
+    monkeypatch.setattr(
+        tiny.denoiser,
+        "forward",
+        lambda hidden_states, **given: own(
+            torch.cat([hidden_states, beside.expand(len(hidden_states), -1, -1, -1, -1)], dim=1), **given
+        ),
+    )
+    with torch.no_grad():
+        theirs = pipeline(
+            prompt_embeds=states,
+            negative_prompt_embeds=empty,
+            guidance_scale=2.0,
+            latents=noise,
+            num_inference_steps=4,
+            width=48,
+            height=32,
+            num_frames=9,
+            output_type="pt",
+        ).frames.transpose(1, 2)
+    assert made.shape == theirs.shape == (2, 3, 9, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+
+
+def test_the_shipped_video_vae_is_as_good_as_its_file_says():
+    """Measured anew on 64 of the held-out films; the file's figures are of 512."""
+    folder = networks.WEIGHTS / "video_vae"
+    told, config = (json.loads((folder / name).read_text()) for name in ("quality.json", "config.json"))
+    vae = build_encoders(load_family("shapes", "full", "moving"), "shipped").modules["vae"]
+    stage = VideoVaeStage(17, 64, load_reader(networks.WEIGHTS))
+    found = stage.measure(vae)
+    assert all(share >= 0.98 for share in found["read_right"]["films"].values())
+    for name, share in told["read_right"]["rebuilt"].items():
+        assert found["read_right"]["rebuilt"][name] >= share - 0.08, name
+    assert told["read_right"]["rebuilt"]["direction"] >= 0.99
+    assert found["error_levels"] == pytest.approx(told["error_levels"], rel=0.15)
+    assert list(moving.LATENT_MEANS) == config["latents_mean"] == told["latent_mean_of_channels"]
+    assert list(moving.LATENT_STDS) == config["latents_std"] == told["latent_std_of_channels"]
+    latents = vae.encode(stage.films).latent_dist.sample(torch.Generator().manual_seed(0))
+    scaled = load_family("shapes", "full", "moving").normalized(latents).transpose(0, 1).flatten(1)
+    assert scaled.mean(dim=1).abs().max() < 0.25 and (scaled.std(dim=1) - 1).abs().max() < 0.15
+
+
+# --- the recipe ---
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """Films, their latents, held-out ones, and prompts."""
+    folder = tmp_path_factory.mktemp("moving")
+    for name, words in {"films": ["num_images=96"], "held-out": ["num_images=32", "part=reference"]}.items():
+        assert command.main([str(folder / f"{name}-tars"), "world=moving", *words]) == 0
+        assert shards.main([str(folder / f"{name}-tars"), str(folder / name)]) == 0
+        of_family = ["model.family=shapes", "model.variant=moving", "image_size=32", "num_frames=9", "batch_size=16"]
+        assert latents.main([str(folder / name), str(folder / f"{name}-moments"), *of_family]) == 0
+    assert command.main([str(folder / "prompts.tsv"), "world=moving", "part=prompts", "num_images=6"]) == 0
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240, func_only=True)
+def test_the_recipe_shortened_runs_validates_draws_and_is_read_off_afterwards(made, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    words = [f"data.remote={made}/films-moments", "data.local=null", "data.workers=0", "max_duration=24ba"]
+    words += [f"validation.remote={made}/held-out-moments", "validation.local=null", "validation.every_images=384"]
+    words += [f"samples.prompts={made}/prompts.tsv", "samples.every_images=768", "eval.samples=4", "eval.steps=3"]
+    words += [f"run_folder={tmp_path}", "run_name=short", "loggers.progress_bar=false", "schedule.warmup_batches=2"]
+    words += ["validation.num_samples=32", "save.snapshot_every_images=768", "loggers.tensorboard.log_dir=null"]
+    words += ["loggers.wandb.project=easel", "loggers.wandb.mode=offline"]
+    assert benchmark.main([str(YAML), *words]) == 0
+    run = tmp_path / "short"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["val_loss"] for line in lines if line.get("validation")]
+    assert len(losses) == 3 and all(later < earlier for earlier, later in pairwise(losses)), losses
+
+    names = {path.relative_to(run / "samples").as_posix() for path in (run / "samples").rglob("*.*")}
+    at_ends = [f"im{images:012d}" for images in (0, 768)]
+    assert names == {"captions.txt"} | {
+        name for at in at_ends for name in (f"{at}.png", f"{at}.gif", *(f"{at}/{place:02d}.mp4" for place in range(4)))
+    }
+    assert films.read_mp4(run / "samples/im000000000768/03.mp4").shape == (3, 9, 32, 32)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [folder] = {path.parent for path in (run / "tensorboard").rglob("events*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    shown = events.Images("samples/film")
+    assert [film.step for film in shown] == [0, 24] and (shown[0].width, shown[0].height) == (66, 66)
+    assert shown[-1].encoded_image_string == (run / "samples/im000000000768.gif").read_bytes()
+
+    assert "samples/film" in offline(run).names()
+    assert len(list((run / "wandb").glob("offline-run-*/files/media/videos/samples/film_*.gif"))) == 2
+
+    drawn, record = tmp_path / "drawn", tmp_path / "motion.json"
+    drawing = [str(run), f"images={drawn}", f"prompts={made}/prompts.tsv"]
+    assert eval_command.main(drawing) == 0 and eval_command.main(drawing) == 0
+    assert "drawn=0 " in capfd.readouterr().out  # the second time
+    assert len(list(drawn.glob("*.mp4"))) == 6 and (drawn / "sheet.png").is_file()
+    assert motion_command.main([f"videos={drawn}", f"results={record}"]) == 0
+    [case] = json.loads(record.read_text())["cases"]
+    assert (case["num_videos"], case["num_captions"], case["images_seen"]) == (6, 6, 768)
+    assert case["direction"] == sum(n for seen, n in case["seen"].items() if seen.split()[0] == seen.split()[2]) / 6
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: None, "has no MP4 file. Give a folder that eval.py drew."),
+        (lambda folder: (folder / "a.mp4").write_bytes(b"no film"), "a.mp4 cannot be read: "),
+        (
+            lambda folder: films.write_mp4(folder / "a.mp4", film_of(SCENES[0]), 8.0),
+            "a.mp4 has no caption of the moving ",
+        ),
+        (
+            lambda folder: films.write_mp4(
+                folder / "a.mp4", film_of(SCENES[0])[:, :5], 8.0, json.dumps({"prompt": SCENES[0].caption})
+            ),
+            "or not 9 frames. Give a folder that eval.py drew of its prompts.",
+        ),
+    ],
+    ids=["empty", "broken", "of others", "short"],
+)
+def test_a_folder_that_cannot_be_read_off_is_named(make, said, tmp_path, capsys):
+    make(tmp_path)
+    assert motion_command.main([f"videos={tmp_path}", f"results={tmp_path}/m.json"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "m.json").exists()
+
+
+def test_films_that_were_drawn_right_are_all_read_right(tmp_path):
+    """The command's own figures, on films of the captions themselves, and on films of others' captions."""
+    wanted = Films(40, 32, 5, "prompts", "one", "own")
+    for number in range(40):
+        scene, other = wanted.scene(number), wanted.scene((number + 1) % 40)
+        for name, caption in (("own", scene.caption), ("others", other.caption)):
+            told = {"prompt": caption, "model": name, "images_seen": 7, "weights": "ema"}
+            films.write_mp4(tmp_path / name / f"{number:02d}.mp4", film_of(scene, number), 8.0, json.dumps(told))
+    words = [f"videos={tmp_path}/own,{tmp_path}/others", f"results={tmp_path}/m.json"]
+    assert motion_command.main(words) == 0
+    own, others = json.loads((tmp_path / "m.json").read_text())["cases"]
+    assert own["direction"] == own["place"] == 1.0 and own["model"] == "own"
+    assert others["direction"] < 0.5
+
+
+def test_the_recipe_is_of_the_length_of_a_film():
+    recipe = OmegaConf.load(YAML)
+    assert (
+        recipe.num_frames == NUM_FRAMES and load_family("shapes", "full", "moving").frames_problem(NUM_FRAMES) is None
+    )
