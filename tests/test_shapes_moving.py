@@ -195,13 +195,16 @@ def test_videos_are_those_of_diffusers_pipeline(tiny, monkeypatch):
     vae.register_to_config(latents_mean=list(moving.LATENT_MEANS), latents_std=list(moving.LATENT_STDS))
     vae.register_to_config(scale_factor_spatial=4)
     pipeline = WanPipeline(
-        text_encoder=None, tokenizer=None, vae=vae, scheduler=scheduler_of(1.0), transformer=tiny.denoiser
+        text_encoder=None, tokenizer=None, vae=vae, scheduler=scheduler_of(3.0), transformer=tiny.denoiser
     )
     pipeline.set_progress_bar_config(disable=True)
     own = tiny.denoiser.forward
     places = [torch.tensor([-1.0, 0.0, 1.0]), torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 12)]
     beside = torch.stack(
-        [place.view(*(-1 if axis == at else 1 for at in range(3))).expand(3, 8, 12) for axis, place in enumerate(places)]
+        [
+            place.view(*(-1 if axis == at else 1 for at in range(3))).expand(3, 8, 12)
+            for axis, place in enumerate(places)
+        ]
     )
     monkeypatch.setattr(
         tiny.denoiser,
@@ -264,7 +267,7 @@ def made(tmp_path_factory) -> Path:
 @pytest.mark.timeout(240, func_only=True)
 def test_the_recipe_shortened_runs_validates_draws_and_is_read_off_afterwards(made, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
-    words = [f"data.remote={made}/films-moments", "data.local=null", "data.workers=0", "max_duration=24ba"]
+    words = [f"data.remote={made}/films-moments", "data.local=null", "data.workers=0", "max_duration=48ba"]
     words += [f"validation.remote={made}/held-out-moments", "validation.local=null", "validation.every_images=384"]
     words += [f"samples.prompts={made}/prompts.tsv", "samples.every_images=768", "eval.samples=4", "eval.steps=3"]
     words += [f"run_folder={tmp_path}", "run_name=short", "loggers.progress_bar=false", "schedule.warmup_batches=2"]
@@ -288,7 +291,7 @@ def test_the_recipe_shortened_runs_validates_draws_and_is_read_off_afterwards(ma
     events = EventAccumulator(str(folder))
     events.Reload()
     shown = events.Images("samples/film")
-    assert [film.step for film in shown] == [0, 24] and (shown[0].width, shown[0].height) == (66, 66)
+    assert [film.step for film in shown] == [0, 48] and (shown[0].width, shown[0].height) == (66, 66)
     assert shown[-1].encoded_image_string == (run / "samples/im000000000768.gif").read_bytes()
 
     assert "samples/film" in offline(run).names()

@@ -75,6 +75,8 @@ def test_two_ranks_that_train_on_films_are_killed_and_go_on_bit_for_bit(stages, 
     assert [line["val_loss"] for line in lines if "val_loss" in line] != []
     samples = {name: tmp_path / name / "samples" for name in ("whole", "part")}
     names = sorted(path.relative_to(samples["whole"]).as_posix() for path in samples["whole"].rglob("*.*"))
-    assert len(names) == 1 + 3 * (2 + 3)  # captions; after 0, 16 and 32 videos a picture, a film, and a file of each video
+    assert len(names) == 1 + 3 * (
+        2 + 3
+    )  # captions; after 0, 16 and 32 videos a picture, a film, and a file of each video
     for name in names:
         assert (samples["whole"] / name).read_bytes() == (samples["part"] / name).read_bytes(), name

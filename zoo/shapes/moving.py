@@ -34,6 +34,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 
 
 NUM_AXES = 3
+SHIFT = 3.0  # as Wan has it for 480 lines: where things are is settled in the noise
 
 
 def positions_like(latents: Tensor) -> Tensor:  # (B, C, f, h, w) -> (B, 3, f, h, w)
@@ -50,7 +51,7 @@ class Moving(VideoFamily):
     """What `zoo.spec.Family` asks of films, beside what all variants of the miniature share."""
 
     variant = "moving"
-    objective = dict(prediction="flow", caption_dropout=0.1, timesteps="uniform", shift=1.0)
+    objective = dict(prediction="flow", caption_dropout=0.1, timesteps="uniform", shift=SHIFT)
     num_frames, frames_per_latent, frames_per_sec = motion.NUM_FRAMES, 4, motion.FRAMES_PER_SEC
     pixels_per_latent, side_step = PIXELS_PER_LATENT, 2 * PIXELS_PER_LATENT
     latent_channels = len(LATENT_MEANS)
@@ -58,6 +59,9 @@ class Moving(VideoFamily):
     shipped = networks.WEIGHTS
     lora_targets = ATTENTION
     sizes: Mapping[str, Any]
+
+    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+        return SHIFT
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import WanTransformer3DModel
