@@ -250,7 +250,7 @@ $(MOVING)/prompts.tsv:
 	$(PY) -m prepare.shapes $@ world=moving num_images=256 part=prompts
 
 $(MOVING)/films-tars $(MOVING)/shuffled-tars $(MOVING)/held-out-tars:
-	$(PY) -m prepare.shapes $@ world=moving $(if $(findstring held,$@),num_images=512 part=reference,num_images=4096) $(if $(findstring shuf,$@),captions=shuffled)
+	$(PY) -m prepare.shapes $@ world=moving $(if $(findstring held,$@),num_images=512 part=reference,num_images=3072) $(if $(findstring shuf,$@),captions=shuffled)
 
 $(MOVING)/%/dataset.json: | $(MOVING)/%-tars
 	$(PY) -m prepare.shards $(MOVING)/$*-tars $(@D)
@@ -296,6 +296,9 @@ gpu-latency:  ## on a GPU machine: seconds from caption to image of SD2 and SD 1
 report: $(STAMP)  ## write what README and docs/ show anew, from committed records: tables of keys and of figures, and all pictures
 	$(PY) -m cli.describe docs/*.md
 	$(PY) -m reports.samples reports/results/shapes_samples.png reports/results/shapes_samples.txt docs/pictures/samples.png gap_px=6
+	$(PY) -m reports.samples reports/results/shapes_moving_samples.png reports/results/shapes_moving_samples.txt docs/pictures/moving.png tile_px=526 columns=2
+	$(PY) -m reports.samples reports/results/shapes_moving_samples.png reports/results/shapes_moving_samples.txt docs/pictures/moving_four.png \
+	  tile_px=526 columns=2 most=4
 	$(PY) -m evaluation.plots reports/results/shapes/seed17.json reports/results/shapes/seed18.json reports/results/shapes/seed19.json \
 	  docs/pictures/scores.png target=yamls/shapes.yaml
 	$(PY) -m evaluation.plots reports/results/shapes/guidance/eval.jsonl reports/results/shapes/guidance/guidance.png

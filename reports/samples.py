@@ -8,6 +8,7 @@ GRID.png: a grid of callbacks/sample_grid.py, about square, an image for each li
     tile_px     width of an image in OUT.png, 128
     columns     images in a row of OUT.png, 8
     gap_px      between two images of GRID.png, 2
+    most        images of OUT.png, the first ones; 4096
 
 The picture of the README is made by `make report`.
 Exit code: 0, or 2 where a file cannot be read or is not such a grid.
@@ -84,7 +85,7 @@ def captioned(tiles: Sequence[Image.Image], captions: Sequence[str], tile_px: in
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    sizes = {"tile_px": 128, "columns": 8, "gap_px": 2}
+    sizes = {"tile_px": 128, "columns": 8, "gap_px": 2, "most": 4096}
     places = [word for word in argv if word.partition("=")[0] not in sizes]
     try:
         if len(places) != 3:
@@ -99,7 +100,8 @@ def main(argv: Sequence[str]) -> int:
         captions = Path(places[1]).read_text().splitlines()
         with Image.open(places[0]) as grid:
             tiles = tiles_of(grid.convert("RGB"), len(captions), sizes["gap_px"])
-        picture = captioned(tiles, captions, sizes["tile_px"], sizes["columns"])
+        most = sizes["most"]
+        picture = captioned(tiles[:most], captions[:most], sizes["tile_px"], sizes["columns"])
         Path(places[2]).parent.mkdir(parents=True, exist_ok=True)
         picture.save(places[2], optimize=True)
     except (OSError, ValueError) as error:

@@ -352,3 +352,47 @@ def test_the_recipe_is_of_the_length_of_a_film():
     assert (
         recipe.num_frames == NUM_FRAMES and load_family("shapes", "full", "moving").frames_problem(NUM_FRAMES) is None
     )
+
+
+# --- what the page says, against the records: `make controls-video` makes them ---
+
+RECORDS = ROOT / "reports/results/shapes_moving"
+SAID = {name: f"seed {name[4:]}" for name in ("seed17", "seed18", "seed19")}
+SAID["shuffled"] = "captions shuffled in training"
+
+
+def validations() -> dict[str, list[dict[str, Any]]]:
+    """Return those of each run; one untrained network, then after so many videos."""
+    found = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("*.json") if path.stem in SAID}
+    assert found.keys() == SAID.keys() and all(record["status"] == "ok" for record in found.values())
+    assert len({record["commit"] for record in found.values()}) == 1
+    return {name: record["validations"] for name, record in found.items()}
+
+
+def motions() -> dict[str, dict[str, Any]]:
+    """Return what was read off each run's videos."""
+    found = {case["model"]: case for case in json.loads((RECORDS / "motion.json").read_text())["cases"]}
+    assert found.keys() == SAID.keys()
+    assert {(case["num_videos"], case["num_captions"]) for case in found.values()} == {(256, 256)}
+    return found
+
+
+def test_things_move_as_unseen_captions_say_and_with_shuffled_captions_they_do_not():
+    losses, seen = validations(), motions()
+    for name in SAID:
+        first, last = losses[name][0]["val_loss"], losses[name][-1]["val_loss"]
+        assert last < 0.25 * first, name
+        assert (seen[name]["direction"] < 0.35) if name == "shuffled" else (seen[name]["direction"] >= 0.8), name
+    own = [losses[name][-1]["val_loss"] for name in SAID if name != "shuffled"]
+    assert losses["shuffled"][-1]["val_loss"] > 1.1 * max(own)
+
+
+def test_the_pages_table_is_that_of_the_records():
+    page, losses, seen = (ROOT / "docs/miniature.md").read_text(), validations(), motions()
+    for name, text in SAID.items():
+        first, last = (losses[name][place]["val_loss"] for place in (0, -1))
+        shares = " | ".join(f"{seen[name][key]:.3f}" for key in ("direction", "place"))
+        assert f"| {text} | {first:.3f} | {last:.3f} | {shares} |" in page
+    expected = OmegaConf.load(YAML).max_duration, OmegaConf.load(YAML).global_batch_size
+    assert losses["seed17"][-1]["images"] == int(expected[0].removesuffix("ba")) * expected[1]
+    assert f"direction is right in {seen['seed17']['direction']:.2f} of 256" in YAML.read_text()
