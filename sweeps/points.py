@@ -185,17 +185,17 @@ def _digest(content: Any) -> str:
 # --- memory ---
 
 
-def is_as_large(point: Point, other: Point, grows: Sequence[str]) -> bool:
-    """True where a point takes at least another one's memory: it is larger along `grows`, or equal, and else the same."""
+def is_larger(point: Point, other: Point, grows: Sequence[str]) -> bool:
+    """True where a point can only take more memory than another: it is larger along some of `grows`, and else the same."""
     keys = {*point.values, *other.values} - {*SAME_MEMORY}
     if any(key not in point.values or key not in other.values for key in keys):
         return False
-    pairs = {key: (_sizes(point.values[key]), _sizes(other.values[key])) for key in keys if key in grows}
+    pairs = [(_sizes(point.values[key]), _sizes(other.values[key])) for key in keys if key in grows]
     is_same = all(point.values[key] == other.values[key] for key in keys if key not in grows)
-    return is_same and all(
-        len(own) == len(theirs) and all(a >= b for a, b in zip(own, theirs, strict=True))
-        for own, theirs in pairs.values()
-    )
+    are_of_one_form = all(len(own) == len(theirs) for own, theirs in pairs)
+    sides = [side for own, theirs in pairs for side in zip(own, theirs, strict=False)]
+    is_more = any(a > b for a, b in sides) and all(a >= b for a, b in sides)
+    return is_same and are_of_one_form and is_more
 
 
 def by_size(points: Sequence[Point], grows: Sequence[str]) -> list[Point]:

@@ -18,7 +18,7 @@ from cli.files import write_whole
 from cli.log import log
 from record.files import SUMMARY, read_lines
 from record.writing import append_lines, as_lines
-from sweeps.points import Point, is_as_large
+from sweeps.points import Point, is_larger
 
 STATE, LOGS, STALE = "sweep.jsonl", "logs", "stale"
 STARTED = "started"
@@ -77,8 +77,8 @@ class State:
             return OVER_PLAN, point.over_plan
         for other in points:
             has_run_out = other is not point and self.line_of(other).get("status") == "out_of_memory"
-            if has_run_out and is_as_large(point, other, grows):
-                return LARGER, f"it takes at least the memory of {other.name}, which ran out of it"
+            if has_run_out and is_larger(point, other, grows):
+                return LARGER, f"it takes more memory than {other.name}, which ran out of it"
         if status == "killed":
             return status, said
         if not line and (point.name in self._last or (self.folder / point.name).exists()):
