@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, TINY_RUN
+from conftest import ROOT, TINY_RUN, run, started
 
 import sweep as command
 from cli.errors import ConfigError, Refused
@@ -474,3 +477,141 @@ def test_a_line_of_speed_is_what_the_other_keys_are_and_seeds_are_its_spread():
 def test_a_signal_is_known_by_python_s_a_shell_s_and_the_launcher_s_codes(code, name):
     assert processes.signal_of(code).name == name
     assert processes.status_of(code, "") == ("failed" if name == "SIGSEGV" else "killed")
+
+
+# --- whole sweeps ---
+
+WRAPPED = """
+import sys
+import sweep
+from sweeps import points, running
+for module in (sweep, points, running):
+    module.commit = lambda: "a" * 40  # whatever the checkout of the tests is
+of_run = running.Runner.commands_of
+def commands_of(runner, point):
+    own = point.values.get("global_batch_size", 8) >= 1024  # less address space than its batch takes
+    start = ["bash", "-c", 'ulimit -v 8500000; exec "$@"', "x"] if own else []
+    return [[*start, *command] for command in of_run(runner, point)]
+running.Runner.commands_of = commands_of
+sweep.start(sweep.main)
+"""
+
+
+def processes_of(folder: Path, name: str = "") -> list[psutil.Process]:
+    """Those that run a point of a sweep in this folder; of all points, or of one."""
+    own = {f"run_name={name}"} if name else set()
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = {*(process.info["cmdline"] or [])}
+        is_alive = process.info["status"] != psutil.STATUS_ZOMBIE
+        if f"run_folder={folder}" in words and own <= words and is_alive:
+            found.append(process)
+    return found
+
+
+def wait_until(happens, process: subprocess.Popen | None = None) -> None:
+    deadline = time.monotonic() + 240
+    while not happens():
+        assert process is None or process.poll() is None, "the sweep has ended"
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900, func_only=True)
+def test_a_sweep_with_a_crash_a_hang_and_an_out_of_memory_killed_twice_ends_with_every_row_right(tmp_path):
+    """Real runs. The first is killed with the sweep, and resumes from its checkpoint; another stands still."""
+    program = tmp_path / "wrapped.py"
+    program.write_text(WRAPPED)
+    path = written(
+        tmp_path,
+        "points: [{seed: 1}, {optimizer.lr: 1.0e+30}, {seed: 2}, {global_batch_size: 1024}, {global_batch_size: 1032}]\n"
+        "grows: [global_batch_size]\njobs: 2\nlimit_sec: 500\n",
+    )
+    keys = ["data.stage=moments", "max_duration=60ba", "save.every_images=16", "save.keep=1"]
+    call = ["python", str(program), str(path), f"runs={tmp_path}/runs", *keys]
+    folder = tmp_path / "runs/sweeps/small"
+    first, hung = folder / "seed-1", "seed-2"
+
+    def stop(name: str) -> bool:
+        """Let a run stand still as if it hung: all of its processes."""
+        found = processes_of(folder, name)
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+        return bool(found)
+
+    try:
+        with started(*call) as sweep:
+            wait_until(lambda: num_lines(first / "metrics.jsonl") >= 3, sweep)
+            os.kill(sweep.pid, signal.SIGKILL)
+            assert stop("seed-1")
+        assert processes_of(folder, "seed-1")  # a kill of the sweep alone leaves its runs
+        with started(*call, output=subprocess.PIPE) as sweep:
+            wait_until(lambda: stop(hung), sweep)
+            ends = ('"ok"', '"failed"', '"out_of_memory"')
+            wait_until(lambda: all(end in (folder / "sweep.jsonl").read_text() for end in ends), sweep)
+            os.kill(sweep.pid, signal.SIGKILL)
+            assert "processes of a sweep that was killed went on" in sweep.communicate(timeout=60)[1]
+        assert processes_of(folder, hung)
+        with started(*call, "limit_sec=5", output=subprocess.PIPE) as sweep:  # the one that hangs is left
+            printed, said = sweep.communicate(timeout=400)
+    finally:
+        for process in processes_of(folder):
+            process.kill()
+    found = rows(tmp_path)
+    assert [row["status"] for row in found.values()] == [
+        "ok",
+        "failed",
+        "timeout",
+        "out_of_memory",
+        "larger_than_oom",
+    ], said
+    assert sweep.returncode == 1 and printed.splitlines()[-1].startswith("5 runs: 1 ok, 1 failed, 1 timeout, ")
+    ok, failed, timeout, memory, larger = found.values()
+    assert float(ok["images_per_sec_per_device"]) > 0 and int(ok["windows"]) > 3 and float(ok["loss"]) > 0
+    assert num_lines(first / "starts.jsonl") >= 2 and json.loads((first / "summary.json").read_text())["batches"] == 60
+    assert failed["message"].startswith("loss: ") and "Lower optimizer.lr" in failed["message"]
+    assert timeout["message"] == "it was ended after 5 s (limit_sec)"
+    assert "DefaultCPUAllocator: can't allocate memory" in memory["message"] or "out of memory" in memory["message"]
+    assert larger["message"] == "it takes more memory than global_batch_size-1024, which ran out of it"
+    assert processes_of(folder) == [] and (folder / "page.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
+def test_a_signal_leaves_no_process_behind_and_the_same_command_goes_on(tmp_path, sent):
+    program, path = tmp_path / "wrapped.py", written(tmp_path, "matrix: {seed: [1, 2]}\n")
+    own = "import sys; from sweeps import running; from pathlib import Path; "
+    own += "running.Runner.commands_of = lambda runner, point: "
+    own += "[['bash', '-c', 'sleep 600 & wait', f'run_folder={runner.sweep.folder}', f'run_name={point.name}']]\n"
+    program.write_text(own + WRAPPED.split("of_run")[0] + "sweep.start(sweep.main)\n")
+    folder = tmp_path / "runs/sweeps/small"
+    with started("python", str(program), str(path), f"runs={tmp_path}/runs", output=subprocess.PIPE) as sweep:
+        wait_until(lambda: processes_of(folder), sweep)
+        group = os.getpgid(processes_of(folder)[0].pid)
+        os.kill(sweep.pid, getattr(signal, sent))
+        _, said = sweep.communicate(timeout=90)
+    assert sweep.returncode == 128 + getattr(signal, sent) and not processes.is_alive(group)
+    assert "2 runs: 2 pending. The same command resumes the sweep." in said
+
+
+@pytest.mark.slow
+def test_the_command_as_people_type_it_shows_what_would_run():
+    done = run(
+        "python",
+        "sweep.py",
+        "yamls/sweeps/sd2_precision_microbatch.yaml",
+        "dry_run=true",
+        "model.preset=tiny",
+        "image_size=64",
+        "attention=auto",
+        "cudnn_benchmark=false",
+        "compile=off",
+        "precision=[fp32,bf16]",
+    )
+    assert done.returncode == 0 and done.stdout.count("composer -n 1 benchmark.py yamls/sd2_512") == 8, done.stderr
