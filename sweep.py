@@ -101,7 +101,7 @@ def statuses_of(only: str | None) -> tuple[str, ...] | None:
 def say(sweep: Sweep, points: Sequence[Point]) -> None:
     """Say what is allowed and may not be meant: an axis of one value, code that is no commit."""
     for key, values in sweep.axes.items():
-        if len(values) == 1:
+        if len(values) == 1 and all(key in point.values for point in points):
             log.info(f"{sweep.path}: {key} has one value, so that nothing is compared along it")
     if not is_commit(here := commit()):
         given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
@@ -140,11 +140,17 @@ def finish(sweep: Sweep, rows: Sequence[table.Row]) -> None:
         if row["message"]:
             print(f"{row['run']}: {row['status']}: {row['message']}")
     folders = [sweep.folder / row["run"] for row in rows if row["status"] == OK]
-    written: list[Path] = [sweep.folder / table.CSV, *pictures.draw(rows, sweep.axes, sweep.folder)]
-    if folders:
-        written.append(page.write(folders[: page.MOST_RUNS], sweep.folder / PAGE))
+    written: list[Path] = [sweep.folder / table.CSV]
+    try:
+        written += pictures.draw(rows, sweep.axes, sweep.folder)
+        if folders:
+            written.append(page.write(folders[: page.MOST_RUNS], sweep.folder / PAGE))
+    except (OSError, ValueError) as error:  # a folder that was removed meanwhile, a file that cannot be written
+        log.warning(f"{sweep.folder}: not all pictures and pages could be written: {error}")
     if len(folders) > page.MOST_RUNS:
-        log.info(f"{written[-1]}: of {len(folders)} runs the first {page.MOST_RUNS} are on it, as many as a page takes")
+        log.info(
+            f"{sweep.folder / PAGE}: it has the first {page.MOST_RUNS} of {len(folders)} runs, as many as a page takes"
+        )
     print(f"{table.in_words(rows)}. Written: {', '.join(map(str, written))}")
 
 
