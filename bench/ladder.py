@@ -7,9 +7,9 @@ A rung is a YAML of yamls/ with the ladder's keys and some of its own; the first
 against the last one before it that ran, or against the one that it names as `over`, and against the baseline, where device
 and commit are the same (and the call, where no commit names the code); RESULTS/LADDER/ladder.png shows it. A rung's record,
 RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, profile, status:
-ok, or refused (by the configuration check), out_of_memory, timeout, failed, with the end of what the run printed. A rung that
-has an `ok` record of this commit is not run again, so that the command can be called until all are there; no call takes
-longer than `budget_sec` and `limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
+ok, or refused (by the configuration check), out_of_memory, timeout, killed, failed, with the end of what the run printed. A
+rung that has an `ok` record of this commit is not run again, so that the command can be called until all are there; no call
+takes longer than `budget_sec` and `limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
 results= defaults to reports/results; runs=FOLDER keeps the rungs' runs there (checkpoints, samples), else they are removed.
 Exit code: 0 when each rung with a record ran, was refused or ran out of memory, 1 when one failed or none ran, 2 when the
 ladder cannot be read.
@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,12 +40,11 @@ from cli.limits import kind_of_path, shown
 from cli.log import log
 from cli.table import as_table
 from preflight.limits import unwritable
+from record import processes
 from record.environment import commit, device_name
 from record.files import read_lines
 from record.summary import VAL_LOSS
-from weights.tensors import OF_MEMORY
 
-OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", *OF_MEMORY)
 SPEED = "images_per_sec"
 COLUMNS = (
     "status",
@@ -184,11 +181,12 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | 
         if group and rung.program == "benchmark" and not any(key.startswith("loggers.group=") for key in rung.keys):
             arguments.append(f"loggers.group={group}")
         program = PROGRAMS[rung.program]
-        ranks = str(rung.ranks)
-        command = [sys.executable, "-m", "composer.cli", "-n", ranks, *program, *arguments]
-        record = {"rung": rung.name, "command": f"composer -n {ranks} {' '.join([*program, rung.yaml, *rung.keys])}"}
+        record = {
+            "rung": rung.name,
+            "command": f"composer -n {rung.ranks} {' '.join([*program, rung.yaml, *rung.keys])}",
+        }
         started = time.monotonic()
-        code, output = _run(command, limit_sec)
+        code, output = processes.run(processes.of_composer(rung.ranks, *program, *arguments), limit_sec)
         record["process_seconds"] = round(time.monotonic() - started, 1)
         summary = Path(folder, rung.name, "summary.json")
         if code == 0 and summary.is_file():
@@ -201,42 +199,8 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | 
             profile = summary.with_name("profile") / "table.json"
             of_profile = {"profile": json.loads(profile.read_text())} if profile.is_file() else {}
             return {**record, "status": "ok", **json.loads(summary.read_text()), **found, **of_profile}
-    if code is None:
-        status = "timeout"
-    elif code == 2:
-        status = "refused"
-    else:
-        status = "out_of_memory" if any(text in output for text in OUT_OF_MEMORY) else "failed"
-    place = {"device": device_name(), "commit": commit()}
-    return {**record, "status": status, "limit_sec": limit_sec, **place, "output_end": output[-2000:]}
-
-
-def _run(command: Sequence[str], limit_sec: int) -> tuple[int | None, str]:
-    """Run a command in a process group of its own; the code is None when it had to be ended at its limit."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=Path(__file__).resolve().parent.parent,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(timeout=limit_sec)
-        except subprocess.TimeoutExpired:
-            code = None
-            _end(process)
-        except BaseException:  # an interrupted ladder leaves no run behind that would hold the GPU
-            _end(process)
-            raise
-        output.seek(0)
-        return code, output.read()
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End a rung with all its children."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    ended = {"status": processes.status_of(code, output), "limit_sec": limit_sec}
+    return {**record, **ended, "device": device_name(), "commit": commit(), "output_end": output[-2000:]}
 
 
 def _done(path: Path, here: str | None) -> bool:
@@ -378,7 +342,7 @@ def main(argv: Sequence[str]) -> int:
     is_quality = any(f"{kind}s" in row for row in rows for kind in OF_POINTS)
     if sum(bool(row.get(SPEED)) for row in rows) > 1 and not is_quality:
         draw(rows, folders["results"] / ladder.name / "ladder.png", f"{ladder.name}, {rows[0].get('device')}")
-    is_bad = any(record["status"] in ("failed", "timeout") for record in rows)
+    is_bad = any(record["status"] in ("failed", "timeout", "killed") for record in rows)
     return 1 if is_bad or not any(record["status"] == "ok" for record in rows) else 0
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from bench.contest import Figures, rounded, take_turns
-from bench.ladder import OUT_OF_MEMORY
 from bench.latency_makers import (
     WAYS,
     Apart,
@@ -36,6 +35,7 @@ from bench.latency_makers import (
 from bench.pipeline import twin_of
 from cli.limits import shown
 from model import AUTOCAST_DTYPES, LatentDiffusion
+from record.processes import OUT_OF_MEMORY
 from reports.latency import PIPELINE
 
 

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from bench import ladder
 from cli.errors import ConfigError
+from record import processes
 
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
@@ -132,7 +133,7 @@ def test_the_command_says_what_it_does_not_know(capsys):
     ],
 )
 def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, output, status):
-    monkeypatch.setattr(ladder, "_run", lambda command, limit: (code, output))
+    monkeypatch.setattr(processes, "run", lambda command, limit: (code, output))
     record = ladder.run_rung(ladder.Rung("a", "x.yaml", ()), 5)
     assert record["status"] == status and record["output_end"] == output and record["device"]
     assert status in ladder.table([record]).splitlines()[1]
@@ -140,7 +141,7 @@ def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, outpu
 
 def test_the_runs_of_a_ladder_are_one_group_where_they_are_logged(monkeypatch):
     commands: list[list[str]] = []
-    monkeypatch.setattr(ladder, "_run", lambda command, limit: (commands.append(command) or 2, ""))
+    monkeypatch.setattr(processes, "run", lambda command, limit: (commands.append(command) or 2, ""))
     own = ("loggers.group=own",)
     for rung in (
         ladder.Rung("a", "x", ()),
@@ -231,7 +232,7 @@ def test_a_ladder_of_which_nothing_ran_has_failed(tmp_path, monkeypatch):
 
 
 def test_a_process_that_outlives_its_limit_is_ended_with_its_children():
-    code, output = ladder._run(["bash", "-c", "echo started; sleep 60 & wait"], 2)
+    code, output = processes.run(["bash", "-c", "echo started; sleep 60 & wait"], 2)
     assert code is None and output == "started\n"
 
 
@@ -242,9 +243,9 @@ def test_an_interrupted_ladder_leaves_no_run_behind(tmp_path, sent):
     pid_file = tmp_path / "pid"
     program = tmp_path / "interrupted.py"
     program.write_text(
-        "import sys; from bench import ladder; "
+        "import sys; from bench import ladder; from record import processes; "
         "ladder.run_rung = lambda rung, limit, runs, group: "
-        f"ladder._run(['bash', '-c', 'sleep 60 & echo $! > {pid_file}; wait'], 50); "
+        f"processes.run(['bash', '-c', 'sleep 60 & echo $! > {pid_file}; wait'], 50); "
         "sys.exit(ladder.main(sys.argv[1:]))"
     )
     path = tmp_path / "x.yaml"
@@ -288,7 +289,7 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, ca
     OmegaConf.save({**steps, "rungs": [*kept.values()]}, path)
     start = SimpleNamespace(**vars(subprocess))
     start.Popen = lambda command, **ways: warm.Process(["composer", *command[3:]], **ways)
-    monkeypatch.setattr(ladder, "subprocess", start)
+    monkeypatch.setattr(processes, "subprocess", start)
     command = [str(path), f"results={tmp_path}"]
     assert ladder.main(command) == 0, capsys.readouterr()
     records = {p.stem: json.loads(p.read_text()) for p in (tmp_path / "cpu").glob("*.json")}

@@ -16,10 +16,13 @@ FLOORS = [
     {"zoo", "record", "ema"},
     {"model", "data", "callbacks", "evaluation", "reports"},
     {"training"},
-    {"sweep", "export", "preflight", "launch"},
-    {"benchmark", "eval", "prepare", "bench"},
+    {"export", "preflight", "launch"},
+    {"benchmark", "eval", "prepare", "bench", "sweep", "sweeps"},
 ]
 """Rooms by floor, the lowest first. Tests may import everything."""
+
+ITS_PARTS = {"sweep": "sweeps"}
+"""File at the root -> the folder of its parts, which is one room with it."""
 
 ROOT_FILES = {"benchmark", "eval", "sweep", "export", "config", "data", "model", "ema"}
 FORBIDDEN_FOLDERS = {"runs", "checkpoints", "datasets", "samples", "cache", "wandb"}
@@ -81,7 +84,7 @@ def violations(path: Path) -> list[str]:
         target = floor_of(imported)
         if target is None:
             continue
-        inside = imported.split(".")[0] == room
+        inside = imported.split(".")[0] in (room, ITS_PARTS.get(room))
         family, other = (set(name.split(".")[1:2]) & FAMILIES for name in (module, imported))
         apart = room == "callbacks" or (room == "zoo" and family and other and family != other)
         if (inside and apart and "." in imported) or (not inside and target >= floor):

@@ -3,7 +3,6 @@
 How each command of a page is checked stands in the name of its case:
 
     parsed      by the program's own reader of its command line, keys and types included
-    run in bash with the programs replaced by ones that show their words
     target      there is such a target in the Makefile; RUN_BY says which test runs what it runs
     module      of another project: it is installed; tests/test_mlperf_log.py and tests/test_reports_mlperf.py run MLPerf's
 """
@@ -15,10 +14,9 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +27,7 @@ from PIL import Image
 import benchmark
 from bench.ladder import read_ladder
 from bench.micro import table
-from cli.command_line import RENAMED, parse_command_line
+from cli.command_line import RENAMED, Assignment, parse_command_line
 from cli.describe import Key, described, keys_of, page_of
 from cli.limits import limited
 from config import load, schema_keys
@@ -37,6 +35,7 @@ from eval import EvalCommand
 from prepare.words import split_words
 from record.summary import rounded
 from reports import live, samples
+from sweeps.file import read_sweep
 from tests.store.__main__ import table as table_of_faults
 from zoo import FAMILIES, load_family
 from zoo.flux import OBJECTIVES
@@ -49,7 +48,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics"
+    "benchmarks weights video versions licences metrics sweeps"
 )
 
 
@@ -68,7 +67,7 @@ def commands() -> Iterator[tuple[str, str]]:
     for page, block in blocks("bash"):
         yield from ((page, line.split(" #")[0].strip()) for line in block.splitlines() if line.strip())
     for page, text in PAGES.items():
-        begins = re.compile(r"([A-Z_]+=\S+ )*(composer|python -m|python export.py|make) ")
+        begins = re.compile(r"([A-Z_]+=\S+ )*(composer|python -m|python export.py|python sweep.py|make) ")
         yield from ((page, span) for span in spans(text) if begins.match(span))
 
 
@@ -100,6 +99,7 @@ COMMANDS = {
     "bench.lora": ("LoraBenchConfig", range(1)),
     "export": ("ExportConfig", range(2, 3)),
     "bench.page": ("PageBenchConfig", range(1, 2)),
+    "sweeps.file": ("SweepCommand", range(0)),
 }
 """Command -> the dataclass of its keys, and how many places it takes."""
 
@@ -134,11 +134,11 @@ RUN_BY = {
 
 def kind_of(command: str) -> str:
     words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
-    if words[0] in ("composer", "pip") or words[:2] == ["python", "export.py"]:
+    if words[0] in ("composer", "pip") or words[:2] in (["python", "export.py"], ["python", "sweep.py"]):
         return "parsed"
     if words[:2] == ["python", "-m"]:
         return "module" if words[2].startswith(("mlperf_logging.", "pytest")) else "parsed"
-    return {"make": "target", "for": "run in bash", "source": "target"}.get(words[0], "unknown")
+    return {"make": "target", "source": "target"}.get(words[0], "unknown")
 
 
 def read(module: str, words: list[str]) -> None:
@@ -153,6 +153,12 @@ def read(module: str, words: list[str]) -> None:
         assert read_ladder(str(ROOT / words[0])).rungs and all(
             word.startswith(("results=", "runs=")) for word in words[1:]
         )
+    elif module == "sweep":
+        sweep = read_sweep(words)
+        for values in sweep.points.values():
+            line = parse_command_line([sweep.own.yaml or "", *sweep.keys, *sweep.typed], benchmark.ALIASES)
+            own = [Assignment("", key, value, key) for key, value in values.items()]
+            load(benchmark.RunConfig, replace(line, assignments=line.assignments + own), check=lambda config: [])
     elif module == "prepare.shapes":
         assert set(words) == {"--train_encoders", "OUT"}  # tests/test_shapes_training.py runs it
     elif module == "reports.mlperf":
@@ -186,9 +192,6 @@ CASES = sorted(set(commands()))
 def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
     monkeypatch.chdir(ROOT)
     kind = kind_of(command)
-    if kind == "run in bash":
-        check_ten_runs(command)
-        return
     words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
     if kind == "target":
         # What is activated is what `make env` makes.
@@ -210,27 +213,19 @@ def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
         read(words[script].removesuffix(".py"), words[script + 1 :])
 
 
-def check_ten_runs(line: str) -> None:
-    """As bash reads it, with the program replaced by one that shows its words: ten runs of ten seeds."""
-    shown = subprocess.run(
-        ["bash", "-euc", f'composer() {{ printf "%s\\n" "$*"; }}; {line}'], capture_output=True, text=True, timeout=30
-    )
-    words = [shlex.split(command) for command in shown.stdout.splitlines()]
-    runs = []
-    scored = [one[-1] for one in words if "eval.py" in one]
-    for one in (one for one in words if "benchmark.py" in one):
-        command_line = parse_command_line(one[one.index("benchmark.py") + 1 :], benchmark.ALIASES)
-        runs.append(load(benchmark.RunConfig, command_line, check=lambda config: []))
-    assert len(runs) == 10 == len({run.seed for run in runs}) == len({run.run_name for run in runs})
-    assert {run.model.variant for run in runs} == {"mlperf"}
-    assert scored == ([f"runs/{run.run_name}" for run in runs] if runs[0].mlperf.enabled else [])
+def test_the_ten_seeds_of_the_benchmark_are_one_sweep(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sweep = read_sweep(["yamls/sweeps/mlperf_256_ten_seeds.yaml"])
+    assert len(sweep.points) == 10 == len({values["seed"] for values in sweep.points.values()})
+    assert (sweep.own.yaml, sweep.own.ranks) == ("yamls/mlperf_256.yaml", 8)
+    assert all(name.startswith("seed-") for name in sweep.points)  # as the report's command names them
 
 
 def test_every_block_says_whether_it_is_commands_or_text_and_every_command_has_a_kind():
     kinds = {found[1] for text in PAGES.values() for found in BLOCK.finditer(text)}
     assert kinds == {"bash", "text"}
     assert [command for _, command in CASES if kind_of(command) == "unknown"] == []
-    assert {kind_of(command) for _, command in CASES} == {"parsed", "run in bash", "target", "module"}
+    assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module"}
 
 
 # --- the pages ---

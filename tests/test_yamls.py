@@ -20,6 +20,7 @@ from config import flat, load
 from evaluation.scoring import TargetConfig
 from preflight import limits
 from prepare import latents
+from sweeps.file import as_word, read_sweep
 from training import adamw
 from training.optimizer import ScheduleConfig, lr_multiplier
 from training.speed import SpeedKeys
@@ -30,6 +31,7 @@ pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures(
 
 RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
 LADDERS = sorted((ROOT / "yamls" / "ladders").glob("*.yaml"))
+SWEEPS = sorted((ROOT / "yamls" / "sweeps").glob("*.yaml"))
 SPEED = {key.name for key in fields(SpeedKeys)}
 HEADER = ("# What: ", "# Hardware: ", "# Expected: ", "# Command: ")
 
@@ -201,13 +203,13 @@ def test_every_run_names_what_it_depends_on(path):
     assert "defaults" not in keys and "${" not in path.read_text()
 
 
-@pytest.mark.parametrize("path", [*RUNS, *LADDERS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*RUNS, *LADDERS, *SWEEPS], ids=lambda path: path.name)
 def test_every_header_is_a_contract(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert [word for word in HEADER if not any(line.startswith(word) for line in head)] == []
     command = next(line for line in head if line.startswith("# Command: "))
     assert path.name in command or re.search(r"make (demo|controls|gpu-ladder|gpu-evaluation|gpu-families)", command)
-    assert path in LADDERS or path.name.startswith("shapes") or commands(path)
+    assert path in LADDERS or path in SWEEPS or path.name.startswith("shapes") or commands(path)
 
 
 @pytest.mark.parametrize("path", LADDERS, ids=lambda path: path.name)
@@ -219,6 +221,20 @@ def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
     for rung in ladder.rungs:
         config = resolve([rung.yaml, *rung.keys], stage)
         assert config.data.synthetic == (config.model.family != "shapes")  # the miniature's ladder is about quality
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
+def test_every_point_of_a_sweep_resolves_and_its_batch_divides_into_ranks_and_passes(path, stage, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(limits, "room_problem", lambda *given: None)
+    sweep = read_sweep([f"yamls/sweeps/{path.name}"])
+    for values in sweep.points.values():
+        words = [sweep.own.yaml, *sweep.keys, *(f"{key}={as_word(value)}" for key, value in values.items())]
+        config = load(benchmark.RunConfig, parse_command_line(words, {}), check=lambda config: [])
+        passes = config.device_train_microbatch_size or 1
+        assert config.global_batch_size % (sweep.own.ranks * passes) == 0, values
+        small = [word for word in words if not word.startswith("compile=")]  # a check of it looks for a compiler
+        assert resolve(small, stage).model.family == config.model.family
 
 
 VIDEO = tuple(path.name for path in RUNS if re.match("mochi|hunyuan|wan", path.name))

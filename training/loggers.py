@@ -59,7 +59,7 @@ class LoggersConfig:
     debug: bool = False
     """Show the traceback of errors that are otherwise shown as a message only."""
     group: str | None = None
-    """Group of runs at W&B and MLflow, as those of a sweep or of several seeds. bench.ladder gives its own name."""
+    """Group of runs at W&B and MLflow, as those of several seeds. bench.ladder and sweep.py give their own name."""
     stalled_sec: int = limited(300, 1)
     """Seconds without a batch after which W&B sends an alert."""
     wandb: WandbConfig | None = None

@@ -1,0 +1,158 @@
+"""Run benchmark.py for every point of a sweep, each in a process and a folder of its own, and keep one table of all.
+
+    python sweep.py yamls/sweeps/sd2_precision_microbatch.yaml                  # -> runs/sweeps/sd2_precision_microbatch/
+    python sweep.py yamls/sweeps/guidance.yaml dry_run=true                     # what would run
+    python sweep.py yamls/sweeps/lr_by_batch.yaml max_duration=5120sp           # with a key of each run
+    python sweep.py yamls/sweeps/mlperf_256_ten_seeds.yaml seed=[11,12]         # with another list for an axis
+    python sweep.py yamls/sweeps/sdxl_microbatch.yaml only=status:error         # again what did not end well
+
+docs/sweeps.md has the file, the table's columns and what each status means. All that is wrong with any point's configuration
+is said before the first one runs. A crash, a hang or an out-of-memory is a row of the table; the sweep goes on. A run with
+eval.when=after is scored by eval.py when it has ended. The same command resumes a sweep that was stopped in any way, and runs
+what its file or the code has changed. An interrupt, SIGTERM or SIGUSR1 ends the runs that go on, after a checkpoint where
+they write some.
+
+Exit code: 0 when every run is ok, was left out for its memory or ran out of it; 1 when one was refused, failed, was killed
+or took too long; 2 when the sweep cannot run (every problem on a line of stderr); 128 + signal after a signal.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
+    from cli import interrupts, later
+
+    later.hide("peft", "accelerate")
+
+    interrupts.told("sweep.py: interrupted before the first run. The same command begins anew.")
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cli import masking
+from cli.command import command, start
+from cli.errors import ConfigError
+from cli.log import log
+from config import count
+from record.environment import commit
+from reports import page
+from sweeps import pictures, table
+from sweeps.file import Sweep, read_sweep
+from sweeps.points import Point, by_size, is_commit, resolve_all
+from sweeps.running import Runner, alone, end_left_overs, slots_of
+from sweeps.state import ERRORS, GOES_ON, OK, STATUSES, State
+
+PAGE = "page.html"
+WRONG = ("refused", "timeout", "failed", "killed")
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    masking.watch()
+    sweep = read_sweep(argv)
+    only = statuses_of(sweep.own.only)
+
+    # Points: all that is wrong with any of them, before anything runs.
+    points = resolve_all(sweep)
+    say(sweep, points)
+    if sweep.own.dry_run:
+        return show(sweep, points, State(sweep.folder), only)
+
+    # Runs: what goes on of a sweep that was killed is ended first; what is done stays.
+    with alone(sweep.folder):
+        end_left_overs(sweep.folder, [point.name for point in points])
+        state, took = State(sweep.folder), []
+        wanted = wanted_of(sweep, points, state, only)
+        log.info(f"{sweep.folder}: {count(len(wanted), 'run')} to run, of {len(points)}")
+
+        def on_end(point: Point, status: str, seconds: float, left: int) -> None:
+            took.append(seconds)
+            keep(sweep, points, state)
+            num = len(wanted)
+            line = table.progress(point, status, seconds, done=num - left, of=num, took=took, jobs=len(slots_of(sweep)))
+            print(line, flush=True)
+
+        keep(sweep, points, state)
+        runner = Runner(sweep, points, state, on_end)
+        runner.run(wanted, only_these=only is not None)
+
+        # Table, pictures and page: of all that there is by now.
+        rows = keep(sweep, points, state)
+        if runner.stopped is not None:
+            log.info(f"{table.in_words(rows)}. The same command resumes the sweep.")
+            return 128 + runner.stopped
+        finish(sweep, rows)
+    if sweep.is_changed():
+        log.info(f"{sweep.path}: it was changed since this call began. The table is of the file as it was; call again.")
+    return 1 if any(row["status"] in WRONG for row in rows) else 0
+
+
+def statuses_of(only: str | None) -> tuple[str, ...] | None:
+    """Return the statuses that `only` names, None: it is not given. Raises ConfigError: it names none."""
+    if only is None:
+        return None
+    kind, _, status = only.partition(":")
+    if kind != "status" or status not in (*STATUSES, "error"):
+        known = ", ".join(f"status:{each}" for each in ("error", *STATUSES))
+        raise ConfigError([f"only: '{only}' is not known. Possible: {known}."])
+    return ERRORS if status == "error" else (status,)
+
+
+def say(sweep: Sweep, points: Sequence[Point]) -> None:
+    """Say what is allowed and may not be meant: an axis of one value, code that is no commit."""
+    for key, values in sweep.axes.items():
+        if len(values) == 1 and all(key in point.values for point in points):
+            log.info(f"{sweep.path}: {key} has one value, so that nothing is compared along it")
+    if not is_commit(here := commit()):
+        given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
+        log.info(f"{sweep.name}: {given}, so nothing says that earlier runs are of this code: all run again")
+
+
+def wanted_of(sweep: Sweep, points: Sequence[Point], state: State, only: Sequence[str] | None) -> list[Point]:
+    """Return the points to run, the smaller ones first."""
+    statuses = {point.name: state.status_of(point, points, sweep.grows)[0] for point in points}
+    return by_size([point for point in points if statuses[point.name] in (only or GOES_ON)], sweep.grows)
+
+
+def show(sweep: Sweep, points: Sequence[Point], state: State, only: Sequence[str] | None) -> int:
+    """Print what would run, and the command of each."""
+    rows = table.rows_of(points, state, sweep.grows)
+    print(table.shown(rows), end="\n\n")
+    for point in wanted_of(sweep, points, state, only):
+        print(f"composer -n {sweep.own.ranks} benchmark.py {' '.join(point.words)}")
+    for row in rows:
+        if row["message"]:
+            print(f"{row['run']}: {row['status']}: {row['message']}")
+    return 0
+
+
+def keep(sweep: Sweep, points: Sequence[Point], state: State) -> list[table.Row]:
+    """Write summary.csv; return its rows."""
+    rows = table.rows_of(points, state, sweep.grows)
+    table.write_csv(sweep.folder, rows, [*sweep.axes])
+    return rows
+
+
+def finish(sweep: Sweep, rows: Sequence[table.Row]) -> None:
+    """Print the table, and write the pictures and the page of what is ok."""
+    print(table.shown(rows))
+    for row in rows:
+        if row["message"]:
+            print(f"{row['run']}: {row['status']}: {row['message']}")
+    folders = [sweep.folder / row["run"] for row in rows if row["status"] == OK]
+    written: list[Path] = [sweep.folder / table.CSV]
+    try:
+        written += pictures.draw(rows, sweep.axes, sweep.folder)
+        if folders:
+            written.append(page.write(folders[: page.MOST_RUNS], sweep.folder / PAGE))
+    except (OSError, ValueError) as error:  # a folder that was removed meanwhile, a file that cannot be written
+        log.warning(f"{sweep.folder}: not all pictures and pages could be written: {error}")
+    if len(folders) > page.MOST_RUNS:
+        log.info(
+            f"{sweep.folder / PAGE}: it has the first {page.MOST_RUNS} of {len(folders)} runs, as many as a page takes"
+        )
+    print(f"{table.in_words(rows)}. Written: {', '.join(map(str, written))}")
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,143 @@
+"""Pictures of a sweep: throughput over each axis of numbers, and loss over the images seen with the band of the seeds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from evaluation.plots import COLOURS, DPI
+from record.history import read_history
+from sweeps.file import as_word, labels
+from sweeps.state import OK
+from sweeps.table import SPEED, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SEED = "seed"
+MOST_LINES = 12
+LOSS = "loss.png"
+
+
+def draw(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]], folder: Path) -> list[Path]:
+    """Draw what there is to draw of the runs that are ok; return the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    ran, called, made = [row for row in rows if row["status"] == OK], labels([*axes]), []
+    for key, values in axes.items():
+        if key == SEED or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+            continue
+        lines = speed_lines(ran, key, [*axes])
+        if len({x for points in lines.values() for x, *_ in points}) > 1:
+            path = folder / f"throughput_{called[key]}.png"
+            _figure(path, lambda of, lines=lines, key=key: _draw_speed(of, lines, key))
+            made.append(path)
+    bands = loss_bands(ran, [*axes], folder)
+    if bands:
+        _figure(folder / LOSS, lambda of: _draw_loss(of, bands))
+        made.append(folder / LOSS)
+    return made
+
+
+def _label(row: Row, keys: Sequence[str]) -> str:
+    called = labels(keys)
+    return ", ".join(f"{called[key]}={as_word(row[key])}" for key in keys if key in row) or "all"
+
+
+def speed_lines(
+    rows: Sequence[Row], key: str, keys: Sequence[str]
+) -> dict[str, list[tuple[float, float, float, float]]]:
+    """Return line -> its points (value of the key, median, least, greatest), ascending.
+
+    A line is what the other keys are; over its seeds there is the median of medians, and the extremes of all.
+    """
+    others = [each for each in keys if each not in (key, SEED)]
+    found: dict[str, dict[float, list[Row]]] = {}
+    for row in rows:
+        if key in row and row.get(SPEED) is not None:
+            found.setdefault(_label(row, others), {}).setdefault(float(row[key]), []).append(row)
+    return {
+        line: [
+            (
+                x,
+                float(np.median([row[SPEED] for row in of])),
+                min(_extreme(row, "min") for row in of),
+                max(_extreme(row, "max") for row in of),
+            )
+            for x, of in sorted(points.items())
+        ]
+        for line, points in found.items()
+    }
+
+
+def _extreme(row: Row, end: str) -> float:
+    value = row.get(f"{SPEED}_{end}")
+    return row[SPEED] if value is None else value
+
+
+def loss_bands(rows: Sequence[Row], keys: Sequence[str], folder: Path) -> dict[str, np.ndarray]:
+    """Return line -> (4, N): images seen, mean over the seeds, least and greatest; as far as all of its seeds came."""
+    curves: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for row in rows:
+        windows = read_history(folder / row["run"]).windows
+        is_one = np.isfinite(windows["images"]) & np.isfinite(windows["loss"])
+        if is_one.sum() > 1:
+            curve = windows["images"][is_one], windows["loss"][is_one]
+            curves.setdefault(_label(row, [key for key in keys if key != SEED]), []).append(curve)
+    found = {}
+    for line, of in curves.items():
+        first, last = max(images[0] for images, _ in of), min(images[-1] for images, _ in of)
+        images = of[0][0][(of[0][0] >= first) & (of[0][0] <= last)]
+        losses = np.stack([np.interp(images, *curve) for curve in of])
+        found[line] = np.stack([images, losses.mean(0), losses.min(0), losses.max(0)])
+    return found
+
+
+# --- drawing ---
+
+
+def _figure(path: Path, draw_on: Any) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    draw_on(axes)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=DPI)
+    pyplot.close(figure)
+
+
+def _legend(axes: Axes, num: int) -> None:
+    title = f"{MOST_LINES} of {num}" if num > MOST_LINES else None
+    if num > 1:
+        axes.legend(fontsize=8, title=title)
+
+
+def _draw_speed(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float, float, float]]], key: str) -> None:
+    for (line, points), colour in zip(
+        itertools.islice(lines.items(), MOST_LINES), itertools.cycle(COLOURS), strict=False
+    ):
+        x, median, least, greatest = map(np.array, zip(*points, strict=True))
+        axes.errorbar(
+            x, median, yerr=[median - least, greatest - median], marker="o", capsize=3, label=line, color=colour
+        )
+    axes.set_xlabel(key)
+    axes.set_ylabel("images/s a device, median and extremes of the windows")
+    axes.set_ylim(bottom=0)
+    _legend(axes, len(lines))
+
+
+def _draw_loss(axes: Axes, bands: Mapping[str, np.ndarray]) -> None:
+    for (line, band), colour in zip(
+        itertools.islice(bands.items(), MOST_LINES), itertools.cycle(COLOURS), strict=False
+    ):
+        images, mean, least, greatest = band
+        axes.plot(images, mean, label=line, color=colour)
+        axes.fill_between(images, least, greatest, color=colour, alpha=0.2, linewidth=0)
+    axes.set_xlabel("images seen")
+    axes.set_ylabel("loss, mean and extremes over the seeds")
+    _legend(axes, len(bands))

@@ -1,0 +1,149 @@
+"""The table of a sweep: a row a point, in the file's order, for the terminal and as summary.csv."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cli.files import write_whole
+from cli.log import log
+from cli.table import as_table
+from config import count
+from preflight.plan import readable_time
+from record.files import read_summary
+from record.history import History, read_history
+from record.summary import VAL_LOSS, rounded
+from sweeps.file import as_word
+from sweeps.points import Point
+from sweeps.state import OK, State
+
+CSV = "summary.csv"
+SPEED = "images_per_sec_per_device"
+FIGURES = (
+    SPEED,
+    f"{SPEED}_min",
+    f"{SPEED}_max",
+    "windows",
+    "step_ms",
+    "mfu",
+    "peak_mem_gib",
+    "loss",
+    "loss_tail",
+    "loss_tail_std",
+    VAL_LOSS,
+    "fid",
+    "clip",
+    "seconds",
+)
+"""Columns after those of the keys, the run and its status: figures of a run that is ok."""
+LAST = ("message", "identity", "commit")
+SHOWN = (SPEED, f"{SPEED}_min", f"{SPEED}_max", "mfu", "peak_mem_gib", "loss", VAL_LOSS, "fid", "clip")
+TAIL = 4  # the last quarter of the windows
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+Row = dict[str, Any]
+
+
+def rows_of(points: Sequence[Point], state: State, grows: Sequence[str]) -> list[Row]:
+    """Return the row of each point: figures of those that are ok, and why the others have none."""
+    rows = []
+    for point in points:
+        status, said = state.status_of(point, points, grows)
+        code = state.line_of(point).get("commit")
+        row: Row = {"run": point.name, "status": status, "message": said, "identity": point.identity, "commit": code}
+        row |= point.values
+        if status == OK:
+            row |= _figures(state.folder / point.name, row)
+        rows.append(row)
+    return rows
+
+
+def _figures(folder: Path, row: Row) -> Row:
+    """Return a finished run's figures, and what cannot be read."""
+    try:
+        summary, history = read_summary(folder), read_history(folder)
+    except ValueError as error:
+        return {"message": " ".join(str(error).split())}
+    devices, speed = summary.get("num_devices") or 1, summary.get("images_per_sec")
+    found = {key: summary.get(key) for key in (*FIGURES, "commit")}
+    for end in ("min", "max"):
+        extreme = summary.get(f"images_per_sec_{end}")
+        found[f"{SPEED}_{end}"] = None if extreme is None else rounded(extreme / devices)
+    batch = summary.get("global_batch_size")
+    found["step_ms"] = rounded(1000.0 * batch / speed) if batch and speed else None
+    lines = [*history.evaluations, *history.scores]
+    for key in ("fid", "clip"):  # a run without a target has them in its evaluations alone
+        scores = [line[key] for line in lines if line.get(key) is not None]
+        found[key] = rounded(scores[-1]) if found[key] is None and scores else rounded(found[key])
+    return {**found, **_tail(history)}
+
+
+def _tail(history: History) -> Row:
+    """Return mean and standard deviation of the loss over the last quarter of the windows."""
+    losses = history.windows["loss"][~(history.windows["unfinished"] == 1.0)]
+    tail = losses[len(losses) - max(1, len(losses) // TAIL) :] if len(losses) else losses
+    tail = tail[np.isfinite(tail)]
+    if not len(tail):
+        return {}
+    spread = rounded(float(tail.std(ddof=1))) if len(tail) > 1 else None
+    return {"loss_tail": rounded(float(tail.mean())), "loss_tail_std": spread}
+
+
+# --- as text ---
+
+
+def as_csv(rows: Sequence[Row], keys: Sequence[str]) -> str:
+    """Return the table as CSV: the keys that vary, then run, status, figures, message, identity and commit."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = (*keys, "run", "status", *FIGURES, *LAST)
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([_cell(row[key]) if key in row else "" for key in columns])
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Return a value as a cell: no line ends, and no text that a spreadsheet would take for a formula."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return "" if value is None else value
+    text = " ".join(as_word(value).split())
+    return f"'{text}" if text.startswith(FORMULA) else text
+
+
+def write_csv(folder: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
+    """Write summary.csv whole; where that cannot be, say so: the next end of a run tries again."""
+    try:
+        write_whole(folder / CSV, as_csv(rows, keys))
+    except OSError as error:
+        log.warning(f"{folder / CSV}: cannot be written: {error.strerror}. The runs go on; close what has it open.")
+
+
+def shown(rows: Sequence[Row]) -> str:
+    """Return the table for the terminal, with the columns that any row has."""
+    columns = [key for key in SHOWN if any(row.get(key) is not None for row in rows)]
+    cells = [[row["run"], row["status"], *(row.get(key) for key in columns)] for row in rows]
+    return as_table(("run", "status", *columns), cells, "ll" + "r" * len(columns))
+
+
+def progress(point: Point, status: str, seconds: float, *, done: int, of: int, took: Sequence[float], jobs: int) -> str:
+    """Return the line after a run: how many are done, and how long the others will take by the median of what ran."""
+    line = f"{done} of {of} done; {point.name}: {status} after {readable_time(seconds)}"
+    if done >= of or not took:
+        return line
+    left = statistics.median(took) * -(-(of - done) // jobs)
+    return f"{line}; about {readable_time(left)} left"
+
+
+def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many runs have which status."""
+    statuses = [row["status"] for row in rows]
+    return f"{count(len(rows), 'run')}: " + ", ".join(
+        f"{statuses.count(each)} {each}" for each in dict.fromkeys(statuses)
+    )
