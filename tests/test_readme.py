@@ -32,6 +32,7 @@ from cli.describe import Key, described, keys_of, page_of
 from cli.limits import limited
 from config import load, schema_keys
 from eval import EvalCommand
+from prepare.shapes.command import TRAINING_NUMBERS, parse
 from prepare.words import split_words
 from record.summary import rounded
 from reports import live, samples
@@ -120,6 +121,8 @@ RUN_BY = {
     "controls": "tests/test_shapes_records.py",  # an hour: its records are compared
     "demo-flux": "tests/test_shapes_flow.py",
     "controls-flux": "tests/test_shapes_flow.py",  # its records are compared
+    "demo-video": "tests/test_shapes_moving.py",
+    "controls-video": "tests/test_shapes_moving.py",  # its records are compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
     "gpu-evaluation": "tests/test_bench_evaluation.py",
     "gpu-families": "tests/test_ladder.py",
@@ -160,7 +163,8 @@ def read(module: str, words: list[str]) -> None:
             own = [Assignment("", key, value, key) for key, value in values.items()]
             load(benchmark.RunConfig, replace(line, assignments=line.assignments + own), check=lambda config: [])
     elif module == "prepare.shapes":
-        assert set(words) == {"--train_encoders", "OUT"}  # tests/test_shapes_training.py runs it
+        assert words[:2] == ["--train_encoders", "OUT"]  # tests/test_shapes_training.py runs it
+        assert parse(words[2:], TRAINING_NUMBERS, {})[1] == []
     elif module == "reports.mlperf":
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
     elif module == "reports.wandb_dashboard":

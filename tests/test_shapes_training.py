@@ -25,7 +25,7 @@ from zoo.encoders import build_encoders
 from zoo.shapes.networks import WEIGHTS
 from zoo.shapes.scenes import ATTRIBUTES
 
-MINIATURE = ["reader_steps=3", "clip_steps=3", "vae_steps=4", "every_steps=2", "num_measured=64"]
+MINIATURE = ["reader_steps=3", "clip_steps=3", "vae_steps=4", "video_vae_steps=2", "every_steps=2", "num_measured=64"]
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -47,15 +47,15 @@ def unbroken(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
 def test_a_training_stopped_after_every_step_gives_the_same_bytes(unbroken, tmp_path, capsys):
-    """max_minutes=0 stops each command after one step; ten steps and three stages need eleven commands at most."""
+    """max_minutes=0 stops each command after one step; twelve steps and four stages need thirteen commands at most."""
     words = ["--train_encoders", str(tmp_path), *MINIATURE, "max_minutes=0"]
-    for _ in range(11):
+    for _ in range(13):
         assert command.main(words) == 0
         if capsys.readouterr().out.splitlines()[-1].startswith("done"):
             break
     else:
-        pytest.fail("not done after eleven commands")
-    for stage in ("reader", "clip", "vae"):
+        pytest.fail("not done after thirteen commands")
+    for stage in ("reader", "clip", "vae", "video_vae"):
         one, other = (torch.load(out / f"{stage}.pt", weights_only=True) for out in (unbroken, tmp_path))
         assert one["step"] == other["step"]
         for part in ("network", "averaged"):
@@ -71,7 +71,8 @@ def test_a_killed_training_goes_on_from_its_state_and_cuts_its_log_back(unbroken
         if path.is_file():
             (tmp_path / path.relative_to(unbroken)).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path.relative_to(unbroken)).write_bytes(path.read_bytes())
-    (tmp_path / "vae.pt").unlink()
+    for name in ("vae", "video_vae"):
+        (tmp_path / f"{name}.pt").unlink()
     with open(tmp_path / "training.jsonl", "a") as log:
         log.write('{"stage": "vae", "st')
     assert command.main(["--train_encoders", str(tmp_path), *MINIATURE]) == 0
@@ -82,7 +83,15 @@ def test_a_killed_training_goes_on_from_its_state_and_cuts_its_log_back(unbroken
 @pytest.mark.timeout(120, func_only=True)
 def test_the_log_says_what_was_measured_and_what_is_the_best(unbroken):
     measured = [(line["stage"], line["step"]) for line in lines(unbroken) if "score" in line]
-    assert measured == [("reader", 2), ("reader", 3), ("clip", 2), ("clip", 3), ("vae", 2), ("vae", 4)]
+    assert measured == [
+        ("reader", 2),
+        ("reader", 3),
+        ("clip", 2),
+        ("clip", 3),
+        ("vae", 2),
+        ("vae", 4),
+        ("video_vae", 2),
+    ]
     best: dict[str, float] = {}
     for line in lines(unbroken):
         assert line["best"] == (line["score"] >= best.get(line["stage"], -9.0))
@@ -100,6 +109,12 @@ def test_what_is_exported_is_half_precision_and_fits_the_family(unbroken):
     assert not set(text) & set(load_file(unbroken / "weights/clip/model.safetensors"))
     encoder = load_family("shapes", "tiny", "stock").build_encoders()["text"]
     encoder.load_state_dict({name: tensor.float() for name, tensor in text.items()})
+
+
+def test_no_steps_leave_an_encoder_as_it_is_shipped(tmp_path):
+    words = ["reader_steps=0", "clip_steps=0", "vae_steps=0", "video_vae_steps=1", "num_measured=64"]
+    assert command.main(["--train_encoders", str(tmp_path), *words]) == 0
+    assert set(files(tmp_path)) == {"weights/video_vae/diffusion_pytorch_model.safetensors"}
 
 
 def test_the_learning_rate_rises_then_falls():
