@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from cli.files import write_whole
-from stages.videos import inspect_film, read_frames
+from stages.videos import CONTAINERS, inspect_film, read_frames
 
 MOST_SHOWN = 8
 GAP_PX = 1
@@ -74,7 +74,7 @@ def comment_in(path: Path) -> str:
     """Return the comment of an MP4 file, "" where it has none. Raises OSError, or av.error.FFmpegError: it is no film."""
     import av
 
-    with av.open(str(path), options={"protocol_whitelist": "file"}) as container:
+    with av.open(str(path), options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}) as container:
         return container.metadata.get("comment", "")
 
 
