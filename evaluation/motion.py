@@ -52,12 +52,9 @@ def motion_in(video: Tensor) -> Motion:
     times = torch.linspace(-0.5, 0.5, NUM_FRAMES)
     path = times @ centres / times.square().sum()  # (2,), of the whole film: the slope of a least-squares line
     along = int(path.abs().argmax())
-    direction = next(
-        name for name, step in DIRECTIONS.items() if step[along] and (step[along] > 0) == bool(path[along] > 0)
-    )
+    towards = [name for name, step in DIRECTIONS.items() if step[along] and (step[along] > 0) == bool(path[along] > 0)]
+    direction = towards[0] if path[along].abs() >= LEAST * PATH else None
     middle = centres.mean(dim=0)
-    if path[along].abs() < LEAST * PATH:
-        direction = None
     places = CROSSED[direction] if direction else tuple(PLACES)
     place = min(places, key=lambda name: float((middle - torch.tensor(PLACES[name])).square().sum()))
     return Motion(direction, place)

@@ -8,6 +8,7 @@ f = 1 + (F - 1) / q latent frames: the first one has a latent of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class VideoFamily(LatentFamily):
     latent_means: tuple[float, ...] = ()
     latent_stds: tuple[float, ...] = ()
     pixels_per_latent, side_step = 8, 16
-    shipped = None
+    shipped: Path | None = None
     pipeline = None
 
     def size_problem(self, size: ImageSize) -> str | None:

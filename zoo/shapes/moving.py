@@ -51,7 +51,7 @@ class Moving(VideoFamily):
     """What `zoo.spec.Family` asks of films, beside what all variants of the miniature share."""
 
     variant = "moving"
-    objective = dict(prediction="flow", caption_dropout=0.1, timesteps="uniform", shift=SHIFT)
+    objective: Mapping[str, Any] = dict(prediction="flow", caption_dropout=0.1, timesteps="uniform", shift=SHIFT)
     num_frames, frames_per_latent, frames_per_sec = motion.NUM_FRAMES, 4, motion.FRAMES_PER_SEC
     pixels_per_latent, side_step = PIXELS_PER_LATENT, 2 * PIXELS_PER_LATENT
     latent_channels = len(LATENT_MEANS)
