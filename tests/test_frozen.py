@@ -27,7 +27,7 @@ ON_DEVICE = dataclasses.replace(ON_CPU, frozen_device="device")
 
 
 def build(config: ModelConfig) -> LatentDiffusion:
-    size = with_frames(config.family, SIZE)
+    size = with_frames(config.family, SIZE, config.variant)
     return build_model(config, ObjectiveConfig(), size=size, normalize="symmetric", seed=0)
 
 

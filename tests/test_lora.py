@@ -52,7 +52,7 @@ def with_adapter(name: str, variant: str, precision: str = "fp32", **keys) -> La
 def step_batch(model: LatentDiffusion) -> dict[str, torch.Tensor]:
     """A batch of moments and captions with its random numbers, always the same."""
     generator = torch.Generator().manual_seed(0)
-    family, size = model.family, with_frames(model.family.name, SIZE)
+    family, size = model.family, with_frames(model.family.name, SIZE, model.family.variant)
     columns, further = family.columns("moments", size), family.further(size)
     batch = {n: torch.randn(4, *columns[n].shape, generator=generator) for n in ("moments", *family.beside(size))}
     batch |= model.family.tokenize(CAPTIONS) | {n: value.expand(4, *value.shape[1:]) for n, value in further.items()}

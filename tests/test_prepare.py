@@ -576,7 +576,8 @@ def test_rendered_pictures_go_through_prepare_shards(tmp_path):
         (["{tmp}/a", "seed=²"], "command line: seed is '²'. Possible: a whole number from 0 to 4294967295."),
         (
             ["{tmp}/a", "images=3"],
-            "command line: unknown key 'images'. Known: num_images, image_size, seed, part, objects, captions, layout.",
+            "command line: unknown key 'images'. Known: num_images, image_size, seed, world, part, objects, captions, "
+            "layout.",
         ),
     ],
 )

@@ -34,6 +34,8 @@ def one_commit(monkeypatch) -> None:
     """The code's commit, whatever the checkout of the tests is."""
     for module in (command, points, running):
         monkeypatch.setattr(module, "commit", lambda: "a" * 40)
+    # The command is a process of its own; other tests of this one may have begun a group of ranks.
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
 
 
 def written(folder: Path, text: str, name: str = "small") -> Path:
