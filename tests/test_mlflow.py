@@ -14,7 +14,7 @@ import pytest
 from conftest import TINY_RUN, run
 
 from cli.errors import ConfigError
-from record.metric_names import METRICS, SAMPLES, row_of
+from record.metric_names import FILM, METRICS, SAMPLES, row_of
 from training import mlflow_logger
 from training.loggers import LoggersConfig
 from training.mlflow_logger import MlflowConfig, MlflowLogger
@@ -102,7 +102,7 @@ def test_a_resumed_run_goes_on_under_its_id_on_another_number_of_ranks(miniature
     assert [value for _, value in history(client, both, "progress/start")] == [1, 1, 2]
     names = {name for name in both.data.metrics if not name.startswith("system/")}
     rows = {row.metric for row in METRICS}
-    absent = {row for row in rows if row.startswith(("eval/", "val/", "streams/"))} | {SAMPLES}
+    absent = {row for row in rows if row.startswith(("eval/", "val/", "streams/"))} | {SAMPLES, FILM}
     assert {row_of(name) for name in names} == rows - absent
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert both.data.metrics["result/loss"] == summary["loss"] and both.data.metrics["result/batches"] == 6
@@ -116,6 +116,18 @@ def as_rank_zero(config: MlflowConfig, folder, run_id: str = "abcd0123") -> Mlfl
     logger = MlflowLogger(config, folder, run_name="one", run_id=run_id, group=None)
     logger.init(SimpleNamespace(), None)
     return logger
+
+
+@with_mlflow
+@pytest.mark.timeout(120, func_only=True)
+def test_a_film_is_kept_as_a_file(tmp_path):
+    logger = as_rank_zero(MlflowConfig(), tmp_path)
+    (tmp_path / "im000000000016.gif").write_bytes(b"GIF89a")
+    logger.log_images(tmp_path / "im000000000016.gif", FILM, True, 3)
+    logger.post_close()
+    client, run = only_run(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    found = [file.path for file in client.list_artifacts(run.info.run_id, "films/samples/film")]
+    assert found == ["films/samples/film/im000000000016.gif"]
 
 
 @with_mlflow
