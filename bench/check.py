@@ -326,14 +326,14 @@ def main(argv: Sequence[str]) -> int:
         log.info(
             f"check: records of another device ({', '.join(sorted(others))}) are shown as all are: the turns judge."
         )
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as an interrupt: processes and folders go first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # processes and folders go first
         signal.signal(number, lambda given, _: sys.exit(128 + given))
     try:
         with alone(), tempfile.TemporaryDirectory(dir=config.work, prefix="check-") as work:
             run_all(tasks, config, Path(work), ROOT)
-    except KeyboardInterrupt:
+    except SystemExit:
         log.error("check: interrupted. Nothing is left of it, and no record was written.")
-        return 130
+        raise
     rows = [row for task in tasks for row in rows_of(task)]
     missing = {task.name: task.not_compared for task in tasks if task.not_compared}
     after = {"load_average_after": round(os.getloadavg()[0], 2)}
