@@ -263,6 +263,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return as_table(("what", "committed", "then", "now", "ratio", "steps to", "verdict"), cells, "llrrlrl")
 
 
+def _ratio(row: Mapping[str, Any]) -> str:
+    return f"{row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})"
+
+
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
@@ -306,6 +310,8 @@ def run_all(tasks: Sequence[Task], config: CheckConfig, work: Path, root: Path) 
     (work / "turns").mkdir()
     for task in tasks:
         measure(task, trees[task.code], now, config.rounds, work / "turns")
+        for row in rows_of(task):
+            log.info(f"check: {row['what']}: {_ratio(row)}, {row['verdict']}")
 
 
 @command(__doc__, needs_words=False)
