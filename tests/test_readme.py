@@ -123,6 +123,7 @@ RUN_BY = {
     "controls-flux": "tests/test_shapes_flow.py",  # its records are compared
     "demo-video": "tests/test_shapes_moving.py",
     "controls-video": "tests/test_shapes_moving.py",  # its records are compared
+    "study": "tests/test_study.py",  # an hour: its record is compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
     "gpu-evaluation": "tests/test_bench_evaluation.py",
     "gpu-families": "tests/test_ladder.py",

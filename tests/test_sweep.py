@@ -493,6 +493,18 @@ def test_a_signal_is_known_by_python_s_a_shell_s_and_the_launcher_s_codes(code, 
     assert processes.status_of(code, "") == ("failed" if name == "SIGSEGV" else "killed")
 
 
+def test_the_record_has_what_the_table_has_and_the_curves(tmp_path, stand_in):
+    assert stand_in(written(tmp_path, "matrix: {seed: [1, 2]}\n"), {2: "crash"}) == 1
+    found = json.loads((tmp_path / "runs/sweeps/small/record.json").read_text())
+    ok, failed = found["runs"]
+    assert found["axes"] == ["seed"] and found["of_points"] == [] and found["sweep"] == "small"
+    assert ok["values"] == {"seed": 1} and ok["loss"] == 0.125
+    assert ok["curve"]["images"] == [8 * n for n in range(1, 9)]
+    assert ok["curve"]["loss"] == pytest.approx([1 / n for n in range(1, 9)], rel=1e-5)
+    assert failed["status"] == "failed" and failed["curve"]["images"] == []
+    assert (tmp_path / "runs/sweeps/small/loss.png").is_file()
+
+
 # --- whole sweeps ---
 
 WRAPPED = """
@@ -629,3 +641,22 @@ def test_the_command_as_people_type_it_shows_what_would_run():
         "precision=[fp32,bf16]",
     )
     assert done.returncode == 0 and done.stdout.count("composer -n 1 benchmark.py yamls/sd2_512") == 8, done.stderr
+
+
+@pytest.mark.slow
+def test_seeds_of_a_benchmark_go_through_its_report(tmp_path, miniature):
+    """Two of the ten, and two evaluations of each: yamls/sweeps/shapes_ten_seeds.yaml, with less of everything."""
+    base = [
+        word
+        for word in miniature.small(tmp_path, "x")
+        if not word.startswith(("run_", "mlperf.", "target.", "eval.when"))
+    ]
+    keys = ["eval.every_images=16", "target.fid=0.001", "save.every_images=0", "mlperf.org=Us", "mlperf.platform=here"]
+    text = f"yaml: {base[0]}\nkeys: {json.dumps([*base[1:], *keys])}\nmatrix: {{seed: [1, 2]}}\n"
+    path = tmp_path / "seeds.yaml"
+    path.write_text(text)
+    done = run("python", str(ROOT / "sweep.py"), str(path), f"runs={tmp_path}/runs")
+    assert done.returncode == 0, done.stderr
+    assert "no result: 2 runs of 10; 2 runs failed (seed-1, seed-2), the rules allow 1" in done.stdout, done.stdout
+    logs = sorted((tmp_path / "runs/sweeps/seeds/mlperf").glob("Us/results/here/stable_diffusion/result_*.txt"))
+    assert [f'"key": "seed", "value": {seed}' in log.read_text() for seed, log in enumerate(logs, 1)] == [True, True]
