@@ -319,6 +319,9 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.tables reports/results/video_speed.json docs/benchmarks.md
 	$(PY) -m reports.tables reports/results/states_cpu.json docs/speed.md
 	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
+	$(PY) -m reports.compare reports/nvidia_published.json docs/comparing.md
+	$(PY) -m reports.compare reports/results/sd2_tiny_cpu_compile/eager.json reports/results/sd2_tiny_cpu_compile/whole.json \
+	  reports/results/sd2_tiny_cpu_compile/blocks.json reports/results/sd2_tiny_cpu_compile/attention_math.json docs/comparing.md
 	@mkdir -p cache
 	$(PY) -m reports.page reports/results/shapes_run out=cache/page.html
 	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230  # last: it needs Chromium, and says so

@@ -325,12 +325,17 @@ def text_of(record: Record) -> str:
 def markdown_of(record: Record) -> str:
     """Format a record for a page."""
     table = TABLES[record["measured"]](record)
+    return "\n".join(["", in_markdown(table._replace(title=f"{about(record)} {table.title}")), ""])
+
+
+def in_markdown(table: Table) -> str:
+    """Format a table for a page, with an empty line at its end."""
     sides = tuple("---:" if side == "r" else "---" for side in table.align)
     rows = (
         "| " + " | ".join("-" if cell is None else cell for cell in row) + " |"
         for row in (table.head, sides, *table.rows)
     )
-    return "\n".join(["", f"{about(record)} {table.title}", "", *rows, "", ""])
+    return "\n".join([table.title, "", *rows, ""])
 
 
 def read_record(place: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from eval import EvalCommand
 from prepare.shapes.command import TRAINING_NUMBERS, parse
 from prepare.words import split_words
 from record.summary import rounded
-from reports import live, samples
+from reports import compare, live, samples
 from sweeps.file import read_sweep
 from tests.store.__main__ import table as table_of_faults
 from zoo import FAMILIES, load_family
@@ -49,7 +49,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps"
+    "benchmarks weights video versions licences metrics sweeps comparing"
 )
 
 
@@ -172,6 +172,8 @@ def read(module: str, words: list[str]) -> None:
         assert words[0].count("/") == 1 and {word.partition("=")[0] for word in words[1:]} <= {"grouped", "out"}
     elif module in ("reports.latency", "reports.tables"):
         assert [Path(word).suffix for word in words] == [".json"]
+    elif module == "reports.compare":
+        assert compare.read_words(words).places
     elif module == "reports.live":
         assert live.read_words(words)
     elif module == "reports.page":
@@ -357,6 +359,7 @@ def test_every_key_that_is_named_exists():
                 "grouped",
                 "port",
                 "host",
+                "across",
             }:
                 unknown.append((page, span))
     assert unknown == []
