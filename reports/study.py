@@ -25,7 +25,7 @@ from cli.errors import Refused
 from cli.table import as_table
 from reports.marks import rewrite
 from reports.page_plots import smoothed
-from reports.tables import Row, Table, about
+from reports.tables import Row, Table, about, in_markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,10 +126,7 @@ def text_of(record: Record) -> str:
 
 def markdown_of(record: Record) -> str:
     """Format a record for a page."""
-    table = table_of(record)
-    sides = tuple("---:" if side == "r" else "---" for side in table.align)
-    lines = ("| " + " | ".join(f"{cell}" for cell in row) + " |" for row in (table.head, sides, *table.rows))
-    return "\n".join(["", f"{about(record)} {table.title}", "", *lines, "", ""])
+    return f"\n{about(record)} {in_markdown(table_of(record))}\n"
 
 
 # --- the picture ---

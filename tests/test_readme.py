@@ -170,8 +170,8 @@ def read(module: str, words: list[str]) -> None:
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
     elif module == "reports.wandb_dashboard":
         assert words[0].count("/") == 1 and {word.partition("=")[0] for word in words[1:]} <= {"grouped", "out"}
-    elif module in ("reports.latency", "reports.tables"):
-        assert [Path(word).suffix for word in words] == [".json"]
+    elif module in ("reports.latency", "reports.study", "reports.tables"):
+        assert [Path(word).suffix for word in words] in ([".json"], [".json", ".png"])
     elif module == "reports.compare":
         assert compare.read_words(words).places
     elif module == "reports.live":
