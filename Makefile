@@ -37,7 +37,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -300,6 +300,9 @@ gpu-families:  ## on a GPU machine: SDXL at 1024 px, FLUX.1 at 512 and 256 px, s
 
 gpu-latency:  ## on a GPU machine: seconds from caption to image of SD2 and SD 1.5, beside diffusers' pipeline -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.latency results=reports/results/latency_gpu.json
+
+bench-check: $(STAMP)  ## what became slower since the committed records, their code and today's in turns: half an hour and more (KEYS=rounds=3)
+	CUDA_VISIBLE_DEVICES= $(PY) -m bench.check $(KEYS)
 
 report: $(STAMP)  ## write what README and docs/ show anew, from committed records: tables of keys and of figures, and all pictures
 	$(PY) -m cli.describe docs/*.md

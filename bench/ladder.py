@@ -166,10 +166,14 @@ def _check_rungs(rungs: Sequence[Rung], given: Sequence[Mapping[str, Any]]) -> N
         before.add(rung.name)
 
 
-def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | None = None) -> dict[str, Any]:
+def run_rung(
+    rung: Rung, limit_sec: int, runs: Path | None = None, group: str | None = None, tree: Path = processes.ROOT
+) -> dict[str, Any]:
     """Run one rung to its end or its limit and return its record; its run stays in `runs`, or is removed.
 
-    `group`: of the runs, where they are logged.
+    Args:
+        group: of the runs, where they are logged.
+        tree: the checkout whose code runs it.
     """
     with contextlib.nullcontext(runs) if runs else tempfile.TemporaryDirectory() as folder:
         arguments = [
@@ -187,7 +191,7 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | 
             "command": f"composer -n {rung.ranks} {' '.join([*program, rung.yaml, *rung.keys])}",
         }
         started = time.monotonic()
-        code, output = processes.run(processes.of_composer(rung.ranks, *program, *arguments), limit_sec)
+        code, output = processes.run(processes.of_composer(rung.ranks, *program, *arguments), limit_sec, tree)
         record["process_seconds"] = round(time.monotonic() - started, 1)
         summary = Path(folder, rung.name, "summary.json")
         if code == 0 and summary.is_file():

@@ -27,6 +27,16 @@ OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", *OF_MEMORY)
 FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
 """Signals that somebody else has sent; of the others (a segmentation fault, an abort) the run itself is the cause."""
 END_SEC = 30.0  # that the kernel is given to end a group
+OF_LAUNCHER = (
+    "Waiting up to ",
+    "Global rank ",
+    "ERROR:composer",
+    "WARNING:composer",
+    "----------",
+    "[rank",
+    "Killing training",
+)
+"""What Composer's launcher says of a run that has ended, after the run's own last words."""
 
 
 def of_composer(ranks: int, *words: str) -> list[str]:
@@ -54,10 +64,10 @@ def begin(
     )
 
 
-def run(command: Sequence[str], limit_sec: float) -> tuple[int | None, str]:
-    """Run a command to its end or its limit; return its code, None where it had to be ended, and all that it said."""
+def run(command: Sequence[str], limit_sec: float, folder: Path = ROOT) -> tuple[int | None, str]:
+    """Run a command in a folder to its end or its limit; return its code, None where it had to be ended, and all it said."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = begin(command, output)
+        process = begin(command, output, folder=folder)
         try:
             code: int | None = process.wait(timeout=limit_sec)
         except subprocess.TimeoutExpired:
@@ -107,6 +117,11 @@ def signal_of(code: int) -> signal.Signals | None:
         return signal.Signals(number)
     except ValueError:
         return None
+
+
+def own_lines(said: str) -> list[str]:
+    """Return what a run said itself, in lines: the last ones are its last words."""
+    return [line for line in said.splitlines() if line.strip() and not line.startswith(OF_LAUNCHER)]
 
 
 def status_of(code: int | None, said: str) -> str:

@@ -33,15 +33,6 @@ GRACE_SEC = 30.0  # for a last checkpoint, where the sweep is stopped
 READ_BYTES = 200_000  # of the end of what a run said
 MAX_MESSAGE = 300
 TRAIN, SCORE = (str(processes.ROOT / name) for name in ("benchmark.py", "eval.py"))
-OF_LAUNCHER = (
-    "Waiting up to ",
-    "Global rank ",
-    "ERROR:composer",
-    "WARNING:composer",
-    "----------",
-    "[rank",
-    "Killing training",
-)
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 Commands = Callable[[Point, int], Sequence[Sequence[str]]]
@@ -219,7 +210,7 @@ def message_of(status: str, code: int | None, said: str, folder: Path, limit_sec
     if status != "refused":  # then the record is of an earlier start
         with contextlib.suppress(ValueError, OSError):
             text = str((read_lines(folder / STARTS) or [{}])[-1].get("failed", ""))
-    lines = [line for line in said.splitlines() if line.strip() and not line.startswith(OF_LAUNCHER)]
+    lines = processes.own_lines(said)
     if status == "out_of_memory" and not text:
         lines = [line for line in lines if any(part in line for part in processes.OUT_OF_MEMORY)]
     text = text or (lines[-1] if lines else f"it ended with exit code {code} and said nothing")

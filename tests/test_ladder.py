@@ -136,7 +136,7 @@ def test_the_command_says_what_it_does_not_know(capsys):
     ],
 )
 def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, output, status):
-    monkeypatch.setattr(processes, "run", lambda command, limit: (code, output))
+    monkeypatch.setattr(processes, "run", lambda command, limit, tree: (code, output))
     record = ladder.run_rung(ladder.Rung("a", "x.yaml", ()), 5)
     assert record["status"] == status and record["output_end"] == output and record["device"]
     assert status in ladder.table([record]).splitlines()[1]
@@ -157,7 +157,7 @@ def test_the_record_of_a_rung_has_the_speed_of_each_window_that_counts(monkeypat
 
 def test_the_runs_of_a_ladder_are_one_group_where_they_are_logged(monkeypatch):
     commands: list[list[str]] = []
-    monkeypatch.setattr(processes, "run", lambda command, limit: (commands.append(command) or 2, ""))
+    monkeypatch.setattr(processes, "run", lambda command, limit, tree: (commands.append(command) or 2, ""))
     own = ("loggers.group=own",)
     for rung in (
         ladder.Rung("a", "x", ()),

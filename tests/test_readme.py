@@ -82,6 +82,7 @@ COMMANDS = {
     "prepare.look": ("LookConfig", range(1, 3)),
     "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
     "bench.micro": ("MicroConfig", range(1)),
+    "bench.check": ("CheckConfig", range(1)),
     "bench.store": ("StoreConfig", range(1)),
     "bench.adopt": ("AdoptBenchConfig", range(2)),
     "bench.mixture": ("MixtureConfig", range(1)),
@@ -127,6 +128,7 @@ RUN_BY = {
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
     "gpu-evaluation": "tests/test_bench_evaluation.py",
     "gpu-families": "tests/test_ladder.py",
+    "bench-check": "tests/test_check.py",
     "report": "tests/test_report.py",
     "gpu-latency": "tests/test_latency.py",
     "env": "tests/test_locks.py",
