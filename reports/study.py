@@ -63,7 +63,7 @@ def groups_of(runs: Sequence[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
 
 
 def first_of(record: Record, run: Run) -> Run | None:
-    """Return the run of the first point whose other values, the seed's too, are this one's; None: it is that, or none is ok."""
+    """Return the run of the first point whose other values, seed included, are this one's; None: none, or itself."""
     matrix = [key for key in record["axes"] if key not in record["of_points"]]
     for other in record["runs"]:
         if all(other["values"].get(key) == run["values"].get(key) for key in matrix):
@@ -144,7 +144,7 @@ def bands_of(groups: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]) -> d
 
 
 def losses_of(runs: Sequence[Run], keys: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return label -> the band of its losses, see `bands_of`; each is a running mean of SMOOTH_WINDOWS of the record's windows."""
+    """Return label -> the band of its losses, see `bands_of`; running means of SMOOTH_WINDOWS windows."""
     return bands_of({label: curves for label, of in groups_of(runs, keys).items() if (curves := _curves(of))})
 
 

@@ -205,7 +205,7 @@ def table_of_states(record: Record) -> Table:
     )
     head = ("precision", "optimizer.states", "estimate, GiB", "measured, GiB", "measured over estimate", "a step, s")
     rows = [_row_of_states(row) for row in record["states"]]
-    return Table(f"{what}, batch {record['batch_size']}; {load}:", head, "llrrrr", rows)
+    return Table(f"{what}, batch {record['batch_size']}. {load.capitalize()}:", head, "llrrrr", rows)
 
 
 def _row_of_states(row: Record) -> Row:

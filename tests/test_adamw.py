@@ -98,7 +98,7 @@ def test_small_changes_are_lost_to_the_nearest_and_kept_in_the_mean_by_stochasti
 
 
 def test_at_a_small_rate_nearly_all_weights_stand_still_to_the_nearest():
-    """AdamW's step is at most the rate here, 1e-6, which moves a bfloat16 only where half of its last bit is less: below 2^-11.
+    """AdamW's step is at most the rate here, 1e-6, which moves a bfloat16 only where half its last bit is less: below 2^-11.
 
     The weights are as torch begins those of a linear layer of 3,072 inputs: uniform within 3072^-0.5.
     """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from PIL import Image
 
 from reports import study
@@ -114,3 +116,16 @@ def test_without_curves_there_is_no_picture_and_that_is_said(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps(made_record(made_run(0.1, 1, "fp32", 0.5, status="failed"))))
     assert study.main([f"{tmp_path}/x.json", f"{tmp_path}/x.png"]) == 2
     assert "no run has a loss curve" in capsys.readouterr().err and not (tmp_path / "x.png").exists()
+
+
+# --- what the pages say, against the records ---
+
+
+def test_ten_seeds_are_one_result_as_the_page_says():
+    record = json.loads((ROOT / "reports/results/shapes_ten_seeds.json").read_text())
+    assert [run["status"] for run in record["runs"]] == ["ok"] * 10 and record["axes"] == ["seed"]
+    said = (ROOT / "reports/results/shapes_ten_seeds.txt").read_text()
+    minutes, images = re.search(r"olympic_mean_minutes=(\S+) olympic_mean_images=(\d+)", said).groups()
+    page = (ROOT / "docs/mlperf.md").read_text()
+    assert f"was {float(minutes):.1f} minutes and {int(images):,} images, in the open division" in page
+    assert f"result: {minutes} minutes, open division" in said

@@ -220,7 +220,9 @@ def test_every_header_is_a_contract(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert [word for word in HEADER if not any(line.startswith(word) for line in head)] == []
     command = next(line for line in head if line.startswith("# Command: "))
-    assert path.name in command or re.search(r"make (demo|controls|study|gpu-ladder|gpu-evaluation|gpu-families)", command)
+    assert path.name in command or re.search(
+        r"make (demo|controls|study|gpu-ladder|gpu-evaluation|gpu-families)", command
+    )
     assert path in LADDERS or path in SWEEPS or path.name.startswith("shapes") or commands(path)
 
 
