@@ -145,7 +145,7 @@ def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, outpu
 def test_the_record_of_a_rung_has_the_speed_of_each_window_that_counts(monkeypatch, tmp_path):
     """So that reports.compare knows more of it than its extremes."""
 
-    def finished(command, limit):
+    def finished(command, limit, tree):
         shutil.copytree(ROOT / "reports/results/shapes_run", tmp_path / "a")
         return 0, ""
 
