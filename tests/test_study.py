@@ -129,3 +129,35 @@ def test_ten_seeds_are_one_result_as_the_page_says():
     page = (ROOT / "docs/mlperf.md").read_text()
     assert f"was {float(minutes):.1f} minutes and {int(images):,} images, in the open division" in page
     assert f"result: {minutes} minutes, open division" in said
+
+
+STUDY = ROOT / "reports/results/shapes_precision.json"
+LOW, HIGH = 0.0001, 0.003
+
+
+def over_float32(rate: float, **values: str) -> list[float]:
+    """How far a way's validation loss is above float32's with the same seed, in percent, seed by seed."""
+    record = json.loads(STUDY.read_text())
+    found = []
+    for run in record["runs"]:
+        own = {key: run["values"][key] for key in record["of_points"] if key in run["values"]}
+        if run["values"]["optimizer.lr"] == rate and own == {key.replace("_", ".", 1): v for key, v in values.items()}:
+            found.append(100.0 * (run["val_loss"] / study.first_of(record, run)["val_loss"] - 1.0))
+    assert len(found) == 3
+    return found
+
+
+def test_the_study_is_whole_and_says_what_the_page_says():
+    record = json.loads(STUDY.read_text())
+    assert [run["status"] for run in record["runs"]] == ["ok"] * 30 and len({run["commit"] for run in record["runs"]}) == 1
+    small = {"precision": "bf16_params", "optimizer_states": "bf16"}
+    plain, stochastic = ({**small, "optimizer_rounding": how} for how in ("nearest", "stochastic"))
+    autocast, codes = {"precision": "bf16"}, {"precision": "fp32", "optimizer_states": "8bit"}
+    behind = over_float32(LOW, **plain)
+    assert min(behind) > 7 and round(sum(behind) / 3) == 8
+    for way in (stochastic, autocast, codes):
+        assert max(map(abs, over_float32(LOW, **way))) < 0.1
+    for way in (plain, stochastic, autocast, codes):
+        found = over_float32(HIGH, **way)
+        assert max(map(abs, found)) < 2 and (way == autocast or min(found) < 0 < max(found)), way
+    assert -1 < min(over_float32(HIGH, **autocast)) and max(over_float32(HIGH, **autocast)) < 0
