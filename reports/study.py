@@ -196,7 +196,6 @@ def draw(record: Record, path: Path) -> None:
         losses = losses_of(of, lines)
         colours = dict(zip(losses, itertools.cycle(COLOURS), strict=False))
         _draw(axes[0, column], losses, colours, "training loss, mean and extremes of the seeds")
-        axes[0, column].set_yscale("log")
         axes[0, column].set_title(name if own and others else "")
         if num_rows > 1:
             _draw(axes[1, column], below[name], colours, "over the first, same seed, %")
@@ -216,7 +215,7 @@ def _draw(axes: Axes, bands: Lines, colours: Mapping[str, str], what: str) -> No
         axes.plot(images, mean, label=label, color=colours[label], linewidth=1.2)
         axes.fill_between(images, least, greatest, color=colours[label], alpha=0.2, linewidth=0)
     axes.set_ylabel(what)
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
 
 
 # --- the command ---

@@ -149,7 +149,9 @@ def over_float32(rate: float, **values: str) -> list[float]:
 
 def test_the_study_is_whole_and_says_what_the_page_says():
     record = json.loads(STUDY.read_text())
-    assert [run["status"] for run in record["runs"]] == ["ok"] * 30 and len({run["commit"] for run in record["runs"]}) == 1
+    assert [run["status"] for run in record["runs"]] == ["ok"] * 30 and len(
+        {run["commit"] for run in record["runs"]}
+    ) == 1
     small = {"precision": "bf16_params", "optimizer_states": "bf16"}
     plain, stochastic = ({**small, "optimizer_rounding": how} for how in ("nearest", "stochastic"))
     autocast, codes = {"precision": "bf16"}, {"precision": "fp32", "optimizer_states": "8bit"}
