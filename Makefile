@@ -37,7 +37,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -281,6 +281,14 @@ controls-video: $(STAMP)  ## what demo-video is judged by: three seeds, and capt
 	$(foreach run,$(CONTROLS_MOVING),$(call drawn,runs/controls-video/$(run)) && ) true
 	$(PY) -m bench.motion videos=$(subst $(eval ) ,$(COMMA),$(CONTROLS_MOVING:%=runs/controls-video/%/drawn))
 
+study-files: $(addprefix $(SHAPES)/,moments/dataset.json held-out/dataset.json reference.npz prompts.tsv)
+
+study: $(STAMP)  ## the miniature in five kinds of numbers, at two learning rates, with three seeds (an hour and more) -> runs/sweeps/shapes_precision
+	test -e $(VENV)/$(TORCHAO) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TORCHAO) $(TORCHAO)
+	@mkdir -p $(SHAPES)
+	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 study-files
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(TORCHAO) $(PY) sweep.py yamls/sweeps/shapes_precision.yaml jobs=2
+
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
 
@@ -313,7 +321,11 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.tables reports/results/cards.json docs/speed.md
 	$(PY) -m reports.tables reports/results/video_speed.json docs/benchmarks.md
 	$(PY) -m reports.tables reports/results/states_cpu.json docs/speed.md
+	$(PY) -m reports.study reports/results/shapes_precision.json docs/pictures/precision.png docs/precision.md
 	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
+	$(PY) -m reports.compare reports/nvidia_published.json docs/comparing.md
+	$(PY) -m reports.compare reports/results/sd2_tiny_cpu_compile/eager.json reports/results/sd2_tiny_cpu_compile/whole.json \
+	  reports/results/sd2_tiny_cpu_compile/blocks.json reports/results/sd2_tiny_cpu_compile/attention_math.json docs/comparing.md
 	@mkdir -p cache
 	$(PY) -m reports.page reports/results/shapes_run out=cache/page.html
 	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230  # last: it needs Chromium, and says so

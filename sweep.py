@@ -30,18 +30,19 @@ from pathlib import Path
 
 from cli import masking
 from cli.command import command, start
-from cli.errors import ConfigError
+from cli.errors import ConfigError, Refused
 from cli.log import log
 from config import count
 from record.environment import commit
-from reports import page
+from reports import mlperf, page, study
 from sweeps import pictures, table
 from sweeps.file import Sweep, read_sweep
 from sweeps.points import Point, by_size, is_commit, resolve_all
+from sweeps.record import record_of, write_record
 from sweeps.running import Runner, alone, end_left_overs, slots_of
 from sweeps.state import ERRORS, GOES_ON, OK, STATUSES, State
 
-PAGE = "page.html"
+PAGE, LOSS, MLPERF = "page.html", "loss.png", "mlperf"
 WRONG = ("refused", "timeout", "failed", "killed")
 
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         if runner.stopped is not None:
             log.info(f"{table.in_words(rows)}. The same command resumes the sweep.")
             return 128 + runner.stopped
-        finish(sweep, rows)
+        finish(sweep, points, rows)
     if sweep.is_changed():
         log.info(f"{sweep.path}: it was changed since this call began. The table is of the file as it was; call again.")
     return 1 if any(row["status"] in WRONG for row in rows) else 0
@@ -133,8 +134,8 @@ def keep(sweep: Sweep, points: Sequence[Point], state: State) -> list[table.Row]
     return rows
 
 
-def finish(sweep: Sweep, rows: Sequence[table.Row]) -> None:
-    """Print the table, and write the pictures and the page of what is ok."""
+def finish(sweep: Sweep, points: Sequence[Point], rows: Sequence[table.Row]) -> None:
+    """Print the table, and write record, pictures and page of what is ok, and MLPerf's report of its seeds."""
     print(table.shown(rows))
     for row in rows:
         if row["message"]:
@@ -142,7 +143,11 @@ def finish(sweep: Sweep, rows: Sequence[table.Row]) -> None:
     folders = [sweep.folder / row["run"] for row in rows if row["status"] == OK]
     written: list[Path] = [sweep.folder / table.CSV]
     try:
-        written += pictures.draw(rows, sweep.axes, sweep.folder)
+        record = record_of(sweep, rows)
+        written += [write_record(sweep, record), *pictures.draw(rows, sweep.axes, sweep.folder)]
+        if study.has_curves(record):
+            study.draw(record, sweep.folder / LOSS)
+            written.append(sweep.folder / LOSS)
         if folders:
             written.append(page.write(folders[: page.MOST_RUNS], sweep.folder / PAGE))
     except (OSError, ValueError) as error:  # a folder that was removed meanwhile, a file that cannot be written
@@ -151,7 +156,18 @@ def finish(sweep: Sweep, rows: Sequence[table.Row]) -> None:
         log.info(
             f"{sweep.folder / PAGE}: it has the first {page.MOST_RUNS} of {len(folders)} runs, as many as a page takes"
         )
+    if folders and is_of_mlperf(sweep, points):
+        begun = [str(folder) for row in rows if (folder := sweep.folder / row["run"]).is_dir()]  # one of ten may fail
+        try:
+            mlperf.combine(begun, sweep.folder / MLPERF)
+        except (ConfigError, Refused) as error:
+            log.warning(f"{sweep.folder / MLPERF}: no report: {error}")
     print(f"{table.in_words(rows)}. Written: {', '.join(map(str, written))}")
+
+
+def is_of_mlperf(sweep: Sweep, points: Sequence[Point]) -> bool:
+    """True where its runs may be one result: each has MLPerf's log, and they differ in nothing but the seed."""
+    return set(sweep.axes) == {"seed"} and all(point.config.mlperf.enabled for point in points)
 
 
 if __name__ == "__main__":

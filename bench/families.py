@@ -130,7 +130,6 @@ def measure(case: Case, run: RunConfig, steps: int, rounds: int) -> dict[str, An
         rounds: of so many steps each; 0: no times.
     """
     add_between()
-    torch.set_num_threads(1)
     assert run.precision is not None
     build_optimizer(run.optimizer, torch.nn.Linear(1, 1), 1)  # libraries are no part of a step: torchao, and peft
     if run.lora.is_given:

@@ -43,7 +43,8 @@ from preflight.limits import unwritable
 from record import processes
 from record.environment import commit, device_name
 from record.files import read_lines
-from record.summary import VAL_LOSS
+from record.history import read_history
+from record.summary import VAL_LOSS, WINDOWS, rounded
 
 SPEED = "images_per_sec"
 COLUMNS = (
@@ -200,9 +201,11 @@ def run_rung(
                 for kind, keys in OF_POINTS.items()
             }
             found = {kinds: short for kinds, short in points.items() if short}
+            windows = [rounded(float(speed)) for speed in read_history(summary.parent).speeds]
+            speeds = {WINDOWS: windows} if windows else {}
             profile = summary.with_name("profile") / "table.json"
             of_profile = {"profile": json.loads(profile.read_text())} if profile.is_file() else {}
-            return {**record, "status": "ok", **json.loads(summary.read_text()), **found, **of_profile}
+            return {**record, "status": "ok", **json.loads(summary.read_text()), **speeds, **found, **of_profile}
     ended = {"status": processes.status_of(code, output), "limit_sec": limit_sec}
     return {**record, **ended, "device": device_name(), "commit": commit(), "output_end": output[-2000:]}
 

@@ -27,6 +27,8 @@ RESULT_KEYS = (
 )
 VAL_LOSS = "val_loss"
 """Further key of a run with validation: the last one's loss."""
+WINDOWS = "images_per_sec_windows"
+"""Further key of a rung's record (bench/ladder.py): the speed of each window that counts, in order."""
 COST_KEYS = ("device_hours", "cost")
 """Further keys of a run with a price."""
 

@@ -93,11 +93,25 @@ def main(argv: Sequence[str]) -> int:
     problems = [f"{key}: unknown key. Possible: out=FOLDER." for key in keys if key != "out"]
     problems += [f"{place} is no folder. Give runs: runs/NAME ..." for place in places if not Path(place).is_dir()]
     problems += ["out: nothing given. Give a folder: out=FOLDER."] if keys.get("out") == "" else []
-    runs, broken = ([], []) if problems else read_runs(places)
+    if problems:
+        raise ConfigError(problems)
+    combine(places, Path(keys.get("out", "mlperf_report")))
+    return 0
+
+
+def combine(places: Sequence[str], out: Path) -> None:
+    """Report on the runs in some folders, see the head of this file.
+
+    Raises:
+        ConfigError: none of them is a run, or together they are no result's.
+        Refused: `out` cannot be written.
+    """
+    runs, broken = read_runs(places)
     with_log = [run for run in runs if run.values("seed")]
+    problems = []
     if broken and not runs:
         problems += [f"{text}. No run is left. Repair it, or give other runs: runs/NAME ..." for text in broken]
-    elif not problems and not runs:
+    elif not runs:
         problems.append(f"{', '.join(places) or 'nothing'}: no run (config.yaml). Give runs: runs/NAME ...")
     if with_log:
         fix = "A result needs one configuration and ten seeds: leave one of them out."
@@ -106,7 +120,6 @@ def main(argv: Sequence[str]) -> int:
         log.info(f"{text}. Left out.")
     if problems:
         raise ConfigError(problems)
-    out = Path(keys.get("out", "mlperf_report"))
     try:
         report(runs, out)
     except BrokenPipeError:  # the reader of the pipe has closed it
@@ -114,7 +127,6 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         given = f"out: {error.filename or out} cannot be written: {error.strerror}"
         raise Refused(f"{given}. Give a folder that this user may write in: out=FOLDER.") from error
-    return 0
 
 
 def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:

@@ -10,6 +10,7 @@ from record.history import History, Line
 from reports.page_facts import figures_of, result_of
 from reports.page_text import NONE, TIMES, figure, plain, share, span
 
+ABSENT = "not there"
 OWN_KEYS = ("run_name", "run_folder")
 """What every run has for itself."""
 FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -106,7 +107,7 @@ def differing(all_of: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) 
         values = [of.get(key, _ABSENT) for of in all_of]
         told = [value for of, value in zip(all_of, values, strict=True) if of]
         if any(value != told[0] or (value is _ABSENT) != (told[0] is _ABSENT) for value in told):
-            rows.append(Row(key, [("not there" if value is _ABSENT else plain(value), None) for value in values]))
+            rows.append(Row(key, [(ABSENT if value is _ABSENT else plain(value), None) for value in values]))
     return rows
 
 

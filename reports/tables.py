@@ -134,7 +134,7 @@ def table_of_families(record: Record) -> Table:
     """A row for each case: memory beside the estimate, and times where they were measured."""
     config = record["config"]
     load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
-    title = "Moments and text states, fp32, one thread"
+    title = "Moments and text states, fp32"
     title += f"; {config['rounds']} rounds of {config['steps']} steps" if config["times"] else ""
     head = ("family", "size", "parameters, M", "batch", "estimate, GiB", "measured, GiB")
     if config["times"]:
@@ -149,7 +149,7 @@ def _row_of_family(case: Record, *, times: bool) -> Row:
     shown = (
         case["case"].rpartition("_")[0],
         size,
-        f"{millions:,.1f}",
+        f"{millions:,.2f}",
         f"{case['batch_size']}",
         f"{case['estimated_gib']:.2f}",
     )
@@ -205,7 +205,7 @@ def table_of_states(record: Record) -> Table:
     )
     head = ("precision", "optimizer.states", "estimate, GiB", "measured, GiB", "measured over estimate", "a step, s")
     rows = [_row_of_states(row) for row in record["states"]]
-    return Table(f"{what}, batch {record['batch_size']}. One thread; {load}:", head, "llrrrr", rows)
+    return Table(f"{what}, batch {record['batch_size']}. {load.capitalize()}:", head, "llrrrr", rows)
 
 
 def _row_of_states(row: Record) -> Row:
@@ -222,7 +222,7 @@ def table_of_lora(record: Record) -> Table:
     """A row for each case: what full fine-tuning takes, and what an adapter does."""
     config = record["config"]
     load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
-    title = f"Adapters of rank {config['rank']}; moments and text states, fp32, one thread"
+    title = f"Adapters of rank {config['rank']}; moments and text states, fp32"
     title += f"; {config['rounds']} rounds of {config['steps']} steps" if config["times"] else ""
     head = ("family", "size", "batch", "trained, full, M", "LoRA, M", "estimate, full, GiB", "LoRA, GiB")
     head += ("measured, full, GiB", "LoRA, GiB") + (("a step, full, ms", "LoRA, ms") if config["times"] else ())
@@ -325,12 +325,17 @@ def text_of(record: Record) -> str:
 def markdown_of(record: Record) -> str:
     """Format a record for a page."""
     table = TABLES[record["measured"]](record)
+    return "\n".join(["", in_markdown(table._replace(title=f"{about(record)} {table.title}")), ""])
+
+
+def in_markdown(table: Table) -> str:
+    """Format a table for a page, with an empty line at its end."""
     sides = tuple("---:" if side == "r" else "---" for side in table.align)
     rows = (
         "| " + " | ".join("-" if cell is None else cell for cell in row) + " |"
         for row in (table.head, sides, *table.rows)
     )
-    return "\n".join(["", f"{about(record)} {table.title}", "", *rows, "", ""])
+    return "\n".join([table.title, "", *rows, ""])
 
 
 def read_record(place: str) -> dict[str, Any]:

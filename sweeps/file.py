@@ -77,6 +77,8 @@ class Sweep:
     """Words of the command line that each run has."""
     axes: Mapping[str, Sequence[Any]]
     """Key that varies -> its values in the order in which they come."""
+    of_points: Sequence[str]
+    """The keys among them that are of `points`, not of `matrix`."""
     points: Mapping[str, Mapping[str, Any]]
     """Run -> key that varies -> value."""
 
@@ -138,6 +140,7 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
         own=own,
         typed=tuple(f"{at.key}={at.raw if at.raw is not None else as_word(at.value)}" for at in others),
         axes={**axes, **of_points},
+        of_points=list(of_points),
         points=dict(zip(_names(each, varying), each, strict=True)),
     )
 

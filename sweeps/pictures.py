@@ -1,4 +1,4 @@
-"""Pictures of a sweep: throughput over each axis of numbers, and loss over the images seen with the band of the seeds."""
+"""Pictures of a sweep's speed: throughput over each axis of numbers. Those of its losses: reports/study.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evaluation.plots import COLOURS, DPI
-from record.history import read_history
 from sweeps.file import as_word, labels
 from sweeps.state import OK
 from sweeps.table import SPEED, Row
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 SEED = "seed"
 MOST_LINES = 12
-LOSS = "loss.png"
 
 
 def draw(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]], folder: Path) -> list[Path]:
@@ -37,10 +35,6 @@ def draw(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]], folder: Path) -
             path = folder / f"throughput_{called[key]}.png"
             _figure(path, lambda of, lines=lines, key=key: _draw_speed(of, lines, key))
             made.append(path)
-    bands = loss_bands(ran, [*axes], folder)
-    if bands:
-        _figure(folder / LOSS, lambda of: _draw_loss(of, bands))
-        made.append(folder / LOSS)
     return made
 
 
@@ -80,24 +74,6 @@ def _extreme(row: Row, end: str) -> float:
     return row[SPEED] if value is None else value
 
 
-def loss_bands(rows: Sequence[Row], keys: Sequence[str], folder: Path) -> dict[str, np.ndarray]:
-    """Return line -> (4, N): images seen, mean over the seeds, least and greatest; as far as all of its seeds came."""
-    curves: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for row in rows:
-        windows = read_history(folder / row["run"]).windows
-        is_one = np.isfinite(windows["images"]) & np.isfinite(windows["loss"])
-        if is_one.sum() > 1:
-            curve = windows["images"][is_one], windows["loss"][is_one]
-            curves.setdefault(_label(row, [key for key in keys if key != SEED]), []).append(curve)
-    found = {}
-    for line, of in curves.items():
-        first, last = max(images[0] for images, _ in of), min(images[-1] for images, _ in of)
-        images = of[0][0][(of[0][0] >= first) & (of[0][0] <= last)]
-        losses = np.stack([np.interp(images, *curve) for curve in of])
-        found[line] = np.stack([images, losses.mean(0), losses.min(0), losses.max(0)])
-    return found
-
-
 # --- drawing ---
 
 
@@ -129,15 +105,3 @@ def _draw_speed(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float, flo
     axes.set_ylabel("images/s a device, median and extremes of the windows")
     axes.set_ylim(bottom=0)
     _legend(axes, len(lines))
-
-
-def _draw_loss(axes: Axes, bands: Mapping[str, np.ndarray]) -> None:
-    for (line, band), colour in zip(
-        itertools.islice(bands.items(), MOST_LINES), itertools.cycle(COLOURS), strict=False
-    ):
-        images, mean, least, greatest = band
-        axes.plot(images, mean, label=line, color=colour)
-        axes.fill_between(images, least, greatest, color=colour, alpha=0.2, linewidth=0)
-    axes.set_xlabel("images seen")
-    axes.set_ylabel("loss, mean and extremes over the seeds")
-    _legend(axes, len(bands))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,9 +22,11 @@ from cli.log import log
 from record import processes
 from record.environment import commit
 from record.files import STARTS, SUMMARY, read_lines
-from sweeps.file import Sweep
+from stages.mixture import StreamConfig
+from sweeps.file import Sweep, as_word
 from sweeps.points import Point
 from sweeps.state import GOES_ON, LOGS, OK, STARTED, State
+from training.run_config import RunConfig
 
 POLL_SEC = 0.2
 GRACE_SEC = 30.0  # for a last checkpoint, where the sweep is stopped
@@ -33,7 +35,8 @@ MAX_MESSAGE = 300
 TRAIN, SCORE = (str(processes.ROOT / name) for name in ("benchmark.py", "eval.py"))
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-Commands = Callable[[Point], Sequence[Sequence[str]]]
+Commands = Callable[[Point, int], Sequence[Sequence[str]]]
+"""A point, and the number of its place among those that run side by side -> what runs it."""
 
 
 @dataclass
@@ -105,15 +108,15 @@ class Runner:
         logs = self.sweep.folder / LOGS
         logs.mkdir(exist_ok=True)
         output = open(logs / f"{point.name}.txt", "ab")  # noqa: SIM115  # until the run has ended
-        first, *others = (self.commands or self.commands_of)(point)
+        first, *others = (self.commands or self.commands_of)(point, slot)
         process = processes.begin(first, output, folder=Path.cwd(), variables=variables)
         return Running(point, slot, variables, process, output, time.monotonic(), others, output.tell())
 
-    def commands_of(self, point: Point) -> list[list[str]]:
+    def commands_of(self, point: Point, slot: int) -> list[list[str]]:
         """Return what runs a point, with this interpreter: a training, and its scores where they are for afterwards."""
         ranks, folder = self.sweep.own.ranks, str(self.sweep.folder / point.name)
         scored = [processes.of_composer(ranks, SCORE, folder)] if point.config.eval.when == "after" else []
-        return [processes.of_composer(ranks, TRAIN, *point.words), *scored]
+        return [processes.of_composer(ranks, TRAIN, *point.words, *own_folders(point.config, slot)), *scored]
 
     def _is_over(self, one: Running) -> bool:
         """Return whether a run has ended, or had to be; then its line is written."""
@@ -159,6 +162,28 @@ def slots_of(sweep: Sweep) -> list[dict[str, str]]:
     gpus = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
     each = [gpus[first : first + ranks] for first in range(0, len(gpus) - ranks + 1, ranks)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(of)} for of in each[: jobs or len(each)]]
+
+
+def own_folders(config: RunConfig, slot: int) -> list[str]:
+    """Return the words by which a run keeps its shards apart from the runs beside it: a folder of shards has one user."""
+    data, held_out = config.data, config.validation.held_out if config.validation.is_given else None
+
+    def own(source: StreamConfig) -> str | None:
+        keeps = source.remote is not None and source.local is not None
+        return f"{str(source.local).rstrip('/')}-{slot + 1}" if keeps else source.local
+
+    found: dict[str, Any] = {}
+    if slot and data.streams is not None and not data.synthetic:
+        found["data.streams"] = [_given({**asdict(stream), "local": own(stream)}) for stream in data.streams]
+    elif slot and data.sources:
+        found["data.local"] = own(data.sources[0])
+    if slot and held_out is not None:
+        found["validation.local"] = own(held_out)
+    return [f"{key}={as_word(value)}" for key, value in found.items() if value is not None]
+
+
+def _given(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 # --- what a run said ---

@@ -97,6 +97,26 @@ def test_small_changes_are_lost_to_the_nearest_and_kept_in_the_mean_by_stochasti
     assert found["stochastic"].mean().item() == pytest.approx(1.0 - 100 * 1e-4, abs=allowed)
 
 
+def test_at_a_small_rate_nearly_all_weights_stand_still_to_the_nearest():
+    """AdamW's step is at most the rate here, 1e-6, which moves a bfloat16 only where half its last bit is less: below 2^-11.
+
+    The weights are as torch begins those of a linear layer of 3,072 inputs: uniform within 3072^-0.5.
+    """
+    most = 3072**-0.5
+    begin = torch.empty(2**20).uniform_(-most, most, generator=torch.Generator().manual_seed(3)).bfloat16()
+    still = {}
+    for rounding in ("nearest", "stochastic"):
+        weights = nn.Parameter(begin.clone())
+        config = OptimizerConfig(lr=1e-6, weight_decay=0.0, rounding=rounding, states="bf16")
+        optimizer = build_optimizer(config, nn.ParameterList([weights]), 8)
+        for _ in range(20):
+            weights.grad = torch.ones_like(weights)
+            optimizer.step()
+        still[rounding] = (weights.detach() == begin).double().mean().item()
+    assert still["nearest"] == pytest.approx(1.0 - 2.0**-11 / most, abs=2e-3)  # 0.973
+    assert still["stochastic"] < 0.9
+
+
 # --- steps ---
 
 

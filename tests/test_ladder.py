@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from omegaconf import OmegaConf
 from bench import ladder
 from cli.errors import ConfigError
 from record import processes
+from record.summary import WINDOWS
 
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
@@ -137,6 +140,19 @@ def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, outpu
     record = ladder.run_rung(ladder.Rung("a", "x.yaml", ()), 5)
     assert record["status"] == status and record["output_end"] == output and record["device"]
     assert status in ladder.table([record]).splitlines()[1]
+
+
+def test_the_record_of_a_rung_has_the_speed_of_each_window_that_counts(monkeypatch, tmp_path):
+    """So that reports.compare knows more of it than its extremes."""
+
+    def finished(command, limit, tree):
+        shutil.copytree(ROOT / "reports/results/shapes_run", tmp_path / "a")
+        return 0, ""
+
+    monkeypatch.setattr(processes, "run", finished)
+    record = ladder.run_rung(ladder.Rung("a", "x.yaml", ()), 5, tmp_path)
+    assert len(record[WINDOWS]) == record["windows"] == 159
+    assert statistics.median(record[WINDOWS]) == record["images_per_sec"]
 
 
 def test_the_runs_of_a_ladder_are_one_group_where_they_are_logged(monkeypatch):
@@ -299,6 +315,7 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, ca
     # The window that the profiler slowed is none.
     assert records["online"]["windows"] > records["aside_profile"]["windows"] > 0
     for name in measured:
+        assert len(records[name][WINDOWS]) == records[name]["windows"]
         assert records[name]["first_step_seconds"] > 0 and records[name]["images_per_sec"] > 0
         assert (
             records[name]["device"].startswith("CPU") and records[name]["torch_version"] and "commit" in records[name]

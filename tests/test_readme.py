@@ -35,7 +35,7 @@ from eval import EvalCommand
 from prepare.shapes.command import TRAINING_NUMBERS, parse
 from prepare.words import split_words
 from record.summary import rounded
-from reports import live, samples
+from reports import compare, live, samples, study
 from sweeps.file import read_sweep
 from tests.store.__main__ import table as table_of_faults
 from zoo import FAMILIES, load_family
@@ -49,7 +49,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps"
+    "benchmarks weights video versions licences metrics sweeps comparing precision"
 )
 
 
@@ -124,6 +124,7 @@ RUN_BY = {
     "controls-flux": "tests/test_shapes_flow.py",  # its records are compared
     "demo-video": "tests/test_shapes_moving.py",
     "controls-video": "tests/test_shapes_moving.py",  # its records are compared
+    "study": "tests/test_study.py",  # an hour: its record is compared
     "gpu-ladder": "tests/test_ladder.py",  # the same code on a CPU
     "gpu-evaluation": "tests/test_bench_evaluation.py",
     "gpu-families": "tests/test_ladder.py",
@@ -171,8 +172,10 @@ def read(module: str, words: list[str]) -> None:
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
     elif module == "reports.wandb_dashboard":
         assert words[0].count("/") == 1 and {word.partition("=")[0] for word in words[1:]} <= {"grouped", "out"}
-    elif module in ("reports.latency", "reports.tables"):
-        assert [Path(word).suffix for word in words] == [".json"]
+    elif module in ("reports.latency", "reports.study", "reports.tables"):
+        assert [Path(word).suffix for word in words] in ([".json"], [".json", ".png"])
+    elif module == "reports.compare":
+        assert compare.read_words(words).places
     elif module == "reports.live":
         assert live.read_words(words)
     elif module == "reports.page":
@@ -358,6 +361,7 @@ def test_every_key_that_is_named_exists():
                 "grouped",
                 "port",
                 "host",
+                "across",
             }:
                 unknown.append((page, span))
     assert unknown == []
@@ -483,8 +487,14 @@ def test_the_result_lines_are_those_of_the_committed_record():
 def test_the_rows_of_results_are_those_of_the_committed_records():
     text = PAGES["README.md"].split("## Results")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| .*", text, re.M)[1:]]
-    assert len(rows) == 5
+    assert len(rows) == 6
     for what, hardware, speed, scores, link in rows:
+        if "[shapes_precision]" in link:  # means of three seeds; the machine was busy, so its speeds are none
+            table = study.table_of(record("shapes_precision"))
+            of = {row[:4]: [cell.split()[0] for cell in row[6:8]] for row in table.rows}
+            plain, float32 = of["0.0001", "bf16_params", "bf16", "nearest"], of["0.0001", "fp32", "-", "-"]
+            assert (speed, scores) == ("-", f"{' / '.join(plain)}; {' / '.join(float32)}")
+            continue
         if link == "-":
             assert (speed, scores) == ("not measured", "not measured") and hardware == "8 GPUs"
             continue

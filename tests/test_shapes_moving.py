@@ -396,3 +396,12 @@ def test_the_pages_table_is_that_of_the_records():
     expected = OmegaConf.load(YAML).max_duration, OmegaConf.load(YAML).global_batch_size
     assert losses["seed17"][-1]["images"] == int(expected[0].removesuffix("ba")) * expected[1]
     assert f"direction is right in {seen['seed17']['direction']:.2f} of 256" in YAML.read_text()
+
+
+def test_the_whole_command_takes_less_than_ten_minutes():
+    record = json.loads(RECORDS.with_name("shapes_moving_cpu.json").read_text())
+    seconds, page = record["command_seconds"], (ROOT / "docs/miniature.md").read_text()
+    assert seconds < 600 and record["batches"] == int(OmegaConf.load(YAML).max_duration.removesuffix("ba"))
+    [case] = json.loads(RECORDS.with_name("shapes_moving_cpu_motion.json").read_text())["cases"]
+    assert case["direction"] >= 0.8 and f"got {case['direction']:.3f} of the directions right" in page
+    assert f"The whole command took {seconds // 60:.0f} min {seconds % 60:.0f} s on two cores" in page

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,9 +21,13 @@ from conftest import ROOT, TINY_RUN, run, started
 
 import sweep as command
 from cli.errors import ConfigError, Refused
+from data import DataConfig
 from record import processes
+from stages.mixture import StreamConfig
 from sweeps import file, pictures, points, running, table
 from sweeps.state import OK, STALE, State
+from training.run_config import RunConfig
+from training.validation import ValidationConfig
 
 pytestmark = [pytest.mark.timeout(300, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
@@ -261,7 +266,7 @@ def stand_in(tmp_path, monkeypatch):
     program.write_text(PROGRAM)
 
     def call(path: Path, does: dict, *words: str) -> int:
-        def commands_of(runner: running.Runner, point: points.Point) -> list[list[str]]:
+        def commands_of(runner: running.Runner, point: points.Point, slot: int) -> list[list[str]]:
             what = does.get(point.values["seed"], "ok")
             return [[sys.executable, str(program), str(runner.sweep.folder / point.name), what]]
 
@@ -451,9 +456,33 @@ def test_a_run_that_is_to_be_scored_afterwards_is(tmp_path):
     config = points.resolve_all(read(tmp_path, "matrix: {seed: [1]}\n"))[0].config
     for when, num in (("off", 1), ("after", 2)):
         point = points.Point("a", {}, ("x.yaml",), replace(config, eval=replace(config.eval, when=when)), "1", None)
-        commands = runner.commands_of(point)
+        commands = runner.commands_of(point, 0)
         assert len(commands) == num and commands[0][-2:] == [str(ROOT / "benchmark.py"), "x.yaml"]
     assert commands[1][-2:] == [str(ROOT / "eval.py"), str(sweep.folder / "a")]
+
+
+def test_runs_side_by_side_keep_their_shards_in_folders_of_their_own():
+    """A folder of shards has one user: a second run is refused."""
+
+    def of(slot: int, data: DataConfig, **held_out: str) -> list[str]:
+        config = replace(RunConfig(), data=data, validation=ValidationConfig(**held_out))
+        return running.own_folders(config, slot)
+
+    kept = DataConfig(remote="/stage", local="/kept/")
+    assert of(0, kept) == [] and of(1, kept) == ["data.local=/kept-2"]
+    assert (
+        of(1, DataConfig(remote="/stage")) == [] == of(1, replace(kept, synthetic=True))
+    )  # read in place, or not at all
+    [word] = of(1, DataConfig(remote="s3://bucket/stage"))
+    assert re.fullmatch(r"data\.local=.*/stages/stage-\w{8}-2", word)
+    both = of(1, kept, remote="/held-out", local="/other")
+    assert both == ["data.local=/kept-2", "validation.local=/other-2"]
+    streams = [StreamConfig(remote="/a", local="/b", repeat=2.0), StreamConfig(remote="/c")]
+    [word] = of(2, DataConfig(streams=streams))
+    assert json.loads(word.removeprefix("data.streams=")) == [
+        {"remote": "/a", "local": "/b-3", "repeat": 2.0},
+        {"remote": "/c"},
+    ]
 
 
 # --- the table and the pictures ---
@@ -493,6 +522,18 @@ def test_a_signal_is_known_by_python_s_a_shell_s_and_the_launcher_s_codes(code, 
     assert processes.status_of(code, "") == ("failed" if name == "SIGSEGV" else "killed")
 
 
+def test_the_record_has_what_the_table_has_and_the_curves(tmp_path, stand_in):
+    assert stand_in(written(tmp_path, "matrix: {seed: [1, 2]}\n"), {2: "crash"}) == 1
+    found = json.loads((tmp_path / "runs/sweeps/small/record.json").read_text())
+    ok, failed = found["runs"]
+    assert found["axes"] == ["seed"] and found["of_points"] == [] and found["sweep"] == "small"
+    assert ok["values"] == {"seed": 1} and ok["loss"] == 0.125
+    assert ok["curve"]["images"] == [8 * n for n in range(1, 9)]
+    assert ok["curve"]["loss"] == pytest.approx([1 / n for n in range(1, 9)], rel=1e-5)
+    assert failed["status"] == "failed" and failed["curve"]["images"] == []
+    assert (tmp_path / "runs/sweeps/small/loss.png").is_file()
+
+
 # --- whole sweeps ---
 
 WRAPPED = """
@@ -502,10 +543,10 @@ from sweeps import points, running
 for module in (sweep, points, running):
     module.commit = lambda: "a" * 40  # whatever the checkout of the tests is
 of_run = running.Runner.commands_of
-def commands_of(runner, point):
+def commands_of(runner, point, slot):
     own = point.values.get("global_batch_size", 8) >= 1024  # less address space than its batch takes
     start = ["bash", "-c", 'ulimit -v 8500000; exec "$@"', "x"] if own else []
-    return [[*start, *command] for command in of_run(runner, point)]
+    return [[*start, *command] for command in of_run(runner, point, slot)]
 running.Runner.commands_of = commands_of
 sweep.start(sweep.main)
 """
@@ -601,7 +642,7 @@ def test_a_sweep_with_a_crash_a_hang_and_an_out_of_memory_killed_twice_ends_with
 def test_a_signal_leaves_no_process_behind_and_the_same_command_goes_on(tmp_path, sent):
     program, path = tmp_path / "wrapped.py", written(tmp_path, "matrix: {seed: [1, 2]}\n")
     own = "import sys; from sweeps import running; from pathlib import Path; "
-    own += "running.Runner.commands_of = lambda runner, point: "
+    own += "running.Runner.commands_of = lambda runner, point, slot: "
     own += "[['bash', '-c', 'sleep 600 & wait', f'run_folder={runner.sweep.folder}', f'run_name={point.name}']]\n"
     program.write_text(own + WRAPPED.split("of_run")[0] + "sweep.start(sweep.main)\n")
     folder = tmp_path / "runs/sweeps/small"
@@ -629,3 +670,23 @@ def test_the_command_as_people_type_it_shows_what_would_run():
         "precision=[fp32,bf16]",
     )
     assert done.returncode == 0 and done.stdout.count("composer -n 1 benchmark.py yamls/sd2_512") == 8, done.stderr
+
+
+@pytest.mark.slow
+def test_seeds_of_a_benchmark_go_through_its_report(tmp_path, miniature):
+    """Two of the ten, and two evaluations of each: yamls/sweeps/shapes_ten_seeds.yaml, with less of everything."""
+    base = [
+        word
+        for word in miniature.small(tmp_path, "x")
+        if not word.startswith(("run_", "mlperf.", "target.", "eval.when"))
+    ]
+    keys = ["eval.every_images=16", "target.fid=0.001", "save.every_images=0", "mlperf.org=Us", "mlperf.platform=here"]
+    keys += [f"data.local={tmp_path}/local"]  # the runs side by side have their own
+    text = f"yaml: {base[0]}\nkeys: {json.dumps([*base[1:], *keys])}\nmatrix: {{seed: [1, 2]}}\njobs: 2\n"
+    path = tmp_path / "seeds.yaml"
+    path.write_text(text)
+    done = run("python", str(ROOT / "sweep.py"), str(path), f"runs={tmp_path}/runs")
+    assert done.returncode == 0, done.stderr
+    assert "no result: 2 runs of 10; 2 runs failed (seed-1, seed-2), the rules allow 1" in done.stdout, done.stdout
+    logs = sorted((tmp_path / "runs/sweeps/seeds/mlperf").glob("Us/results/here/stable_diffusion/result_*.txt"))
+    assert [f'"key": "seed", "value": {seed}' in log.read_text() for seed, log in enumerate(logs, 1)] == [True, True]

@@ -1,0 +1,259 @@
+"""Show the record of a sweep: a table whose rows are means over the seeds, and loss curves with the band of the seeds.
+
+    python -m reports.study runs/sweeps/NAME/record.json             # for the terminal
+    python -m reports.study RECORD.json OUT.png PAGE.md              # a picture; the table between a page's marks
+
+A page says by marks where the table goes (reports/marks.py). Runs of one seed see the same images, noise and times, so where
+a sweep has `points`, each is also set against the first one with the same seed: chance that both share falls out.
+Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cli.command import command
+from cli.errors import Refused
+from cli.table import as_table
+from reports.marks import rewrite
+from reports.page_plots import smoothed
+from reports.tables import Row, Table, about, in_markdown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    Lines = Mapping[str, "np.ndarray"]
+
+Record = Mapping[str, Any]
+Run = Mapping[str, Any]
+
+SEED, OK = "seed", "ok"
+QUALITY = (("val_loss", "validation loss", ".4f"), ("fid", "FID", ".1f"), ("clip", "CLIP score", ".3f"))
+SPEED = (("images_per_sec_per_device", "images/s a device", ".4g"),)
+MOST_LINES, MOST_PANELS = 12, 4
+SMOOTH_WINDOWS = 5
+COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
+DPI = 120
+
+
+# --- groups: what differs in nothing but the seed ---
+
+
+def label_of(run: Run, keys: Sequence[str]) -> str:
+    """Return a run's values of some keys in words: precision=bf16, states=bf16."""
+    values = run["values"]
+    return ", ".join(f"{_short(key)}={_word(values[key])}" for key in keys if key in values) or "all"
+
+
+def groups_of(runs: Sequence[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
+    """Return label -> the runs that are ok and have the same values of these keys, in the record's order."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run["status"] == OK:
+            found.setdefault(label_of(run, keys), []).append(run)
+    return found
+
+
+def first_of(record: Record, run: Run) -> Run | None:
+    """Return the run of the first point whose other values, seed included, are this one's; None: none, or itself."""
+    matrix = [key for key in record["axes"] if key not in record["of_points"]]
+    for other in record["runs"]:
+        if all(other["values"].get(key) == run["values"].get(key) for key in matrix):
+            return None if other is run or other["status"] != OK or not record["of_points"] else other
+    return None
+
+
+def _short(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- the table ---
+
+
+def table_of(record: Record) -> Table:
+    """A row for each group: means over its seeds, with the least and the greatest."""
+    keys = [key for key in record["axes"] if key != SEED]
+    ran = [run for run in record["runs"] if run["status"] == OK]
+    figures = [each for each in QUALITY if any(run.get(each[0]) is not None for run in ran)] or list(SPEED)
+    is_set_against = bool(record["of_points"]) and figures[0] in QUALITY[:1]
+    head = (*map(_short, keys), "runs", *(name for _, name, _ in figures))
+    head += ("loss over the first's, by seed",) if is_set_against else ()
+    rows: list[Row] = []
+    for of in groups_of(record["runs"], keys).values():
+        cells = [_word(of[0]["values"][key]) if key in of[0]["values"] else "-" for key in keys]
+        cells += [str(len(of)), *(_spread([run.get(key) for run in of], digits) for key, _, digits in figures)]
+        if is_set_against:
+            cells.append(_over_first(record, of))
+        rows.append(tuple(cells))
+    lost = len(record["runs"]) - len(ran)
+    title = f"Sweep {record['sweep']}: mean over the seeds (least to greatest)"
+    title += f"; {lost} of {len(record['runs'])} runs did not end well" if lost else ""
+    return Table(f"{title}:", head, "l" * len(keys) + "r" * (len(head) - len(keys)), rows)
+
+
+def _spread(values: Sequence[float | None], digits: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean, least, most = (format(of, digits) for of in (statistics.fmean(known), min(known), max(known)))
+    return mean if len(known) == 1 else f"{mean} ({least} to {most})"
+
+
+def _over_first(record: Record, of: Sequence[Run]) -> str:
+    pairs = [(run, first_of(record, run)) for run in of]
+    known = [(run["val_loss"], first["val_loss"]) for run, first in pairs if first is not None]
+    ratios = [100.0 * (own / other - 1.0) for own, other in known if own is not None and other]
+    return _spread(ratios, "+.2f").replace(" (", " % (") if ratios else "-"
+
+
+def text_of(record: Record) -> str:
+    """Format a record for the terminal."""
+    table = table_of(record)
+    return "\n".join([about(record), table.title, as_table(table.head, table.rows, table.align)])
+
+
+def markdown_of(record: Record) -> str:
+    """Format a record for a page."""
+    return f"\n{about(record)} {in_markdown(table_of(record))}\n"
+
+
+# --- the picture ---
+
+
+def bands_of(groups: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]) -> dict[str, np.ndarray]:
+    """Return label -> (4, N): images seen, mean over the seeds, least and greatest; as far as all of its seeds came."""
+    found = {}
+    for label, of in groups.items():
+        first, last = max(images[0] for images, _ in of), min(images[-1] for images, _ in of)
+        images = of[0][0][(of[0][0] >= first) & (of[0][0] <= last)]
+        values = np.stack([np.interp(images, *curve) for curve in of])
+        found[label] = np.stack([images, values.mean(0), values.min(0), values.max(0)])
+    return found
+
+
+def losses_of(runs: Sequence[Run], keys: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return label -> the band of its losses, see `bands_of`; running means of SMOOTH_WINDOWS windows."""
+    return bands_of({label: curves for label, of in groups_of(runs, keys).items() if (curves := _curves(of))})
+
+
+def differences_of(record: Record, runs: Sequence[Run], keys: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return label -> the band of how far its losses are over the first point's with the same seed, in percent."""
+    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for label, of in groups_of(runs, keys).items():
+        for run in of:
+            first = first_of(record, run)
+            if first is None or not (own := _curves([run])) or not (theirs := _curves([first])):
+                continue
+            [(images, losses)], [other] = own, theirs
+            found.setdefault(label, []).append((images, 100.0 * (losses / np.interp(images, *other) - 1.0)))
+    return bands_of(found)
+
+
+def _curves(runs: Sequence[Run]) -> list[tuple[np.ndarray, np.ndarray]]:
+    curves = [(np.array(run["curve"]["images"], float), np.array(run["curve"]["loss"], float)) for run in runs]
+    return [(images, smoothed(losses, SMOOTH_WINDOWS)) for images, losses in curves if len(images) > 1]
+
+
+def has_curves(record: Record) -> bool:
+    """False where no run has left enough for a curve."""
+    return any(run["status"] == OK and len(run["curve"]["images"]) > 1 for run in record["runs"])
+
+
+def draw(record: Record, path: Path) -> None:
+    """Draw the losses, a panel for each combination of the other axes where the sweep has points; below, the differences."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    own = [key for key in record["axes"] if key in record["of_points"]]
+    others = [key for key in record["axes"] if key not in (*own, SEED)]
+    panels = groups_of(record["runs"], others) if own else {"": [r for r in record["runs"] if r["status"] == OK]}
+    shown = dict(itertools.islice(panels.items(), MOST_PANELS))
+    lines = own or others
+    below = {name: differences_of(record, of, lines) for name, of in shown.items()}
+    num_rows = 2 if any(below.values()) else 1
+    figure, axes = pyplot.subplots(
+        num_rows,
+        len(shown),
+        squeeze=False,
+        figsize=(max(8, 5.5 * len(shown)), 1 + 3.6 * num_rows),
+        layout="constrained",
+    )
+    for column, (name, of) in enumerate(shown.items()):
+        losses = losses_of(of, lines)
+        colours = dict(zip(losses, itertools.cycle(COLOURS), strict=False))
+        _draw(axes[0, column], losses, colours, "training loss, mean and extremes of the seeds")
+        axes[0, column].set_title(name if own and others else "")
+        if num_rows > 1:
+            _draw(axes[1, column], below[name], colours, "over the first, same seed, %")
+            axes[1, column].axhline(0.0, color="#808080", linewidth=0.8)
+        axes[-1, column].set_xlabel("images seen")
+    num = len(losses)
+    if num > 1:
+        title = f"{MOST_LINES} of {num}" if num > MOST_LINES else None
+        axes[0, -1].legend(fontsize=7, title=title)
+    figure.savefig(path, dpi=DPI)
+    pyplot.close(figure)
+
+
+def _draw(axes: Axes, bands: Lines, colours: Mapping[str, str], what: str) -> None:
+    for label, band in itertools.islice(bands.items(), MOST_LINES):
+        images, mean, least, greatest = band
+        axes.plot(images, mean, label=label, color=colours[label], linewidth=1.2)
+        axes.fill_between(images, least, greatest, color=colours[label], alpha=0.2, linewidth=0)
+    axes.set_ylabel(what)
+    axes.grid(alpha=0.3)
+
+
+# --- the command ---
+
+
+def read_record(place: str) -> dict[str, Any]:
+    """Read a record. Raises ValueError: it is none."""
+    try:
+        record = json.loads(Path(place).read_text())
+        text_of(record), has_curves(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{place}: is no record of sweep.py ({type(error).__name__}: {error}).") from error
+    return record
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    kinds = {suffix: [word for word in argv if word.endswith(suffix)] for suffix in (".json", ".png", ".md")}
+    if len(kinds[".json"]) != 1 or sum(map(len, kinds.values())) != len(argv):
+        raise Refused(f"command line: {' '.join(argv)}. Possible: RECORD.json, OUT.png, PAGE.md. Give one record.")
+    [place] = kinds[".json"]
+    try:
+        record = read_record(place)
+        rewrite(kinds[".md"], place, markdown_of(record))
+        for path in kinds[".png"]:
+            if not has_curves(record):
+                raise ValueError(f"{place}: no run has a loss curve, so there is nothing to draw. Leave {path} out.")
+            draw(record, Path(path))
+            print(f"written: {path}")
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    if len(argv) == 1:
+        print(text_of(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

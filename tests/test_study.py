@@ -1,0 +1,165 @@
+"""reports/study.py: the record of a sweep as a table over its seeds and a picture; sweep.py writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+from reports import study
+
+IMAGES = list(range(32, 321, 32))
+
+
+def made_run(lr: float, seed: int, precision: str, loss: float, status: str = "ok") -> dict[str, Any]:
+    """A run whose losses all are `loss`."""
+    values = {"optimizer.lr": lr, "seed": seed, "precision": precision}
+    run = {"run": f"{lr}-{seed}-{precision}", "status": status, "values": values}
+    curve = {"images": IMAGES if status == "ok" else [], "loss": [loss] * (10 if status == "ok" else 0)}
+    figures = {"val_loss": loss, "fid": 100.0 * loss, "clip": 1.0 - loss} if status == "ok" else {}
+    return {**run, **figures, "curve": curve, "validations": {"images": [], "val_loss": []}}
+
+
+def made_record(*runs: dict[str, Any], of_points: tuple[str, ...] = ("precision",)) -> dict[str, Any]:
+    """A sweep over the learning rate, the seed, and the points of a precision."""
+    head = {
+        "schema": 1,
+        "measured": "sweep",
+        "sweep": "small",
+        "device": "CPU",
+        "torch_version": "2",
+        "commit": "a" * 40,
+    }
+    return {**head, "axes": ["optimizer.lr", "seed", "precision"], "of_points": list(of_points), "runs": list(runs)}
+
+
+@pytest.fixture
+def record() -> dict[str, Any]:
+    """Two learning rates, two precisions and two seeds; bf16 is 10 % and 30 % above fp32 at the one, as fp32 at the other."""
+    fp32 = [made_run(lr, seed, "fp32", loss) for lr in (0.1, 0.2) for seed, loss in ((1, 0.5), (2, 0.4))]
+    above = {(0.1, 1): 0.55, (0.1, 2): 0.52, (0.2, 1): 0.5, (0.2, 2): 0.4}
+    return made_record(*fp32, *(made_run(lr, seed, "bf16", loss) for (lr, seed), loss in above.items()))
+
+
+def test_a_row_has_the_means_over_the_seeds_and_how_far_each_is_from_the_first_point_of_its_seed(record):
+    table = study.table_of(record)
+    assert table.head[:4] == ("lr", "precision", "runs", "validation loss") and len(table.align) == len(table.head)
+    rows = {row[:2]: row for row in table.rows}
+    assert rows["0.1", "fp32"] == (
+        *("0.1", "fp32", "2", "0.4500 (0.4000 to 0.5000)", "45.0 (40.0 to 50.0)", "0.550 (0.500 to 0.600)", "-"),
+    )
+    assert rows["0.1", "bf16"][-1] == "+20.00 % (+10.00 to +30.00)"
+    assert rows["0.2", "bf16"][-1] == "+0.00 % (+0.00 to +0.00)"
+
+
+def test_a_run_that_did_not_end_well_is_counted_and_is_in_no_mean(record):
+    lost = made_run(0.1, 3, "fp32", 9.9, status="failed")
+    table = study.table_of(made_record(*record["runs"], lost, made_run(0.1, 3, "bf16", 0.6)))
+    assert "1 of 10 runs did not end well" in table.title
+    rows = {row[:2]: row for row in table.rows}
+    assert rows["0.1", "fp32"][2] == "2" and rows["0.1", "bf16"][2] == "3"
+    assert rows["0.1", "bf16"][-1] == "+20.00 % (+10.00 to +30.00)"  # of the seeds whose first point ran
+
+
+def test_without_points_nothing_is_set_against_anything_and_without_quality_the_speed_is_shown(record):
+    assert "loss over the first's, by seed" not in study.table_of({**record, "of_points": []}).head
+    for run in record["runs"]:
+        for key in ("val_loss", "fid", "clip"):
+            del run[key]
+        run["images_per_sec_per_device"] = 12.5
+    table = study.table_of(record)
+    assert table.head == ("lr", "precision", "runs", "images/s a device") and table.rows[0][-1].startswith("12.5")
+
+
+def test_bands_are_means_and_extremes_as_far_as_all_seeds_came():
+    short = np.array([32.0, 64.0]), np.array([1.0, 3.0])
+    long = np.array([32.0, 64.0, 96.0]), np.array([3.0, 5.0, 7.0])
+    band = study.bands_of({"a": [long, short]})["a"]
+    assert band.tolist() == [[32, 64], [2, 4], [1, 3], [3, 5]]
+
+
+def test_differences_are_over_the_first_of_the_same_seed(record):
+    runs = [run for run in record["runs"] if run["values"]["optimizer.lr"] == 0.1]
+    found = study.differences_of(record, runs, ["precision"])
+    assert list(found) == ["precision=bf16"]
+    _, mean, least, greatest = found["precision=bf16"]
+    assert np.allclose(mean, 20.0) and np.allclose(least, 10.0) and np.allclose(greatest, 30.0)
+
+
+@pytest.mark.parametrize("of_points", [("precision",), ()])
+def test_the_command_draws_and_puts_the_table_between_a_page_s_marks(record, tmp_path, monkeypatch, of_points, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("record.json").write_text(json.dumps({**record, "of_points": of_points}))
+    Path("page.md").write_text("<!-- table of record.json -->\n<!-- end of table -->\n")
+    assert study.main(["record.json", "out.png", "page.md"]) == 0
+    assert "| 0.1 | bf16 | 2 |" in Path("page.md").read_text()
+    with Image.open("out.png") as picture:
+        assert len(picture.convert("RGB").getcolors(2**24)) > 100
+    assert study.main(["record.json"]) == 0
+    assert "0.4500 (0.4000 to 0.5000)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"measured": "sweep", "axes": []}'])
+def test_what_is_no_record_is_refused(tmp_path, content, capsys):
+    (tmp_path / "x.json").write_text(content)
+    assert study.main([f"{tmp_path}/x.json"]) == 2
+    assert "is no record of sweep.py" in capsys.readouterr().err
+
+
+def test_without_curves_there_is_no_picture_and_that_is_said(tmp_path, capsys):
+    (tmp_path / "x.json").write_text(json.dumps(made_record(made_run(0.1, 1, "fp32", 0.5, status="failed"))))
+    assert study.main([f"{tmp_path}/x.json", f"{tmp_path}/x.png"]) == 2
+    assert "no run has a loss curve" in capsys.readouterr().err and not (tmp_path / "x.png").exists()
+
+
+# --- what the pages say, against the records ---
+
+
+def test_ten_seeds_are_one_result_as_the_page_says():
+    record = json.loads((ROOT / "reports/results/shapes_ten_seeds.json").read_text())
+    assert [run["status"] for run in record["runs"]] == ["ok"] * 10 and record["axes"] == ["seed"]
+    said = (ROOT / "reports/results/shapes_ten_seeds.txt").read_text()
+    minutes, images = re.search(r"olympic_mean_minutes=(\S+) olympic_mean_images=(\d+)", said).groups()
+    page = (ROOT / "docs/mlperf.md").read_text()
+    assert f"was {float(minutes):.1f} minutes and {int(images):,} images, in the open division" in page
+    assert f"result: {minutes} minutes, open division" in said
+
+
+STUDY = ROOT / "reports/results/shapes_precision.json"
+LOW, HIGH = 0.0001, 0.003
+
+
+def over_float32(rate: float, **values: str) -> list[float]:
+    """How far a way's validation loss is above float32's with the same seed, in percent, seed by seed."""
+    record = json.loads(STUDY.read_text())
+    found = []
+    for run in record["runs"]:
+        own = {key: run["values"][key] for key in record["of_points"] if key in run["values"]}
+        if run["values"]["optimizer.lr"] == rate and own == {key.replace("_", ".", 1): v for key, v in values.items()}:
+            found.append(100.0 * (run["val_loss"] / study.first_of(record, run)["val_loss"] - 1.0))
+    assert len(found) == 3
+    return found
+
+
+def test_the_study_is_whole_and_says_what_the_page_says():
+    record = json.loads(STUDY.read_text())
+    assert [run["status"] for run in record["runs"]] == ["ok"] * 30 and len(
+        {run["commit"] for run in record["runs"]}
+    ) == 1
+    small = {"precision": "bf16_params", "optimizer_states": "bf16"}
+    plain, stochastic = ({**small, "optimizer_rounding": how} for how in ("nearest", "stochastic"))
+    autocast, codes = {"precision": "bf16"}, {"precision": "fp32", "optimizer_states": "8bit"}
+    behind = over_float32(LOW, **plain)
+    assert min(behind) > 7 and round(sum(behind) / 3) == 8
+    for way in (stochastic, autocast, codes):
+        assert max(map(abs, over_float32(LOW, **way))) < 0.1
+    for way in (plain, stochastic, autocast, codes):
+        found = over_float32(HIGH, **way)
+        assert max(map(abs, found)) < 2 and (way == autocast or min(found) < 0 < max(found)), way
+    assert all(-1 < found < 0 for found in over_float32(HIGH, **autocast))
