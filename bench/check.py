@@ -263,6 +263,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return as_table(("what", "committed", "then", "now", "ratio", "steps to", "verdict"), cells, "llrrlrl")
 
 
+def _ratio(row: Mapping[str, Any]) -> str:
+    return f"{row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})"
+
+
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
@@ -306,6 +310,8 @@ def run_all(tasks: Sequence[Task], config: CheckConfig, work: Path, root: Path) 
     (work / "turns").mkdir()
     for task in tasks:
         measure(task, trees[task.code], now, config.rounds, work / "turns")
+        for row in rows_of(task):
+            log.info(f"check: {row['what']}: {_ratio(row)}, {row['verdict']}")
 
 
 @command(__doc__, needs_words=False)
@@ -326,14 +332,14 @@ def main(argv: Sequence[str]) -> int:
         log.info(
             f"check: records of another device ({', '.join(sorted(others))}) are shown as all are: the turns judge."
         )
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as an interrupt: processes and folders go first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # processes and folders go first
         signal.signal(number, lambda given, _: sys.exit(128 + given))
     try:
         with alone(), tempfile.TemporaryDirectory(dir=config.work, prefix="check-") as work:
             run_all(tasks, config, Path(work), ROOT)
-    except KeyboardInterrupt:
+    except SystemExit:
         log.error("check: interrupted. Nothing is left of it, and no record was written.")
-        return 130
+        raise
     rows = [row for task in tasks for row in rows_of(task)]
     missing = {task.name: task.not_compared for task in tasks if task.not_compared}
     after = {"load_average_after": round(os.getloadavg()[0], 2)}

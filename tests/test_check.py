@@ -277,7 +277,8 @@ def test_a_disk_without_room_is_known_before_anything_is_measured(capsys, tmp_pa
 def other(tmp_path) -> Path:
     """What counts as a checkout."""
     (tmp_path / "other/bench").mkdir(parents=True)
-    (tmp_path / "other/bench/micro.py").touch()
+    for name in ("__init__", "micro"):
+        (tmp_path / f"other/bench/{name}.py").touch()
     return tmp_path / "other"
 
 
@@ -309,7 +310,8 @@ def test_two_codes_take_turns_and_what_became_slower_is_the_exit_code(call, caps
     slower = record["figures"][0]
     assert slower["then"] == [20.0] * 3 and slower["now"] == [30.0] * 3 and slower["ratio"] == 1.5
     assert len(slower["committed"]) == 3 and record["not_compared"] == {}
-    printed = capsys.readouterr().out.splitlines()
+    printed, said = (text.splitlines() for text in capsys.readouterr())
+    assert "check: EMA update, ms: 1.500 (1.500 to 1.500), slower" in said  # while others are still to come
     assert printed[-1] == "3 figures compared, worse: EMA update, ms (slower, 1.500)"
     [row] = [line for line in printed if line.startswith("EMA update, ms")]
     assert "1.500 (1.500 to 1.500)" in row and row.endswith("slower")
@@ -426,14 +428,16 @@ def test_an_interrupted_check_leaves_nothing_behind(other, tmp_path, sent):
     code = f"import os, time, pathlib; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(100)"
     (other / "bench/micro.py").write_text(code)
     words = [f"other={other}", "parts=ema", "rungs=none", f"work={work}", f"results={results}"]
-    with started("python", "-m", "bench.check", *words) as process:
+    with started("python", "-m", "bench.check", *words, output=subprocess.PIPE) as process:
         until = time.monotonic() + 90
         while not (pid_file.is_file() and pid_file.read_text()) and time.monotonic() < until:
             time.sleep(0.1)
         child = int(pid_file.read_text())
         assert [path.name for path in work.iterdir()] != []
         process.send_signal(getattr(signal, sent))
-        assert process.wait(timeout=60) == {"SIGINT": 130, "SIGTERM": 143}[sent]
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}[sent]
+    assert said.endswith("check: interrupted. Nothing is left of it, and no record was written.\n")
     assert list(work.iterdir()) == [] and not results.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
