@@ -29,7 +29,7 @@ from prepare.parts import GO_ON, part_name
 FIND_SEC = 5.0  # for a cluster's head to answer at its port
 FIRST_WORKER_SEC, AGAIN_SEC = 20.0, 300.0  # until it is told that no worker has started, and told again
 TRIES = 5  # of a part whose worker died, after the first: more such deaths have a reason that stays
-NOT_SHIPPED = ["/bench", "/reports/results", "/reports/predecessor"]
+NOT_SHIPPED = ["/bench", "/reports/results", "/reports/predecessor", "__pycache__"]
 STORES = (
     "AWS_",
     "S3_",
@@ -67,17 +67,10 @@ def connected(address: str) -> Iterator[Any]:
         yield ray
         return
     _find(address)
-    rooms = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-    environment = {
-        "working_dir": str(ROOT),
-        "excludes": [
-            "/*",
-            "!/*.py",
-            *(f"!/{room}" for room in rooms),
-            *NOT_SHIPPED,
-            "__pycache__",
-        ],  # as .gitignore has it
-    }
+    rooms = [f"!/{path.parent.name}{what}" for path in ROOT.glob("*/__init__.py") for what in ("", "/**")]
+    # As .gitignore has it: of the root, whose own name is a dot, only its modules and rooms.
+    excludes = ["/??*", "/[!.]", "!/*.py", *sorted(rooms), *NOT_SHIPPED]
+    environment = {"working_dir": str(ROOT), "excludes": excludes}
     in_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if in_main else None
     try:
