@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cli.errors import Failed
-from prepare.laion import download, filter
+from prepare.laion import filter, images
 from prepare.laion.config import FILTERED, METADATA, TARS, LaionConfig
 from prepare.places import Folder, open_place
 from stages.dataset import FACTS_FILE
@@ -45,15 +46,17 @@ def of_metadata(config: LaionConfig) -> Account:
 def of_filter(config: LaionConfig) -> Account:
     """Return the account of the filter. Raises Refused: it is not finished."""
     paths = filter.filtered_parts(config)
-    found = filter.account_of(Folder(str(config.inside(FILTERED))), [path.name.removesuffix(".parquet") for path in paths])
+    found = filter.account_of(
+        Folder(str(config.inside(FILTERED))), [path.name.removesuffix(".parquet") for path in paths]
+    )
     return Account("filter", **found, bytes=sum(path.stat().st_size for path in paths))
 
 
-def of_download(config: LaionConfig) -> Account:
+def of_images(config: LaionConfig) -> Account:
     """Return the account of the pictures that were downloaded. Raises OSError: it is not finished."""
-    parts, _ = download.find_parts(config)
+    parts, _ = images.find_parts(config)
     place = Folder(str(config.inside(TARS)))
-    return Account("download", **download.account_of(place, [download.name_of(number) for number in range(len(parts))]))
+    return Account("images", **images.account_of(place, [images.name_of(number) for number in range(len(parts))]))
 
 
 def of_stage(stage: str, address: str) -> Account:
@@ -67,9 +70,9 @@ def all_accounts(config: LaionConfig) -> list[Account]:
     makers = (
         lambda: of_metadata(config),
         lambda: of_filter(config),
-        lambda: of_download(config),
-        lambda: of_stage("shards", config.images_at),
-        lambda: of_stage("latents", config.moments_at),
+        lambda: of_images(config),
+        lambda: of_stage("shards", config.place_of_images),
+        lambda: of_stage("latents", config.place_of_moments),
     )
     found = []
     for make in makers:
@@ -86,7 +89,7 @@ def check_accounts(accounts: Sequence[Account]) -> None:
         gone = account.rows - account.kept - sum(account.left_out.values())
         if gone:
             raise Failed(f"account: {account.stage}: {gone:,} of {account.rows:,} rows are unaccounted for.")
-    for before, after in zip(accounts, accounts[1:], strict=False):
+    for before, after in itertools.pairwise(accounts):
         if before.kept != after.rows:
             text = f"account: {before.stage} left {before.kept:,} rows, {after.stage} read {after.rows:,}"
             raise Failed(f"{text}. They are of different commands: make {after.stage} anew.")
