@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import tarfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from conftest import tree
 from internet import GOOD, internet, write_table
 
+from cli.errors import Failed
 from prepare.laion import account, command
 from prepare.laion.config import LaionConfig, MetadataConfig, check
 from prepare.laion.duplicates import digests, duplicates_of, write_runs
@@ -261,3 +263,56 @@ def test_pictures_come_from_hosts_with_faults_and_each_row_has_its_reason(folder
     with tarfile.open(folder / "tars/00000.tar") as tar:
         names = tar.getnames()
     assert names == sorted(names) and len(names) % 3 == 0
+
+
+# --- the account ---
+
+
+def test_a_row_that_no_stage_has_counted_is_an_error_and_so_is_a_stage_of_other_rows():
+    of_filter = account.Account("filter", 10, 7, {"duplicate": 3})
+    account.check_accounts([of_filter, account.Account("images", 7, 7, {})])
+    with pytest.raises(Failed, match="^account: filter: 1 of 11 rows are unaccounted for.$"):
+        account.check_accounts([account.Account("filter", 11, 7, {"duplicate": 3})])
+    with pytest.raises(Failed, match="^account: filter left 7 rows, images read 6. They are of different commands: "):
+        account.check_accounts([of_filter, account.Account("images", 6, 6, {})])
+
+
+def test_the_account_says_what_is_not_finished_and_needs_no_metadata_once_they_are_filtered(folder, capsys):
+    write(folder, "a", URL=["u", "u"], TEXT=["a", "b"])
+    assert call("filter", f"folder={folder}", "filter.unique=url") == 0
+    (folder / "metadata/a.parquet").unlink()
+    capsys.readouterr()
+    assert call("account", f"folder={folder}") == 0
+    first, second, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "filter: 2 rows, 1 left, 0.00 GiB; left out: duplicate 1"
+    assert second.startswith("metadata: not finished (metadata: no *.parquet in ")
+    assert last == "all 2 rows are accounted for: 1 are left after filter"
+
+
+# --- the metadata ---
+
+
+def test_parts_are_fetched_once_and_compared_with_their_digests(folder, capsys):
+    (folder / "files").mkdir()
+    with internet(folder / "files") as hosts:
+        write_table(folder / "files", hosts.address, 2, 10)
+        paths = sorted((folder / "files").glob("*.parquet"))
+        sums = folder / "sums.txt"
+        sums.write_text("".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in paths))
+        keys = [f"folder={folder}", f"metadata.urls={hosts.address}/files/part-{{part:05d}}.parquet"]
+        keys += ["metadata.num_parts=2", f"metadata.digests={sums}"]
+        assert call("metadata", *keys) == 0
+        assert {path.name: path.read_bytes() for path in (folder / "metadata").glob("*.parquet")} == {
+            path.name: path.read_bytes() for path in paths
+        }
+        asked = hosts.asked
+        assert call("metadata", *keys) == 0 and hosts.asked == asked
+        sums.write_text(f"{'0' * 64}  {paths[0].name}\n")
+        assert call("metadata", *keys) == 2
+        assert "has no line of part-00001.parquet" in capsys.readouterr().err
+        sums.write_text("no digest\n")
+        assert call("metadata", *keys) == 2
+        assert f"metadata.digests: {sums}, line 1 is no digest. Possible: `digest  name`" in capsys.readouterr().err
+        (folder / "files/part-00001.parquet").write_bytes(b"<html>gone</html>")
+        assert call("metadata", *keys[:3], f"folder={folder / 'other'}") == 1
+        assert "part-00001.parquet" in capsys.readouterr().err

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cli.errors import Failed
+from cli.errors import Failed, Refused
 from prepare.laion import filter, images
 from prepare.laion.config import FILTERED, METADATA, TARS, LaionConfig
 from prepare.places import Folder, open_place
@@ -34,13 +34,17 @@ class Account:
 
 
 def of_metadata(config: LaionConfig) -> Account:
-    """Return the account of the metadata, whose heads are read."""
-    rows = num_bytes = 0
-    for path in sorted(config.inside(METADATA).glob("*.parquet")):
-        with filter.open_table(path) as table:
-            rows += table.metadata.num_rows
-        num_bytes += path.stat().st_size
-    return Account("metadata", rows, rows, {}, num_bytes)
+    """Return the account of the metadata, whose heads are read. Raises Refused: there are none; Failed: one is damaged."""
+    paths, rows = sorted(config.inside(METADATA).glob("*.parquet")), 0
+    if not paths:
+        raise Refused(f"metadata: no *.parquet in {config.inside(METADATA)}.")
+    for path in paths:
+        try:
+            with filter.open_table(path) as table:
+                rows += table.metadata.num_rows
+        except ValueError as error:
+            raise Failed(str(error)) from error
+    return Account("metadata", rows, rows, {}, sum(path.stat().st_size for path in paths))
 
 
 def of_filter(config: LaionConfig) -> Account:
@@ -65,22 +69,26 @@ def of_stage(stage: str, address: str) -> Account:
     return Account(stage, counts["read"], counts["written"], counts["skipped"])
 
 
-def all_accounts(config: LaionConfig) -> list[Account]:
-    """Return the accounts of the stages that are finished, in order."""
-    makers = (
-        lambda: of_metadata(config),
-        lambda: of_filter(config),
-        lambda: of_images(config),
-        lambda: of_stage("shards", config.place_of_images),
-        lambda: of_stage("latents", config.place_of_moments),
-    )
-    found = []
-    for make in makers:
+def all_accounts(config: LaionConfig) -> tuple[list[Account], list[str]]:
+    """Return the accounts of the stages that are finished, in order, and why others have none.
+
+    Raises:
+        Failed: a table is damaged.
+    """
+    makers: dict[str, Callable[[], Account]] = {
+        "metadata": lambda: of_metadata(config),  # which may be removed once the filter is finished
+        "filter": lambda: of_filter(config),
+        "images": lambda: of_images(config),
+        "shards": lambda: of_stage("shards", config.place_of_images),
+        "latents": lambda: of_stage("latents", config.place_of_moments),
+    }
+    found, missing = [], []
+    for name, make in makers.items():
         try:
             found.append(make())
-        except (OSError, ValueError):  # not there yet
-            break
-    return found
+        except (OSError, Refused) as error:
+            missing.append(f"{name}: not finished ({str(error).splitlines()[0].rstrip('.')})")
+    return found, missing
 
 
 def check_accounts(accounts: Sequence[Account]) -> None:

@@ -75,9 +75,8 @@ def check_stage(what: str, config: LaionConfig) -> list[Problem]:
 
 def show_account(config: LaionConfig) -> int:
     """Print what has become of each row. Raises Failed: some have got lost."""
-    accounts = account.all_accounts(config)
-    for one in accounts:
-        print(one)
+    accounts, missing = account.all_accounts(config)
+    print(*accounts, *missing, sep="\n")
     account.check_accounts(accounts)
     if not accounts:
         raise Failed(f"account: nothing is finished in {config.folder}.")
