@@ -1,4 +1,4 @@
-"""prepare.laion all: from a small local internet into an object store, killed and continued, on one machine and on two nodes."""
+"""prepare.laion all: from a small local internet into an object store, killed and continued, on one and on two nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,7 @@ workers: 2
 ranks: 2
 metadata: {{urls: "{address}/files/part-{{part:05d}}.parquet", num_parts: 2}}
 filter: {{licenses: not ?, min_side_px: 32, unique: url, rows_per_tar: 20}}
-download: {{threads: 8, timeout_sec: 5, most_sec: 1, most_mib: 1}}
+images: {{threads: 8, timeout_sec: 5, most_sec: 1, most_mib: 1}}
 shards: {{shard_size: 16kb}}
 latents: {{image_size: 64, shard_size: 64kb, model: {{preset: tiny, weights: random}}}}
 """
@@ -41,7 +40,7 @@ def way(tmp_path, store) -> Iterator[SimpleNamespace]:
         yaml.write_text(YAML.format(address=hosts.address))
 
         def words(name: str, *more: str) -> list[str]:
-            places = [f"{stage}=s3://easel/{name}/{stage}" for stage in ("images", "moments")]
+            places = [f"{stage}_at=s3://easel/{name}/{stage}" for stage in ("images", "moments")]
             return ["python", "-m", "prepare.laion", "all", str(yaml), f"folder={tmp_path / name}", *places, *more]
 
         def objects(name: str) -> dict[str, str]:
