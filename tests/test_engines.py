@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,9 +144,9 @@ def test_images_are_cut_where_the_batches_of_one_process_end(pictures, monkeypat
 # --- a cluster ---
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[SimpleNamespace]:
-    """A cluster of Ray's own utilities: a head that makes nothing, and a node with one core."""
+@contextlib.contextmanager
+def nodes_of_ray(count: int) -> Iterator[SimpleNamespace]:
+    """A cluster of Ray's own utilities: a head that makes nothing, and so many nodes with one core."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -154,16 +154,39 @@ def nodes() -> Iterator[SimpleNamespace]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
-        made.add_node(num_cpus=1, **small)
+        try:
+            for _ in range(count):
+                made.add_node(num_cpus=1, **small)
+            yield SimpleNamespace(
+                address=made.address,
+                words=["engine=ray", f"ray={made.address}"],
+                keys=EngineKeys("ray", made.address),
+                add=lambda **more: made.add_node(**{"num_cpus": 1, **small, **more}),
+                remove=functools.partial(made.remove_node, allow_graceful=False),
+                lose_one=lambda: made.remove_node(next(iter(made.worker_nodes)), allow_graceful=False),
+            )
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+@contextlib.contextmanager
+def two_nodes(variables: Mapping[str, str]) -> Iterator[SimpleNamespace]:
+    """A cluster for commands of their own, with these variables on its nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        with nodes_of_ray(2) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[SimpleNamespace]:
+    """A cluster with one node."""
+    ray = pytest.importorskip("ray")
+    with nodes_of_ray(1) as made:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its functions are not on the nodes
-        yield SimpleNamespace(
-            words=["engine=ray", f"ray={made.address}"],
-            keys=EngineKeys("ray", made.address),
-            add=lambda **more: made.add_node(**{"num_cpus": 1, **small, **more}),
-            remove=functools.partial(made.remove_node, allow_graceful=False),
-        )
-        ray.shutdown()
-        made.shutdown()
+        yield made
 
 
 def held_start(start: Callable, begun: Path, gate: Path) -> Callable:
