@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -341,29 +341,30 @@ def of_gpu() -> Callable[[int], str]:
     return lambda number: os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-@pytest.mark.timeout(150, func_only=True)
-def test_work_that_no_node_can_do_waits_for_one_that_joins(nodes, monkeypatch, caplog):
+TELL = cluster.Cluster._tell_of_waiting
+
+
+@pytest.mark.timeout(250, func_only=True)
+def test_work_that_no_node_can_do_waits_for_one_that_joins(nodes, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "SILENCE_SEC", 0.5)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray takes no node's word for more than this
-    added = []
-    seen = threading.Event()
+    told = threading.Event()
+    monkeypatch.setattr(cluster.Cluster, "_tell_of_waiting", lambda self, tell=TELL: (tell(self), told.set()))
 
-    class Seen(logging.Handler):
-        def emit(self, record):
-            seen.set()
-
-    handler = Seen()
-    cluster.log.addHandler(handler)
-    thread = threading.Thread(target=lambda: seen.wait(100) and added.append(nodes.add(num_gpus=1)))
-    thread.start()
-    try:
+    def work() -> list[tuple[int, str]]:
         with nodes.keys.opened(of_gpu, 1, gpu=True) as engine:
-            assert list(engine.run([5])) == [(5, "0")]
-    finally:
-        seen.set()
-        thread.join()
-        cluster.log.removeHandler(handler)
-    nodes.remove(added[0])
+            return list(engine.run([5]))
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        assert told.wait(60)
+        added = nodes.add(num_gpus=1)  # Ray adds nodes in a main thread alone
+        assert done.result(120) == [(5, "0")]
+    nodes.remove(added)
+    begin = (
+        "ray: no worker has started yet. Each needs 1 CPU and 1 GPU; the cluster has 1 CPU (1 free), 0 GPU (0 free)."
+    )
+    assert capsys.readouterr().err.startswith(begin)
 
 
 def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, capsys):
