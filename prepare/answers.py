@@ -73,7 +73,7 @@ def ask(
 
     Raises:
         Fault: there is none, or the way there failed, also while its blocks are read.
-        Wrong: what has come already is longer than the file, or it sends another part of it.
+        Wrong: the file ends before that byte, or another part of it is sent.
     """
     with _faults_of_the_way(timeout_sec):
         if url.startswith("file://"):
@@ -87,7 +87,7 @@ def ask(
             headers |= {"Range": f"bytes={begin}-"} | ({"If-Range": validator} if validator else {})
         patience = (min(CONNECT_SEC, timeout_sec), timeout_sec)
         with session.get(url, headers=headers, auth=_bearer(token), stream=True, timeout=patience) as response:
-            _check_status(response)
+            _check_status(response, begin)
             yield _read_answer(response, begin)
 
 
@@ -126,13 +126,13 @@ def _read_answer(response: requests.Response, begin: int) -> Answer:
     )
 
 
-def _check_status(response: requests.Response) -> None:
+def _check_status(response: requests.Response, begin: int) -> None:
     """Raise Fault or Wrong if an answer has no file."""
     status = response.status_code
     if status in (200, 206):
         return
     if status == NO_MORE:
-        raise Wrong("what has come of it is longer than the file")
+        raise Wrong(f"has no more than {begin:,} bytes")
     said = f"HTTP {status}" + (f" ({shown(response.reason, 40)})" if response.reason else "")
     if status in BUSY:
         raise Fault(said, again=True, after_sec=_retry_after(response.headers.get("Retry-After", "")))
