@@ -92,7 +92,7 @@ def check(config: DownloadsConfig) -> list[Problem]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def files_of(name: str, group: Group, folder: Path, config: DownloadsConfig) -> list[Wanted]:
+def files_of(group: Group, folder: Path, config: DownloadsConfig) -> list[Wanted]:
     """Return a group's files, asking for its list where it has one; that is kept in the folder.
 
     Raises:
@@ -104,7 +104,7 @@ def files_of(name: str, group: Group, folder: Path, config: DownloadsConfig) -> 
     base = read_text(list_urls(group, ".uri", config.mirror), config)
     md5 = read_text(list_urls(group, ".md5", config.mirror), config)
     try:
-        listed = read_list(md5, read_address(base, f"{name}: {group.uri}"), f"{name}: {list_urls(group, '.md5')[0]}")
+        listed = read_list(md5, read_address(base, str(group.uri)), list_urls(group, ".md5")[0])
     except ValueError as error:
         raise Failed(f"{error}. Look at that address") from error
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,9 +162,9 @@ def fetch_group(name: str, group: Group, config: DownloadsConfig) -> str:
     if group.kind == "data_set":
         wanted = hub_files.fetch_data_set(group, folder, config.at_once)
         return f"{name}: {len(wanted)} files are in {folder}"
-    wanted = files_of(name, group, folder, config)
+    wanted = files_of(group, folder, config)
     if not wanted:
-        raise Failed(f"{name}: has no file like {config.only}. Give another pattern")
+        raise Failed(f"has no file like {config.only}. Give another pattern")
     if not all(one.digest for one in wanted):
         log.info(f"{name}: {_not_published(wanted)}.")
     ways = dict(timeout_sec=config.timeout_sec, tries=config.tries)
@@ -207,7 +207,7 @@ def fetch(names: Sequence[str], manifest: dict[str, Group], config: DownloadsCon
             print(fetch_group(name, manifest[name], config), flush=True)
         except Failed as error:
             failed.append(name)
-            log.error("\n".join(f"{name}: {line}" for line in str(error).splitlines()))
+            log.error("\n".join(f"{name}: {line.rstrip('.')}." for line in str(error).splitlines()))
             print(f"{name}: not complete", flush=True)
     if failed:
         log.error(f"Not complete: {', '.join(failed)}. {GO_ON}.")
@@ -299,11 +299,12 @@ def main(argv: Sequence[str]) -> int:
         problems.append("command line: a GROUP has to be given, or list. python -m prepare.downloads list shows them.")
     if config.verify and not is_list:
         problems.append("verify: is of list alone, since what is fetched is compared. Leave it out.")
-    try:
-        manifest = read_manifest(Path(config.manifest) if config.manifest else MANIFEST)
-        chosen = choose(names, manifest) if names or not is_list else list(manifest)
-    except ConfigError as error:
-        problems += error.problems
+    if not problems:  # with some, the keys are the default ones
+        try:
+            manifest = read_manifest(Path(config.manifest) if config.manifest else MANIFEST)
+            chosen = choose(names, manifest) if names else list(manifest)
+        except ConfigError as error:
+            problems += error.problems
     if not is_list and (text := unwritable(config.to)):
         problems.append(f"to: {shown(text, 500)}")
     if problems:
