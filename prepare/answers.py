@@ -24,6 +24,7 @@ import urllib3
 from cli.limits import shown
 
 CONNECT_SEC = 15.0
+USER_AGENT = "easel"
 LONGEST_WAIT_SEC = 60.0
 BLOCK_BYTES = 2**17
 BUSY = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}  # may be over in a minute; the last three are Cloudflare's
@@ -82,7 +83,7 @@ def ask(
                 blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
                 yield Answer(begin, os.fstat(file.fileno()).st_size, blocks)
             return
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity", "User-Agent": USER_AGENT}
         if begin:
             headers |= {"Range": f"bytes={begin}-"} | ({"If-Range": validator} if validator else {})
         patience = (min(CONNECT_SEC, timeout_sec), timeout_sec)

@@ -91,6 +91,8 @@ def fetch_all(
 ) -> list[Outcome]:
     """Fetch what the folder lacks, and compare what it has.
 
+    The folder is locked meanwhile, as `Folder.only_writer` does it: a caller that has it locked takes another one inside it.
+
     Args:
         at_once: files.
         timeout_sec: longest silence of a server.
@@ -253,8 +255,12 @@ class _File:
         if self.stop.wait(min(wait_sec, LONGEST_WAIT_SEC)):
             raise _Stopped
 
+    def _count(self, num_bytes: int) -> None:
+        with self.progress.get_lock():
+            self.progress.update(num_bytes)
+
     def _drop(self) -> None:
-        self.progress.update(-self.size)
+        self._count(-self.size)
         self.part.unlink(missing_ok=True)
         self.state.unlink(missing_ok=True)
 
@@ -346,7 +352,7 @@ class _File:
                     self._drop()
                     raise Fault(f"does not end after {most:,} bytes{'' if total is not None else ', the most taken'}")
                 file.write(block)
-                self.progress.update(len(block))
+                self._count(len(block))
 
     def _token(self, url: str) -> str | None:
         is_of_first = urlsplit(url)[:2] == urlsplit(self.wanted.urls[0])[:2]

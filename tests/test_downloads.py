@@ -85,8 +85,8 @@ def test_the_page_names_each_group_and_the_manifest_has_no_key():
 def test_a_name_stands_for_groups_each_once_and_a_wrong_one_is_told_with_the_nearest():
     assert choose(["flux", "flux_coco", "sd2"], GROUPS) == ["flux_empty", "flux_coco", "flux_cc12m", "sd2"]
     with pytest.raises(ConfigError) as error:
-        choose(["momments"], GROUPS)
-    assert str(error.value) == f"GROUP: there is no momments. Nearest: moments. Possible: {', '.join(GROUPS)}."
+        choose(["moment"], GROUPS)
+    assert str(error.value) == f"GROUP: there is no moment. Nearest: moments. Possible: {', '.join(GROUPS)}."
 
 
 @pytest.mark.parametrize(
