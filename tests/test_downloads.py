@@ -71,6 +71,14 @@ def test_the_groups_have_the_files_that_the_recipes_name():
     assert [name for name in sorted(there) if name in named] == sorted(named & there)
 
 
+def test_the_recipes_of_the_benchmark_say_what_fetches_their_data():
+    said = {}
+    for path in sorted((ROOT / "yamls").glob("mlperf_*.yaml")):
+        [said[path.name]] = re.findall(r"^# Data: python -m prepare\.downloads (\w+);", path.read_text(), re.M)
+    assert said == {name: "flux" if "flux" in name else "mlperf" for name in said} and len(said) == 10
+    assert set(said.values()) <= set(GROUPS)
+
+
 def test_the_page_names_each_group_and_the_manifest_has_no_key():
     page = (ROOT / "docs" / "data-and-stores.md").read_text()
     section = page.split("\n## Downloads\n")[1].split("\n## ")[0]
