@@ -325,6 +325,7 @@ def files_that_are_read(group: Group) -> dict[str, bytes]:
     return {name: name.encode() for name in sorted(names)}  # equal files would be one in the cache
 
 
+@pytest.mark.slow
 def test_a_model_goes_into_the_hubs_cache_by_the_files_that_its_family_reads(hub, tmp_path, capsys):
     group = GROUPS["zoo_sd2"]
     hub.add(group.model, {"README.md": b"-", "v2-full.ckpt": b"unused", **files_that_are_read(group)})
