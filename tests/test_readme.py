@@ -50,7 +50,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps comparing precision laion"
+    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters"
 )
 
 
@@ -114,6 +114,7 @@ RUN_BY = {
     "test-store": "tests/store/test_harness.py",
     "test-fp8": "tests/test_fp8.py",
     "test-tables": "tests/test_tables.py",
+    "test-cluster": "tests/test_engines.py",
     "test-loggers": "tests/test_mlflow.py",
     "test-browser": "tests/test_browser.py",
     "test-slow": "tests/conftest.py",
