@@ -71,6 +71,15 @@ def test_the_groups_have_the_files_that_the_recipes_name():
     assert [name for name in sorted(there) if name in named] == sorted(named & there)
 
 
+def test_the_metadata_of_laion_are_those_of_its_own_command():
+    for path in (ROOT / "yamls" / "prepare").glob("laion*.yaml"):
+        config = yaml.safe_load(path.read_text())
+        urls = [config["metadata"]["urls"].format(part=n) for n in range(config["metadata"]["num_parts"])]
+        assert [one.urls for one in wanted_of(GROUPS["laion"])] == [(url,) for url in urls]
+    first = yaml.safe_load((ROOT / "yamls" / "prepare" / "laion.yaml").read_text())
+    assert GROUPS["laion"].folder == f"{first['folder']}/metadata"
+
+
 def test_the_recipes_of_the_benchmark_say_what_fetches_their_data():
     said = {}
     for path in sorted((ROOT / "yamls").glob("mlperf_*.yaml")):
