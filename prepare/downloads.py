@@ -19,6 +19,11 @@ Exit code: 0 if all is there, 1 if something could not be had or is damaged, 2 i
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
+    from cli import interrupts
+
+    interrupts.told("prepare.downloads: interrupted. What has come stays; the same command resumes from there.")
+
 import fnmatch
 import sys
 import tempfile
@@ -248,7 +253,8 @@ def show(names: Sequence[str], manifest: dict[str, Group], config: DownloadsConf
 def _model_line(group: Group, in_full: bool) -> str:
     where = f"{hub_files.hub.cache()}"
     if not in_full:
-        return f"{group.model}, in the hub's cache {where}"
+        state = "is begun or there" if hub_files.is_begun(group) else "nothing is"
+        return f"{group.model}: {state} in the hub's cache {where}"
     missing = hub_files.missing_of_model(group)
     state = "all is" if not missing else f"{' and '.join(missing)}: not all is"
     return f"{group.model}: {state} in the hub's cache {where}"

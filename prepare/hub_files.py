@@ -16,7 +16,7 @@ from prepare.manifest import Group
 from prepare.wanted import Memory, Wanted
 from weights import hub
 from weights.hub_errors import host, reason
-from weights.hub_names import api, endpoint
+from weights.hub_names import api, endpoint, parse
 from weights.hub_need import Need
 from zoo import load_family
 from zoo.encoders import need_of_denoiser, need_of_encoders
@@ -41,6 +41,12 @@ def fetch_model(group: Group) -> None:
         hub.fetch_all(needs_of(group))
     except hub.Refused as error:
         raise Failed(str(error).splitlines()[0]) from error
+
+
+def is_begun(group: Group) -> bool:
+    """Return whether the hub's cache has a folder of a group's model; what is in it is not looked at."""
+    name = parse(group.model)
+    return name is not None and name.cached.is_dir()
 
 
 def missing_of_model(group: Group) -> list[str]:

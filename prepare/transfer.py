@@ -280,10 +280,10 @@ class _File:
         target = self.place.path / wanted.name
         if target.is_dir():
             raise Fault(f"{target} is a folder. Remove it")
+        if wanted.digest is not None:
+            self.memory.keep(wanted, path=self.part)
         self.place.put(wanted.name, self.part)
         self.state.unlink(missing_ok=True)
-        if wanted.digest is not None:
-            self.memory.keep(wanted)
 
     # --- an answer ---
 

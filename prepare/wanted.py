@@ -116,15 +116,19 @@ class Memory:
         """Return the files whose digests were compared, without addresses."""
         return [Wanted(name, (), line["bytes"], line["digest"]) for name, line in sorted(self._lines.items())]
 
-    def keep(self, *wanted: Wanted) -> None:
-        """Note that files have their digests, which were just compared. Raises OSError."""
+    def keep(self, *wanted: Wanted, path: Path | None = None) -> None:
+        """Note that files have their digests, which were just compared. Raises OSError.
+
+        Args:
+            path: of a single file that has not got its name yet, and keeps its time when it gets it.
+        """
         with self._lock:
-            self._lines |= {one.name: self._line(one) for one in wanted}
+            self._lines |= {one.name: self._line(one, path) for one in wanted}
             text = "".join(json.dumps(line) + "\n" for _, line in sorted(self._lines.items()))
             write_whole(self.folder / DIGESTS_FILE, text)
 
-    def _line(self, wanted: Wanted) -> dict[str, Any]:
-        facts = (self.folder / wanted.name).stat()
+    def _line(self, wanted: Wanted, path: Path | None = None) -> dict[str, Any]:
+        facts = (path or self.folder / wanted.name).stat()
         return {"name": wanted.name, "bytes": facts.st_size, "mtime_ns": facts.st_mtime_ns, "digest": wanted.digest}
 
     def look(self, wanted: Wanted, read: bool = False, again: bool = False) -> Seen:

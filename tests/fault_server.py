@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -72,12 +74,21 @@ class Web:
         return [heads.get("range") for asked, heads in self.asked if asked == name]
 
 
+class Server(ThreadingHTTPServer):
+    """One that says nothing of clients that leave, as killed ones do."""
+
+    daemon_threads, block_on_close = True, False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serving() -> Iterator[Web]:
     """Serve on a free port of this machine."""
     web = Web()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(web))
-    server.daemon_threads, server.block_on_close = True, False
+    server = Server(("127.0.0.1", 0), _handler(web))
     web.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

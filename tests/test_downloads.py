@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +28,7 @@ from weights.hub_names import WELL_KNOWN
 from zoo import load_family
 
 GROUPS = read_manifest()
-CONTENT = {f"{number:05d}.tar": random.Random(number).randbytes(20_000 + number) for number in range(12)}
+CONTENT = {f"{number:05d}.tar": random.Random(number).randbytes(300_000 + number) for number in range(12)}
 
 
 def md5(content: bytes) -> str:
@@ -180,12 +185,12 @@ def published(web: Web, tmp_path: Path, monkeypatch) -> Callable[..., int]:  # n
     one = {
         "name": "one.bin",
         "urls": [web.url("one.bin")],
-        "bytes": 20_000,
+        "bytes": 300_000,
         "digest": f"md5:{md5(CONTENT['00000.tar'])}",
     }
     gated = {"name": "gated.bin", "urls": [web.url("gated.bin")]}
     manifest = {
-        "tars": {"about": "tars", "folder": "data/tars", "uri": web.url("metadata/tars.uri"), "about_gb": 0.0001},
+        "tars": {"about": "tars", "folder": "data/tars", "uri": web.url("metadata/tars.uri"), "about_gb": 0.004},
         "one": {"about": "one", "source": "this test", "folder": "weights", "files": [one]},
         "gated": {
             "about": "g",
@@ -234,7 +239,7 @@ def test_the_list_asks_nobody_and_says_what_is_there_missing_and_wrong(published
     folder = tmp_path / "to" / "data" / "tars"
     assert published("list") == 0 and web.asked == []
     said = capsys.readouterr().out
-    assert f"tars   {folder}: its list was not fetched yet, about 0.0001 GB; tars\n" in said
+    assert f"tars   {folder}: its list was not fetched yet, about 0.004 GB; tars\n" in said
     assert f"one    {tmp_path}/to/weights: 0 of 1 files, 0 GiB; one\n" in said
     assert "all    stands for one, gated, tars; all\n" in said
     assert published("tars", "only=0000[0-4].tar") == 0
@@ -249,13 +254,13 @@ def test_the_list_asks_nobody_and_says_what_is_there_missing_and_wrong(published
     assert capsys.readouterr().out.count(": there, digest not compared yet, size not known\n") == 2
     assert published("list", "tars", "verify=true") == 1
     said = capsys.readouterr().out
-    assert "3 of 12 files, 5.59e-05 GiB, 2 wrong, about 0.0001 GB; tars\n" in said
+    assert "3 of 12 files, 0.000838 GiB, 2 wrong, about 0.004 GB; tars\n" in said
     found, right = md5(CONTENT["00004.tar"][::-1]), md5(CONTENT["00004.tar"])
     assert f"  00004.tar: its md5 is {found}, {right} is wanted, size not known\n" in said
     assert published("tars") == 0 and (folder / "00004.tar").read_bytes() == CONTENT["00004.tar"]
     assert published("list", "one", "gated") == 0
     said = capsys.readouterr().out
-    assert "    one.bin: missing, 20,000 bytes\n" in said and "    source: this test\n" in said
+    assert "    one.bin: missing, 300,000 bytes\n" in said and "    source: this test\n" in said
     assert "    gated.bin: missing, size not known, digest not published\n" in said
     assert "    Gated: accept its terms at https://host/terms, and set HF_TOKEN to a token of that account.\n" in said
 
@@ -264,7 +269,7 @@ def test_a_copy_is_asked_first_and_its_faults_do_no_harm(published, web, tmp_pat
     copy = tmp_path / "copy"
     (copy / "data" / "tars").mkdir(parents=True)
     (copy / "weights").mkdir()
-    (copy / "weights" / "one.bin").write_bytes(b"x" * 20_000)  # of the right size
+    (copy / "weights" / "one.bin").write_bytes(b"x" * 300_000)  # of the right size
     for name in list(CONTENT)[:5]:
         (copy / "data" / "tars" / name).write_bytes(CONTENT[name])
     assert published("tars", "one", f"mirror=file://{copy}") == 0
@@ -321,6 +326,47 @@ def test_a_pattern_that_fits_no_file_is_told(published, capsys):
     assert "one: has no file like 0*.tar. Give another pattern" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400, func_only=True)
+def test_a_command_that_is_killed_at_random_places_ends_with_the_same_files(published, web, tmp_path):  # noqa: F811
+    """Three times kill -9, once Ctrl-C: nothing half has a name, and what has come is not asked for again."""
+    folder, chance = tmp_path / "to" / "data" / "tars", random.Random(27)
+    for name in CONTENT:
+        web.files[f"set/{name}"].pause_sec, web.files[f"set/{name}"].block = 0.05, 20_000
+    words = ["tars", f"to={tmp_path}/to", f"manifest={tmp_path}/own.yaml", "at_once=3"]
+    for number, sent in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGKILL)):
+        before, enough = came(folder), chance.randrange(200_000, 800_000)
+        with subprocess.Popen(
+            [sys.executable, "-m", "prepare.downloads", *words], cwd=ROOT, text=True, stderr=subprocess.PIPE
+        ) as process:
+            while process.poll() is None and came(folder) < before + enough:
+                time.sleep(0.01)
+            process.send_signal(sent)
+            _, said = process.communicate(timeout=120)
+        assert process.returncode == (1 if sent == signal.SIGINT else -sent), (number, said)  # of `python -m`: 1
+        assert ("What has come stays; the same command resumes from there." in said) == (sent == signal.SIGINT)
+        assert {path.name: path.read_bytes() for path in folder.glob("*.tar")}.items() <= CONTENT.items()
+    kept = came(folder)
+    web.asked.clear()
+    for name in CONTENT:
+        web.files[f"set/{name}"].pause_sec = 0.0
+    assert published("tars") == 0
+    assert {path.name: path.read_bytes() for path in folder.glob("*.tar")} == CONTENT
+    begun = [int(heads["range"][6:-1]) for _, heads in web.asked if "range" in heads]
+    whole = {path.name: len(CONTENT[path.name]) for path in folder.glob("*.tar")}
+    skipped = sum(size for name, size in whole.items() if f"set/{name}" not in [asked for asked, _ in web.asked])
+    assert begun and sum(begun) + skipped == kept
+
+
+def came(folder: Path) -> int:
+    """Return how many bytes of the tars are there, in whole files and in parts."""
+    sizes = []
+    for path in (*folder.glob("*.tar"), *folder.glob(".work/*.part")):
+        with contextlib.suppress(FileNotFoundError):  # it takes its name just now
+            sizes.append(path.stat().st_size)
+    return sum(sizes)
+
+
 # --- the hub ---
 
 
@@ -338,6 +384,8 @@ def files_that_are_read(group: Group) -> dict[str, bytes]:
 def test_a_model_goes_into_the_hubs_cache_by_the_files_that_its_family_reads(hub, tmp_path, capsys):
     group = GROUPS["zoo_sd2"]
     hub.add(group.model, {"README.md": b"-", "v2-full.ckpt": b"unused", **files_that_are_read(group)})
+    assert downloads.main(["list"]) == 0
+    assert f"{group.model}: nothing is in the hub's cache {tmp_path}/cache; " in capsys.readouterr().out
     assert downloads.main(["list", "zoo_sd2"]) == 0
     assert "model.weights and model.denoiser: not all is in the hub's cache" in capsys.readouterr().out
     assert hub.asked == []
@@ -346,6 +394,8 @@ def test_a_model_goes_into_the_hubs_cache_by_the_files_that_its_family_reads(hub
     asked = len(hub.asked)
     assert downloads.main(["list", "zoo_sd2"]) == 0
     assert f"{group.model}: all is in the hub's cache {tmp_path}/cache" in capsys.readouterr().out
+    assert downloads.main(["list"]) == 0
+    assert f"{group.model}: is begun or there in the hub's cache {tmp_path}/cache; " in capsys.readouterr().out
     assert len(hub.asked) == asked
 
 
