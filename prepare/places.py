@@ -98,15 +98,19 @@ class Place:
         return FileLock(self.scratch / f"{name}.lock", timeout=timeout_sec)
 
     @contextlib.contextmanager
-    def only_writer(self) -> Iterator[None]:
-        """Lock the place for one command. Raises Refused: another one holds it, or it is not writable."""
+    def only_writer(self, word: str = "OUT") -> Iterator[None]:
+        """Lock the place for one command. Raises Refused: another one holds it, or it is not writable.
+
+        Args:
+            word: what the command calls the place, for messages.
+        """
         try:
             lock = self._command_lock()
         except Timeout as error:
             text = "is being written by another command on this machine. Let that one end, or stop it"
-            raise Refused(f"OUT: {self.address} {text}.") from error
+            raise Refused(f"{word}: {self.address} {text}.") from error
         except OSError as error:
-            raise Refused(f"OUT: {self.address} cannot be written: {error}. Give another place.") from error
+            raise Refused(f"{word}: {self.address} cannot be written: {error}. Give another place.") from error
         try:
             yield
         finally:

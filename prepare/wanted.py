@@ -1,0 +1,159 @@
+"""Files that a folder should have, by name, size and digest; and which of them are there.
+
+    FOLDER/NAME             a file that is whole: it takes its name last (prepare/transfer.py)
+    FOLDER/.digests         which of them were compared, with what, and their size and time then; a JSON line each
+
+A digest is compared once: a file whose size and time are those of that comparison is not read again. So a list of 800 GB
+takes a moment. Where no digest is published, the size alone is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cli.files import write_whole
+from cli.limits import shown
+from prepare.places import WORK
+from stages.fetch import file_digest
+
+DIGITS = {"sha256": 64, "sha1": 40, "sha512": 128, "md5": 32, "xxh3_64": 16}
+"""Kind of a digest -> hexadecimal digits of it."""
+DIGESTS_FILE = ".digests"
+MAX_NAME_BYTES = 180  # of a part's name in `.work`, with what is added to it: Linux takes 255
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One file that a folder should have.
+
+    name: its path in the folder, with slashes.
+    urls: where it is, the first one that gives it counts: http://, https:// or file://.
+    bytes: its size; None: not known.
+    digest: "sha256:...", "sha1:...", "sha512:...", "md5:..." or "xxh3_64:..."; None: not published.
+    token: name of the environment variable with a token for the host of the first URL, and for that one alone.
+    """
+
+    name: str
+    urls: tuple[str, ...]
+    bytes: int | None = None
+    digest: str | None = None
+    token: str | None = None
+
+
+def wanted_problem(wanted: Wanted) -> str | None:
+    """Say what is wrong with an entry, which may come from a list on the web; or None."""
+    parts = wanted.name.split("/")
+    if not wanted.name.isprintable() or "\\" in wanted.name or any(part in ("", ".", "..") for part in parts):
+        return f"{shown(wanted.name)}: is no path inside a folder. Possible: NAME, or FOLDER/NAME."
+    if parts[0] in (WORK, DIGESTS_FILE) or len(wanted.name.encode()) > MAX_NAME_BYTES:
+        return (
+            f"{shown(wanted.name)}: is a name that cannot be taken. Possible: another of up to {MAX_NAME_BYTES} bytes."
+        )
+    if not wanted.urls or not all(re.match(r"(https?|file)://", url) for url in wanted.urls):
+        return f"{wanted.name}: its addresses are {list(wanted.urls)}. Possible: http://, https:// and file://."
+    if wanted.bytes is not None and wanted.bytes < 0:
+        return f"{wanted.name}: its size is {wanted.bytes}. Possible: 0 or more bytes."
+    if wanted.digest is not None:
+        kind, _, digits = wanted.digest.partition(":")
+        if kind not in DIGITS or not re.fullmatch(rf"[0-9a-f]{{{DIGITS[kind]}}}", digits):
+            possible = ", ".join(f"{name} with {number} digits" for name, number in DIGITS.items())
+            return f"{wanted.name}: its digest is {shown(wanted.digest)}. Possible: KIND:DIGITS, {possible}."
+    return None
+
+
+def check_wanted(wanted: Sequence[Wanted]) -> None:
+    """Raise ValueError, a problem a line, if an entry is no good, or two have one name."""
+    problems = [text for one in wanted if (text := wanted_problem(one))]
+    names = [one.name for one in wanted]
+    problems += [f"{name}: is wanted twice. Leave one out." for name in dict.fromkeys(names) if names.count(name) > 1]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is there of a wanted file.
+
+    state: `there`: of the right size, and of the right digest where that was compared; `unread`: of the right size, but
+        its digest was never compared; `wrong`: of another size or digest; `missing`.
+    text: more of it, for a list.
+    """
+
+    state: Literal["there", "unread", "wrong", "missing"]
+    text: str
+
+
+class Memory:
+    """The digests that were compared in a folder. Several threads may use it.
+
+    Args:
+        folder: with the files; it need not be there.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._lines: dict[str, dict[str, Any]] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged memory is none
+            for line in (folder / DIGESTS_FILE).read_text().splitlines():
+                content = json.loads(line)
+                self._lines[content["name"]] = content
+
+    def knows(self, wanted: Wanted) -> bool:
+        """True if the file was compared with this digest, and has had the same size and time since."""
+        line = self._lines.get(wanted.name)
+        return line is not None and line == self._line(wanted)
+
+    def keep(self, wanted: Wanted) -> None:
+        """Note that a file has its digest, which was just compared. Raises OSError."""
+        with self._lock:
+            self._lines[wanted.name] = self._line(wanted)
+            text = "".join(json.dumps(line) + "\n" for _, line in sorted(self._lines.items()))
+            write_whole(self.folder / DIGESTS_FILE, text)
+
+    def _line(self, wanted: Wanted) -> dict[str, Any]:
+        facts = (self.folder / wanted.name).stat()
+        return {"name": wanted.name, "bytes": facts.st_size, "mtime_ns": facts.st_mtime_ns, "digest": wanted.digest}
+
+    def look(self, wanted: Wanted, read: bool = False, again: bool = False) -> Seen:
+        """Look at a wanted file.
+
+        Args:
+            read: compare the digest of one that was never compared.
+            again: compare it in any case.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        path = self.folder / wanted.name
+        if not path.is_file():
+            return Seen("wrong", "is no file") if path.exists() else Seen("missing", "missing")
+        size = path.stat().st_size
+        if wanted.bytes is not None and size != wanted.bytes:
+            return Seen("wrong", f"has {size:,} bytes, {wanted.bytes:,} are wanted")
+        if wanted.digest is None:
+            compared = "nothing is compared" if wanted.bytes is None else "size alone is compared"
+            return Seen("there", f"there; digest not published: {compared}")
+        if not again and self.knows(wanted):
+            return Seen("there", "there, digest compared")
+        if not (read or again):
+            return Seen("unread", "there, digest not compared yet")
+        if text := wrong_digest(path, wanted.digest):
+            return Seen("wrong", text)
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            self.keep(wanted)
+        return Seen("there", "there, digest compared")
+
+
+def wrong_digest(path: Path, digest: str) -> str | None:
+    """Compare a file with a digest, KIND:DIGITS; say both where they differ. Raises OSError."""
+    kind, _, wanted = digest.partition(":")
+    found = file_digest(path, kind)
+    return None if found == wanted else f"its {kind} is {found}, {wanted} is wanted"
