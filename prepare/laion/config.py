@@ -1,0 +1,141 @@
+"""The keys of prepare.laion: one YAML for the whole way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from cli.command_line import Problem
+from cli.limits import limited, prose
+from prepare.engines import EngineKeys, check_keys
+from prepare.latents import LatentsConfig
+from prepare.shards import ShardsConfig
+
+METADATA, FILTERED, TARS = "metadata", "filtered", "tars"
+
+
+@dataclass(frozen=True)
+class MetadataConfig:
+    """Where the tables of URLs come from."""
+
+    urls: str | None = prose(None, "an address with {part}, such as https://host/part-{part:05d}.parquet")
+    """Address of each part, with {part} for its number. null: the parts lie in FOLDER/metadata already."""
+    num_parts: int = limited(32, 1, 100_000)
+    """Number of parts."""
+    digests: str | None = None
+    """File with a line `digest name` for each part, as sha256sum writes it. null: size and form alone are checked."""
+    at_once: int = limited(4, 1, 64)
+    """Downloads at once."""
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """Which rows are wanted. A column that is not named is found by its usual names."""
+
+    url: str | None = None
+    """Column with the URL. null: URL, url, image_url."""
+    caption: str | None = None
+    """Column with the caption. null: TEXT, caption, text, TOP_CAPTION."""
+    licenses: str | None = prose(None, "names with commas, or all but some: !?")
+    """Licences that are wanted, with commas; ! before them: all but these. `!?` is the reference's. null: any."""
+    nsfw: str | None = prose(None, "names with commas, or all but some: !NSFW")
+    """Values of NSFW that are wanted, in the same form. null: any."""
+    languages: str | None = prose(None, "names with commas, or all but some: !nolang")
+    """Values of LANGUAGE that are wanted, in the same form. null: any."""
+    min_side_px: int | None = limited(None, 1, 16384)
+    """Least shorter side, as the table has it."""
+    max_aspect: float | None = limited(None, 1, 1000)
+    """Most that the longer side is of the shorter one."""
+    min_similarity: float | None = limited(None, -1, 100)
+    """Least similarity of image and caption."""
+    max_unsafe: float | None = limited(None, 0, 1)
+    """Most of `punsafe`, the probability that a picture is unsafe."""
+    max_watermark: float | None = limited(None, 0, 1)
+    """Most of `pwatermark`, the probability that a picture has a watermark."""
+    unique: str | None = None
+    """Of rows with the same value in this column the first alone is wanted; url: that of the URLs. null: all."""
+    rows_at_once: int = limited(4_000_000, 1000, 10**9)
+    """Digests of `unique` in memory, 20 bytes each; what is beyond lies on the disk."""
+    rows_per_tar: int = limited(10_000, 1, 10**6)
+    """Rows of a part of `images`, which becomes one tar."""
+
+
+@dataclass(frozen=True)
+class DownloadConfig:
+    """How pictures are downloaded: img2dataset's own names, where it has them."""
+
+    threads: int = limited(64, 1, 1024)
+    """Downloads at once, of each process."""
+    timeout_sec: int = limited(10, 1, 600)
+    """Longest silence of a host."""
+    most_sec: int = limited(60, 1, 3600)
+    """Longest time for one picture."""
+    most_mib: int = limited(64, 1, 255)
+    """Largest file; a longer one is left before its end."""
+    retries: int = limited(0, 0, 20)
+    """Further tries for each picture."""
+    resize_mode: Literal["no", "keep_ratio", "center_crop", "border", "keep_ratio_largest"] = "no"
+    """img2dataset's way of resizing, to image_size."""
+    image_size: int = limited(512, 1, 16384)
+    """Pixels, where resize_mode is not `no`. Smaller pictures are not enlarged."""
+    skip_reencode: bool = True
+    """Keep a JPEG's own bytes where it is not resized. false: as the reference, write each anew."""
+    encode_quality: int = limited(95, 1, 100)
+    """Quality of the JPEGs that are written."""
+    exif: bool = False
+    """Keep what the camera wrote in the metadata."""
+    min_success: float = limited(0.05, 0, 1)
+    """Least fraction of a part's rows that have to arrive. Below it the network is at fault, and the part is not kept."""
+
+
+@dataclass(frozen=True)
+class LaionConfig(EngineKeys):
+    """All stages, in their order. `engine` and `ray` are those of download, shards and latents."""
+
+    folder: str | None = None
+    """Folder of the metadata, the filtered rows and the tars. With engine=ray all nodes have to see it."""
+    images: str | None = None
+    """Stage of images: a folder, or an address. null: FOLDER/images."""
+    moments: str | None = None
+    """Stage of moments: a folder, or an address. null: FOLDER/moments."""
+    workers: int | None = limited(None, 1, 100_000)
+    """Processes of filter, download and shards. null: one for each core that is there."""
+    ranks: int | None = limited(None, 1, 1024)
+    """Processes of latents on this machine. null: one for each GPU, or for each core where there is none."""
+    metadata: MetadataConfig = field(default_factory=MetadataConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    download: DownloadConfig = field(default_factory=DownloadConfig)
+    shards: ShardsConfig = field(default_factory=ShardsConfig)
+    latents: LatentsConfig = field(default_factory=LatentsConfig)
+
+    def inside(self, name: str) -> Path:
+        """Return a folder of this way."""
+        assert self.folder is not None
+        return Path(self.folder, name)
+
+    @property
+    def images_at(self) -> str:
+        """Where the stage of images lies."""
+        return self.images or str(self.inside("images"))
+
+    @property
+    def moments_at(self) -> str:
+        """Where the stage of moments lies."""
+        return self.moments or str(self.inside("moments"))
+
+
+def check(config: LaionConfig) -> list[Problem]:
+    """Return every problem that can be found before anything is read."""
+    found = check_keys(config)
+    if config.folder is None:
+        found.append(Problem("folder: not given. Give the folder of the metadata, rows and tars.", ("folder",)))
+    if config.metadata.urls is not None:
+        try:
+            same = config.metadata.urls.format(part=0) == config.metadata.urls.format(part=1)
+        except (ValueError, KeyError, IndexError, AttributeError):
+            same = True
+        if same and config.metadata.num_parts > 1:
+            text = f"metadata.urls: {config.metadata.urls} has no number of a part"
+            found.append(Problem(f"{text}. Write {{part}} or {{part:05d}} in its place.", ("metadata.urls",)))
+    return found

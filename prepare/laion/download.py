@@ -1,0 +1,227 @@
+"""The stage `download`: the pictures of the filtered rows, in tars as img2dataset writes them, a row group in each.
+
+    FOLDER/tars/plan.json        the rows and the settings; another command's are refused
+    FOLDER/tars/00012.tar        KEY.jpg, KEY.txt, KEY.json of each row that arrived, in the order of the rows
+    FOLDER/tars/00012.parquet    each row with its status and, where it did not arrive, why
+    FOLDER/tars/00012.json       last: how many arrived, and why others did not
+
+img2dataset's own class downloads a part. Its command is not used: it loses the shards that failed on a cluster without a
+word, and writes a tar in the order in which hosts answer. Here a tar depends on what hosts send alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.errors import Failed, Refused
+from prepare.laion import http
+from prepare.laion.config import TARS, DownloadConfig, LaionConfig
+from prepare.laion.filter import Run, filtered_parts, open_table
+from prepare.laion.rows import find_columns
+from prepare.parts import GO_ON, Plan, begin
+from prepare.places import Folder
+from prepare.sources import known_by
+from prepare.tables import needed
+
+MADE_BY = "prepare.laion download"
+RESERVED = ("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message")
+RESERVED += ("exif", "md5", "sha256", "sha512")  # img2dataset's own columns
+NO_USE = ["noai", "noimageai", "noindex", "noimageindex"]  # what it heeds in X-Robots-Tag by default
+MAX_REASONS, MAX_REASON = 30, 80
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row group of a filtered file."""
+
+    path: Path
+    group: int
+    num_rows: int
+
+
+def find_parts(config: LaionConfig) -> tuple[list[Part], list[dict[str, Any]]]:
+    """Return the row groups of all filtered files, and what identifies the files. Raises Refused: they are not there."""
+    parts, inputs = [], []
+    for path in filtered_parts(config):
+        with open_table(path) as table:
+            groups = [table.metadata.row_group(number).num_rows for number in range(table.metadata.num_row_groups)]
+        parts += [Part(path, number, num_rows) for number, num_rows in enumerate(groups)]
+        inputs.append({**known_by(path), "rows": groups})
+    if not parts:
+        raise Refused("filter: no row is left. Loosen its conditions.")
+    return parts, inputs
+
+
+def name_of(number: int) -> str:
+    """Return the name of a part, as img2dataset gives it to a shard."""
+    return f"{number:05d}"
+
+
+def settings_of(config: DownloadConfig) -> dict[str, Any]:
+    """Return what the bytes of a tar depend on."""
+    left_out = ("threads", "min_success")
+    return {key: value for key, value in asdict(config).items() if key not in left_out}
+
+
+def download_all(config: LaionConfig, run: Run) -> dict[str, Any]:
+    """Make the stage, or what is missing of it; return its account."""
+    needed("pyarrow")
+    needed("img2dataset.downloader")
+    place, (parts, inputs) = Folder(str(config.inside(TARS))), find_parts(config)
+    names = [name_of(number) for number in range(len(parts))]
+    with place.only_writer():
+        begin(place, Plan(MADE_BY, "tars", {}, 0, {"download": settings_of(config.download)}, inputs))
+        there = place.names()
+        todo = [number for number, name in enumerate(names) if f"{name}.json" not in there]
+        run(functools.partial(download_part, place, parts, config), todo, [part.num_rows for part in parts], "download")
+        account = account_of(place, names)
+        place.clear_scratch()
+    return account
+
+
+def account_of(place: Folder, names: Sequence[str]) -> dict[str, Any]:
+    """Return rows, pictures that arrived, and why others did not, of all parts."""
+    left_out: Counter[str] = Counter()
+    rows = kept = num_bytes = 0
+    for name in names:
+        of_part = json.loads(place.read(f"{name}.json"))
+        rows, kept, num_bytes = rows + of_part["rows"], kept + of_part["kept"], num_bytes + of_part["bytes"]
+        left_out.update(of_part["left_out"])
+    return {"rows": rows, "kept": kept, "bytes": num_bytes, "left_out": dict(left_out.most_common())}
+
+
+def download_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number: int) -> int:
+    """Download the pictures of one part; return how many rows it has.
+
+    Raises:
+        Failed: too few arrived for it to be the hosts' fault.
+    """
+    part, name = parts[number], name_of(number)
+    with place.scratch_folder() as folder:
+        rows, columns = folder / "rows.feather", write_rows(part, config, folder / "rows.feather")
+        downloader = downloader_for(config, folder, columns)
+        http.install(config.download.most_mib * 2**20, float(config.download.most_sec))
+        downloader.download_shard((number, str(rows)))
+        statuses = needed("pyarrow.parquet").read_table(folder / f"{name}.parquet").sort_by("key")
+        if len(statuses) < part.num_rows:  # img2dataset prints an error of its writer, and goes on
+            text = f"download: {part.num_rows - len(statuses):,} rows of {name}.tar could not be written"
+            raise Failed(f"{text}. Look for room at {place.address}. {GO_ON}.")
+        kept, left_out = counts_of(statuses)
+        if kept < config.download.min_success * part.num_rows:
+            why = ", ".join(f"{text}: {num:,}" for text, num in left_out.most_common(3))
+            text = f"download: of {part.num_rows:,} rows of {part.path.name} {kept:,} arrived ({why})"
+            raise Failed(f"{text}. Look at the network; download.min_success=0 takes it as it is. {GO_ON}.")
+        sort_tar(folder / f"{name}.tar", folder / "sorted" / f"{name}.tar")
+        table = folder / "sorted" / f"{name}.parquet"
+        needed("pyarrow.parquet").write_table(statuses, table, compression="zstd")
+        account = {"rows": part.num_rows, "kept": kept, "bytes": (folder / "sorted" / f"{name}.tar").stat().st_size}
+        place.put(f"{name}.tar", folder / "sorted" / f"{name}.tar")
+        place.put(f"{name}.parquet", table)
+    content = {**account, "left_out": dict(left_out.most_common())}
+    place.put_bytes(f"{name}.json", (json.dumps(content, indent=1) + "\n").encode())
+    return part.num_rows
+
+
+def write_rows(part: Part, config: LaionConfig, path: Path) -> list[str]:
+    """Write a part's rows as img2dataset reads them, `url` and `caption` last; return its columns."""
+    arrow = needed("pyarrow")
+    with open_table(part.path) as table:
+        columns = find_columns(table.schema_arrow, config.filter, str(part.path))
+        rows = table.read_row_group(part.group)
+    names = []
+    for name in rows.column_names:
+        own = {columns.url: "url", columns.caption: "caption"}.get(name, name)
+        names.append(f"{own}_of_table" if own == name and name in RESERVED else own)
+    rows = rows.rename_columns(names)
+    ordered = [name for name in names if name not in ("url", "caption")]
+    ordered += ["caption"] * (columns.caption is not None) + ["url"]
+    rows = rows.select(ordered)
+    for number, field in enumerate(rows.schema):  # JSON has no times and no bytes
+        if not _is_plain(field.type):
+            rows = rows.set_column(number, field.name, _as_texts(rows.column(number)))
+    with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_file(file, rows.schema) as writer:
+        writer.write_table(rows)
+    return ordered
+
+
+def _is_plain(kind: Any) -> bool:
+    types = needed("pyarrow").types
+    return types.is_string(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+
+
+def _as_texts(column: Any) -> Any:
+    values = (None if value is None else value if isinstance(value, str) else str(value) for value in column.to_pylist())
+    return needed("pyarrow").array(list(values), needed("pyarrow").string())
+
+
+def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> Any:
+    """Return img2dataset's Downloader, which writes one tar into a folder."""
+    config = way.download
+    downloader, resizer, writer = (needed(f"img2dataset.{name}") for name in ("downloader", "resizer", "writer"))
+    return downloader.Downloader(
+        sample_writer_class=writer.WebDatasetSampleWriter,
+        resizer=resizer.Resizer(
+            image_size=config.image_size,
+            resize_mode=config.resize_mode,
+            resize_only_if_bigger=True,
+            encode_quality=config.encode_quality,
+            skip_reencode=config.skip_reencode,
+        ),
+        thread_count=min(config.threads, way.filter.rows_per_tar),
+        save_caption="caption" in columns,
+        extract_exif=config.exif,
+        output_folder=str(folder),
+        column_list=list(columns),
+        timeout=config.timeout_sec,
+        number_sample_per_shard=way.filter.rows_per_tar,  # how many digits of a key are the row's
+        oom_shard_count=5,
+        compute_hash="sha256",
+        verify_hash_type=None,
+        encode_format="jpg",
+        retries=config.retries,
+        user_agent_token=None,
+        disallowed_header_directives=NO_USE,
+    )
+
+
+def counts_of(statuses: Any) -> tuple[int, Counter[str]]:
+    """Return how many rows arrived, and how many others there are of each reason."""
+    kept, left_out = 0, Counter[str]()
+    pairs = zip(statuses.column("status").to_pylist(), statuses.column("error_message").to_pylist(), strict=True)
+    for status, message in pairs:
+        if status == "success":
+            kept += 1
+        else:
+            left_out[reason_of(message)] += 1
+    common = left_out.most_common(MAX_REASONS)
+    others = left_out.total() - sum(num for _, num in common)
+    return kept, Counter(dict(common)) + Counter({"another reason": others})
+
+
+def reason_of(message: str | None) -> str:
+    """Return why a row did not arrive without what is of this row alone: numbers of errors stay, addresses go."""
+    text = re.sub(r"^<urlopen error (.*)>$", r"\1", (message or "no reason").strip())
+    text = re.sub(r"\[Errno -?\d+\] |\[SSL: \w+\] | \(_ssl\.c:\d+\)", "", text)
+    text = re.sub(r"https?://\S+|'[^']*'|\"[^\"]*\"", "...", " ".join(text.split()))
+    return text[:MAX_REASON]
+
+
+def sort_tar(path: Path, to: Path) -> None:
+    """Write a tar's members by their names, each of the same owner and time: hosts answer in another order each time."""
+    to.parent.mkdir()
+    with tarfile.open(path) as source, tarfile.open(to, "w", format=tarfile.USTAR_FORMAT) as target:
+        for member in sorted(source.getmembers(), key=lambda member: member.name):
+            content = source.extractfile(member)
+            assert content is not None
+            plain = tarfile.TarInfo(member.name)
+            plain.size = member.size
+            target.addfile(plain, content)
+    path.unlink()

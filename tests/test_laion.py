@@ -1,0 +1,251 @@
+"""prepare.laion: its filter against pandas, its duplicates against a set, its downloads from a small local internet."""
+
+from __future__ import annotations
+
+import json
+import random
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import tree
+from internet import GOOD, internet, write_table
+
+from cli.errors import ConfigError, Failed, Refused
+from prepare.laion import account, command, download, filter
+from prepare.laion.config import DownloadConfig, FilterConfig, LaionConfig, MetadataConfig, check
+from prepare.laion.duplicates import digests, duplicates_of, write_runs
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("img2dataset")
+
+
+def call(*words: str) -> int:
+    return command.main(list(words))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "metadata").mkdir()
+    return tmp_path
+
+
+def write(folder: Path, name: str, **columns) -> None:
+    parquet.write_table(arrow.table(columns), folder / "metadata" / f"{name}.parquet", row_group_size=5)
+
+
+def left(folder: Path) -> list[dict]:
+    files = sorted((folder / "filtered").glob("*.parquet"))
+    return [row for file in files for row in parquet.read_table(file).to_pylist()]
+
+
+# --- the filter ---
+
+
+def random_table(seed: int, num: int) -> dict[str, list]:
+    draw = random.Random(seed)
+
+    def some(*values):
+        return [draw.choice(values) for _ in range(num)]
+
+    return {
+        "URL": [draw.choice([None, "", "http://a/1", "http://a/2", f"http://a/{n}"]) for n in range(num)],
+        "TEXT": some("a", None, "b"),
+        "WIDTH": some(0, 100, 512, 1024, None),
+        "HEIGHT": some(100, 512, 700),
+        "LICENSE": some("?", None, "by", "by-nc"),
+        "NSFW": some("UNLIKELY", "NSFW", None),
+        "LANGUAGE": some("en", "fr", None),
+        "similarity": some(0.1, 0.3, 0.5, float("nan"), None),
+        "punsafe": some(0.0, 0.5, 0.9),
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_filter_is_that_of_pandas(folder, seed):
+    """Conditions one by one on a DataFrame, duplicates by drop_duplicates over all parts."""
+    import pandas
+
+    parts = [random_table(10 * seed + part, 300) for part in range(3)]
+    for number, part in enumerate(parts):
+        write(folder, f"part-{number}", **part)
+    keys = ["licenses=!?", "nsfw=UNLIKELY,", "languages=en,fr", "min_side_px=512", "max_aspect=1.5"]
+    keys += ["min_similarity=0.3", "max_unsafe=0.6", "unique=url", "rows_at_once=1000", "rows_per_tar=7"]
+    assert call("filter", f"folder={folder}", *(f"filter.{key}" for key in keys)) == 0
+
+    frame = pandas.concat([pandas.DataFrame(part) for part in parts], ignore_index=True)
+    frame = frame[frame.URL.notna() & (frame.URL != "")]
+    frame = frame[(frame.LICENSE != "?") & frame.NSFW.isin(["UNLIKELY"]) & frame.LANGUAGE.isin(["en", "fr"])]
+    small, large = frame[["WIDTH", "HEIGHT"]].min(axis=1, skipna=False), frame[["WIDTH", "HEIGHT"]].max(axis=1)
+    frame = frame[(small >= 512) & (large <= 1.5 * small) & (frame.similarity >= 0.3) & (frame.punsafe <= 0.6)]
+    frame = frame.drop_duplicates("URL")
+    assert 0 < len(frame) < 300
+    assert [(row["URL"], row["TEXT"], row["similarity"]) for row in left(folder)] == [
+        (row.URL, row.TEXT if isinstance(row.TEXT, str) else None, row.similarity) for row in frame.itertuples()
+    ]
+    found = account.of_filter(LaionConfig(folder=str(folder)))
+    assert found.rows == 900 and found.kept == len(frame) and found.rows - found.kept == sum(found.left_out.values())
+    groups = [parquet.ParquetFile(file).metadata for file in sorted((folder / "filtered").glob("*.parquet"))]
+    lengths = [[of.row_group(n).num_rows for n in range(of.num_row_groups)] for of in groups]
+    assert all(set(length[:-1]) <= {7} and 0 < length[-1] <= 7 for length in lengths if length)
+
+
+@pytest.mark.parametrize("most", [3, 100, 10_000])
+def test_later_rows_are_those_whose_value_was_there_before(tmp_path, most):
+    draw = random.Random(most)
+    parts = [[f"v{draw.randrange(150)}" for _ in range(draw.randrange(1, 300))] for _ in range(4)]
+    runs = []
+    for number, values in enumerate(parts):
+
+        def put(run: int, content: np.ndarray, number: int = number) -> None:
+            path = tmp_path / f"{number}-{run}.npy"
+            np.save(path, content)
+            runs.append((number, path))
+
+        chunks = (digests(values[at : at + 7], np.arange(at, min(at + 7, len(values)))) for at in range(0, len(values), 7))
+        num_runs, total = write_runs(chunks, most, put)
+        assert total == len(values) and num_runs == -(-len(values) // most)
+    found = {}
+    duplicates_of(runs, most, tmp_path, lambda part, rows: found.update({part: rows.tolist()}))
+    seen, wanted = set(), {}
+    for number, values in enumerate(parts):
+        for row, value in enumerate(values):
+            if value in seen:
+                wanted.setdefault(number, []).append(row)
+            seen.add(value)
+    assert found == wanted
+
+
+def test_a_value_of_another_kind_has_its_digest_and_a_missing_one_is_never_a_duplicate(folder):
+    write(folder, "a", URL=["u1", "u2", "u3", "u4"], TEXT=["a"] * 4, hash=[5, 5, None, None])
+    assert call("filter", f"folder={folder}", "filter.unique=hash") == 0
+    assert [row["URL"] for row in left(folder)] == ["u1", "u3", "u4"]
+
+
+def test_an_earlier_row_that_is_left_out_for_another_reason_makes_no_duplicate(folder):
+    write(folder, "a", URL=["u", "u", "u"], TEXT=["a", "b", "c"], LICENSE=["?", "by", "by"])
+    assert call("filter", f"folder={folder}", "filter.unique=url", "filter.licenses=!?") == 0
+    assert [row["TEXT"] for row in left(folder)] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys", "message"),
+    [
+        ({"LINK": ["u"]}, [], r"^filter.url: .*/a.parquet has no url or image_url. It has LINK.\nfilter.caption: .* has no "),
+        ({"URL": [1], "TEXT": ["a"]}, [], "^filter.url: URL of .*/a.parquet is int64. Possible: a text. "),
+        ({"URL": ["u"], "TEXT": ["a"]}, ["licenses=by"], "^filter.licenses: .* has no license. It has URL, TEXT.$"),
+        ({"URL": ["u"], "TEXT": ["a"]}, ["unique=md5"], "^filter.unique: .* has no md5. It has URL, TEXT.$"),
+        (
+            {"URL": ["u"], "TEXT": ["a"], "similarity": ["x"]},
+            ["min_similarity=0.3"],
+            "^filter.min_similarity: similarity of .* is string. Possible: a number. ",
+        ),
+    ],
+)
+def test_columns_that_are_not_there_or_are_of_another_type_are_named(folder, capsys, columns, keys, message):
+    write(folder, "a", **columns)
+    assert call("filter", f"folder={folder}", *(f"filter.{key}" for key in keys)) == 2
+    import re
+
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_part_without_any_value_in_a_column_is_one_of_nulls(folder):
+    write(folder, "a", URL=["u"], TEXT=["a"], LICENSE=[None])
+    write(folder, "b", URL=["v"], TEXT=["a"], LICENSE=["by"])
+    assert call("filter", f"folder={folder}", "filter.licenses=by") == 0
+    assert [row["URL"] for row in left(folder)] == ["v"]
+
+
+def test_a_truncated_part_is_refused_and_one_that_is_damaged_inside_stops_the_stage(folder, capsys):
+    write(folder, "a", URL=[f"u{n}" * 50 for n in range(1000)], TEXT=["a"] * 1000)
+    path = folder / "metadata/a.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    assert call("filter", f"folder={folder}") == 2
+    assert "a.parquet: cannot be read as Parquet" in capsys.readouterr().err
+    path.write_bytes(whole[:3000] + b"\xff" * 300 + whole[3300:])
+    assert call("filter", f"folder={folder}") == 1
+    assert "a.parquet: damaged after row" in capsys.readouterr().err
+    path.write_bytes(whole)
+    assert not list((folder / "filtered").glob("*.parquet"))
+
+
+def test_other_conditions_than_those_that_were_begun_with_are_refused(folder, capsys):
+    write(folder, "a", URL=["u"], TEXT=["a"])
+    assert call("filter", f"folder={folder}") == 0
+    assert call("filter", f"folder={folder}", "filter.rows_per_tar=5") == 2
+    assert "filter.rows_per_tar was 10000, is 5" in capsys.readouterr().err
+    assert call("filter", f"folder={folder}", "filter.rows_at_once=5000") == 0  # changes no row
+
+
+def test_without_rows_the_stage_says_so(folder, capsys):
+    assert call("filter", f"folder={folder}") == 2
+    assert capsys.readouterr().err.startswith(f"folder: no *.parquet in {folder}/metadata.")
+    assert call("download", f"folder={folder}") == 2
+    assert "filter: " in capsys.readouterr().err
+    write(folder, "a", URL=[None], TEXT=["a"])
+    assert call("filter", f"folder={folder}") == 1
+    assert call("download", f"folder={folder}") == 2
+    assert "filter: no row is left. Loosen its conditions." in capsys.readouterr().err
+
+
+# --- the keys ---
+
+
+def test_bad_keys_are_named(capsys):
+    assert call("filters") == 2
+    assert capsys.readouterr().err.startswith("command line: 'filters' is no stage. Possible: metadata, filter, download,")
+    assert call("filter") == 2
+    assert capsys.readouterr().err == "folder: not given. Give the folder of the metadata, rows and tars.\n"
+    [problem] = check(LaionConfig(folder="a", metadata=MetadataConfig(urls="http://a/part.parquet")))
+    assert problem.text.startswith("metadata.urls: http://a/part.parquet has no number of a part.")
+
+
+def test_a_sections_words_are_what_differs_from_its_command_s_defaults():
+    from prepare.latents import LatentsConfig
+    from zoo.model_config import ModelConfig
+
+    section = LatentsConfig(model=ModelConfig(weights="random"), image_size=[64, 32], store_text=True)
+    words = command.words_of(section, engine="ray", ray="auto")
+    assert words == ["engine=ray", "model.weights=random", "image_size=[64, 32]", "store_text=true"]
+
+
+# --- the download ---
+
+QUICK = ["download.timeout_sec=5", "download.most_sec=2", "download.most_mib=1", "download.threads=16"]
+
+
+@pytest.mark.timeout(240, func_only=True)
+def test_pictures_come_from_hosts_with_faults_and_each_row_has_its_reason(folder):
+    with internet(folder) as hosts:
+        write_table(folder / "metadata", hosts.address, 2, 110)
+        keys = [f"folder={folder}", "filter.licenses=!?", "filter.min_side_px=32", "filter.unique=url", "filter.rows_per_tar=50"]
+        assert call("filter", *keys) == 0
+        assert call("download", *keys, *QUICK, "workers=2") == 0
+        files = tree(folder / "tars")
+        for path in (folder / "tars").iterdir():
+            path.unlink() if path.is_file() else None
+        assert call("download", *keys, *QUICK, "workers=1") == 0
+    assert {name: content for name, content in tree(folder / "tars").items()} == files
+    wanted = [row["URL"] for row in left(folder)]
+    found = account.of_download(LaionConfig(folder=str(folder)))
+    good = tuple(f"{hosts.address}/{kind}/" for kind in GOOD)
+    assert found.kept == sum(url.startswith(good) for url in wanted) > 50
+    assert found.rows == len(wanted) and found.left_out.keys() == {
+        "HTTP Error 404: Not Found",
+        "HTTP Error 403: Forbidden",
+        "Connection refused",
+        "Image decoding error",
+        "took more than 2 s",
+        "more than 1 MiB",
+        "unknown url type: file",
+        "Use of image disallowed by X-Robots-Tag directive",
+        *(reason for reason in found.left_out if reason.startswith("IncompleteRead")),
+    }
+    with tarfile.open(folder / "tars/00000.tar") as tar:
+        names = tar.getnames()
+    assert names == sorted(names) and len(names) % 3 == 0
