@@ -6,7 +6,7 @@
     python -m prepare.coco datasets/coco2014 images=/data/val2014.zip annotations=/data/annotations_trainval2014.zip
 
 OUT: a folder. What is made in it, of Stable Diffusion v2's benchmark:
-    downloads/              val2014.zip and annotations_trainval2014.zip, compared with their SHA-1s; 7 GB
+    downloads/              val2014.zip and annotations_trainval2014.zip, compared with their SHA-1s; 6 GB
     val2014_30k.tsv         30,000 captions with image_id and id; eval.prompts reads it
     val2014_30k/            their images at 512 x 512 px: COCO_val2014_000000000042.jpg
     val2014_30k_stats.npz   these images' statistics by prepare.fid_statistics, where inception= is given; for eval.statistics
@@ -52,17 +52,18 @@ STEPS = ("download", "subset", "images", "statistics")
 DOWNLOADS = "downloads"
 URL = ("http://", "https://", "file://")
 GO_ON = "What is done stays; the same command resumes from there"
-# mlcommons/training, stable_diffusion/scripts/datasets/coco-2014-validation-download.sh
+# mlcommons/training, stable_diffusion/scripts/datasets/coco-2014-validation-download.sh: of the images, of the annotations
+PUBLISHED_SHA1 = ("fbedd73593f242db65cce6bcefde193fcedcc5c0", "8e0b9df54c175f1688400e98d1a97f292e726870")
 ZIPS = {
     "images": Wanted(
         "val2014.zip",
         ("http://images.cocodataset.org/zips/val2014.zip",),
-        digest="sha1:fbedd73593f242db65cce6bcefde193fcedcc5c0",
+        digest=f"sha1:{PUBLISHED_SHA1[0]}",
     ),
     "annotations": Wanted(
         "annotations_trainval2014.zip",
         ("http://images.cocodataset.org/annotations/annotations_trainval2014.zip",),
-        digest="sha1:8e0b9df54c175f1688400e98d1a97f292e726870",
+        digest=f"sha1:{PUBLISHED_SHA1[1]}",
     ),
 }
 
@@ -74,10 +75,9 @@ class Kind:
     num_images: int
     size: int
     name: str
-    suffix: str
 
 
-KINDS = {"sd2": Kind(30_000, 512, "val2014_30k", "jpg"), "flux": Kind(29_696, 256, "val2014_flux", "png")}
+KINDS = {"sd2": Kind(30_000, 512, "val2014_30k"), "flux": Kind(29_696, 256, "val2014_flux")}
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class CocoConfig:
         num, size, name = self.num_images or usual.num_images, self.size or usual.size, usual.name
         if num != usual.num_images:
             name = f"{name.removesuffix('_30k')}_{num}"
-        return Kind(num, size, name, usual.suffix)
+        return Kind(num, size, name)
 
     @property
     def images_name(self) -> str:
@@ -226,7 +226,9 @@ def make_statistics(out: Path, config: CocoConfig, wanted: Sequence[str]) -> int
     if others := sorted(there - set(wanted)):
         raise Failed(f"statistics: {folder} has {len(others):,} other files, e.g. {others[0]}. Remove them.")
     keys = [f"{key}={getattr(config, key)}" for key in ("inception", "resize", "batch_size")]
-    return fid_statistics.main([str(folder), str(path), *keys, *([f"workers={config.workers}"] if config.workers else [])])
+    return fid_statistics.main(
+        [str(folder), str(path), *keys, *([f"workers={config.workers}"] if config.workers else [])]
+    )
 
 
 def make(out: Path, config: CocoConfig) -> int:

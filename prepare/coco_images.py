@@ -84,9 +84,7 @@ def resized(content: bytes, size: int, kind: str) -> bytes:
     return file.getvalue()
 
 
-def write_images(
-    folder: Path, table: DataFrame, pictures: Callable[[], Pictures], size: int, workers: int
-) -> str:
+def write_images(folder: Path, table: DataFrame, pictures: Callable[[], Pictures], size: int, workers: int) -> str:
     """Write each row's image into the folder, those that are not there yet; return what there is, for people.
 
     Args:
@@ -124,7 +122,10 @@ def write_tars(folder: Path, table: DataFrame, pictures: Callable[[], Pictures],
     A sample's key is its image_id with twelve digits. Its JSON has id, caption, filename and timestep.
     """
     rows = list(table[["image_id", "caption", TIMESTEP]].itertuples(index=False, name=None))
-    shards = {f"shard_{n // SAMPLES_PER_TAR:05d}.tar": rows[n : n + SAMPLES_PER_TAR] for n in range(0, len(rows), SAMPLES_PER_TAR)}
+    shards = {
+        f"shard_{n // SAMPLES_PER_TAR:05d}.tar": rows[n : n + SAMPLES_PER_TAR]
+        for n in range(0, len(rows), SAMPLES_PER_TAR)
+    }
     folder.mkdir(parents=True, exist_ok=True)
     todo = _missing(folder, list(shards))
     if todo:

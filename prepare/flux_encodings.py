@@ -136,8 +136,8 @@ def encodings_row(sample: Sample, shapes: Mapping[str, tuple[int, ...]], has_tim
     row: dict[str, Any] = {"key": sample.key, "moments": np.concatenate([arrays["mean"], arrays["logvar"]])}
     if has_timestep:
         row[TIMESTEP] = sample.part(TIMESTEP)
-        if type(row[TIMESTEP]) is not int:
-            raise SampleError(f"{TIMESTEP} is not a whole number")
+        if type(row[TIMESTEP]) is not int or row[TIMESTEP] not in range(8):
+            raise SampleError(f"{TIMESTEP} is not a whole number from 0 to 7")
     return row | {state: arrays[name] for state, name in STATES.items()}
 
 

@@ -1,4 +1,4 @@
-"""prepare/coco.py: the rules' captions by plain pandas and by numpy alone, images by PIL, any stop resumed, all else refused."""
+"""prepare/coco.py: the rules' captions by plain pandas and by numpy alone, images by PIL, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,16 @@ from prepare.wanted import Wanted
 
 NUM_IMAGES, NUM_TAKEN = 30, 24
 LIMIT_SEC = 60
-ODD = ['A "stop" sign', "\ttabs\tin it ", "two\nlines \n", "café \u2028 au lait", "'single'", "a\rreturn", "Same.", "Same."]
+ODD = [
+    'A "stop" sign',
+    "\ttabs\tin it ",
+    "two\nlines \n",
+    "café \u2028 au lait",
+    "'single'",
+    "a\rreturn",
+    "Same.",
+    "Same.",
+]
 
 
 def annotations() -> list[dict[str, Any]]:
@@ -43,7 +52,10 @@ def annotations() -> list[dict[str, Any]]:
     pairs = [(image, n) for image in range(NUM_IMAGES) for n in range(1 + image % 5)]
     drawn.shuffle(pairs)
     ids = drawn.sample(range(1, 10**6), len(pairs))
-    texts = [ODD[n % 2 if image == 4 else image] if image < len(ODD) else f" Picture {image}, {n} times\n" for image, n in pairs]
+    texts = [
+        ODD[n % 2 if image == 4 else image] if image < len(ODD) else f" Picture {image}, {n} times\n"
+        for image, n in pairs
+    ]
     return [
         {"image_id": 42 + 1000 * image, "id": number, "caption": text}
         for (image, _), number, text in zip(pairs, ids, texts, strict=True)
@@ -128,7 +140,13 @@ def test_the_table_comes_back_from_the_evaluations_own_reader_letter_for_letter(
     path.write_bytes(as_tsv(choose(annotations(), NUM_IMAGES, timesteps=False)))
     rows = by_plain_pandas(annotations(), NUM_IMAGES)
     assert list(read_prompts(str(path)).prompts) == [Prompt(number, image_id, text) for image_id, number, text in rows]
-    assert {text for *_, text in rows} >= {'A "stop" sign', "tabs\tin it", "twolines", "café \u2028 au lait", "a\rreturn"}
+    assert {text for *_, text in rows} >= {
+        'A "stop" sign',
+        "tabs\tin it",
+        "twolines",
+        "café \u2028 au lait",
+        "a\rreturn",
+    }
     assert path.read_bytes().startswith(b"image_id\tid\tcaption\n")
     plain = pandas.read_csv(path, sep="\t")  # as the reference's own loader reads it
     assert [tuple(row) for row in plain.itertuples(index=False)] == rows
@@ -209,7 +227,13 @@ def test_statistics_are_those_of_the_folder_and_are_made_once(given, unbroken, t
     out, name = tmp_path / "out", f"val2014_{NUM_TAKEN}_64px"
     assert coco.main(words(given, out, "inception=random", "batch_size=5", "resize=bicubic256")) == 0
     path = out / f"{name}_stats.npz"
-    of_folder = [str(unbroken / name), str(tmp_path / "own.npz"), "inception=random", "batch_size=5", "resize=bicubic256"]
+    of_folder = [
+        str(unbroken / name),
+        str(tmp_path / "own.npz"),
+        "inception=random",
+        "batch_size=5",
+        "resize=bicubic256",
+    ]
     assert fid_statistics.main(of_folder) == 0
     found, own = read_statistics(path, 2048), read_statistics(tmp_path / "own.npz", 2048)
     assert found.num_images == own.num_images == NUM_TAKEN
@@ -280,7 +304,9 @@ def test_killed_within_any_image_it_goes_on_to_the_same_bytes(given, unbroken, t
 
         def dying(path: Path, content: bytes) -> None:
             if next(calls) == nth:
-                path.with_name(f".{path.name}.{os.getpid()}.tmp").write_bytes(content[:100])  # where it would be by then
+                path.with_name(f".{path.name}.{os.getpid()}.tmp").write_bytes(
+                    content[:100]
+                )  # where it would be by then
                 os.kill(os.getpid(), signal.SIGKILL)
             write(path, content)
 
@@ -343,7 +369,9 @@ def address(given) -> Iterator[str]:
         server.shutdown()
 
 
-def test_what_is_not_given_is_downloaded_and_compared_with_its_sha1(given, unbroken, address, tmp_path, monkeypatch, capsys):
+def test_what_is_not_given_is_downloaded_and_compared_with_its_sha1(
+    given, unbroken, address, tmp_path, monkeypatch, capsys
+):
     def known(**wrong: str) -> dict[str, Wanted]:
         sums = {key: hashlib.sha1((given / one.name).read_bytes()).hexdigest() for key, one in coco.ZIPS.items()}
         urls = {key: (f"{address}/{one.name}",) for key, one in coco.ZIPS.items()}
@@ -372,7 +400,7 @@ def test_a_url_of_others_is_taken_and_still_has_to_be_cocos(given, address, tmp_
     zips = [f"images={address}/val2014.zip", f"annotations={address}/annotations_trainval2014.zip"]
     more = [f"num_images={NUM_TAKEN}", "size=64", *zips]
     assert coco.main([str(tmp_path / "a"), *more]) == 1
-    assert "fbedd73593f242db65cce6bcefde193fcedcc5c0 is wanted" in capsys.readouterr().err
+    assert f"{coco.PUBLISHED_SHA1[0]} is wanted" in capsys.readouterr().err
     assert coco.main([str(tmp_path / "a"), *more, "verify=false"]) == 0
 
 
@@ -391,7 +419,7 @@ def test_a_url_of_others_is_taken_and_still_has_to_be_cocos(given, address, tmp_
         ({"annotations": [1]}, ": {} has no list `annotations` of objects."),
         (
             {"annotations": [INSTANCE]},
-            ": {}: annotation 0 has no caption. It has segmentation, area, image_id, bbox, category_id, id. These are objects",
+            ": {}: annotation 0 has no caption. It has segmentation, area, image_id, bbox, category_id, id. These are",
         ),
         ({"annotations": [{"id": 1, "caption": "a"}]}, ": {}: annotation 0 has no image_id. It has id, caption."),
         (
@@ -458,7 +486,9 @@ def changed_zip(given: Path, to: Path, kind: str) -> Path:
     ],
 )
 @pytest.mark.parametrize("subset", ["sd2", "flux"])
-def test_a_zip_of_images_that_is_not_whole_is_named_with_what_it_lacks(given, tmp_path, capsys, subset, kind, code, said):
+def test_a_zip_of_images_that_is_not_whole_is_named_with_what_it_lacks(
+    given, tmp_path, capsys, subset, kind, code, said
+):
     path, name = changed_zip(given, tmp_path, kind), image_name(by_plain_pandas(annotations(), NUM_TAKEN)[3][0])
     out = tmp_path / "out"
     assert coco.main([*words(given, out), f"images={path}", f"subset={subset}"]) == code
@@ -476,14 +506,18 @@ def refused(capsys, *command: str, code: int = 2) -> str:
 
 def test_what_cannot_be_begun_is_refused_all_at_once(given, tmp_path, capsys):
     out = str(tmp_path / "out")
-    ours = "fbedd73593f242db65cce6bcefde193fcedcc5c0"
+    ours = coco.PUBLISHED_SHA1[0]
     own = hashlib.sha1((given / "val2014.zip").read_bytes()).hexdigest()
     said = refused(capsys, *words(given, tmp_path / "out", "verify=true", "steps=images"))
-    assert said.startswith(f"annotations: {given / 'annotations_trainval2014.zip'} is not COCO's annotations_trainval2014.zip")
+    assert said.startswith(
+        f"annotations: {given / 'annotations_trainval2014.zip'} is not COCO's annotations_trainval2014.zip"
+    )
     captions = tmp_path / "captions_val2014.json"
     captions.write_text(json.dumps({"annotations": annotations()}))
     said = refused(capsys, *words(given, tmp_path / "out", "verify=true"), f"annotations={captions}")
-    assert said.startswith(f"images: {given / 'val2014.zip'} is not COCO's val2014.zip: its sha1 is {own}, {ours} is wanted.")
+    assert said.startswith(
+        f"images: {given / 'val2014.zip'} is not COCO's val2014.zip: its sha1 is {own}, {ours} is wanted."
+    )
     assert refused(capsys, out, "steps=subset", "num_images=8").startswith(
         f"annotations: {out}/downloads/annotations_trainval2014.zip is not there. Let steps have download"
     )
