@@ -42,7 +42,7 @@ from prepare.coco_images import Pictures, write_images, write_tars
 from prepare.coco_subset import as_tsv, choose, image_name, read_annotations
 from prepare.places import Folder, out_problem
 from prepare.transfer import fetch_all
-from prepare.wanted import Wanted, wrong_digest
+from prepare.wanted import Memory, Wanted, wrong_digest
 from prepare.words import read_words
 from stages.dataset import is_remote
 from weights.hub_names import parse
@@ -163,35 +163,39 @@ def place_of(key: str, out: Path, config: CocoConfig) -> Path:
     return Path(given).expanduser() if given and not given.startswith(URL) else out / DOWNLOADS / ZIPS[key].name
 
 
-def download(out: Path, config: CocoConfig) -> None:
-    """Fetch what is not given on this machine, and compare it. Raises Refused, Failed: it cannot be had."""
-    wanted = []
-    for key, zip_file in ZIPS.items():
-        if place_of(key, out, config).parent == out / DOWNLOADS:
-            url, digest = getattr(config, key), zip_file.digest if config.verify else None
-            wanted.append(Wanted(zip_file.name, (url,) if url else zip_file.urls, digest=digest))
-    if not wanted:
-        return
-    outcomes = fetch_all(wanted, out / DOWNLOADS, word="OUT")
-    if lacking := [f"{one.name}: {one.reason}" for one in outcomes if one.reason]:
-        raise Failed(f"download: {'; '.join(lacking)}. {GO_ON}; or give images= and annotations= on this machine.")
-    print(f"download: {', '.join(one.name for one in wanted)} in {out / DOWNLOADS}", flush=True)
+def download(key: str, out: Path, config: CocoConfig) -> None:
+    """Fetch COCO's images or annotations, and compare them. Raises Refused, Failed: they cannot be had."""
+    url, zip_file = getattr(config, key), ZIPS[key]
+    wanted = Wanted(zip_file.name, (url,) if url else zip_file.urls, digest=zip_file.digest if config.verify else None)
+    [outcome] = fetch_all([wanted], out / DOWNLOADS, word="OUT")
+    if outcome.reason:
+        instead = f"or give {key}= on this machine"
+        raise Failed(f"{key}: {wanted.name} cannot be had: {outcome.reason}. {GO_ON}; {instead}.")
+    print(f"download: {out / DOWNLOADS / wanted.name}{'' if outcome.is_fetched else ' is there'}", flush=True)
 
 
 def found_at(key: str, out: Path, config: CocoConfig) -> Path:
-    """Return where the images or annotations lie. Raises Refused: they do not, or the zip is not COCO's."""
-    path = place_of(key, out, config)
-    is_ours = path.parent == out / DOWNLOADS
+    """Return where the images or annotations lie; fetch them if need be.
+
+    Raises:
+        Refused: they are not there, or the zip is not COCO's.
+        Failed: they cannot be had.
+    """
+    path, zip_file = place_of(key, out, config), ZIPS[key]
+    if path.parent == out / DOWNLOADS and "download" in config.todo:
+        download(key, out, config)
     if not path.exists():
         raise Refused(f"{key}: {path} is not there. Let steps have download, or give {key}= on this machine.")
-    if config.verify and not is_ours and path.suffix == ".zip" and path.is_file():
+    is_known = path.parent == out / DOWNLOADS and Memory(path.parent).knows(zip_file)
+    if config.verify and path.is_file() and path.suffix != ".json" and not is_known:
+        assert zip_file.digest is not None
         try:
-            problem = wrong_digest(path, ZIPS[key].digest or "")
+            problem = wrong_digest(path, zip_file.digest)
         except OSError as error:
             raise Refused(f"{key}: {path} cannot be read: {error.strerror}. Check its permissions.") from error
         if problem:
             others = f"verify=false takes others in COCO's form. Or leave {key} out: COCO's own is downloaded"
-            raise Refused(f"{key}: {path} is not COCO's {ZIPS[key].name}: {problem}. {others}.")
+            raise Refused(f"{key}: {path} is not COCO's {zip_file.name}: {problem}. {others}.")
     return path
 
 
@@ -233,9 +237,9 @@ def make_statistics(out: Path, config: CocoConfig, wanted: Sequence[str]) -> int
 
 def make(out: Path, config: CocoConfig) -> int:
     """Do the steps; return the exit code. Raises Refused, Failed: the message says why. OSError: OUT is not writable."""
-    if "download" in config.todo:
-        download(out, config)
-    if not {"subset", "images", "statistics"} & {*config.todo}:
+    if {*config.todo} == {"download"}:
+        for key in ZIPS:
+            found_at(key, out, config)
         return 0
     kind, is_flux = config.kind, config.subset == "flux"
     table = choose(read_annotations(found_at("annotations", out, config)), kind.num_images, timesteps=is_flux)
