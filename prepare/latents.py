@@ -29,63 +29,63 @@ Exit code: 0 if at least one sample was written, 1 if none was or the work faile
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from composer.utils import dist
-from PIL import Image
-from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from cli.command import command
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
-from cli.log import log
-from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
-from prepare.encoder import AGAIN, Encoder, decode_clip, decode_row, in_order, open_shard
-from prepare.moments import mds_columns, put_empty_text
+from prepare.bucket_sets import finish_set, plan_of_set
+from prepare.encoder import Encoder
+from prepare.engines import ActorKeys, check_actor_keys
+from prepare.latent_parts import (
+    Encoding,
+    Item,
+    bucket_address,
+    build_encoder,
+    make_parts,
+    open_input,
+    plan_for,
+    tell_notes,
+)
+from prepare.moments import put_empty_text
 from prepare.parts import (
     GO_ON,
     PATIENCE_SEC,
-    Part,
     Plan,
     SampleCounts,
     begin,
     finish,
-    make_part,
     parts_to_make,
     wait_for_parts,
     wait_for_plan,
     where_to_look,
 )
-from prepare.places import Place, address_problem, open_place, out_problem
+from prepare.places import Place, open_place, out_problem
 from prepare.words import read_words
-from stages.adopted import Columns
-from stages.dataset import KINDS, Stage, read_stage
-from stages.fetch import HASH
-from stages.images import resize_name
+from stages.dataset import Stage
 from zoo import load_family
-from zoo.model_config import ModelConfig, fetched, model_problems, own_frames
+from zoo.model_config import ModelConfig, model_problems, own_frames
 from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The input and the plan
+# The keys
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LatentsConfig:
+class LatentsConfig(ActorKeys):
     """The keys of this command."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -110,7 +110,7 @@ class LatentsConfig:
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     workers: int = limited(4, 1, 512)
-    """Decoding threads for each rank."""
+    """Decoding threads for each rank or worker."""
     facts: str | None = None
     """dataset.json of a data set of others (prepare.adopt), if it does not lie in IN."""
 
@@ -128,8 +128,8 @@ class LatentsConfig:
 
 def check(config: LatentsConfig) -> list[Problem]:
     """Return every problem that can be found before anything is built."""
-    found = []
-    if config.precision == "tf32" and not torch.cuda.is_available():
+    found = check_actor_keys(config, "prepare.latents")
+    if config.precision == "tf32" and not torch.cuda.is_available() and config.engine == "local":
         found.append(Problem("precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",)))
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
@@ -154,150 +154,27 @@ def _problems_of_family(config: LatentsConfig) -> list[Problem]:
     return []
 
 
-def open_input(
-    location: str, facts: str | None = None, kind: str | None = "images"
-) -> tuple[Place, Stage, Sequence[Mapping[str, Any]]]:
-    """Return the place of a stage, its facts, and its shards as its index lists them.
-
-    Args:
-        kind: images or videos; None: whatever it is.
-
-    Raises:
-        ValueError: it is not of that kind, or is unreadable.
-    """
-    if text := address_problem(location):
-        raise ValueError(f"IN: {text}")
-    try:
-        stage = read_stage(location, facts)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"IN: {error}") from error
-    if kind not in (stage.kind, None):
-        raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of {kind} (prepare.shards).")
-    if stage.adopted is not None:
-        firsts = (np.cumsum(stage.shards.samples) - stage.shards.samples).tolist()
-        shards = [{**shard, "first": first} for shard, first in zip(stage.shards, firsts, strict=True)]
-        return open_place(location), stage, shards
-    missing = [name for name in KINDS[stage.kind] if name not in stage.columns]
-    if missing:
-        raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
-    return open_place(location), stage, stage.shards
-
-
-def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return the plan for the moments of a stage of images or videos."""
-    facts = {
-        "family": config.model.family,
-        "preset": config.model.preset,
-        "variant": config.model.variant,
-        "image_size": list(config.size),
-        "normalize": config.normalize,
-        "resize": resize_name(encoder.image_dtype),
-        "encoders": encoder.encoders.fingerprints,
-        "precision": config.precision,
-        "batch_size": config.images_at_once,
-        "store_text": config.store_text,
-        **({"flip": True} if config.flip else {}),
-        **({"fps": config.fps} if config.fps else {}),
-        **({"tiling": True} if config.tiling else {}),
-        "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples},
-    }
-    columns = mds_columns(
-        encoder.family,
-        config.size,
-        text=encoder.text_states(encoder.empty_text),
-        metadata=stage.adopted is None and "metadata" in stage.columns,
-        captions=stage.has_captions and not config.store_text,
-        flip=config.flip,
-    )
-    inputs = [
-        {"name": raw["basename"], "bytes": raw["bytes"], HASH: raw["hashes"].get(HASH), "samples": shard["samples"]}
-        for shard in shards
-        for raw in (shard["raw_data"],)
-    ]
-    if stage.adopted is not None:
-        facts["source"]["columns"] = stage.adopted.as_facts()
-    return Plan("prepare.latents", "moments", columns, bytes_to_int(config.shard_size), facts, inputs)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make_parts(
-    place: Place,
-    plan: Plan,
-    todo: Sequence[int],
-    encoder: Encoder,
-    source: Place,
-    shards: Sequence[Mapping[str, Any]],
-    workers: int,
-    adopted: Columns | None,
-    rate: float | None = None,
-) -> float:
-    """Make parts one after the other; return the time of the slowest in seconds. `rate`: of clips, frames a second."""
-    longest_sec, num_images = 0.0, sum(shards[number]["samples"] for number in todo)
-    if not todo:
-        return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
-    with (
-        warnings.catch_warnings(),
-        ThreadPoolExecutor(workers) as pool,
-        place.scratch_folder() as folder,
-        tqdm(total=num_images, unit=" images", desc="encode", disable=dist.get_global_rank() != 0) as progress,
-    ):
-        # `decode_image` makes this an error by a filter, which is not safe in threads: they share one list of filters.
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-
-        def fill(number: int, part: Part) -> None:
-            reader = open_shard(source, shards[number], folder, adopted)
-            if len(encoder.size) > 2:
-                one = functools.partial(decode_clip, reader, encoder.size, rate)
-            else:
-                one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype)
-            samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
-            encoder.fill(part, samples, plan.columns, progress.update)
-            if Path(reader.dirname) == folder:
-                (folder / reader.raw_data.basename).unlink()
-
-        for number in todo:
-            started = time.monotonic()
-            make_part(place, plan, number, fill)
-            longest_sec = max(longest_sec, time.monotonic() - started)
-    return longest_sec
-
-
-def build_encoder(config: LatentsConfig, stage: Stage) -> Encoder:
+def built(config: LatentsConfig, stage: Stage) -> Encoder:
     """Build the encoders, and say what is worth knowing about them."""
-    encoder = Encoder(
-        fetched(config.model),
-        size=config.size,
-        normalize=config.normalize,
-        precision=config.precision,
-        batch_size=config.images_at_once,
-        store_text=config.store_text,
-        tiling=config.tiling,
-    )
-    for note in encoder.encoders.notes:
-        log.info(f"model.weights: {note}")
-    if config.store_text and "captions" in stage.columns:
-        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
+    encoder = build_encoder(config)
+    tell_notes(config, stage, encoder.encoders.notes)
     return encoder
 
 
 def write_set(config: LatentsConfig, source: Place, stage: Stage, place: Place) -> tuple[SampleCounts, str] | None:
     """Make the moments of a set of buckets, one bucket after the other; otherwise as `write_stage`."""
-    encoder, counts, started, written = build_encoder(config, stage), SampleCounts(), time.monotonic(), {}
-    facts = {key: value for key, value in plan_for(config, encoder, stage, []).facts.items() if key != "batch_size"}
-    sizes = [bucket.size for bucket in stage.buckets]
-    whole, is_first = (
-        plan_of_set("prepare.latents", "moments", bytes_to_int(config.shard_size), sizes, facts),
-        dist.get_global_rank() == 0,
-    )
+    encoder, counts, started, written = built(config, stage), SampleCounts(), time.monotonic(), {}
+    whole, is_first = plan_of_whole(plan_for(config, encoder, stage, []), stage), dist.get_global_rank() == 0
     if is_first:
         begin(place, whole)
     for bucket in stage.buckets:
         given, own = open_input(bucket.location), dataclasses.replace(config, image_size=bucket.size)
-        to = open_place(f"{place.address.rstrip('/')}/{bucket_name(bucket.size)}")
+        to = open_place(bucket_address(place.address, bucket.size))
         encoder.size = bucket.size
         result = write_stage(own, encoder, *given, to)
         if result is not None:
@@ -307,6 +184,12 @@ def write_set(config: LatentsConfig, source: Place, stage: Stage, place: Place) 
         return None
     finish_set(place, whole, written)
     return counts, _speed(counts.read, time.monotonic() - started)
+
+
+def plan_of_whole(plan: Plan, stage: Stage) -> Plan:
+    """Return the plan of a set of buckets, from that of its size."""
+    facts = {key: value for key, value in plan.facts.items() if key != "batch_size"}
+    return plan_of_set(plan.made_by, plan.stage, plan.shard_size, [bucket.size for bucket in stage.buckets], facts)
 
 
 def _speed(images: int, seconds: float) -> str:
@@ -348,6 +231,42 @@ def write_stage(
     return counts, _speed(sum(shards[number]["samples"] for number in todo), time.monotonic() - started)
 
 
+def write_on_cluster(config: LatentsConfig, stage: Stage, source: str, out: str) -> tuple[SampleCounts, str]:
+    """Make the missing parts of a stage or of a set of buckets on a cluster, and finish it; otherwise as `write_stage`.
+
+    Here no encoder is built: a worker says what the plan is.
+    """
+    started, counts, written, num_read = time.monotonic(), SampleCounts(), {}, 0
+    buckets = [bucket.size for bucket in stage.buckets]
+    with (
+        config.opened(functools.partial(Encoding, config, source, out), config.actors, gpu=config.gpus) as engine,
+        contextlib.ExitStack() as held,
+    ):
+        plans = dict(engine.run([Item(size) for size in (None, *buckets)]))
+        whole = plans[Item()]
+        tell_notes(config, stage, whole.notes)
+        if buckets:
+            begin(open_place(out), plan_of_whole(whole.plan, stage))
+        places = {size: open_place(bucket_address(out, size)) for size in buckets} or {None: open_place(out)}
+        todo: list[Item] = []
+        for size, place in places.items():
+            held.enter_context(place.only_writer())
+            begin(place, plans[Item(size)].plan)
+            todo += [Item(size, number) for number in parts_to_make(place, plans[Item(size)].plan)]
+        with tqdm(unit=" images", desc=f"{len(todo)} parts", disable=not todo) as progress:
+            for _, num_images in engine.run(todo):
+                progress.update(num_images)
+                num_read += num_images
+        for size, place in places.items():
+            planned = plans[Item(size)]
+            of_stage = finish(place, planned.plan, put_empty_text(place, planned.empty))
+            counts.add(of_stage)
+            written[size] = of_stage.written
+    if buckets:
+        finish_set(open_place(out), plan_of_whole(whole.plan, stage), written)
+    return counts, _speed(num_read, time.monotonic() - started)
+
+
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file. Only rank 0 prints."""
@@ -375,10 +294,12 @@ def main(argv: Sequence[str]) -> int:
     assert found is not None
     try:
         place, (source, stage, shards) = open_place(paths[1]), found
-        if stage.buckets:
+        if config.engine != "local":
+            result = write_on_cluster(config, stage, *paths)
+        elif stage.buckets:
             result = write_set(config, source, stage, place)
         else:
-            result = write_stage(config, build_encoder(config, stage), source, stage, shards, place)
+            result = write_stage(config, built(config, stage), source, stage, shards, place)
     except OSError as error:
         raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
     if result is None:
@@ -389,4 +310,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from prepare.latents import main as named  # workers of a cluster know the classes by this module's name
+
+    sys.exit(named(sys.argv[1:]))

@@ -45,6 +45,7 @@ PLAN_SCHEMA = 1
 PART_FILE = "part.json"
 SKIPPED_FILE = "skipped.jsonl"
 PATIENCE_SEC = 1800.0
+SHARED_SEC = 10.0
 GO_ON = "What is done stays; the same command resumes from there"
 
 
@@ -361,6 +362,23 @@ def wait_for_plan(place: Place, plan: Plan, patience_sec: float = PATIENCE_SEC) 
         if time.monotonic() > deadline:
             raise Failed(f"OUT: {place.address}: rank 0 wrote no {PLAN_FILE} for this command. {GO_ON}.")
         time.sleep(place.poll_sec)
+
+
+def check_shared(place: Place, plan: Plan, patience_sec: float = SHARED_SEC) -> None:
+    """Check in a cluster's worker that OUT is the place that the command writes to.
+
+    Raises:
+        Refused: it does not hold the plan of the command.
+    """
+    deadline = time.monotonic() + patience_sec  # a folder that nodes share may show a new file late
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if place.read(PLAN_FILE) == plan.text:
+                return
+        if time.monotonic() > deadline:
+            what = f"OUT: {place.address} does not hold the plan of this command on every node"
+            raise Refused(f"{what}. Possible: a folder that all nodes share, at one path, or an address in a store.")
+        time.sleep(0.2)
 
 
 def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:

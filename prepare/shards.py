@@ -34,15 +34,10 @@ Exit code: 0 if at least one sample was written, 1 if none was or the work faile
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
-import multiprocessing
-import os
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +53,7 @@ from cli.errors import ConfigError, Failed, Refused
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from prepare import flux_encodings
+from prepare.engines import Engine, EngineKeys, Make, check_keys
 from prepare.filters import Filters, LeftOut
 from prepare.find import find_sources
 from prepare.hub_datasets import HubKeys
@@ -68,6 +64,7 @@ from prepare.parts import (
     Plan,
     SampleCounts,
     begin,
+    check_shared,
     finish,
     make_part,
     parts_to_make,
@@ -91,7 +88,7 @@ FIRST_SAMPLES, FIRST_BYTES = 100, 2**26  # of a source, by which the names are c
 
 
 @dataclass(frozen=True)
-class ShardsConfig:
+class ShardsConfig(EngineKeys):
     """The keys of this command."""
 
     image: str | None = None
@@ -121,7 +118,7 @@ class ShardsConfig:
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     workers: int | None = limited(None, 1, 512)
-    """Processes. null: one for each core that this process may use."""
+    """Processes. null: one for each core that this process may use, or of the cluster."""
 
     @property
     def asked(self) -> Asked:
@@ -139,7 +136,7 @@ def check(config: ShardsConfig) -> list[Problem]:
         return [Problem(f"video: {config.video} is given beside image={config.image}. Give one of them.", ("video",))]
     if config.similarity is not None and config.min_similarity is None:
         return [Problem("similarity: has no use without min_similarity. Give that, or leave it out.", ("similarity",))]
-    return []
+    return check_keys(config)
 
 
 @dataclass(frozen=True)
@@ -342,29 +339,19 @@ def make_one(place: Place, work: Work, sources: Sequence[Source], number: int) -
     return make_part(place, work.plan, number, fill)
 
 
-def make_parts(place: Place, work: Work, sources: Sequence[Source], workers: int) -> None:
-    """Make every part that is not done."""
+def begin_parts(place: Place, work: Work, sources: Sequence[Source], is_cluster: bool) -> Make:
+    """Return what makes a part; called in each worker, which on another node has to see what this one does."""
+    if is_cluster:
+        check_shared(place, work.plan)
+    return functools.partial(make_one, place, work, sources)
+
+
+def make_parts(place: Place, work: Work, engine: Engine) -> None:
+    """Make every part that is not done, and show the progress."""
     todo = parts_to_make(place, work.plan)
-    one = functools.partial(make_one, place, work, sources)
-    workers = min(workers, len(todo))
-    if workers <= 1:
-        _count((functools.partial(one, number) for number in todo), len(todo))
-        return
-    fork = multiprocessing.get_context("fork")  # `_end_with_parent` needs fork
-    with concurrent.futures.ProcessPoolExecutor(workers, fork, _end_with_parent, (os.getpid(),)) as pool:
-        futures = [pool.submit(one, number) for number in todo]
-        try:
-            _count((future.result for future in concurrent.futures.as_completed(futures)), len(todo))
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _count(results: Any, num_parts: int) -> None:
-    """Wait for each part's counts and show the progress."""
-    with tqdm(unit=" samples", desc=f"{num_parts} parts", disable=not num_parts) as progress:
-        for result in results:
-            progress.update(result().read)
+    with tqdm(unit=" samples", desc=f"{len(todo)} parts", disable=not todo) as progress:
+        for _, counts in engine.run(todo):
+            progress.update(counts.read)
 
 
 def write_stage(sources: Sequence[Source], place: Place, config: ShardsConfig, folder: Path) -> SampleCounts:
@@ -384,22 +371,12 @@ def write_stage(sources: Sequence[Source], place: Place, config: ShardsConfig, f
         raise ConfigError(str(error).splitlines()) from error
     if work.taken != IMG2DATASET:
         print(f"taken: {work.taken}", flush=True)
-    with place.only_writer():
+    start = functools.partial(begin_parts, place, work, sources, config.engine != "local")
+    with config.opened(start, config.workers) as engine, place.only_writer():
         begin(place, work.plan)
-        make_parts(place, work, sources, config.workers or len(os.sched_getaffinity(0)))
+        make_parts(place, work, engine)
         put_empty_text(place, work.empty)
         return finish(place, work.plan)
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this worker soon after its parent was killed; otherwise it would wait for the pool's queue forever."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @command(__doc__)
@@ -429,12 +406,11 @@ def _run(argv: Sequence[str], folder: Path) -> int:
         counts = write_stage(sources, open_place(paths[-1]), config, folder)
     except OSError as error:
         raise Failed(f"OUT: {paths[-1]} cannot be written: {error}. {GO_ON}.") from error
-    except concurrent.futures.BrokenExecutor as error:
-        text = "workers: one was killed, perhaps for want of memory"
-        raise Failed(f"{text}. {GO_ON}; workers=1 takes least.") from error
     print(f"{counts}; {where_to_look(counts, paths[-1])}")
     return 0 if counts.written else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from prepare.shards import main as named  # workers of a cluster know the classes by this module's name
+
+    sys.exit(named(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Show a record of bench.step, scale, families, cards, states, lora, video or motion: as a table, or as one in a page.
+"""Show a record of bench.step, scale, families, cards, states, lora, video, motion or rows: as a table, or as one in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -297,6 +297,26 @@ def spread(record: Record, key: str, digits: str) -> str:
     return f"{middle} ({least} to {most})"
 
 
+# --- bench.rows ---
+
+FILTERS = {"ours": "ours, by licence", "pandas": "pandas, by licence", "all": "ours, each condition, each URL once"}
+
+
+def table_of_rows(record: Record) -> Table:
+    """A row for each filter."""
+    config, load = record["config"], f"{record['load_average_before']:g} to {record['load_average_after']:g}"
+    gib = record["table_bytes"] / 2**30
+    what = f"{config['num_rows']:,} rows in {config['num_parts']} files, {gib:.1f} GiB, on one core"
+    speed = f"Ours is {spread(record, 'rows_speedup', '.2f')} times as fast as pandas"
+    title = f"{what}; {config['rounds']} rounds; load average {load}. {speed}:"
+    rows: list[Row] = []
+    for name, shown in FILTERS.items():
+        memory = (f"{record[f'memory_{name}_{part}_mib']:,.0f}" for part in ("tenth", "whole"))
+        rows.append((shown, spread(record, f"rows_{name}_per_sec", ",.0f"), *memory))
+    head = ("filter", "rows/s", "memory, a tenth of the rows, MiB", "memory, all rows, MiB")
+    return Table(title, head, "lrrr", rows)
+
+
 TABLES: dict[str, Callable[[Record], Table]] = {
     "step": table_of_step,
     "scale": table_of_scale,
@@ -306,6 +326,7 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "lora": table_of_lora,
     "video": table_of_video,
     "motion": table_of_motion,
+    "rows_speed": table_of_rows,
 }
 """What a record says that it has measured -> its table."""
 

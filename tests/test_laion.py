@@ -72,7 +72,7 @@ def test_the_filter_is_that_of_pandas(folder, seed):
     parts = [random_table(10 * seed + part, 300) for part in range(3)]
     for number, part in enumerate(parts):
         write(folder, f"part-{number}", **part)
-    keys = ["licenses=!?", "nsfw=UNLIKELY,", "languages=en,fr", "min_side_px=512", "max_aspect=1.5"]
+    keys = ["licenses=not ?", "nsfw=UNLIKELY", "languages=en,fr", "min_side_px=512", "max_aspect=1.5"]
     keys += ["min_similarity=0.3", "max_unsafe=0.6", "unique=url", "rows_at_once=1000", "rows_per_tar=7"]
     assert call("filter", f"folder={folder}", *(f"filter.{key}" for key in keys)) == 0
 
@@ -127,7 +127,7 @@ def test_a_value_of_another_kind_has_its_digest_and_a_missing_one_is_never_a_dup
 
 def test_an_earlier_row_that_is_left_out_for_another_reason_makes_no_duplicate(folder):
     write(folder, "a", URL=["u", "u", "u"], TEXT=["a", "b", "c"], LICENSE=["?", "by", "by"])
-    assert call("filter", f"folder={folder}", "filter.unique=url", "filter.licenses=!?") == 0
+    assert call("filter", f"folder={folder}", "filter.unique=url", "filter.licenses=not ?") == 0
     assert [row["TEXT"] for row in left(folder)] == ["b"]
 
 
@@ -223,7 +223,7 @@ QUICK = ["download.timeout_sec=5", "download.most_sec=2", "download.most_mib=1",
 def test_pictures_come_from_hosts_with_faults_and_each_row_has_its_reason(folder):
     with internet(folder) as hosts:
         write_table(folder / "metadata", hosts.address, 2, 110)
-        keys = [f"folder={folder}", "filter.licenses=!?", "filter.min_side_px=32", "filter.unique=url", "filter.rows_per_tar=50"]
+        keys = [f"folder={folder}", "filter.licenses=not ?", "filter.min_side_px=32", "filter.unique=url", "filter.rows_per_tar=50"]
         assert call("filter", *keys) == 0
         assert call("download", *keys, *QUICK, "workers=2") == 0
         files = tree(folder / "tars")
@@ -244,7 +244,8 @@ def test_pictures_come_from_hosts_with_faults_and_each_row_has_its_reason(folder
         "more than 1 MiB",
         "unknown url type: file",
         "Use of image disallowed by X-Robots-Tag directive",
-        *(reason for reason in found.left_out if reason.startswith("IncompleteRead")),
+        "IncompleteRead",
+        "no bytes",
     }
     with tarfile.open(folder / "tars/00000.tar") as tar:
         names = tar.getnames()

@@ -37,11 +37,11 @@ class FilterConfig:
     """Column with the URL. null: URL, url, image_url."""
     caption: str | None = None
     """Column with the caption. null: TEXT, caption, text, TOP_CAPTION."""
-    licenses: str | None = prose(None, "names with commas, or all but some: !?")
-    """Licences that are wanted, with commas; ! before them: all but these. `!?` is the reference's. null: any."""
-    nsfw: str | None = prose(None, "names with commas, or all but some: !NSFW")
+    licenses: str | None = prose(None, "names with commas, or all but some: not ?")
+    """Licences that are wanted, with commas; `not` before them: all but these. `not ?` is the reference's. null: any."""
+    nsfw: str | None = prose(None, "names with commas, or all but some: not NSFW")
     """Values of NSFW that are wanted, in the same form. null: any."""
-    languages: str | None = prose(None, "names with commas, or all but some: !nolang")
+    languages: str | None = prose(None, "names with commas, or all but some: not nolang")
     """Values of LANGUAGE that are wanted, in the same form. null: any."""
     min_side_px: int | None = limited(None, 1, 16384)
     """Least shorter side, as the table has it."""

@@ -207,10 +207,12 @@ def counts_of(statuses: Any) -> tuple[int, Counter[str]]:
 
 
 def reason_of(message: str | None) -> str:
-    """Return why a row did not arrive without what is of this row alone: numbers of errors stay, addresses go."""
-    text = re.sub(r"^<urlopen error (.*)>$", r"\1", (message or "no reason").strip())
-    text = re.sub(r"\[Errno -?\d+\] |\[SSL: \w+\] | \(_ssl\.c:\d+\)", "", text)
-    text = re.sub(r"https?://\S+|'[^']*'|\"[^\"]*\"", "...", " ".join(text.split()))
+    """Return why a row did not arrive, without what is of this row alone: numbers of bytes, addresses, places in code."""
+    text = re.sub(r"^<urlopen error (.*)>$", r"\1", " ".join((message or "no reason").split()))
+    if text.startswith("OpenCV("):
+        return "no bytes" if "buf.empty()" in text else "Image decoding error"
+    text = re.sub(r"\[Errno -?\d+\] |\[SSL: \w+\] | \(_ssl\.c:\d+\)|\(\d+ bytes read.*\)", "", text)
+    text = re.sub(r"https?://\S+|'[^']*'|\"[^\"]*\"", "...", text)
     return text[:MAX_REASON]
 
 

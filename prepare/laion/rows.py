@@ -167,10 +167,10 @@ def _is_number(column: Any) -> Any:
 
 
 def _is_among(name: str, text: str) -> Callable[[Any], Any]:
-    """Return whether a value is among names: `a,b`; `!a,b`: among all others, missing ones included."""
+    """Return whether a value is among names: `a,b`; `not a,b`: among all others, missing ones included."""
     arrow, compute = needed("pyarrow"), needed("pyarrow.compute")
-    is_without = text.strip().startswith("!")
-    names = [part.strip() for part in text.strip().removeprefix("!").split(",")]
+    is_without = text.strip().startswith("not ")
+    names = [part.strip() for part in text.strip().removeprefix("not ").split(",")]
     given = arrow.array(names, arrow.large_string())
 
     def among(batch: Any) -> Any:

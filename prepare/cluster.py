@@ -1,0 +1,265 @@
+"""A Ray cluster as an engine: workers that make numbered parts, started anew by Ray when they or their nodes die.
+
+A worker is an actor with a CPU, and with a GPU where it is asked for; it makes one part at a time. When it dies, Ray starts
+it anew where there is room, and tries its part again. Each actor that waits for room is demand that an autoscaler sees.
+
+The workers run this checkout: Ray copies it to the nodes, whose environment has to be the same. The variables of stores go
+to them as stored data, and into no table and no log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cli.errors import ROOT, ConfigError, Failed, Refused
+from cli.log import log
+from prepare.parts import GO_ON, part_name
+
+FIND_SEC = 5.0  # for a cluster's head to answer at its port
+FIRST_WORKER_SEC, AGAIN_SEC = 20.0, 300.0  # until it is told that no worker has started, and told again
+TRIES = 5  # of a part whose worker died, after the first: more such deaths have a reason that stays
+NOT_SHIPPED = ["/bench", "/reports/results", "/reports/predecessor", "__pycache__"]
+STORES = (
+    "AWS_",
+    "S3_",
+    "GCS_",
+    "GOOGLE_APPLICATION_",
+    "AZURE_",
+    "ALIPAN_",
+    "COMPOSER_SFTP_",
+    "MOSAICML_STREAMING_",
+    "HF_",
+)
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+"""Variables that workers need for stores and the hub: what their names begin with, and names in both cases."""
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Ray asks nobody outside, and says nothing of variables that it leaves alone."""
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """Yield the module `ray`, connected to a cluster whose workers can import this project.
+
+    Where this process is connected already, it stays so, and its workers have to find the project themselves.
+
+    Raises:
+        Refused: Ray is not installed, or there is no cluster at this address.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        text = "engine: ray is not installed, which spreads work over machines"
+        raise Refused(f"{text}. Run: pip install --no-deps -r requirements/prepare.lock") from error
+    if ray.is_initialized():
+        yield ray
+        return
+    _find(address)
+    rooms = [f"!/{path.parent.name}{what}" for path in ROOT.glob("*/__init__.py") for what in ("", "/**")]
+    # As .gitignore has it: of the root, whose own name is a dot, only its modules and rooms.
+    excludes = ["/??*", "/[!.]", "!/*.py", *sorted(rooms), *NOT_SHIPPED]
+    environment = {"working_dir": str(ROOT), "excludes": excludes}
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if in_main else None
+    try:
+        ray.init(address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own, by the kind of what is wrong
+        _refuse(address, _first_line(error), error)
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray puts its own in the place
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _find(address: str) -> None:
+    """Refuse an address at which nobody listens: Ray itself tries it for minutes."""
+    given = os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
+    host, _, port = given.rpartition(":")
+    if not host or "://" in given or not port.isdecimal():
+        return  # Ray looks for a cluster of this machine, or says what is wrong
+    try:
+        socket.create_connection((host, int(port)), timeout=FIND_SEC).close()
+    except OSError as error:
+        _refuse(given, f"{type(error).__name__}: {error}", error)
+
+
+def _refuse(address: str, why: str, error: Exception) -> NoReturn:
+    todo = "Start one with `ray start --head`, on further nodes `ray start --address=HOST:PORT`, or give its address"
+    raise Refused(f"ray: no cluster at {address} ({why.rstrip('.')}). {todo}.") from error
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a part ended with instead of a result."""
+
+    error: Exception
+    """Failed, Refused or OSError as it was; of any other kind its name and text."""
+    trace: str
+
+
+class Trace(Exception):
+    """Where an error was raised in another process; shown as the cause of what is raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Worker:
+    """Makes parts in a process of a cluster, one after the other.
+
+    Args:
+        given: start, the variables of stores, and the folder in which the command runs.
+    """
+
+    def __init__(self, given: tuple[Callable[[], Any], dict[str, str], str]):
+        self._start, variables, folder = given
+        self._make: Callable[[Any], Any] | None = None
+        os.environ.update(variables)
+        with contextlib.suppress(OSError):  # relative paths lead where they do for the command
+            os.chdir(folder)
+
+    def node(self) -> str:
+        """Return the address of the node that this runs on."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def make(self, number: Any) -> Any:
+        """Make a part; what it ended with is returned instead of raised."""
+        try:
+            self._make = self._make or self._start()
+            return self._make(number)
+        except Exception as error:
+            kind, text = type(error), str(error)
+            if isinstance(error, ConfigError):
+                kind = Refused
+            elif isinstance(error, OSError):
+                kind = OSError
+            elif kind not in (Failed, Refused):
+                kind, text = RuntimeError, f"{kind.__name__}: {error}"
+            return Ended(kind(f"{text} [{self._named(number)}]"), traceback.format_exc())
+
+    def _named(self, number: Any) -> str:
+        return f"{part_name(number) if isinstance(number, int) else number}, node {self.node()}"
+
+
+class Cluster:
+    """Actors of a Ray cluster; an `Engine`, see prepare/engines.py.
+
+    Args:
+        ray: the module, connected.
+        start, workers, gpu: see `EngineKeys.opened`.
+    """
+
+    def __init__(self, ray: Any, start: Callable[[], Any], workers: int | None, gpu: bool | None):
+        self._ray = ray
+        has = ray.cluster_resources()
+        self.gpu = has.get("GPU", 0) >= 1 if gpu is None else gpu
+        """Whether each worker has a GPU."""
+        self._workers = workers or max(1, int(has.get("GPU" if self.gpu else "CPU", 1)))
+        variables = {
+            name: value for name, value in os.environ.items() if name.startswith(STORES) or name.upper() in PROXIES
+        }
+        # Stored, not among the arguments: those would be written into the cluster's tables as they are.
+        self._given = ray.put((start, variables, str(Path.cwd())))
+        self._actor = ray.remote(Worker).options(
+            num_cpus=1,
+            num_gpus=1 if self.gpu else 0,
+            max_restarts=-1,
+            max_task_retries=TRIES,
+            scheduling_strategy="SPREAD",
+        )
+        self._idle: list[Any] = []
+        self._busy: dict[Any, tuple[Any, Any]] = {}
+        """What is waited for -> its actor, and the number of its part; `_STARTS`: that it runs at all."""
+
+    def run(self, numbers: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        queue, todo, begun, told = deque(numbers), len(numbers), time.monotonic(), False
+        for _ in range(min(self._workers, todo) - len(self._idle) - len(self._busy)):
+            actor = self._actor.remote(self._given)
+            self._busy[actor.node.remote()] = actor, _STARTS
+        while todo:
+            while queue and self._idle:
+                actor, number = self._idle.pop(), queue.popleft()
+                self._busy[actor.make.remote(number)] = actor, number
+            if not queue:
+                self._let_go()
+            done, _ = self._ray.wait([*self._busy], num_returns=1, timeout=FIRST_WORKER_SEC)
+            none_yet = not done and all(number is _STARTS for _, number in self._busy.values())
+            if none_yet and (not told or time.monotonic() - begun > AGAIN_SEC):
+                self._tell_of_waiting()
+                begun, told = time.monotonic(), True
+            for ref in done:
+                actor, number = self._busy.pop(ref)
+                result = self._result(ref, number)
+                self._idle.append(actor)
+                if number is not _STARTS:
+                    todo -= 1
+                    yield number, result
+
+    def _result(self, ref: Any, number: Any) -> Any:
+        """Return a part's result. Raises what it ended with."""
+        try:
+            result = self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            if number is _STARTS:
+                what, hint = "no worker can start", "Nodes need the same environment as this one"
+            else:
+                what, hint = f"{_name_of(number)}: its worker died {TRIES + 1} times", "Ray's logs on its node say more"
+            raise Failed(f"ray: {what}: {_first_line(error)}. {hint}. {GO_ON}.") from error
+        if isinstance(result, Ended):
+            raise result.error from Trace(result.trace)
+        return result
+
+    def _let_go(self) -> None:
+        """End workers for which there is no part any more: one that has to start anew gets their room."""
+        starting = {ref: actor for ref, (actor, number) in self._busy.items() if number is _STARTS}
+        for actor in (*self._idle, *starting.values()):
+            self._ray.kill(actor)
+        self._idle.clear()
+        for ref in starting:
+            del self._busy[ref]
+
+    def _tell_of_waiting(self) -> None:
+        has, free = self._ray.cluster_resources(), self._ray.available_resources()
+        room = ", ".join(f"{has.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free)" for kind in ("CPU", "GPU"))
+        needs = "1 CPU and 1 GPU" if self.gpu else "1 CPU"
+        todo = "It waits; add a node with `ray start --address=HOST:PORT`, or end what holds them"
+        log.warning(f"ray: no worker has started yet. Each needs {needs}; the cluster has {room}. {todo}.")
+
+    def close(self) -> None:
+        for actor, _ in self._busy.values():
+            with contextlib.suppress(Exception):  # the cluster itself may be gone
+                self._ray.kill(actor)
+        for actor in self._idle:
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+        self._busy.clear()
+        self._idle.clear()
+
+
+_STARTS = object()
+
+
+def _name_of(number: Any) -> str:
+    return part_name(number) if isinstance(number, int) else str(number)
+
+
+def _first_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}".rstrip(".")
