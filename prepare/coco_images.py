@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from cli.errors import Failed, Refused
 from cli.files import to_disk, whole, write_whole
-from prepare.coco_subset import TIMESTEP, image_name
+from prepare.coco_subset import image_name
+from stages.moments import TIMESTEP
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.errors import Refused
+from stages.moments import NUM_TIMESTEPS, TIMESTEP
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 SEED = 2023
 CAPTIONS = "captions_val2014.json"
-TIMESTEP, NUM_TIMESTEPS = "timestep", 8
 COLUMNS = {"image_id": int, "id": int, "caption": str}
 WANTED = f"Give annotations_trainval2014.zip, or its {CAPTIONS}"
 

@@ -28,7 +28,7 @@ from streaming import StreamingDataset
 
 from evaluation.fid import read_statistics
 from evaluation.prompts import Prompt, read_prompts
-from prepare import coco, coco_images, places, shards
+from prepare import coco, coco_images, latents, places, shards
 from prepare.coco_subset import as_tsv, choose, image_name, read_annotations
 from prepare.wanted import Wanted
 
@@ -270,6 +270,10 @@ def test_the_flux_samples_are_a_stage_with_their_times_beside_them(given, tmp_pa
     assert [row["key"] for row in rows] == [f"{image_id:012}" for image_id in table["image_id"]]
     assert [row["metadata"]["timestep"] for row in rows] == [n % 8 for n in range(NUM_TAKEN)]
     assert [row["caption"] for row in rows] == table["caption"].tolist()
+    tiny = ["model.family=flux", "model.variant=mlperf", "model.preset=tiny", "model.weights=random", "image_size=64"]
+    assert latents.main([str(tmp_path / "stage"), str(tmp_path / "moments"), *tiny, "timestep=true"]) == 0
+    kept = StreamingDataset(local=str(tmp_path / "moments"), batch_size=1, shuffle=False)
+    assert [(row["key"], row["timestep"]) for row in kept] == [(row["key"], row["metadata"]["timestep"]) for row in rows]
 
 
 def test_the_flux_tars_have_a_thousand_samples_each_and_a_missing_one_is_made_again(given, tmp_path, monkeypatch):

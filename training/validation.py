@@ -34,7 +34,7 @@ from stages.adopted import MappedReader
 from stages.dataset import Stage
 from stages.keys import are_in, key_digest
 from stages.mixture import Opened, StreamConfig
-from stages.moments import MomentsStream
+from stages.moments import NUM_TIMESTEPS, TIMESTEP, MomentsStream
 from stages.stream import BatchStream
 from zoo.sampling import prompt_generator
 
@@ -200,10 +200,6 @@ def eighths_of(numbers: Sequence[int]) -> Tensor:  # -> (B,) int64 in [0, 1000)
     return torch.tensor([125 * (number % 8) for number in numbers])
 
 
-TIMESTEP = "timestep"
-"""The column of a stage of moments with the eighth at which a sample is seen, 0 to 7 (prepare/flux_encodings.py)."""
-
-
 def reads_timesteps(dataset: BatchStream) -> bool:
     """Have a stage of moments give its TIMESTEP, if it has that column, with each batch; return whether it does."""
     shard: Any = dataset.shards[0]
@@ -319,7 +315,7 @@ class Validator:
         own = columns.pop(TIMESTEP, None)
         columns |= fixed_draws(model, numbers, self.times)
         if own is not None:
-            if (wrong := (own < 0) | (own > 7)).any():
+            if (wrong := (own < 0) | (own >= NUM_TIMESTEPS)).any():
                 number, given = numbers[int(wrong.nonzero()[0])], int(own[wrong][0])
                 text = f"validation.remote: sample {number:,} has the timestep {given}. Possible: 0 to 7"
                 raise ValueError(f"{text}. Make the stage again, or say validation.times=thousandths.")
