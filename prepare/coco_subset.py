@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,13 +42,9 @@ def read_annotations(path: Path) -> list[dict[str, Any]]:
     Raises:
         Refused: it cannot be read, or is not COCO's captions; says what it is instead.
     """
-    where = f"annotations: {path}"
+    content, where = _content(path)
     try:
-        content, where = _content(path, where)
         found = json.loads(content)
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:  # the last two of odd zips
-        why = getattr(error, "strerror", None) or str(error)
-        raise Refused(f"{where} cannot be read: {why}. {WANTED}.") from error
     except (ValueError, RecursionError) as error:
         raise Refused(f"{where} is not JSON: {str(error)[:80]}. {WANTED}.") from error
     captions = found.get("annotations") if isinstance(found, dict) else None
@@ -57,17 +54,23 @@ def read_annotations(path: Path) -> list[dict[str, Any]]:
     return captions
 
 
-def _content(path: Path, where: str) -> tuple[bytes, str]:
-    """Return the file's bytes, or those of its member, and its name for messages."""
-    if not zipfile.is_zipfile(path):
-        if path.suffix == ".zip" and path.is_file():
-            raise zipfile.BadZipFile("it is no whole zip")
-        return path.read_bytes(), where
-    with zipfile.ZipFile(path) as file:
-        member = next((name for name in file.namelist() if Path(name).name == CAPTIONS), None)
-        if member is None:
-            raise Refused(f"{where} has no {CAPTIONS}. It has {_some(file.namelist())}. {WANTED}.")
-        return file.read(member), f"{where}, {member}"
+def _content(path: Path) -> tuple[bytes, str]:
+    """Return the bytes of a file of captions, or of the one in a zip; and its name for messages. Raises Refused."""
+    where = f"annotations: {path}"
+    try:
+        if not zipfile.is_zipfile(path):
+            if path.suffix == ".zip" and path.is_file():
+                raise zipfile.BadZipFile("it is no whole zip")
+            return path.read_bytes(), where
+        with zipfile.ZipFile(path) as file:
+            names = file.namelist()
+            member = next((name for name in names if Path(name).name == CAPTIONS), None)
+            if member is not None:
+                return file.read(member), f"{where}, {member}"
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error) as error:  # of odd zips, too
+        why = getattr(error, "strerror", None) or str(error)
+        raise Refused(f"{where} cannot be read: {why}. {WANTED}.") from error
+    raise Refused(f"{where} has no {CAPTIONS}. It has {_some(names)}. {WANTED}.")
 
 
 def _check(captions: Sequence[Mapping[str, Any]], where: str) -> None:
@@ -101,7 +104,7 @@ def choose(captions: Sequence[Mapping[str, Any]], num_images: int, *, timesteps:
         timesteps: give each row its timestep, 0 to 7.
 
     Raises:
-        Refused: there are captions of fewer images.
+        Refused: there are captions of fewer images; or one that is taken has a carriage return, which ends a row.
     """
     import numpy as np
     from pandas import DataFrame
@@ -113,6 +116,9 @@ def choose(captions: Sequence[Mapping[str, Any]], num_images: int, *, timesteps:
         given = f"num_images: {num_images:,}, but annotations has captions of {len(table):,} images"
         raise Refused(f"{given}. Possible: 1 to {len(table):,}. Give fewer, or COCO's own {CAPTIONS}.")
     table = table.iloc[:num_images].sort_values(by=["id"])
+    if broken := [number for number, text in zip(table["id"], table["caption"], strict=True) if "\r" in text]:
+        given = f"annotations: the caption with id {broken[0]} has a carriage return, which would end its row"
+        raise Refused(f"{given}. {WANTED}.")
     return table.assign(**{TIMESTEP: np.arange(num_images) % NUM_TIMESTEPS}) if timesteps else table
 
 

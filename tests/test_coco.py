@@ -25,10 +25,11 @@ import pytest
 from conftest import picture, tree
 from PIL import Image
 from streaming import StreamingDataset
+from test_fid import Small
 
 from evaluation.fid import read_statistics
 from evaluation.prompts import Prompt, read_prompts
-from prepare import coco, coco_images, latents, places, shards
+from prepare import coco, coco_images, fid_statistics, latents, places, shards
 from prepare.coco_subset import as_tsv, choose, image_name, read_annotations
 from prepare.wanted import Wanted
 
@@ -40,7 +41,6 @@ ODD = [
     "two\nlines \n",
     "café \u2028 au lait",
     "'single'",
-    "a\rreturn",
     "Same.",
     "Same.",
 ]
@@ -145,11 +145,17 @@ def test_the_table_comes_back_from_the_evaluations_own_reader_letter_for_letter(
         "tabs\tin it",
         "twolines",
         "café \u2028 au lait",
-        "a\rreturn",
     }
     assert path.read_bytes().startswith(b"image_id\tid\tcaption\n")
     plain = pandas.read_csv(path, sep="\t")  # as the reference's own loader reads it
     assert [tuple(row) for row in plain.itertuples(index=False)] == rows
+
+
+def test_a_carriage_return_within_a_caption_that_is_taken_is_refused():
+    given = [{"image_id": n, "id": n, "caption": "a\r b" if n == 2 else "a \r\n"} for n in range(3)]
+    with pytest.raises(ValueError, match=r"^annotations: the caption with id 2 has a carriage return, which would end"):
+        choose(given, 3, timesteps=False)
+    assert choose(given[:2], 2, timesteps=False)["caption"].tolist() == ["a", "a"]
 
 
 def test_each_of_the_flux_rows_has_the_time_of_its_place_in_the_sorted_table(tmp_path):
@@ -221,23 +227,23 @@ def test_the_names_of_the_benchmarks_sets():
     assert name(subset="flux", num_images=800) == ("val2014_flux_800", "val2014_flux_800", 800, 256)
 
 
-def test_statistics_are_those_of_the_folder_and_are_made_once(given, unbroken, tmp_path, capsys):
-    from prepare import fid_statistics
+def test_statistics_are_those_of_the_folder_and_are_made_once(given, unbroken, tmp_path, capsys, monkeypatch):
+    asked = []
 
+    def small(weights: str, resize: str) -> Small:
+        asked.append((weights, resize))
+        return Small()
+
+    monkeypatch.setattr(fid_statistics, "load_inception", small)
     out, name = tmp_path / "out", f"val2014_{NUM_TAKEN}_64px"
     assert coco.main(words(given, out, "inception=random", "batch_size=5", "resize=bicubic256")) == 0
-    path = out / f"{name}_stats.npz"
-    of_folder = [
-        str(unbroken / name),
-        str(tmp_path / "own.npz"),
-        "inception=random",
-        "batch_size=5",
-        "resize=bicubic256",
-    ]
-    assert fid_statistics.main(of_folder) == 0
-    found, own = read_statistics(path, 2048), read_statistics(tmp_path / "own.npz", 2048)
-    assert found.num_images == own.num_images == NUM_TAKEN
-    assert np.array_equal(found.mean, own.mean) and np.array_equal(found.covariance, own.covariance)
+    path, own = out / f"{name}_stats.npz", tmp_path / "own.npz"
+    assert fid_statistics.main([str(unbroken / name), str(own), "inception=random", "resize=bicubic256"]) == 0
+    assert asked == [("random", "bicubic256")] * 2
+    found, expected = read_statistics(path), read_statistics(own)
+    assert found.num_images == expected.num_images == NUM_TAKEN
+    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-6)
+    np.testing.assert_allclose(found.covariance, expected.covariance, rtol=1e-5, atol=1e-9)
     capsys.readouterr()
     before = path.stat().st_mtime_ns
     assert coco.main(words(given, out, "inception=random")) == 0
@@ -246,6 +252,12 @@ def test_statistics_are_those_of_the_folder_and_are_made_once(given, unbroken, t
     (out / name / "another.png").write_bytes(photo(1))
     assert coco.main(words(given, out, "inception=random")) == 1
     assert f"statistics: {out / name} has 1 other files, e.g. another.png. Remove them." in capsys.readouterr().err
+    (out / name / "another.png").unlink()
+    gone = next((out / name).iterdir())
+    gone.unlink()
+    assert coco.main(words(given, out, "inception=random", "steps=statistics")) == 1
+    said = f"statistics: {out / name} lacks 1 images, e.g. {gone.name}. Let steps have images."
+    assert said in capsys.readouterr().err and not path.exists()
 
 
 # --- FLUX.1's ---
@@ -273,7 +285,9 @@ def test_the_flux_samples_are_a_stage_with_their_times_beside_them(given, tmp_pa
     tiny = ["model.family=flux", "model.variant=mlperf", "model.preset=tiny", "model.weights=random", "image_size=64"]
     assert latents.main([str(tmp_path / "stage"), str(tmp_path / "moments"), *tiny, "timestep=true"]) == 0
     kept = StreamingDataset(local=str(tmp_path / "moments"), batch_size=1, shuffle=False)
-    assert [(row["key"], row["timestep"]) for row in kept] == [(row["key"], row["metadata"]["timestep"]) for row in rows]
+    assert [(row["key"], row["timestep"]) for row in kept] == [
+        (row["key"], row["metadata"]["timestep"]) for row in rows
+    ]
 
 
 def test_the_flux_tars_have_a_thousand_samples_each_and_a_missing_one_is_made_again(given, tmp_path, monkeypatch):
@@ -404,7 +418,7 @@ def test_a_url_of_others_is_taken_and_still_has_to_be_cocos(given, address, tmp_
     zips = [f"images={address}/val2014.zip", f"annotations={address}/annotations_trainval2014.zip"]
     more = [f"num_images={NUM_TAKEN}", "size=64", *zips]
     assert coco.main([str(tmp_path / "a"), *more]) == 1
-    assert f"{coco.PUBLISHED_SHA1[0]} is wanted" in capsys.readouterr().err
+    assert f"{coco.PUBLISHED_SHA1[1]} is wanted" in capsys.readouterr().err
     assert coco.main([str(tmp_path / "a"), *more, "verify=false"]) == 0
 
 
@@ -415,7 +429,7 @@ def test_a_url_of_others_is_taken_and_still_has_to_be_cocos(given, address, tmp_
     ("content", "said"),
     [
         (b"<html>", ": {} is not JSON: Expecting value: line 1 column 1 (char 0)."),
-        (b"\xff\xfe{}", ": {} is not JSON: 'utf-"),
+        (b"{\xff}", ": {} is not JSON: 'utf-8' codec can't decode byte 0xff in position 1"),
         (b"[" * 100_000, ": {} is not JSON: maximum recursion depth exceeded"),
         (b"[]", ": {} has no list `annotations` of objects."),
         ({"images": []}, ": {} has no list `annotations` of objects."),
@@ -447,6 +461,7 @@ def test_a_url_of_others_is_taken_and_still_has_to_be_cocos(given, address, tmp_
             ": {}: two captions have the id 7.",
         ),
     ],
+    ids=lambda value: value.replace("{}", "").strip(": ")[:40] if isinstance(value, str) else "",
 )
 def test_annotations_that_are_not_cocos_are_refused_by_name(given, tmp_path, capsys, content, said):
     path = tmp_path / "captions_val2014.json"
