@@ -23,6 +23,7 @@ ROUNDS ?= 10
 TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
 TABLES = tables-$(shell sha256sum requirements/tables.lock | cut -c1-12)
 LOGGERS = loggers-$(shell sha256sum requirements/loggers.lock | cut -c1-12)
+CLUSTER = cluster-$(shell sha256sum requirements/prepare.lock | cut -c1-12)
 BROWSER = browser-$(shell sha256sum requirements/browser.lock | cut -c1-12)
 ONLY ?=
 CHECKS = $(VENV)/checks-$(shell sha256sum requirements/dev.lock | cut -c1-12)
@@ -37,7 +38,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -58,9 +59,9 @@ lock: $(STAMP)  ## resolve requirements.txt and requirements/ anew into the lock
 	$(UV_COMPILE) --override requirements/overrides.txt -c requirements.txt requirements.txt -o requirements.lock
 	grep -vE '^(torch|torchvision|xformers)==' requirements.txt | $(UV_COMPILE) --override requirements/overrides.txt -c requirements/newest.txt - \
 	  requirements/newest.txt -o requirements/newest.lock
-	$(UV_COMPILE) requirements/prepare.txt -o requirements/prepare.lock
 	$(UV_COMPILE) requirements/dev.txt -o requirements/dev.lock
-	for extra in tables loggers browser; do $(UV_COMPILE) --no-annotate -c requirements.lock requirements/$$extra.txt | \
+	for extra in tables loggers browser prepare; do \
+	  $(UV_COMPILE) --no-annotate --override requirements/overrides.txt -c requirements.lock requirements/$$extra.txt | \
 	  awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' requirements.lock - > requirements/$$extra.lock; done
 
 $(CHECKS)/whole: | $(STAMP)
@@ -124,6 +125,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(call both_halves,slow and not gpu)
 	$(MAKE) --no-print-directory test-fp8
 	$(MAKE) --no-print-directory test-tables
+	$(MAKE) --no-print-directory test-cluster ONLY=short
 	$(MAKE) --no-print-directory test-loggers
 	$(MAKE) --no-print-directory test-store ROUNDS=1
 	$(MAKE) --no-print-directory test-browser ONLY=short
@@ -136,6 +138,12 @@ test-fp8: $(STAMP)  ## precision=fp8 and optimizer.states=8bit on a CPU, with to
 test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data sets, with pyarrow and datasets, installed beside the environment
 	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements/tables.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TABLES) $(PY) -m pytest -q tests/test_tables.py tests/test_flux_encodings.py
+
+# What these files test without pyarrow, Ray and img2dataset is tested by `make test` too.
+test-cluster: $(STAMP)  ## two Ray nodes of which one dies, with pyarrow, ray and img2dataset, installed beside the environment
+	test -e $(VENV)/$(CLUSTER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(CLUSTER) -r requirements/prepare.lock
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(CLUSTER) PATH="$(abspath $(VENV))/bin:$$PATH" \
+	  $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py -k "$(ONLY)"
 
 test-loggers: $(STAMP)  ## loggers.mlflow and the dashboard of W&B, with mlflow and wandb-workspaces, installed beside the environment
 	test -e $(VENV)/$(LOGGERS) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(LOGGERS) -r requirements/loggers.lock

@@ -13,6 +13,7 @@ the parts and for all of them. Keys: num_rows num_parts rounds work results. It 
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -29,9 +30,8 @@ import numpy as np
 from bench.command import keep, read_keys
 from bench.contest import Figures, rounded, take_turns
 from cli.command import command
-from cli.errors import Failed
+from cli.errors import Failed, Refused
 from cli.limits import limited
-from prepare.tables import needed
 from record.processes import ROOT
 
 SCHEMA = 1
@@ -64,6 +64,15 @@ class RowsConfig:
     """File of the record; an earlier one is replaced."""
 
 
+def needed(name: str) -> Any:
+    """Return a module of pyarrow. Raises Refused: it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        text = "bench.rows: pyarrow is not installed, which writes the table"
+        raise Refused(f"{text}. Run: pip install --no-deps -r requirements/prepare.lock") from error
+
+
 def write_part(path: Path, first: int, num_rows: int) -> None:
     """Write rows of LAION-400M's columns: a tenth without a licence, some small, every twentieth URL a second time."""
     arrow, compute, parquet = needed("pyarrow"), needed("pyarrow.compute"), needed("pyarrow.parquet")
@@ -83,7 +92,10 @@ def write_part(path: Path, first: int, num_rows: int) -> None:
                 "TEXT": compute.binary_join_element_wise("a picture of something that has the number", texts, " "),
                 "HEIGHT": sides[0],
                 "WIDTH": sides[1],
-                **{name: arrow.array(np.array(values, object)[draw.integers(0, len(values), len(numbers))]) for name, values in names.items()},
+                **{
+                    name: np.array(values)[draw.integers(0, len(values), len(numbers))]
+                    for name, values in names.items()
+                },
                 "similarity": draw.uniform(0.25, 0.45, len(numbers)),
             }
         )

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from cli.errors import ROOT, ConfigError, Failed, Refused
 from cli.log import log
-from prepare.parts import GO_ON, part_name
+from prepare.names import GO_ON, part_name
 
 FIND_SEC = 5.0  # for a cluster's head to answer at its port
 FIRST_WORKER_SEC, AGAIN_SEC = 20.0, 300.0  # until it is told that no worker has started, and told again
@@ -206,25 +206,25 @@ class Cluster:
                 begun, told = time.monotonic(), True
             for ref in done:
                 actor, number = self._busy.pop(ref)
-                result = self._result(ref, number)
+                result = self._result(ref, actor, number)
                 self._idle.append(actor)
+                if isinstance(result, Ended):
+                    raise result.error from Trace(result.trace)
                 if number is not _STARTS:
                     todo -= 1
                     yield number, result
 
-    def _result(self, ref: Any, number: Any) -> Any:
-        """Return a part's result. Raises what it ended with."""
+    def _result(self, ref: Any, actor: Any, number: Any) -> Any:
+        """Return what a worker has given back. Raises Failed: it died too often."""
         try:
-            result = self._ray.get(ref)
+            return self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
             if number is _STARTS:
                 what, hint = "no worker can start", "Nodes need the same environment as this one"
             else:
                 what, hint = f"{_name_of(number)}: its worker died {TRIES + 1} times", "Ray's logs on its node say more"
+            self._ray.kill(actor)
             raise Failed(f"ray: {what}: {_first_line(error)}. {hint}. {GO_ON}.") from error
-        if isinstance(result, Ended):
-            raise result.error from Trace(result.trace)
-        return result
 
     def _let_go(self) -> None:
         """End workers for which there is no part any more: one that has to start anew gets their room."""

@@ -35,6 +35,7 @@ from filelock import Timeout
 from streaming import MDSWriter
 
 from cli.errors import Failed, Refused
+from prepare.names import GO_ON, part_name
 from prepare.places import Place
 from stages.dataset import FACTS_FILE, KEYS_DIGEST, write_facts
 from stages.fetch import HASH, file_digest
@@ -46,12 +47,6 @@ PART_FILE = "part.json"
 SKIPPED_FILE = "skipped.jsonl"
 PATIENCE_SEC = 1800.0
 SHARED_SEC = 10.0
-GO_ON = "What is done stays; the same command resumes from there"
-
-
-def part_name(number: int) -> str:
-    """Return the name of a part, which is its folder's."""
-    return f"part-{number:05d}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

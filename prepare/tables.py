@@ -35,6 +35,7 @@ LINES = (".jsonl", ".ndjson", *CSV)
 ROWS_PER_PART = 10_000  # as many as img2dataset puts into a tar
 ROWS_AT_ONCE = 16  # of a columnar file in memory
 MAX_LINE_BYTES = 2**24
+OF_TABLES = "SOURCE: {} is not installed, which reads Parquet and Arrow files and Hugging Face data sets"
 DELIMITERS = ",\t;|"
 NO_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}
 
@@ -200,14 +201,13 @@ def _is_binary(kind: Any) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
 
 
-def needed(module: str) -> Any:
-    """Return a module that the environment may lack. Raises Refused."""
+def needed(module: str, text: str = OF_TABLES, lock: str = "tables") -> Any:
+    """Return a module that the environment may lack. `text`, `lock`: of the message. Raises Refused."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         name = module.partition(".")[0]
-        text = f"SOURCE: {name} is not installed, which reads Parquet and Arrow files and Hugging Face data sets"
-        raise Refused(f"{text}. Run: pip install --no-deps -r requirements/tables.lock") from error
+        raise Refused(f"{text.format(name)}. Run: pip install --no-deps -r requirements/{lock}.lock") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

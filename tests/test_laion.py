@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import random
 import tarfile
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 from conftest import tree
 from internet import GOOD, internet, write_table
 
-from cli.errors import ConfigError, Failed, Refused
-from prepare.laion import account, command, download, filter
-from prepare.laion.config import DownloadConfig, FilterConfig, LaionConfig, MetadataConfig, check
+from cli.errors import Failed
+from prepare.laion import account, command
+from prepare.laion.config import LaionConfig, MetadataConfig, check
 from prepare.laion.duplicates import digests, duplicates_of, write_runs
 
 arrow = pytest.importorskip("pyarrow")
@@ -105,7 +104,9 @@ def test_later_rows_are_those_whose_value_was_there_before(tmp_path, most):
             np.save(path, content)
             runs.append((number, path))
 
-        chunks = (digests(values[at : at + 7], np.arange(at, min(at + 7, len(values)))) for at in range(0, len(values), 7))
+        chunks = (
+            digests(values[at : at + 7], np.arange(at, min(at + 7, len(values)))) for at in range(0, len(values), 7)
+        )
         num_runs, total = write_runs(chunks, most, put)
         assert total == len(values) and num_runs == -(-len(values) // most)
     found = {}
@@ -134,7 +135,11 @@ def test_an_earlier_row_that_is_left_out_for_another_reason_makes_no_duplicate(f
 @pytest.mark.parametrize(
     ("columns", "keys", "message"),
     [
-        ({"LINK": ["u"]}, [], r"^filter.url: .*/a.parquet has no url or image_url. It has LINK.\nfilter.caption: .* has no "),
+        (
+            {"LINK": ["u"]},
+            [],
+            r"^filter.url: .*/a.parquet has no url or image_url. It has LINK.\nfilter.caption: .* has no ",
+        ),
         ({"URL": [1], "TEXT": ["a"]}, [], "^filter.url: URL of .*/a.parquet is int64. Possible: a text. "),
         ({"URL": ["u"], "TEXT": ["a"]}, ["licenses=by"], "^filter.licenses: .* has no license. It has URL, TEXT.$"),
         ({"URL": ["u"], "TEXT": ["a"]}, ["unique=md5"], "^filter.unique: .* has no md5. It has URL, TEXT.$"),
@@ -185,11 +190,11 @@ def test_other_conditions_than_those_that_were_begun_with_are_refused(folder, ca
 def test_without_rows_the_stage_says_so(folder, capsys):
     assert call("filter", f"folder={folder}") == 2
     assert capsys.readouterr().err.startswith(f"folder: no *.parquet in {folder}/metadata.")
-    assert call("download", f"folder={folder}") == 2
+    assert call("images", f"folder={folder}") == 2
     assert "filter: " in capsys.readouterr().err
     write(folder, "a", URL=[None], TEXT=["a"])
     assert call("filter", f"folder={folder}") == 1
-    assert call("download", f"folder={folder}") == 2
+    assert call("images", f"folder={folder}") == 2
     assert "filter: no row is left. Loosen its conditions." in capsys.readouterr().err
 
 
@@ -198,7 +203,9 @@ def test_without_rows_the_stage_says_so(folder, capsys):
 
 def test_bad_keys_are_named(capsys):
     assert call("filters") == 2
-    assert capsys.readouterr().err.startswith("command line: 'filters' is no stage. Possible: metadata, filter, download,")
+    assert capsys.readouterr().err.startswith(
+        "command line: 'filters' is no stage. Possible: metadata, filter, images,"
+    )
     assert call("filter") == 2
     assert capsys.readouterr().err == "folder: not given. Give the folder of the metadata, rows and tars.\n"
     [problem] = check(LaionConfig(folder="a", metadata=MetadataConfig(urls="http://a/part.parquet")))
@@ -216,23 +223,29 @@ def test_a_sections_words_are_what_differs_from_its_command_s_defaults():
 
 # --- the download ---
 
-QUICK = ["download.timeout_sec=5", "download.most_sec=2", "download.most_mib=1", "download.threads=16"]
+QUICK = ["images.timeout_sec=5", "images.most_sec=2", "images.most_mib=1", "images.threads=16"]
 
 
 @pytest.mark.timeout(240, func_only=True)
 def test_pictures_come_from_hosts_with_faults_and_each_row_has_its_reason(folder):
     with internet(folder) as hosts:
         write_table(folder / "metadata", hosts.address, 2, 110)
-        keys = [f"folder={folder}", "filter.licenses=not ?", "filter.min_side_px=32", "filter.unique=url", "filter.rows_per_tar=50"]
+        keys = [
+            f"folder={folder}",
+            "filter.licenses=not ?",
+            "filter.min_side_px=32",
+            "filter.unique=url",
+            "filter.rows_per_tar=50",
+        ]
         assert call("filter", *keys) == 0
-        assert call("download", *keys, *QUICK, "workers=2") == 0
+        assert call("images", *keys, *QUICK, "workers=2") == 0
         files = tree(folder / "tars")
         for path in (folder / "tars").iterdir():
             path.unlink() if path.is_file() else None
-        assert call("download", *keys, *QUICK, "workers=1") == 0
-    assert {name: content for name, content in tree(folder / "tars").items()} == files
+        assert call("images", *keys, *QUICK, "workers=1") == 0
+    assert tree(folder / "tars") == files
     wanted = [row["URL"] for row in left(folder)]
-    found = account.of_download(LaionConfig(folder=str(folder)))
+    found = account.of_images(LaionConfig(folder=str(folder)))
     good = tuple(f"{hosts.address}/{kind}/" for kind in GOOD)
     assert found.kept == sum(url.startswith(good) for url in wanted) > 50
     assert found.rows == len(wanted) and found.left_out.keys() == {
@@ -250,3 +263,56 @@ def test_pictures_come_from_hosts_with_faults_and_each_row_has_its_reason(folder
     with tarfile.open(folder / "tars/00000.tar") as tar:
         names = tar.getnames()
     assert names == sorted(names) and len(names) % 3 == 0
+
+
+# --- the account ---
+
+
+def test_a_row_that_no_stage_has_counted_is_an_error_and_so_is_a_stage_of_other_rows():
+    of_filter = account.Account("filter", 10, 7, {"duplicate": 3})
+    account.check_accounts([of_filter, account.Account("images", 7, 7, {})])
+    with pytest.raises(Failed, match="^account: filter: 1 of 11 rows are unaccounted for.$"):
+        account.check_accounts([account.Account("filter", 11, 7, {"duplicate": 3})])
+    with pytest.raises(Failed, match="^account: filter left 7 rows, images read 6. They are of different commands: "):
+        account.check_accounts([of_filter, account.Account("images", 6, 6, {})])
+
+
+def test_the_account_says_what_is_not_finished_and_needs_no_metadata_once_they_are_filtered(folder, capsys):
+    write(folder, "a", URL=["u", "u"], TEXT=["a", "b"])
+    assert call("filter", f"folder={folder}", "filter.unique=url") == 0
+    (folder / "metadata/a.parquet").unlink()
+    capsys.readouterr()
+    assert call("account", f"folder={folder}") == 0
+    first, second, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "filter: 2 rows, 1 left, 0.00 GiB; left out: duplicate 1"
+    assert second.startswith("metadata: not finished (metadata: no *.parquet in ")
+    assert last == "all 2 rows are accounted for: 1 are left after filter"
+
+
+# --- the metadata ---
+
+
+def test_parts_are_fetched_once_and_compared_with_their_digests(folder, capsys):
+    (folder / "files").mkdir()
+    with internet(folder / "files") as hosts:
+        write_table(folder / "files", hosts.address, 2, 10)
+        paths = sorted((folder / "files").glob("*.parquet"))
+        sums = folder / "sums.txt"
+        sums.write_text("".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in paths))
+        keys = [f"folder={folder}", f"metadata.urls={hosts.address}/files/part-{{part:05d}}.parquet"]
+        keys += ["metadata.num_parts=2", f"metadata.digests={sums}"]
+        assert call("metadata", *keys) == 0
+        assert {path.name: path.read_bytes() for path in (folder / "metadata").glob("*.parquet")} == {
+            path.name: path.read_bytes() for path in paths
+        }
+        asked = hosts.asked
+        assert call("metadata", *keys) == 0 and hosts.asked == asked
+        sums.write_text(f"{'0' * 64}  {paths[0].name}\n")
+        assert call("metadata", *keys) == 2
+        assert "has no line of part-00001.parquet" in capsys.readouterr().err
+        sums.write_text("no digest\n")
+        assert call("metadata", *keys) == 2
+        assert f"metadata.digests: {sums}, line 1 is no digest. Possible: `digest  name`" in capsys.readouterr().err
+        (folder / "files/part-00001.parquet").write_bytes(b"<html>gone</html>")
+        assert call("metadata", *keys[:3], f"folder={folder / 'other'}") == 1
+        assert "part-00001.parquet" in capsys.readouterr().err

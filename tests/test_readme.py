@@ -32,6 +32,7 @@ from cli.describe import Key, described, keys_of, page_of
 from cli.limits import limited
 from config import load, schema_keys
 from eval import EvalCommand
+from prepare.laion import command as laion
 from prepare.shapes.command import TRAINING_NUMBERS, parse
 from prepare.words import split_words
 from record.summary import rounded
@@ -49,7 +50,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps comparing precision"
+    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters"
 )
 
 
@@ -82,6 +83,7 @@ COMMANDS = {
     "prepare.look": ("LookConfig", range(1, 3)),
     "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
     "prepare.coco": ("CocoConfig", range(1, 2)),
+    "bench.rows": ("RowsConfig", range(1)),
     "bench.micro": ("MicroConfig", range(1)),
     "bench.check": ("CheckConfig", range(1)),
     "bench.store": ("StoreConfig", range(1)),
@@ -113,6 +115,7 @@ RUN_BY = {
     "test-store": "tests/store/test_harness.py",
     "test-fp8": "tests/test_fp8.py",
     "test-tables": "tests/test_tables.py",
+    "test-cluster": "tests/test_engines.py",
     "test-loggers": "tests/test_mlflow.py",
     "test-browser": "tests/test_browser.py",
     "test-slow": "tests/conftest.py",
@@ -166,6 +169,11 @@ def read(module: str, words: list[str]) -> None:
             line = parse_command_line([sweep.own.yaml or "", *sweep.keys, *sweep.typed], benchmark.ALIASES)
             own = [Assignment("", key, value, key) for key, value in values.items()]
             load(benchmark.RunConfig, replace(line, assignments=line.assignments + own), check=lambda config: [])
+    elif module == "prepare.laion":
+        stages, [yaml, *keys] = words[0].split("|"), words[1:]
+        assert {*stages} <= {*laion.STAGES, "all", "account"}
+        yaml = "yamls/prepare/laion.yaml" if yaml == "FILE.yaml" else yaml
+        load(laion.LaionConfig, parse_command_line([yaml, *keys], {}), check=lambda config: [])
     elif module == "prepare.shapes":
         assert words[:2] == ["--train_encoders", "OUT"]  # tests/test_shapes_training.py runs it
         assert parse(words[2:], TRAINING_NUMBERS, {})[1] == []

@@ -20,6 +20,8 @@ from config import flat, load
 from evaluation.scoring import TargetConfig
 from preflight import limits
 from prepare import latents, shards
+from prepare.laion.config import LaionConfig
+from prepare.laion.config import check as check_way
 from prepare.shapes import command as shapes
 from sweeps.file import as_word, read_sweep
 from training import adamw
@@ -33,6 +35,7 @@ pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures(
 RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
 LADDERS = sorted((ROOT / "yamls" / "ladders").glob("*.yaml"))
 SWEEPS = sorted((ROOT / "yamls" / "sweeps").glob("*.yaml"))
+WAYS = sorted((ROOT / "yamls" / "prepare").glob("*.yaml"))
 SPEED = {key.name for key in fields(SpeedKeys)}
 HEADER = ("# What: ", "# Hardware: ", "# Expected: ", "# Command: ")
 
@@ -215,7 +218,7 @@ def test_every_run_names_what_it_depends_on(path):
     assert "defaults" not in keys and "${" not in path.read_text()
 
 
-@pytest.mark.parametrize("path", [*RUNS, *LADDERS, *SWEEPS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*RUNS, *LADDERS, *SWEEPS, *WAYS], ids=lambda path: path.name)
 def test_every_header_is_a_contract(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert [word for word in HEADER if not any(line.startswith(word) for line in head)] == []
@@ -223,7 +226,13 @@ def test_every_header_is_a_contract(path):
     assert path.name in command or re.search(
         r"make (demo|controls|study|gpu-ladder|gpu-evaluation|gpu-families)", command
     )
-    assert path in LADDERS or path in SWEEPS or path.name.startswith("shapes") or commands(path)
+    assert path in LADDERS or path in SWEEPS or path in WAYS or path.name.startswith("shapes") or commands(path)
+
+
+@pytest.mark.parametrize("path", WAYS, ids=lambda path: path.name)
+def test_every_way_from_urls_resolves(path):
+    config = load(LaionConfig, parse_command_line([str(path)], {}), check=check_way)
+    assert config.filter.licenses == ("not ?" if "mlperf" in path.name else None)
 
 
 @pytest.mark.parametrize("path", LADDERS, ids=lambda path: path.name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cli.errors import Failed
-from prepare.laion import download, filter
+from cli.errors import Failed, Refused
+from prepare.laion import filter, images
 from prepare.laion.config import FILTERED, METADATA, TARS, LaionConfig
 from prepare.places import Folder, open_place
 from stages.dataset import FACTS_FILE
@@ -33,27 +34,33 @@ class Account:
 
 
 def of_metadata(config: LaionConfig) -> Account:
-    """Return the account of the metadata, whose heads are read."""
-    rows = num_bytes = 0
-    for path in sorted(config.inside(METADATA).glob("*.parquet")):
-        with filter.open_table(path) as table:
-            rows += table.metadata.num_rows
-        num_bytes += path.stat().st_size
-    return Account("metadata", rows, rows, {}, num_bytes)
+    """Return the account of the metadata, whose heads are read. Raises Refused: there are none; Failed: one is damaged."""
+    paths, rows = sorted(config.inside(METADATA).glob("*.parquet")), 0
+    if not paths:
+        raise Refused(f"metadata: no *.parquet in {config.inside(METADATA)}.")
+    for path in paths:
+        try:
+            with filter.open_table(path) as table:
+                rows += table.metadata.num_rows
+        except ValueError as error:
+            raise Failed(str(error)) from error
+    return Account("metadata", rows, rows, {}, sum(path.stat().st_size for path in paths))
 
 
 def of_filter(config: LaionConfig) -> Account:
     """Return the account of the filter. Raises Refused: it is not finished."""
     paths = filter.filtered_parts(config)
-    found = filter.account_of(Folder(str(config.inside(FILTERED))), [path.name.removesuffix(".parquet") for path in paths])
+    found = filter.account_of(
+        Folder(str(config.inside(FILTERED))), [path.name.removesuffix(".parquet") for path in paths]
+    )
     return Account("filter", **found, bytes=sum(path.stat().st_size for path in paths))
 
 
-def of_download(config: LaionConfig) -> Account:
+def of_images(config: LaionConfig) -> Account:
     """Return the account of the pictures that were downloaded. Raises OSError: it is not finished."""
-    parts, _ = download.find_parts(config)
+    parts, _ = images.find_parts(config)
     place = Folder(str(config.inside(TARS)))
-    return Account("download", **download.account_of(place, [download.name_of(number) for number in range(len(parts))]))
+    return Account("images", **images.account_of(place, [images.name_of(number) for number in range(len(parts))]))
 
 
 def of_stage(stage: str, address: str) -> Account:
@@ -62,22 +69,26 @@ def of_stage(stage: str, address: str) -> Account:
     return Account(stage, counts["read"], counts["written"], counts["skipped"])
 
 
-def all_accounts(config: LaionConfig) -> list[Account]:
-    """Return the accounts of the stages that are finished, in order."""
-    makers = (
-        lambda: of_metadata(config),
-        lambda: of_filter(config),
-        lambda: of_download(config),
-        lambda: of_stage("shards", config.images_at),
-        lambda: of_stage("latents", config.moments_at),
-    )
-    found = []
-    for make in makers:
+def all_accounts(config: LaionConfig) -> tuple[list[Account], list[str]]:
+    """Return the accounts of the stages that are finished, in order, and why others have none.
+
+    Raises:
+        Failed: a table is damaged.
+    """
+    makers: dict[str, Callable[[], Account]] = {
+        "metadata": lambda: of_metadata(config),  # which may be removed once the filter is finished
+        "filter": lambda: of_filter(config),
+        "images": lambda: of_images(config),
+        "shards": lambda: of_stage("shards", config.place_of_images),
+        "latents": lambda: of_stage("latents", config.place_of_moments),
+    }
+    found, missing = [], []
+    for name, make in makers.items():
         try:
             found.append(make())
-        except (OSError, ValueError):  # not there yet
-            break
-    return found
+        except (OSError, Refused) as error:
+            missing.append(f"{name}: not finished ({str(error).splitlines()[0].rstrip('.')})")
+    return found, missing
 
 
 def check_accounts(accounts: Sequence[Account]) -> None:
@@ -86,7 +97,7 @@ def check_accounts(accounts: Sequence[Account]) -> None:
         gone = account.rows - account.kept - sum(account.left_out.values())
         if gone:
             raise Failed(f"account: {account.stage}: {gone:,} of {account.rows:,} rows are unaccounted for.")
-    for before, after in zip(accounts, accounts[1:], strict=False):
+    for before, after in itertools.pairwise(accounts):
         if before.kept != after.rows:
             text = f"account: {before.stage} left {before.kept:,} rows, {after.stage} read {after.rows:,}"
             raise Failed(f"{text}. They are of different commands: make {after.stage} anew.")

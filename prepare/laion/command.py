@@ -1,15 +1,15 @@
 """From tables of URLs, as LAION publishes them, to tars of pictures, and on to moments; each stage can be stopped anywhere.
 
     python -m prepare.laion all yamls/prepare/laion.yaml folder=/data/laion       # the whole way, or what is missing of it
-    python -m prepare.laion metadata|filter|download|shards|latents FILE.yaml     # one stage of it
+    python -m prepare.laion metadata|filter|images|shards|latents FILE.yaml     # one stage of it
     python -m prepare.laion account FILE.yaml                                     # what has become of each row
 
-metadata fetches the parts of the table. filter leaves the rows that are wanted. download brings their pictures, by
+metadata fetches the parts of the table. filter leaves the rows that are wanted. images brings their pictures, by
 img2dataset. shards and latents are prepare.shards and prepare.latents with the file's keys; they may write to a store. Each
 stage ends with its account: rows, rows that are left, and how many others there are for which reason.
 
 Killed in any way, the same command goes on with what is missing, and ends with the same bytes wherever hosts send the same.
-Keys: docs/laion.md. engine=ray spreads download, shards and latents over a Ray cluster.
+Keys: docs/laion.md. engine=ray spreads images, shards and latents over a Ray cluster.
 
 Exit code: 0 when the stage is whole, 1 when it failed or nothing is left, 2 when it could not start.
 """
@@ -34,13 +34,13 @@ from cli.command_line import Problem, parse_command_line
 from cli.errors import ConfigError, Failed
 from config import flat, load, to_yaml
 from prepare import latents, shards
-from prepare.laion import account, download, filter, metadata
+from prepare.laion import account, filter, images, metadata
 from prepare.laion.account import Account
 from prepare.laion.config import TARS, LaionConfig, check
 from record import processes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-STAGES = ("metadata", "filter", "download", "shards", "latents")
+STAGES = ("metadata", "filter", "images", "shards", "latents")
 
 
 @command(__doc__)
@@ -75,9 +75,8 @@ def check_stage(what: str, config: LaionConfig) -> list[Problem]:
 
 def show_account(config: LaionConfig) -> int:
     """Print what has become of each row. Raises Failed: some have got lost."""
-    accounts = account.all_accounts(config)
-    for one in accounts:
-        print(one)
+    accounts, missing = account.all_accounts(config)
+    print(*accounts, *missing, sep="\n")
     account.check_accounts(accounts)
     if not accounts:
         raise Failed(f"account: nothing is finished in {config.folder}.")
@@ -101,21 +100,21 @@ def make_filter(config: LaionConfig) -> int:
     return told(account.of_filter(config))
 
 
-def make_download(config: LaionConfig) -> int:
+def make_images(config: LaionConfig) -> int:
     """Bring the pictures."""
-    download.download_all(config, functools.partial(run_on, config))
-    return told(account.of_download(config))
+    images.bring_all(config, functools.partial(run_on, config))
+    return told(account.of_images(config))
 
 
 def make_shards(config: LaionConfig) -> int:
     """Make the stage of images."""
     words = words_of(config.shards, engine=config.engine, ray=config.ray, workers=config.workers)
-    return shards.main([str(config.inside(TARS)), config.images_at, *words])
+    return shards.main([str(config.inside(TARS)), config.place_of_images, *words])
 
 
 def make_latents(config: LaionConfig) -> int:
     """Make the stage of moments: on a cluster, or in ranks of this machine."""
-    places = [config.images_at, config.moments_at]
+    places = [config.place_of_images, config.place_of_moments]
     if config.engine == "ray":
         return latents.main([*places, *words_of(config.latents, engine=config.engine, ray=config.ray)])
     ranks = config.ranks or torch.cuda.device_count() or len(os.sched_getaffinity(0))
@@ -132,7 +131,7 @@ def make_latents(config: LaionConfig) -> int:
 MAKERS: dict[str, Callable[[LaionConfig], int]] = {
     "metadata": make_metadata,
     "filter": make_filter,
-    "download": make_download,
+    "images": make_images,
     "shards": make_shards,
     "latents": make_latents,
 }

@@ -62,7 +62,7 @@ class FilterConfig:
 
 
 @dataclass(frozen=True)
-class DownloadConfig:
+class ImagesConfig:
     """How pictures are downloaded: img2dataset's own names, where it has them."""
 
     threads: int = limited(64, 1, 1024)
@@ -91,21 +91,21 @@ class DownloadConfig:
 
 @dataclass(frozen=True)
 class LaionConfig(EngineKeys):
-    """All stages, in their order. `engine` and `ray` are those of download, shards and latents."""
+    """All stages, in their order. `engine` and `ray` are those of images, shards and latents."""
 
     folder: str | None = None
     """Folder of the metadata, the filtered rows and the tars. With engine=ray all nodes have to see it."""
-    images: str | None = None
+    images_at: str | None = None
     """Stage of images: a folder, or an address. null: FOLDER/images."""
-    moments: str | None = None
+    moments_at: str | None = None
     """Stage of moments: a folder, or an address. null: FOLDER/moments."""
     workers: int | None = limited(None, 1, 100_000)
-    """Processes of filter, download and shards. null: one for each core that is there."""
+    """Processes of filter, images and shards. null: one for each core that is there."""
     ranks: int | None = limited(None, 1, 1024)
     """Processes of latents on this machine. null: one for each GPU, or for each core where there is none."""
     metadata: MetadataConfig = field(default_factory=MetadataConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
-    download: DownloadConfig = field(default_factory=DownloadConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     shards: ShardsConfig = field(default_factory=ShardsConfig)
     latents: LatentsConfig = field(default_factory=LatentsConfig)
 
@@ -115,14 +115,14 @@ class LaionConfig(EngineKeys):
         return Path(self.folder, name)
 
     @property
-    def images_at(self) -> str:
+    def place_of_images(self) -> str:
         """Where the stage of images lies."""
-        return self.images or str(self.inside("images"))
+        return self.images_at or str(self.inside("images"))
 
     @property
-    def moments_at(self) -> str:
+    def place_of_moments(self) -> str:
         """Where the stage of moments lies."""
-        return self.moments or str(self.inside("moments"))
+        return self.moments_at or str(self.inside("moments"))
 
 
 def check(config: LaionConfig) -> list[Problem]:

@@ -25,11 +25,10 @@ import numpy as np
 from cli.errors import ConfigError, Failed, Refused
 from prepare.laion.config import FILTERED, METADATA, FilterConfig, LaionConfig
 from prepare.laion.duplicates import MOST_ROWS, digests, duplicates_of, write_runs
-from prepare.laion.rows import Columns, conditions, find_columns, wanted_rows
+from prepare.laion.rows import Columns, conditions, find_columns, needed, wanted_rows
 from prepare.parts import GO_ON, Plan, begin
 from prepare.places import Folder
 from prepare.sources import known_by
-from prepare.tables import needed
 
 MADE_BY = "prepare.laion filter"
 ROWS = 65_536  # in memory

@@ -26,9 +26,8 @@ def wanted_of(config: MetadataConfig) -> list[Wanted]:
     assert config.urls is not None
     urls = [config.urls.format(part=number) for number in range(config.num_parts)]
     names = [PurePosixPath(urlsplit(url).path).name for url in urls]
-    problems = [f"metadata.urls: {url} ends in no name of a .parquet file." for url, name in zip(urls, names, strict=True) if not name.endswith(".parquet")]
-    if problems:
-        raise ConfigError(problems[:1])
+    if not names[0].endswith(".parquet"):
+        raise ConfigError([f"metadata.urls: {urls[0]} ends in no name of a .parquet file. Check the address."])
     known = read_digests(config.digests) if config.digests else {}
     if missing := [name for name in names if config.digests and name not in known]:
         raise ConfigError([f"metadata.digests: {config.digests} has no line of {', '.join(missing[:3])}."])

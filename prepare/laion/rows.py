@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prepare import tables
 from prepare.laion.config import FilterConfig
 from prepare.samples import usual_name
-from prepare.tables import needed
 
 # Of LAION-400M, LAION-5B, COYO and CC12M, in any case of letters.
 USUAL = {
@@ -28,6 +28,11 @@ USUAL = {
     "watermark": ("pwatermark", "watermark_score"),
 }
 TEXTS = ("url", "caption", "license", "nsfw", "language")
+
+
+def needed(module: str) -> Any:
+    """Return a module that the environment may lack. Raises Refused."""
+    return tables.needed(module, "prepare.laion: {} is not installed, which it works with", "prepare")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The stage `download`: the pictures of the filtered rows, in tars as img2dataset writes them, a row group in each.
+"""The stage `images`: the pictures of the filtered rows, in tars as img2dataset writes them, a row group in each.
 
     FOLDER/tars/plan.json        the rows and the settings; another command's are refused
     FOLDER/tars/00012.tar        KEY.jpg, KEY.txt, KEY.json of each row that arrived, in the order of the rows
@@ -22,16 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import Failed, Refused
-from prepare.laion import http
-from prepare.laion.config import TARS, DownloadConfig, LaionConfig
+from prepare.laion import bounded
+from prepare.laion.config import TARS, ImagesConfig, LaionConfig
 from prepare.laion.filter import Run, filtered_parts, open_table
-from prepare.laion.rows import find_columns
+from prepare.laion.rows import find_columns, needed
 from prepare.parts import GO_ON, Plan, begin
 from prepare.places import Folder
 from prepare.sources import known_by
-from prepare.tables import needed
 
-MADE_BY = "prepare.laion download"
+MADE_BY = "prepare.laion images"
 RESERVED = ("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message")
 RESERVED += ("exif", "md5", "sha256", "sha512")  # img2dataset's own columns
 NO_USE = ["noai", "noimageai", "noindex", "noimageindex"]  # what it heeds in X-Robots-Tag by default
@@ -65,23 +64,23 @@ def name_of(number: int) -> str:
     return f"{number:05d}"
 
 
-def settings_of(config: DownloadConfig) -> dict[str, Any]:
+def settings_of(config: ImagesConfig) -> dict[str, Any]:
     """Return what the bytes of a tar depend on."""
     left_out = ("threads", "min_success")
     return {key: value for key, value in asdict(config).items() if key not in left_out}
 
 
-def download_all(config: LaionConfig, run: Run) -> dict[str, Any]:
+def bring_all(config: LaionConfig, run: Run) -> dict[str, Any]:
     """Make the stage, or what is missing of it; return its account."""
     needed("pyarrow")
     needed("img2dataset.downloader")
     place, (parts, inputs) = Folder(str(config.inside(TARS))), find_parts(config)
     names = [name_of(number) for number in range(len(parts))]
     with place.only_writer():
-        begin(place, Plan(MADE_BY, "tars", {}, 0, {"download": settings_of(config.download)}, inputs))
+        begin(place, Plan(MADE_BY, "tars", {}, 0, {"images": settings_of(config.images)}, inputs))
         there = place.names()
         todo = [number for number, name in enumerate(names) if f"{name}.json" not in there]
-        run(functools.partial(download_part, place, parts, config), todo, [part.num_rows for part in parts], "download")
+        run(functools.partial(bring_part, place, parts, config), todo, [part.num_rows for part in parts], "images")
         account = account_of(place, names)
         place.clear_scratch()
     return account
@@ -98,7 +97,7 @@ def account_of(place: Folder, names: Sequence[str]) -> dict[str, Any]:
     return {"rows": rows, "kept": kept, "bytes": num_bytes, "left_out": dict(left_out.most_common())}
 
 
-def download_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number: int) -> int:
+def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number: int) -> int:
     """Download the pictures of one part; return how many rows it has.
 
     Raises:
@@ -108,17 +107,17 @@ def download_part(place: Folder, parts: Sequence[Part], config: LaionConfig, num
     with place.scratch_folder() as folder:
         rows, columns = folder / "rows.feather", write_rows(part, config, folder / "rows.feather")
         downloader = downloader_for(config, folder, columns)
-        http.install(config.download.most_mib * 2**20, float(config.download.most_sec))
+        bounded.install(config.images.most_mib * 2**20, float(config.images.most_sec))
         downloader.download_shard((number, str(rows)))
         statuses = needed("pyarrow.parquet").read_table(folder / f"{name}.parquet").sort_by("key")
         if len(statuses) < part.num_rows:  # img2dataset prints an error of its writer, and goes on
-            text = f"download: {part.num_rows - len(statuses):,} rows of {name}.tar could not be written"
+            text = f"images: {part.num_rows - len(statuses):,} rows of {name}.tar could not be written"
             raise Failed(f"{text}. Look for room at {place.address}. {GO_ON}.")
         kept, left_out = counts_of(statuses)
-        if kept < config.download.min_success * part.num_rows:
+        if kept < config.images.min_success * part.num_rows:
             why = ", ".join(f"{text}: {num:,}" for text, num in left_out.most_common(3))
-            text = f"download: of {part.num_rows:,} rows of {part.path.name} {kept:,} arrived ({why})"
-            raise Failed(f"{text}. Look at the network; download.min_success=0 takes it as it is. {GO_ON}.")
+            text = f"images: of {part.num_rows:,} rows of {part.path.name} {kept:,} arrived ({why})"
+            raise Failed(f"{text}. Look at the network; images.min_success=0 takes it as it is. {GO_ON}.")
         sort_tar(folder / f"{name}.tar", folder / "sorted" / f"{name}.tar")
         table = folder / "sorted" / f"{name}.parquet"
         needed("pyarrow.parquet").write_table(statuses, table, compression="zstd")
@@ -158,13 +157,15 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _as_texts(column: Any) -> Any:
-    values = (None if value is None else value if isinstance(value, str) else str(value) for value in column.to_pylist())
+    values = (
+        None if value is None else value if isinstance(value, str) else str(value) for value in column.to_pylist()
+    )
     return needed("pyarrow").array(list(values), needed("pyarrow").string())
 
 
 def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> Any:
     """Return img2dataset's Downloader, which writes one tar into a folder."""
-    config = way.download
+    config = way.images
     downloader, resizer, writer = (needed(f"img2dataset.{name}") for name in ("downloader", "resizer", "writer"))
     return downloader.Downloader(
         sample_writer_class=writer.WebDatasetSampleWriter,

@@ -1,0 +1,381 @@
+"""prepare/engines.py, cluster.py: parts made by processes of this machine, and by a Ray cluster whose nodes and workers die.
+
+What needs Ray runs where it is installed: `make test-cluster`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT, run, sample_files, tree, write_tar
+from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
+
+from cli.errors import Failed, Refused
+from evaluation.image_folder import image_batches, list_images
+from prepare import cluster, engines, fid_statistics, latents, parts, places, shards
+from prepare.engines import EngineKeys
+
+pytestmark = [pytest.mark.usefixtures("same_number_of_threads"), pytest.mark.timeout(300, func_only=True)]
+
+KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=5"]
+READER = f"inception={ROOT}/zoo/shapes_weights/reader/model.safetensors"
+LOCAL = EngineKeys()
+
+
+# --- this machine ---
+
+
+def squares(marks: Path) -> Callable[[int], int]:
+    (marks / f"{os.getpid()}").touch()
+    return lambda number: number**2
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_processes_make_every_number_once_and_each_starts_once(tmp_path, workers):
+    with LOCAL.opened(functools.partial(squares, tmp_path), workers) as engine:
+        assert sorted(engine.run(range(20))) == [(number, number**2) for number in range(20)]
+        assert list(engine.run([])) == []
+    pids = {int(path.name) for path in tmp_path.iterdir()}
+    assert pids == {os.getpid()} if workers == 1 else 1 <= len(pids) <= workers and os.getpid() not in pids
+
+
+def failing(number: int) -> int:
+    if number == 3:
+        raise Failed("SOURCE: the disk is gone.")
+    if number == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([1, 2, 3], "SOURCE: the disk is gone."),
+        (
+            [4, 5],
+            "workers: one was killed, perhaps for want of memory. What is done stays; the same command resumes from there; "
+            "workers=1 takes least.",
+        ),
+    ],
+)
+def test_what_ends_a_process_is_told_as_it_is(numbers, text):
+    with pytest.raises(Failed) as told, LOCAL.opened(lambda: failing, 2) as engine:
+        list(engine.run(numbers))
+    assert str(told.value) == text
+
+
+def test_the_keys_say_what_does_not_go_together(tars, stage, tmp_path, monkeypatch, capsys):
+    out = str(tmp_path / "out")
+    assert shards.main([str(tars), out, "ray=10.0.0.1:6379"]) == 2
+    assert shards.main([str(tars), out, "engine=ray", "ray=ray://10.0.0.1:10001"]) == 2
+    assert latents.main([str(stage), out, *KEYS, "actors=2"]) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert latents.main([str(stage), out, *KEYS, "engine=ray"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "ray: 10.0.0.1:6379 is given, but engine is local. Give engine=ray, or leave it out.",
+        "ray: ray://10.0.0.1:10001 is no address. Possible: auto, or HOST:PORT of the head, as `ray start --head` prints it. "
+        "The command has to run on a node of the cluster.",
+        "actors: has no use with engine=local. Give engine=ray, or leave it out.",
+        "engine: ray is given under a launcher with 2 ranks. Run python -m prepare.latents alone, or leave engine=ray out.",
+    ]
+    assert not Path(out).exists()
+
+
+def test_without_ray_it_is_said_how_to_install_it(tars, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert shards.main([str(tars), str(tmp_path / "out"), "engine=ray"]) == 2
+    text = "engine: ray is not installed, which spreads work over machines."
+    assert capsys.readouterr().err == f"{text} Run: pip install --no-deps -r requirements/prepare.lock\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_worker_that_sees_another_out_is_refused(tmp_path):
+    plan = parts.Plan("prepare.shards", "images", shards.COLUMNS, 2**20, {}, [{"name": "a"}])
+    for place in (places.Folder(str(tmp_path / "empty")), places.Folder(str(tmp_path / "other"))):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "plan.json").write_text("{}")
+        text = f"OUT: {place.address} does not hold the plan of this command on every node."
+        with pytest.raises(Refused, match=text):
+            parts.check_shared(place, plan, patience_sec=0.3)
+    late = places.Folder(str(tmp_path / "late"))
+    timer = threading.Timer(0.5, lambda: late.put_bytes("plan.json", plan.text))
+    timer.start()
+    parts.check_shared(late, plan)
+    timer.join()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """23 images, of which neighbours differ in size here and there."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for number in range(23):
+        size = (40, 40) if number in (4, 5, 11) else (32, 32)
+        (folder / f"{number:03d}.jpg").write_bytes(sample_files(number, size)["jpg"])
+    return folder
+
+
+@pytest.mark.parametrize("keys", [{}, {"image_size": 32}])
+def test_images_are_cut_where_the_batches_of_one_process_end(pictures, monkeypatch, keys):
+    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
+    config, paths = fid_statistics.FidStatisticsConfig(inception="random", batch_size=3, **keys), list_images(pictures)
+    found = fid_statistics.cut(paths, config)
+
+    def batches(paths) -> list[list[Path]]:
+        return [names for names, _ in image_batches(paths, config.batch_size, config.image_size)]
+
+    assert [names for part in found for names in batches(paths[part])] == batches(paths)
+    assert {len(batches(paths[part])) for part in found[:-1]} == {2} and len(found) > 3
+
+
+# --- a cluster ---
+
+
+@contextlib.contextmanager
+def nodes_of_ray(count: int) -> Iterator[SimpleNamespace]:
+    """A cluster of Ray's own utilities: a head that makes nothing, and so many nodes with one core."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        small = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
+        try:
+            for _ in range(count):
+                made.add_node(num_cpus=1, **small)
+            yield SimpleNamespace(
+                address=made.address,
+                words=["engine=ray", f"ray={made.address}"],
+                keys=EngineKeys("ray", made.address),
+                add=lambda **more: made.add_node(**{"num_cpus": 1, **small, **more}),
+                remove=functools.partial(made.remove_node, allow_graceful=False),
+                lose_one=lambda: made.remove_node(next(iter(made.worker_nodes)), allow_graceful=False),
+            )
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+@contextlib.contextmanager
+def two_nodes(variables: Mapping[str, str]) -> Iterator[SimpleNamespace]:
+    """A cluster for commands of their own, with these variables on its nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        with nodes_of_ray(2) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[SimpleNamespace]:
+    """A cluster with one node."""
+    ray = pytest.importorskip("ray")
+    with nodes_of_ray(1) as made:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its functions are not on the nodes
+        yield made
+
+
+def held_start(start: Callable, begun: Path, gate: Path) -> Callable:
+    """In a worker: the last file of a part is put when the gate is open, and not before."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    for kind in (places.Folder, places.Store):
+
+        def held(self, name, file, put=kind.put):
+            if name.endswith("/part.json"):
+                (begun / f"{name.split('/')[0]} {node}").touch()
+                while not gate.exists():
+                    time.sleep(0.02)
+            put(self, name, file)
+
+        kind.put = held
+    return start()
+
+
+@contextlib.contextmanager
+def a_node_dies(nodes: SimpleNamespace, folder: Path) -> Iterator[Callable[[], set[str]]]:
+    """Kill one of two nodes while each has all but the last file of a part. Yields the parts that were begun on both."""
+    begun, gate, failed = folder / "begun", folder / "gate", []
+    begun.mkdir(parents=True)
+    doomed = nodes.add()
+
+    def parts_of() -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for path in begun.iterdir():
+            part, node = path.name.split()
+            found.setdefault(node, set()).add(part)
+        return found
+
+    def kill() -> None:
+        deadline = time.monotonic() + 200
+        while len(parts_of()) < 2 and time.monotonic() < deadline and not gate.exists():
+            time.sleep(0.05)
+        failed.extend([] if len(parts_of()) == 2 else [f"begun: {parts_of()}"])
+        nodes.remove(doomed)
+        gate.touch()
+
+    def held(ray, start, *more):
+        return cluster.Cluster(ray, functools.partial(held_start, start, begun, gate), *more)
+
+    thread = threading.Thread(target=kill)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "Cluster", held)
+        thread.start()
+        try:
+            yield lambda: set.intersection(*parts_of().values())
+        finally:
+            gate.touch()
+            thread.join()
+    assert failed == []
+
+
+@pytest.fixture(scope="module")
+def many_tars(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tars")
+    for tar in range(5):
+        write_tar(folder / f"{tar:05d}.tar", {f"{8 * tar + n:09d}": sample_files(8 * tar + n) for n in range(8)})
+    (folder / "00003.tar").write_bytes((folder / "00003.tar").read_bytes()[:20_000])
+    return folder
+
+
+def test_short_shards_on_two_nodes_of_which_one_dies_are_those_of_one_machine(nodes, many_tars, tmp_path, capfd):
+    assert shards.main([str(many_tars), str(tmp_path / "local"), "workers=1"]) == 0
+    handler = signal.getsignal(signal.SIGTERM)
+    capfd.readouterr()
+    with a_node_dies(nodes, tmp_path / "held") as made_on_both:
+        assert shards.main([str(many_tars), str(tmp_path / "out"), *nodes.words]) == 0
+        assert made_on_both()
+    assert tree(tmp_path / "out") == tree(tmp_path / "local")
+    assert signal.getsignal(signal.SIGTERM) == handler
+    said = capfd.readouterr()
+    [last] = said.out.splitlines()
+    assert (
+        last.startswith("read ") and "5 parts: " in said.err and "ray" not in said.err.replace("engine=ray", "").lower()
+    )
+
+
+def test_moments_on_two_nodes_of_which_one_dies_go_from_a_store_to_a_store(nodes, stage, bucket, tmp_path):  # noqa: F811
+    for name, content in tree(stage).items():
+        bucket.put_object(Bucket="easel", Key=f"ray/images/{name}", Body=content)
+    assert latents.main([str(stage), str(tmp_path / "local"), *KEYS, "store_text=true"]) == 0
+    with a_node_dies(nodes, tmp_path / "held") as made_on_both:
+        words = ["s3://easel/ray/images", "s3://easel/ray/moments", *KEYS, "store_text=true", *nodes.words]
+        assert latents.main(words) == 0
+        assert made_on_both()
+    assert objects(bucket, "ray/moments/") == tree(tmp_path / "local")
+
+
+def test_statistics_are_those_of_one_process_to_the_last_bit(nodes, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
+    words = [str(pictures), READER, "batch_size=3"]
+    assert fid_statistics.main([*words, str(tmp_path / "local.npz")]) == 0
+    assert fid_statistics.main([*words, str(tmp_path / "ray.npz"), *nodes.words]) == 0
+    one, other = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("local", "ray"))
+    assert one.keys() == other.keys() and one["num_images"] == 23
+    assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+    spoilt = shutil.copytree(pictures, tmp_path / "spoilt")
+    (spoilt / "011.jpg").write_bytes(b"<html>")
+    assert fid_statistics.main([str(spoilt), READER, str(tmp_path / "no.npz"), *nodes.words]) == 1
+    assert not (tmp_path / "no.npz").exists()
+
+
+def ending(folder: Path) -> Callable[[int], str]:
+    """Numbers, and how the making of each ends."""
+
+    def make(number: int) -> str:
+        if number == 1 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        errors = {3: Failed("SOURCE: it is gone."), 4: Refused("OUT: no."), 5: PermissionError(13, "denied", "/x")}
+        if number in errors:
+            raise errors[number]
+        return [][0] if number == 6 else f"{number} {os.environ['S3_ENDPOINT_URL']} {Path.cwd()}"
+
+    return make
+
+
+def test_a_killed_worker_is_tried_again_and_errors_come_back_as_they_are(nodes, tmp_path, monkeypatch):
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr(cluster, "TRIES", 1)
+    monkeypatch.chdir(tmp_path)
+    with nodes.keys.opened(functools.partial(ending, tmp_path)) as engine:
+        assert sorted(engine.run([1, 7])) == [(n, f"{n} http://127.0.0.1:1 {tmp_path}") for n in (1, 7)]
+        assert (tmp_path / "killed").exists()
+        at = r" \[part-0000{}, node [\d.]+\]"
+        for number, kind, text in [
+            (3, Failed, r"SOURCE: it is gone\."),
+            (4, Refused, r"OUT: no\."),
+            (5, OSError, r"\[Errno 13\] denied: '/x'"),
+            (6, RuntimeError, "IndexError: list index out of range"),
+        ]:
+            with pytest.raises(kind, match=f"^{text}{at.format(number)}$") as told:
+                list(engine.run([number]))
+            assert type(told.value) is kind and "return [][0]" in str(told.value.__cause__) if number == 6 else True
+        with pytest.raises(Failed, match=r"^ray: part-00002: its worker died 2 times: .* What is done stays; "):
+            list(engine.run([2]))
+
+
+def of_gpu() -> Callable[[int], str]:
+    return lambda number: os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_work_that_no_node_can_do_waits_for_one_that_joins(nodes, monkeypatch, caplog):
+    monkeypatch.setattr(cluster, "FIRST_WORKER_SEC", 0.5)
+    added = []
+    seen = threading.Event()
+
+    class Seen(logging.Handler):
+        def emit(self, record):
+            seen.set()
+
+    handler = Seen()
+    cluster.log.addHandler(handler)
+    thread = threading.Thread(target=lambda: seen.wait(100) and added.append(nodes.add(num_gpus=1)))
+    thread.start()
+    try:
+        with nodes.keys.opened(of_gpu, 1, gpu=True) as engine:
+            assert list(engine.run([5])) == [(5, "0")]
+    finally:
+        seen.set()
+        thread.join()
+        cluster.log.removeHandler(handler)
+    nodes.remove(added[0])
+
+
+def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, capsys):
+    pytest.importorskip("ray")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        address, started = f"127.0.0.1:{held.getsockname()[1]}", time.monotonic()
+        assert shards.main([str(tars), str(tmp_path / "out"), "engine=ray", f"ray={address}"]) == 2
+    assert time.monotonic() - started < 30
+    assert capsys.readouterr().err == (
+        f"ray: no cluster at {address} (ConnectionRefusedError: [Errno 111] Connection refused). Start one with `ray start "
+        "--head`, on further nodes `ray start --address=HOST:PORT`, or give its address.\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_of_its_own_finds_the_cluster_of_its_machine(nodes, many_tars, tmp_path):
+    """As people start it: as the program, whose classes have to be known to the workers by the names of their modules."""
+    assert shards.main([str(many_tars), str(tmp_path / "local"), "workers=1"]) == 0
+    done = run(sys.executable, "-m", "prepare.shards", str(many_tars), str(tmp_path / "out"), *nodes.words, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert tree(tmp_path / "out") == tree(tmp_path / "local")
