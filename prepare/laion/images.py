@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import tarfile
 from collections import Counter
@@ -73,7 +74,7 @@ def settings_of(config: ImagesConfig) -> dict[str, Any]:
 def bring_all(config: LaionConfig, run: Run) -> dict[str, Any]:
     """Make the stage, or what is missing of it; return its account."""
     needed("pyarrow")
-    needed("img2dataset.downloader")
+    needed("img2dataset")
     place, (parts, inputs) = Folder(str(config.inside(TARS))), find_parts(config)
     names = [name_of(number) for number in range(len(parts))]
     with place.only_writer():
@@ -166,6 +167,7 @@ def _as_texts(column: Any) -> Any:
 def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> Any:
     """Return img2dataset's Downloader, which writes one tar into a folder."""
     config = way.images
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else it asks PyPI for newer versions of itself
     downloader, resizer, writer = (needed(f"img2dataset.{name}") for name in ("downloader", "resizer", "writer"))
     return downloader.Downloader(
         sample_writer_class=writer.WebDatasetSampleWriter,
