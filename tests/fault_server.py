@@ -108,14 +108,15 @@ def _handler(web: Web) -> type[BaseHTTPRequestHandler]:
             web.asked.append((name, {key.lower(): value for key, value in self.headers.items()}))
             file = web.files.get(name)
             if file is None:
-                return self._say(404)
-            if file.token is not None and self.headers.get("Authorization") != f"Bearer {file.token}":
-                return self._say(403)
-            if file.statuses:
-                return self._say(file.statuses.pop(0), file.heads)
-            if file.redirect is not None:
-                return self._say(302, {"Location": file.redirect})
-            self._send(file)
+                self._say(404)
+            elif file.token is not None and self.headers.get("Authorization") != f"Bearer {file.token}":
+                self._say(403)
+            elif file.statuses:
+                self._say(file.statuses.pop(0), file.heads)
+            elif file.redirect is not None:
+                self._say(302, {"Location": file.redirect})
+            else:
+                self._send(file)
 
         def _send(self, file: Served) -> None:
             begin, size = 0, len(file.content)
@@ -124,8 +125,12 @@ def _handler(web: Web) -> type[BaseHTTPRequestHandler]:
             condition = self.headers.get("If-Range")
             if asked and file.ranges and (condition is None or condition in versions or not file.honours_if_range):
                 begin = int(asked[1])
-                if begin >= size:
-                    return self._say(416, {"Content-Range": f"bytes */{size}"})
+            if begin and begin >= size:
+                self._say(416, {"Content-Range": f"bytes */{size}"})
+            else:
+                self._send_from(file, begin, size)
+
+        def _send_from(self, file: Served, begin: int, size: int) -> None:
             self.send_response(206 if begin else 200)
             if begin:
                 at = begin + file.shift

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,11 +115,12 @@ def test_through_two_nodes_of_which_one_dies_it_ends_with_the_same_shards(way, u
     total = len(unbroken.files) + len(unbroken.objects)
     with two_nodes(way.variables) as cluster:
         more = ["engine=ray", f"ray={cluster.address}"]
-        with started(*way.words("nodes", *more), **way.variables) as process:
+        with started(*way.words("nodes", *more), output=subprocess.PIPE, **way.variables) as process:
             until = time.monotonic() + LIMIT_SEC
             while way.made("nodes") < total // 2 and process.poll() is None and time.monotonic() < until:
                 time.sleep(0.05)
             assert process.poll() is None
             cluster.lose_one()
-            assert process.wait(LIMIT_SEC) == 0
+            printed, said = process.communicate(timeout=LIMIT_SEC)
+            assert process.returncode == 0, printed + said
     check_same(way, unbroken, "nodes")

@@ -77,6 +77,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 COMMANDS = {
     "prepare.shards": ("ShardsConfig", range(2, 100)),
+    "prepare.downloads": ("DownloadsConfig", range(1, 100)),
     "prepare.latents": ("LatentsConfig", range(2, 3)),
     "prepare.buckets": ("BucketsConfig", range(2, 3)),
     "prepare.adopt": ("AdoptConfig", range(1, 2)),
@@ -135,6 +136,7 @@ RUN_BY = {
     "bench-check": "tests/test_check.py",
     "report": "tests/test_report.py",
     "gpu-latency": "tests/test_latency.py",
+    "download_assets": "tests/test_downloads.py",
     "env": "tests/test_locks.py",
     "lint": "tests/test_layout.py",
     "lock": "tests/test_locks.py",
