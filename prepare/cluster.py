@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from cli.log import log
 from prepare.names import GO_ON, part_name
 
 FIND_SEC = 5.0  # for a cluster's head to answer at its port
-FIRST_WORKER_SEC, AGAIN_SEC = 20.0, 300.0  # until it is told that no worker has started, and told again
+SILENCE_SEC, AGAIN_SEC = 60.0, 300.0  # until it is told that no worker has started, and told again
 TRIES = 5  # of a part whose worker died, after the first: more such deaths have a reason that stays
 NOT_SHIPPED = ["/bench", "/reports/results", "/reports/predecessor", "__pycache__"]
 STORES = (
@@ -43,8 +43,12 @@ STORES = (
 )
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """Variables that workers need for stores and the hub: what their names begin with, and names in both cases."""
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Ray asks nobody outside, and says nothing of variables that it leaves alone."""
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
+}
+"""Before Ray is loaded: it tells nobody outside of its use, and prints nothing here of its nodes and their logs."""
 
 
 @contextlib.contextmanager
@@ -120,18 +124,10 @@ class Trace(Exception):
 
 
 class Worker:
-    """Makes parts in a process of a cluster, one after the other.
+    """Makes parts in a process of a cluster, one after the other."""
 
-    Args:
-        given: start, the variables of stores, and the folder in which the command runs.
-    """
-
-    def __init__(self, given: tuple[Callable[[], Any], dict[str, str], str]):
-        self._start, variables, folder = given
+    def __init__(self) -> None:
         self._make: Callable[[Any], Any] | None = None
-        os.environ.update(variables)
-        with contextlib.suppress(OSError):  # relative paths lead where they do for the command
-            os.chdir(folder)
 
     def node(self) -> str:
         """Return the address of the node that this runs on."""
@@ -139,10 +135,21 @@ class Worker:
 
         return str(ray.util.get_node_ip_address())
 
-    def make(self, number: Any) -> Any:
-        """Make a part; what it ended with is returned instead of raised."""
+    def make(self, given: list[Any], number: Any) -> Any:
+        """Make a part; what it ended with is returned instead of raised.
+
+        Args:
+            given: one reference, to start, the variables of stores, and the folder in which the command runs.
+        """
+        import ray
+
         try:
-            self._make = self._make or self._start()
+            if self._make is None:
+                start, variables, folder = ray.get(given[0])
+                os.environ.update(variables)
+                with contextlib.suppress(OSError):  # relative paths lead where they do for the command
+                    os.chdir(folder)
+                self._make = start()
             return self._make(number)
         except Exception as error:
             kind, text = type(error), str(error)
@@ -152,10 +159,7 @@ class Worker:
                 kind = OSError
             elif kind not in (Failed, Refused):
                 kind, text = RuntimeError, f"{kind.__name__}: {error}"
-            return Ended(kind(f"{text} [{self._named(number)}]"), traceback.format_exc())
-
-    def _named(self, number: Any) -> str:
-        return f"{part_name(number) if isinstance(number, int) else number}, node {self.node()}"
+            return Ended(kind(f"{text} [{_name_of(number)}, node {self.node()}]"), traceback.format_exc())
 
 
 class Cluster:
@@ -175,38 +179,43 @@ class Cluster:
         variables = {
             name: value for name, value in os.environ.items() if name.startswith(STORES) or name.upper() in PROXIES
         }
-        # Stored, not among the arguments: those would be written into the cluster's tables as they are.
-        self._given = ray.put((start, variables, str(Path.cwd())))
+        # Stored, not an argument: those stand in the cluster's tables as they are.
+        self._given = [ray.put((start, variables, str(Path.cwd())))]
         self._actor = ray.remote(Worker).options(
-            num_cpus=1,
-            num_gpus=1 if self.gpu else 0,
-            max_restarts=-1,
-            max_task_retries=TRIES,
-            scheduling_strategy="SPREAD",
+            num_cpus=1, num_gpus=1 if self.gpu else 0, max_restarts=-1, scheduling_strategy="SPREAD"
         )
         self._idle: list[Any] = []
         self._busy: dict[Any, tuple[Any, Any]] = {}
-        """What is waited for -> its actor, and the number of its part; `_STARTS`: that it runs at all."""
+        """What is waited for -> its actor, and the number of its part; `_STARTS`: that it runs."""
 
     def run(self, numbers: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        queue, todo, begun, told = deque(numbers), len(numbers), time.monotonic(), False
+        queue, todo, deaths, tell_at = deque(numbers), len(numbers), Counter[Any](), 0.0
         for _ in range(min(self._workers, todo) - len(self._idle) - len(self._busy)):
-            actor = self._actor.remote(self._given)
-            self._busy[actor.node.remote()] = actor, _STARTS
+            self._wait_for(self._actor.remote())
         while todo:
             while queue and self._idle:
                 actor, number = self._idle.pop(), queue.popleft()
-                self._busy[actor.make.remote(number)] = actor, number
+                self._busy[actor.make.remote(self._given, number)] = actor, number
             if not queue:
                 self._let_go()
-            done, _ = self._ray.wait([*self._busy], num_returns=1, timeout=FIRST_WORKER_SEC)
-            none_yet = not done and all(number is _STARTS for _, number in self._busy.values())
-            if none_yet and (not told or time.monotonic() - begun > AGAIN_SEC):
+            done, _ = self._ray.wait([*self._busy], num_returns=1, timeout=SILENCE_SEC)
+            none_runs = not done and all(number is _STARTS for _, number in self._busy.values())
+            if none_runs and time.monotonic() > tell_at:
                 self._tell_of_waiting()
-                begun, told = time.monotonic(), True
+                tell_at = time.monotonic() + AGAIN_SEC
             for ref in done:
                 actor, number = self._busy.pop(ref)
-                result = self._result(ref, actor, number)
+                try:
+                    result = self._ray.get(ref)
+                except self._ray.exceptions.RayError as error:
+                    if number is _STARTS:
+                        need = "The nodes need this one's environment"
+                        raise Failed(f"ray: no worker can start: {_first_line(error)}. {need}. {GO_ON}.") from error
+                    deaths[number] += 1
+                    self._tell_of_death(number, deaths[number], error)
+                    queue.appendleft(number)
+                    self._wait_for(actor)
+                    continue
                 self._idle.append(actor)
                 if isinstance(result, Ended):
                     raise result.error from Trace(result.trace)
@@ -214,26 +223,21 @@ class Cluster:
                     todo -= 1
                     yield number, result
 
-    def _result(self, ref: Any, actor: Any, number: Any) -> Any:
-        """Return what a worker has given back. Raises Failed: it died too often."""
-        try:
-            return self._ray.get(ref)
-        except self._ray.exceptions.RayError as error:
-            if number is _STARTS:
-                what, hint = "no worker can start", "Nodes need the same environment as this one"
-            else:
-                what, hint = f"{_name_of(number)}: its worker died {TRIES + 1} times", "Ray's logs on its node say more"
-            self._ray.kill(actor)
-            raise Failed(f"ray: {what}: {_first_line(error)}. {hint}. {GO_ON}.") from error
+    def _wait_for(self, actor: Any) -> None:
+        """Wait until an actor runs; where it died, until Ray has started it anew."""
+        self._busy[actor.node.options(max_task_retries=-1).remote()] = actor, _STARTS
+
+    def _tell_of_death(self, number: Any, deaths: int, error: Exception) -> None:
+        """Say that a worker died. Raises Failed: at the same part as others before it."""
+        what = f"ray: {_name_of(number)}: its worker died"
+        if deaths > TRIES:
+            raise Failed(f"{what}, {deaths} times: {_first_line(error)}. Ray's logs say more. {GO_ON}.") from error
+        log.warning(f"{what}, or its node: {_first_line(error)}. It is tried again.")
 
     def _let_go(self) -> None:
-        """End workers for which there is no part any more: one that has to start anew gets their room."""
-        starting = {ref: actor for ref, (actor, number) in self._busy.items() if number is _STARTS}
-        for actor in (*self._idle, *starting.values()):
-            self._ray.kill(actor)
-        self._idle.clear()
-        for ref in starting:
-            del self._busy[ref]
+        """End workers that still start, when no part is left for them. One that dies now leaves its part to an idle one."""
+        for ref in [ref for ref, (_, number) in self._busy.items() if number is _STARTS]:
+            self._ray.kill(self._busy.pop(ref)[0])
 
     def _tell_of_waiting(self) -> None:
         has, free = self._ray.cluster_resources(), self._ray.available_resources()

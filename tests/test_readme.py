@@ -83,6 +83,7 @@ COMMANDS = {
     "prepare.adopt": ("AdoptConfig", range(1, 2)),
     "prepare.look": ("LookConfig", range(1, 3)),
     "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
+    "prepare.coco": ("CocoConfig", range(1, 2)),
     "bench.rows": ("RowsConfig", range(1)),
     "bench.micro": ("MicroConfig", range(1)),
     "bench.check": ("CheckConfig", range(1)),
