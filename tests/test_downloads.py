@@ -21,7 +21,7 @@ from hub_server import TOKEN
 
 from cli.errors import ConfigError
 from evaluation.inception import PUBLISHED_FILE, PUBLISHED_SHA1
-from prepare import downloads, hub_files
+from prepare import coco, downloads, hub_files
 from prepare.manifest import MANIFEST, Group, choose, list_urls, read_address, read_list, read_manifest, wanted_of
 from prepare.wanted import DIGITS, wanted_problem
 from weights.hub_names import WELL_KNOWN
@@ -76,7 +76,12 @@ def test_the_groups_have_the_files_that_the_recipes_name():
     assert [name for name in sorted(there) if name in named] == sorted(named & there)
 
 
-def test_the_metadata_of_laion_are_those_of_its_own_command():
+def test_the_files_of_coco_and_laion_are_those_of_their_own_commands():
+    [annotations, images] = wanted_of(GROUPS["coco"])
+    for own, key in ((annotations, "annotations"), (images, "images")):
+        assert (own.name, own.digest) == (coco.ZIPS[key].name, coco.ZIPS[key].digest)
+        assert set(coco.ZIPS[key].urls) <= set(own.urls)
+    assert Path(GROUPS["coco"].folder).name == coco.DOWNLOADS
     for path in (ROOT / "yamls" / "prepare").glob("laion*.yaml"):
         config = yaml.safe_load(path.read_text())
         urls = [config["metadata"]["urls"].format(part=n) for n in range(config["metadata"]["num_parts"])]
@@ -303,19 +308,13 @@ def test_a_list_that_cannot_be_had_is_told(published, web, capsys, name, content
     [
         (["sd3"], "GROUP: there is no sd3. Nearest: sd2. Possible: "),
         (["sd2", "verify=true"], "verify: is of list alone, since what is fetched is compared. Leave it out."),
-        (
-            ["sd2", "mirror=/mnt"],
-            "mirror: /mnt is no address. Possible: http://, https:// and file://, as file:///mnt/copy.",
-        ),
+        (["sd2", "mirror=/mnt"], "mirror: /mnt is no address. Possible: http://, https:// and file://, as file:///mnt/copy."),
         (["sd2", "to=/dev/null/x"], "to: /dev/null/x cannot be written: "),
         (["at_once=4"], "command line: a GROUP has to be given, or list. python -m prepare.downloads list shows them."),
         (["sd2", "at_once=0"], "command line: at_once is 0. Possible: 1 to 64."),
-        (
-            ["list", "manifest=/none.yaml"],
-            "manifest: /none.yaml cannot be read: No such file or directory. Give a YAML file.",
-        ),
+        (["list", "manifest=/none.yaml"], "manifest: /none.yaml cannot be read: No such file or directory. Give a YAML file."),
     ],
-)
+)  # fmt: skip
 def test_a_command_line_with_a_fault_starts_nothing(capsys, words, said):
     assert downloads.main(words) == 2
     assert said in capsys.readouterr().err
