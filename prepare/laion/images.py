@@ -166,7 +166,9 @@ def _as_texts(column: Any) -> Any:
 
 def img2dataset(name: str) -> Any:
     """Return a module of it. Raises Refused: it is not installed."""
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # which it imports, and which asks PyPI for its newest version
+    os.environ.setdefault(
+        "NO_ALBUMENTATIONS_UPDATE", "1"
+    )  # which it imports, and which asks PyPI for its newest version
     return needed(f"img2dataset.{name}")
 
 
