@@ -312,7 +312,7 @@ def test_a_list_that_cannot_be_had_is_told(published, web, capsys, name, content
         (["sd2", "to=/dev/null/x"], "to: /dev/null/x cannot be written: "),
         (["at_once=4"], "command line: a GROUP has to be given, or list. python -m prepare.downloads list shows them."),
         (["sd2", "at_once=0"], "command line: at_once is 0. Possible: 1 to 64."),
-        (["list", "manifest=/none.yaml"], "manifest: /none.yaml cannot be read: No such file or directory. Give a YAML file."),
+        (["list", "manifest=/none.yaml"], "manifest: /none.yaml cannot be read: No such file or directory. Give a YAML "),
     ],
 )  # fmt: skip
 def test_a_command_line_with_a_fault_starts_nothing(capsys, words, said):
