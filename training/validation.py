@@ -56,7 +56,7 @@ class ValidationConfig:
     num_samples: int = limited(1000, 10)
     """The stage's first samples that are used; all, if it has fewer. With 1000, each of 1000 timesteps has one."""
     times: Literal["thousandths", "eighths"] = "thousandths"
-    """The time of sample n: thousandths spreads them evenly; eighths: its own timestep / 8, or (n mod 8) / 8 (MLPerf's FLUX.1)."""
+    """Time of sample n: thousandths spreads them evenly; eighths: its own timestep / 8, or (n mod 8) / 8 (MLPerf FLUX.1)."""
 
     @property
     def is_given(self) -> bool:
