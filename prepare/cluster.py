@@ -229,10 +229,10 @@ class Cluster:
 
     def _tell_of_death(self, number: Any, deaths: int, error: Exception) -> None:
         """Say that a worker died. Raises Failed: at the same part as others before it."""
-        what = f"ray: {_name_of(number)}: its worker died"
+        what = f"ray: {_name_of(number)}: its worker"
         if deaths > TRIES:
-            raise Failed(f"{what}, {deaths} times: {_first_line(error)}. Ray's logs say more. {GO_ON}.") from error
-        log.warning(f"{what}, or its node: {_first_line(error)}. It is tried again.")
+            raise Failed(f"{what} died, {deaths} times: {_first_line(error)}. Ray's logs say more. {GO_ON}.") from error
+        log.warning(f"{what} or its node died ({type(error).__name__}). It is tried again.")
 
     def _let_go(self) -> None:
         """End workers that still start, when no part is left for them. One that dies now leaves its part to an idle one."""

@@ -185,7 +185,7 @@ def measure_on_cluster(paths: Sequence[Path], extractor: Extractor, config: FidS
                 done, batches = next(results)
                 early[done] = batches
             for features in early.pop(number):
-                sums.update(torch.from_numpy(features), [path.name for path in itertools.islice(names, len(features))])
+                sums.update(torch.tensor(features), [path.name for path in itertools.islice(names, len(features))])
                 progress.update(len(features))
     return sums.compute()
 

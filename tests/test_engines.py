@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -266,9 +267,9 @@ def test_short_shards_on_two_nodes_of_which_one_dies_are_those_of_one_machine(no
     assert tree(tmp_path / "out") == tree(tmp_path / "local")
     said = capfd.readouterr()
     [last] = said.out.splitlines()
-    assert (
-        last.startswith("read ") and "5 parts: " in said.err and "ray" not in said.err.replace("engine=ray", "").lower()
-    )
+    again = r"ray: part-0000\d: its worker or its node died \(Actor\w+Error\)\. It is tried again\.\n"
+    assert last.startswith("read ") and re.search(again, said.err)
+    assert not re.sub(again, "", said.err).replace("5 parts", "").count("ray")
 
 
 def test_moments_on_two_nodes_of_which_one_dies_go_from_a_store_to_a_store(nodes, stage, bucket, tmp_path):  # noqa: F811
@@ -284,7 +285,7 @@ def test_moments_on_two_nodes_of_which_one_dies_go_from_a_store_to_a_store(nodes
 
 def test_statistics_are_those_of_one_process_to_the_last_bit(nodes, pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
-    words = [str(pictures), READER, "batch_size=3"]
+    words = [str(pictures), READER, "batch_size=3", "image_size=32"]
     assert fid_statistics.main([*words, str(tmp_path / "local.npz")]) == 0
     assert fid_statistics.main([*words, str(tmp_path / "ray.npz"), *nodes.words]) == 0
     one, other = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("local", "ray"))
@@ -292,7 +293,7 @@ def test_statistics_are_those_of_one_process_to_the_last_bit(nodes, pictures, tm
     assert all(one[name].tobytes() == other[name].tobytes() for name in one)
     spoilt = shutil.copytree(pictures, tmp_path / "spoilt")
     (spoilt / "011.jpg").write_bytes(b"<html>")
-    assert fid_statistics.main([str(spoilt), READER, str(tmp_path / "no.npz"), *nodes.words]) == 1
+    assert fid_statistics.main([str(spoilt), *words[1:], str(tmp_path / "no.npz"), *nodes.words]) == 1
     assert not (tmp_path / "no.npz").exists()
 
 
@@ -340,8 +341,10 @@ def of_gpu() -> Callable[[int], str]:
     return lambda number: os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+@pytest.mark.timeout(150, func_only=True)
 def test_work_that_no_node_can_do_waits_for_one_that_joins(nodes, monkeypatch, caplog):
     monkeypatch.setattr(cluster, "SILENCE_SEC", 0.5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray takes no node's word for more than this
     added = []
     seen = threading.Event()
 
