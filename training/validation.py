@@ -316,8 +316,8 @@ class Validator:
         columns |= fixed_draws(model, numbers, self.times)
         if own is not None:
             if (wrong := (own < 0) | (own >= NUM_TIMESTEPS)).any():
-                number, given = numbers[int(wrong.nonzero()[0])], int(own[wrong][0])
-                text = f"validation.remote: sample {number:,} has the timestep {given}. Possible: 0 to 7"
+                first = numbers[int(wrong.nonzero()[0])]
+                text = f"validation.remote: sample {first:,} has the timestep {own[wrong][0]}. Possible: 0 to 7"
                 raise ValueError(f"{text}. Make the stage again, or say validation.times=thousandths.")
             columns["times"] = model.objective.times_at(125 * own)
         batch = {name: column.to(model.device) for name, column in columns.items()}
