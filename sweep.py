@@ -166,7 +166,8 @@ def finish(sweep: Sweep, points: Sequence[Point], rows: Sequence[table.Row]) -> 
             f"{sweep.folder / PAGE}: it has the first {page.MOST_RUNS} of {len(folders)} runs, as many as a page takes"
         )
     if folders and is_of_mlperf(sweep, points):
-        begun = [str(folder) for row in rows if (folder := sweep.folder / row["run"]).is_dir()]  # one of ten may fail
+        ended = [sweep.folder / row["run"] for row in rows if row["status"] in (OK, *ERRORS)]  # one of ten may fail
+        begun = [str(folder) for folder in ended if folder.is_dir()]
         try:
             mlperf.combine(begun, sweep.folder / MLPERF)
         except (ConfigError, Refused) as error:

@@ -344,6 +344,17 @@ def test_a_row_of_another_identity_is_stale_and_its_run_is_moved_and_made_again(
     assert moved == [f"{name}-{row['identity'][:8]}-1" for name, row in before.items()]
 
 
+def test_no_stale_run_is_in_the_report_of_the_seeds(tmp_path, stand_in, monkeypatch):
+    path, given = written(tmp_path, "matrix: {seed: [1, 2]}\n"), []
+    monkeypatch.setattr(command, "is_of_mlperf", lambda *given: True)
+    monkeypatch.setattr(command.mlperf, "combine", lambda places, out: given.append([Path(p).name for p in places]))
+    assert stand_in(path, {}) == 0
+    assert stand_in(path, {}, "optimizer.lr=1e-3", "seed=1") == 0
+    assert stand_in(path, {}, "optimizer.lr=1e-3", "only=status:failed") == 0
+    assert [row["status"] for row in rows(tmp_path).values()] == ["ok", "stale"]
+    assert given == [["seed-1", "seed-2"], ["seed-1"], ["seed-1"]]
+
+
 def test_a_dry_run_writes_nothing_and_shows_the_commands(tmp_path, stand_in, capsys):
     path = written(tmp_path, "matrix: {seed: [1, 2]}\nranks: 2\n")
     assert stand_in(path, {}, "dry_run=true") == 0
