@@ -280,6 +280,18 @@ def test_no_sentence_has_more_than_thirty_words(page):
     assert [sentence for sentence in sentences(PAGES[page]) if len(sentence.split()) > 30] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_empty_line_cuts_a_table(page):
+    rows = PAGES[page].splitlines()
+    heads = [n for n, row in enumerate(rows) if row.startswith("|") and not rows[n - 1].startswith("|")]
+    assert [rows[n] for n in heads if not re.match(r"\|[ :-]*-", rows[n + 1])] == []
+
+
+def test_every_sweep_is_on_its_page():
+    named = set(re.findall(r"`(\w+\.yaml)`", PAGES["docs/sweeps.md"]))
+    assert named == {path.name for path in (ROOT / "yamls/sweeps").glob("*.yaml")}
+
+
 def test_a_long_sentence_is_seen():
     text = f"Short. A {'word ' * 30}end.\n\n| {'word ' * 40} |\n\n```bash\n{'word ' * 40}\n```\n- {'word ' * 30}"
     assert [len(sentence.split()) for sentence in sentences(text)] == [1, 32, 30]
