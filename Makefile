@@ -38,11 +38,11 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store mutants test-gpu miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z_-]+:.*## ' Makefile | sed -E 's/^([a-z_-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 
 env: $(STAMP)  ## make the environment from requirements.lock (about 8 GB, some minutes), and nothing else; SET=newest: the second set
 
@@ -140,10 +140,10 @@ test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data 
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TABLES) $(PY) -m pytest -q tests/test_tables.py tests/test_flux_encodings.py
 
 # What these files test without pyarrow, Ray and img2dataset is tested by `make test` too.
-test-cluster: $(STAMP)  ## two Ray nodes of which one dies, with pyarrow, ray and img2dataset, installed beside the environment
+test-cluster: $(STAMP)  ## prepare.laion, and two Ray nodes of which one dies, with pyarrow, ray and img2dataset, installed beside the environment
 	test -e $(VENV)/$(CLUSTER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(CLUSTER) -r requirements/prepare.lock
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(CLUSTER) PATH="$(abspath $(VENV))/bin:$$PATH" \
-	  $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py -k "$(ONLY)"
+	  bash -c '$(PY) -m pytest -q tests/test_laion.py && $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py tests/test_laion_way.py -k "$(ONLY)"'
 
 test-loggers: $(STAMP)  ## loggers.mlflow and the dashboard of W&B, with mlflow and wandb-workspaces, installed beside the environment
 	test -e $(VENV)/$(LOGGERS) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(LOGGERS) -r requirements/loggers.lock
@@ -161,6 +161,10 @@ mutants: $(STAMP)  ## forty small faults of the core, each against its room's te
 
 test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 	$(PYTHON) -m pytest -q tests/gpu
+
+TO ?= .
+download_assets: $(STAMP)  ## the weights and data sets of AMD's benchmark, into TO=. and the hub's cache: python -m prepare.downloads zoo
+	$(PY) -m prepare.downloads zoo to=$(TO)
 
 # Each command gives its output its name when it is whole: an interrupted make has nothing to delete.
 .PRECIOUS: $(addprefix $(SHAPES)/,tars images/dataset.json moments/dataset.json reference reference.npz prompts.tsv shuffled-tars \

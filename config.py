@@ -163,6 +163,8 @@ def _possible(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         kinds = typing.get_args(hint)
         return "a list of numbers" if Ellipsis in kinds else f"a list of {len(kinds)} numbers"
+    if typing.get_origin(hint) is list:
+        return "a list"
     if dataclasses.is_dataclass(hint):
         return "a section with the keys " + ", ".join(field.name for field in dataclasses.fields(hint))
     names = {

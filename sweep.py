@@ -23,14 +23,16 @@ if __name__ == "__main__":  # the imports below take seconds, and an interrupt i
 
     later.hide("peft", "accelerate")
 
-    interrupts.told("sweep.py: interrupted before the first run. The same command begins anew.")
+    interrupts.told("sweep.py: interrupted while none of its runs went on. The same command does what is left.")
 
+import shlex
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from cli import masking
 from cli.command import command, start
-from cli.errors import ConfigError, Refused
+from cli.errors import ConfigError, Failed, Refused
 from cli.log import log
 from config import count
 from record.environment import commit
@@ -50,19 +52,20 @@ WRONG = ("refused", "timeout", "failed", "killed")
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     masking.watch()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Composer takes an interrupt for an exit without a word
     sweep = read_sweep(argv)
-    only = statuses_of(sweep.own.only)
+    only, code = statuses_of(sweep.own.only), commit()
 
     # Points: all that is wrong with any of them, before anything runs.
     points = resolve_all(sweep)
     say(sweep, points)
     if sweep.own.dry_run:
-        return show(sweep, points, State(sweep.folder), only)
+        return show(sweep, points, State(sweep.folder, code), only)
 
     # Runs: what goes on of a sweep that was killed is ended first; what is done stays.
     with alone(sweep.folder):
-        end_left_overs(sweep.folder, [point.name for point in points])
-        state, took = State(sweep.folder), []
+        state, took = State(sweep.folder, code), []
+        end_left_overs(sweep.folder, [*state.names, *(point.name for point in points)])
         wanted = wanted_of(sweep, points, state, only)
         log.info(f"{sweep.folder}: {count(len(wanted), 'run')} to run, of {len(points)}")
 
@@ -75,7 +78,11 @@ def main(argv: Sequence[str]) -> int:
 
         keep(sweep, points, state)
         runner = Runner(sweep, points, state, on_end)
-        runner.run(wanted, only_these=only is not None)
+        try:
+            runner.run(wanted, only_these=only is not None)
+        except OSError as error:
+            given = f"{sweep.folder}: the sweep cannot go on: {error}"
+            raise Failed(f"{given} Its runs are ended; the same command resumes them.") from error
 
         # Table, pictures and page: of all that there is by now.
         rows = keep(sweep, points, state)
@@ -85,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
         finish(sweep, points, rows)
     if sweep.is_changed():
         log.info(f"{sweep.path}: it was changed since this call began. The table is of the file as it was; call again.")
+    if (now := commit()) != code:
+        log.info(f"{sweep.name}: the code was {code} and is {now}. The next call runs again what ran meanwhile.")
     return 1 if any(row["status"] in WRONG for row in rows) else 0
 
 
@@ -120,7 +129,7 @@ def show(sweep: Sweep, points: Sequence[Point], state: State, only: Sequence[str
     rows = table.rows_of(points, state, sweep.grows)
     print(table.shown(rows), end="\n\n")
     for point in wanted_of(sweep, points, state, only):
-        print(f"composer -n {sweep.own.ranks} benchmark.py {' '.join(point.words)}")
+        print(f"composer -n {sweep.own.ranks} benchmark.py {shlex.join(point.words)}")
     for row in rows:
         if row["message"]:
             print(f"{row['run']}: {row['status']}: {row['message']}")
@@ -157,7 +166,8 @@ def finish(sweep: Sweep, points: Sequence[Point], rows: Sequence[table.Row]) -> 
             f"{sweep.folder / PAGE}: it has the first {page.MOST_RUNS} of {len(folders)} runs, as many as a page takes"
         )
     if folders and is_of_mlperf(sweep, points):
-        begun = [str(folder) for row in rows if (folder := sweep.folder / row["run"]).is_dir()]  # one of ten may fail
+        ended = [sweep.folder / row["run"] for row in rows if row["status"] in (OK, *ERRORS)]  # one of ten may fail
+        begun = [str(folder) for folder in ended if folder.is_dir()]
         try:
             mlperf.combine(begun, sweep.folder / MLPERF)
         except (ConfigError, Refused) as error:

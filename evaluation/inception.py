@@ -117,7 +117,7 @@ def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extra
     if digest != PUBLISHED_SHA1:
         raise ValueError(
             f"{path}: its SHA-1 is {digest}, that of {PUBLISHED_FILE} is {PUBLISHED_SHA1}. FID is defined by that file "
-            "alone: fetch it again (pytorch-fid's release fid_weights)."
+            "alone: fetch it again: python -m prepare.downloads inception."
         )
     network = _build()
     fill(network, file, "FID's Inception")

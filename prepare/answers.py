@@ -24,6 +24,7 @@ import urllib3
 from cli.limits import shown
 
 CONNECT_SEC = 15.0
+USER_AGENT = "easel"
 LONGEST_WAIT_SEC = 60.0
 BLOCK_BYTES = 2**17
 BUSY = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}  # may be over in a minute; the last three are Cloudflare's
@@ -73,7 +74,7 @@ def ask(
 
     Raises:
         Fault: there is none, or the way there failed, also while its blocks are read.
-        Wrong: what has come already is longer than the file, or it sends another part of it.
+        Wrong: the file ends before that byte, or another part of it is sent.
     """
     with _faults_of_the_way(timeout_sec):
         if url.startswith("file://"):
@@ -82,12 +83,12 @@ def ask(
                 blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
                 yield Answer(begin, os.fstat(file.fileno()).st_size, blocks)
             return
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity", "User-Agent": USER_AGENT}
         if begin:
             headers |= {"Range": f"bytes={begin}-"} | ({"If-Range": validator} if validator else {})
         patience = (min(CONNECT_SEC, timeout_sec), timeout_sec)
         with session.get(url, headers=headers, auth=_bearer(token), stream=True, timeout=patience) as response:
-            _check_status(response)
+            _check_status(response, begin)
             yield _read_answer(response, begin)
 
 
@@ -126,13 +127,13 @@ def _read_answer(response: requests.Response, begin: int) -> Answer:
     )
 
 
-def _check_status(response: requests.Response) -> None:
+def _check_status(response: requests.Response, begin: int) -> None:
     """Raise Fault or Wrong if an answer has no file."""
     status = response.status_code
     if status in (200, 206):
         return
     if status == NO_MORE:
-        raise Wrong("what has come of it is longer than the file")
+        raise Wrong(f"has no more than {begin:,} bytes")
     said = f"HTTP {status}" + (f" ({shown(response.reason, 40)})" if response.reason else "")
     if status in BUSY:
         raise Fault(said, again=True, after_sec=_retry_after(response.headers.get("Retry-After", "")))

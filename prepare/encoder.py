@@ -23,14 +23,14 @@ from torch import Tensor
 from cli.errors import Failed
 from cli.limits import ImageSize
 from model import AUTOCAST_DTYPES, normalize_images
-from prepare.moments import check_finite, to_float16, tokens_of
+from prepare.moments import check_finite, check_timestep, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Place
 from stages.adopted import Columns, mapped
 from stages.fetch import Damaged, check_file, known_digest, unpack
 from stages.images import SampleError, captions_of, decode_image, resize_and_crop, shown_part, size_of
 from stages.index_file import stored_file
-from stages.moments import FLIPPED
+from stages.moments import FLIPPED, TIMESTEP
 from stages.video_stream import read_clip
 from zoo import load_family
 from zoo.encoders import build_encoders
@@ -181,6 +181,10 @@ class Encoder:
                         check_finite("moments" if name == FLIPPED else name, row[name])
                     for name in states:
                         check_finite(f"{name} states", row[name])
+                    if TIMESTEP in columns:
+                        row[TIMESTEP] = check_timestep(
+                            sample.metadata.get(TIMESTEP) if isinstance(sample.metadata, dict) else None
+                        )
                 except SampleError as error:
                     part.skip(sample.key, str(error))
                     continue

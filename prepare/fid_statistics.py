@@ -150,9 +150,9 @@ class Features:
 
     def __init__(self, paths: Sequence[Path], parts: Sequence[slice], config: FidStatisticsConfig, fingerprint: str):
         self._paths, self._parts, self._config = paths, parts, config
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._runs_on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            self._extractor = build_extractor(config).to(self._device)
+            self._extractor = build_extractor(config).to(self._runs_on)
         except ValueError as error:
             raise Refused(f"inception: {str(error).removeprefix('inception: ')}") from error
         if self._extractor.fingerprint != fingerprint:
@@ -163,7 +163,7 @@ class Features:
         paths, config = self._paths[self._parts[number]], self._config
         try:
             return [
-                self._extractor(images.to(self._device) / 255).cpu().numpy()
+                self._extractor(images.to(self._runs_on) / 255).cpu().numpy()
                 for _, images in image_batches(paths, config.batch_size, config.image_size, config.workers)
             ]
         except ValueError as error:

@@ -26,16 +26,17 @@ from typing import Any
 import numpy as np
 
 from cli.limits import ImageSize
-from prepare.moments import check_finite, npy_shape, npy_values
+from prepare.moments import check_finite, check_timestep, npy_shape, npy_values
 from prepare.samples import Sample, Taken, check_key
 from stages.dataset import array_encoding
 from stages.empty_text import EMPTY_DIGEST, as_bytes, digest_of
 from stages.images import SampleError
+from stages.moments import TIMESTEP
 from zoo import load_family
 from zoo.spec import Family
 
 ARRAYS = ("mean", "logvar", "t5_encodings", "clip_encodings")
-KEY, TIMESTEP = "__key__", "timestep"
+KEY = "__key__"
 STATES = {"text": "t5_encodings", "pooled": "clip_encodings"}
 """A column of text states -> the array that it is made of."""
 EMPTY_FILES = {"text": "t5_empty.npy", "pooled": "clip_empty.npy"}
@@ -135,9 +136,7 @@ def encodings_row(sample: Sample, shapes: Mapping[str, tuple[int, ...]], has_tim
     arrays = {name: as_float16(_content(sample, name), shape, name) for name, shape in shapes.items()}
     row: dict[str, Any] = {"key": sample.key, "moments": np.concatenate([arrays["mean"], arrays["logvar"]])}
     if has_timestep:
-        row[TIMESTEP] = sample.part(TIMESTEP)
-        if type(row[TIMESTEP]) is not int:
-            raise SampleError(f"{TIMESTEP} is not a whole number")
+        row[TIMESTEP] = check_timestep(sample.part(TIMESTEP))
     return row | {state: arrays[name] for state, name in STATES.items()}
 
 

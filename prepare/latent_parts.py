@@ -94,6 +94,7 @@ def plan_for(config: LatentsConfig, encoder: Encoder, stage: Stage, shards: Sequ
         metadata=stage.adopted is None and "metadata" in stage.columns,
         captions=stage.has_captions and not config.store_text,
         flip=config.flip,
+        timestep=config.timestep,
     )
     inputs = [
         {"name": raw["basename"], "bytes": raw["bytes"], HASH: raw["hashes"].get(HASH), "samples": shard["samples"]}

@@ -22,8 +22,9 @@ for this network.
 
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
 (16; of videos 1), precision (fp32, tf32, bf16), store_text (false), flip (false: no moments of the mirrored picture),
-shard_size (64mb), workers (decoding threads per rank, 4), facts (dataset.json of a data set of others, if it does not lie
-in IN). Of videos num_frames (the family's), fps (each film's own); tiling (false), for a VAE that takes too much memory.
+timestep (false: the metadata's is no column), shard_size (64mb), workers (decoding threads per rank, 4), facts (dataset.json
+of a data set of others, if it does not lie in IN). Of videos num_frames (the family's), fps (each film's own); tiling
+(false), for a VAE that takes too much memory.
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 
@@ -107,6 +108,8 @@ class LatentsConfig(ActorKeys):
     """Also store the text encoder's states: 158 kB per caption for SD2."""
     flip: bool = False
     """Also store the moments of the mirrored picture, for data.flip=true: 66 kB for SD2 at 512 pixels."""
+    timestep: bool = False
+    """Also store the metadata's `timestep`, at which validation.times=eighths then sees the sample (prepare.coco)."""
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     workers: int = limited(4, 1, 512)

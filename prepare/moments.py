@@ -8,6 +8,7 @@ Shapes: C latent channels, h w height and width of the latent, L text tokens, D 
     first_frame, ...               of videos: what the network is told of the pictures, see zoo/spec.py
     text      float16 (L, D)       text states; only with store_text=true
     caption, key, metadata         as in the stage `images`; metadata only if that has it
+    timestep                       only with timestep=true, or of MLPerf's FLUX.1: stages/moments.py
     captions                       all of a picture, as in that stage if it has them; tokens and text are of the first
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from prepare.places import Place
 from stages.dataset import EMPTY_DIGEST, FACTS_FILE, array_encoding
 from stages.empty_text import EMPTY_FILE, as_bytes, digest_of
 from stages.images import SampleError
-from stages.moments import FLIPPED
+from stages.moments import FLIPPED, NUM_TIMESTEPS, TIMESTEP
 from zoo.spec import Family
 
 
@@ -38,6 +40,7 @@ def mds_columns(
     metadata: bool,
     captions: bool = False,
     flip: bool = False,
+    timestep: bool = False,
 ) -> dict[str, str]:
     """Return name -> MDS encoding.
 
@@ -46,9 +49,11 @@ def mds_columns(
         text: states of one caption, (1, L, D) each; empty if they are not stored.
         metadata, captions: whether there is a column of that name.
         flip: whether there are moments of the mirrored picture.
+        timestep: whether there is the column TIMESTEP.
     """
     columns = {"caption": "str", "key": "str", **({"metadata": "json"} if metadata else {})}
     columns |= {"captions": "json"} if captions else {}
+    columns |= {TIMESTEP: "int"} if timestep else {}
     for name, column in family.columns("moments", size).items():
         columns[name] = array_encoding(column.stored, column.shape)
     columns |= {FLIPPED: columns["moments"]} if flip else {}
@@ -70,6 +75,13 @@ def check_finite(name: str, values: np.ndarray) -> None:
     """Raise SampleError if a sample's values are not finite."""
     if not np.isfinite(values).all():
         raise SampleError(f"{name} are not finite in float16")
+
+
+def check_timestep(value: Any) -> int:
+    """Return what a sample says is its time. Raises SampleError: it is no whole number from 0 to 7."""
+    if type(value) is not int or value not in range(NUM_TIMESTEPS):
+        raise SampleError(f"{TIMESTEP} is not a whole number from 0 to {NUM_TIMESTEPS - 1}")
+    return value
 
 
 def npy_shape(content: bytes, what: str = "moments", kind: str = "float32") -> tuple[int, ...]:

@@ -85,9 +85,13 @@ def fetch_all(
     *,
     wait_sec: float = 1.0,
     most_bytes: int = MOST_BYTES,
+    about_bytes: int = 0,
     word: str = "to",
+    is_quiet: bool = False,
 ) -> list[Outcome]:
     """Fetch what the folder lacks, and compare what it has.
+
+    The folder is locked meanwhile, as `Folder.only_writer` does it: a caller that has it locked takes another one inside it.
 
     Args:
         at_once: files.
@@ -95,7 +99,9 @@ def fetch_all(
         tries: of one address that bring nothing, one after the other.
         wait_sec: before the second of them; then twice as long each, up to a minute.
         most_bytes: of a file whose size is not known and not said by its server.
+        about_bytes: of all files together, where their sizes are not known: that much room has to be on the disk.
         word: key of the folder in messages.
+        is_quiet: shows no progress.
 
     Returns:
         an outcome for each, in order; those with a reason are not there.
@@ -111,11 +117,11 @@ def fetch_all(
         memory = Memory(folder)
         try:
             missing = _missing(wanted, memory, at_once)
-            _check_room(missing, place, word)
+            _check_room(wanted, missing, place, word, about_bytes)
         except OSError as error:
             raise Refused(f"{word}: {folder} cannot be read: {error}. Give another folder.") from error
         total, began = sum(one.bytes or 0 for one in missing), _begun(missing, place)
-        bar: dict[str, Any] = dict(unit="B", unit_scale=True, disable=not missing)
+        bar: dict[str, Any] = dict(unit="B", unit_scale=True, disable=is_quiet or not missing)
         with tqdm(total=max(total, began) or None, initial=began, **bar) as progress:
             done = _fetch_each(missing, place, memory, ways, at_once, progress, word)
     return [done.get(one.name, Outcome(one.name)) for one in wanted]
@@ -140,11 +146,17 @@ def _begun(missing: Sequence[Wanted], place: Folder) -> int:
     return sum(path.stat().st_size for one in missing if (path := _part(place, one.name)).is_file())
 
 
-def _check_room(missing: Sequence[Wanted], place: Folder, word: str) -> None:
+def _check_room(
+    wanted: Sequence[Wanted], missing: Sequence[Wanted], place: Folder, word: str, about_bytes: int
+) -> None:
     """Raise Refused if the disk has not the room for the files."""
-    need, free = sum(one.bytes or 0 for one in missing) - _begun(missing, place), shutil.disk_usage(place.path).free
+    to_come = {one.name for one in missing}
+    have = sum((place.path / one.name).stat().st_size for one in wanted if one.name not in to_come)
+    known, free = sum(one.bytes or 0 for one in missing), shutil.disk_usage(place.path).free
+    need = max(known, about_bytes - have if missing else 0) - _begun(missing, place)
     if need > free:
-        text = f"{need / 2**30:.3g} GiB are to come, {free / 2**30:.3g} GiB are free"
+        about = "about " if need > known else ""
+        text = f"{about}{need / 2**30:.3g} GiB are to come, {free / 2**30:.3g} GiB are free"
         raise Refused(f"{word}: {place.address}: {text}. Make room there, or give another folder.")
 
 
@@ -166,8 +178,6 @@ def _fetch_each(
                 outcome = future.result()
                 done[outcome.name] = outcome
                 progress.set_description(f"{number} of {len(missing)} files", refresh=False)
-                if outcome.reason:
-                    log.warning(f"{outcome.name}: {outcome.reason}.")
         except OSError as error:
             raise Failed(f"{word}: {place.address} cannot be written: {error}. {GO_ON}.") from error
         finally:
@@ -222,17 +232,17 @@ class _File:
 
     def _from(self, url: str) -> None:
         """Fetch it from one address. Raises Fault, OSError, _Stopped."""
-        most, idle, is_fresh = self.size, 0, False
+        most, idle, is_anew = self.size, 0, False
         while True:
-            is_fresh = is_fresh or not self.size
+            begin = self.size
             try:
                 self._bring(url)
                 return self._finish()
             except Wrong as fault:
                 self._drop()
-                if is_fresh:
+                if not begin or is_anew:
                     raise Fault(str(fault)) from fault
-                most, is_fresh = 0, True  # what was there before may have been another version: once more
+                most, is_anew = 0, True  # what was there before may have been another version: once more
             except Fault as fault:
                 idle = 0 if self.size > most else idle + 1
                 most = max(most, self.size)
@@ -245,8 +255,12 @@ class _File:
         if self.stop.wait(min(wait_sec, LONGEST_WAIT_SEC)):
             raise _Stopped
 
+    def _count(self, num_bytes: int) -> None:
+        with self.progress.get_lock():
+            self.progress.update(num_bytes)
+
     def _drop(self) -> None:
-        self.progress.update(-self.size)
+        self._count(-self.size)
         self.part.unlink(missing_ok=True)
         self.state.unlink(missing_ok=True)
 
@@ -266,10 +280,10 @@ class _File:
         target = self.place.path / wanted.name
         if target.is_dir():
             raise Fault(f"{target} is a folder. Remove it")
+        if wanted.digest is not None:
+            self.memory.keep(wanted, path=self.part)
         self.place.put(wanted.name, self.part)
         self.state.unlink(missing_ok=True)
-        if wanted.digest is not None:
-            self.memory.keep(wanted)
 
     # --- an answer ---
 
@@ -338,7 +352,7 @@ class _File:
                     self._drop()
                     raise Fault(f"does not end after {most:,} bytes{'' if total is not None else ', the most taken'}")
                 file.write(block)
-                self.progress.update(len(block))
+                self._count(len(block))
 
     def _token(self, url: str) -> str | None:
         is_of_first = urlsplit(url)[:2] == urlsplit(self.wanted.urls[0])[:2]

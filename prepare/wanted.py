@@ -10,6 +10,7 @@ takes a moment. Where no digest is published, the size alone is compared.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import threading
@@ -23,8 +24,8 @@ from cli.limits import shown
 from prepare.places import WORK
 from stages.fetch import file_digest
 
-DIGITS = {"sha256": 64, "sha1": 40, "sha512": 128, "md5": 32, "xxh3_64": 16}
-"""Kind of a digest -> hexadecimal digits of it."""
+DIGITS = {"sha256": 64, "sha1": 40, "sha512": 128, "md5": 32, "xxh3_64": 16, "git": 40}
+"""Kind of a digest -> hexadecimal digits of it; git's is its SHA-1 of a file."""
 DIGESTS_FILE = ".digests"
 MAX_NAME_BYTES = 180  # of a part's name in `.work`, with what is added to it: Linux takes 255
 
@@ -36,7 +37,7 @@ class Wanted:
     name: its path in the folder, with slashes.
     urls: where it is, the first one that gives it counts: http://, https:// or file://.
     bytes: its size; None: not known.
-    digest: "sha256:...", "sha1:...", "sha512:...", "md5:..." or "xxh3_64:..."; None: not published.
+    digest: KIND:DIGITS, the kind one of DIGITS; None: not published.
     token: name of the environment variable with a token for the host of the first URL, and for that one alone.
     """
 
@@ -111,15 +112,23 @@ class Memory:
         line = self._lines.get(wanted.name)
         return line is not None and line == self._line(wanted)
 
-    def keep(self, wanted: Wanted) -> None:
-        """Note that a file has its digest, which was just compared. Raises OSError."""
+    def wanted(self) -> list[Wanted]:
+        """Return the files whose digests were compared, without addresses."""
+        return [Wanted(name, (), line["bytes"], line["digest"]) for name, line in sorted(self._lines.items())]
+
+    def keep(self, *wanted: Wanted, path: Path | None = None) -> None:
+        """Note that files have their digests, which were just compared. Raises OSError.
+
+        Args:
+            path: of a single file that has not got its name yet, and keeps its time when it gets it.
+        """
         with self._lock:
-            self._lines[wanted.name] = self._line(wanted)
+            self._lines |= {one.name: self._line(one, path) for one in wanted}
             text = "".join(json.dumps(line) + "\n" for _, line in sorted(self._lines.items()))
             write_whole(self.folder / DIGESTS_FILE, text)
 
-    def _line(self, wanted: Wanted) -> dict[str, Any]:
-        facts = (self.folder / wanted.name).stat()
+    def _line(self, wanted: Wanted, path: Path | None = None) -> dict[str, Any]:
+        facts = (path or self.folder / wanted.name).stat()
         return {"name": wanted.name, "bytes": facts.st_size, "mtime_ns": facts.st_mtime_ns, "digest": wanted.digest}
 
     def look(self, wanted: Wanted, read: bool = False, again: bool = False) -> Seen:
@@ -155,5 +164,10 @@ class Memory:
 def wrong_digest(path: Path, digest: str) -> str | None:
     """Compare a file with a digest, KIND:DIGITS; say both where they differ. Raises OSError."""
     kind, _, wanted = digest.partition(":")
-    found = file_digest(path, kind)
+    found = file_digest(path, kind) if kind != "git" else _git_digest(path)
     return None if found == wanted else f"its {kind} is {found}, {wanted} is wanted"
+
+
+def _git_digest(path: Path) -> str:
+    content = path.read_bytes()  # of small files alone: the hub has SHA-256 of the others
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

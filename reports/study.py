@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 Run = Mapping[str, Any]
 
+SCHEMA = 1
+"""Of record.json (sweeps/record.py)."""
 SEED, OK = "seed", "ok"
 QUALITY = (("val_loss", "validation loss", ".4f"), ("fid", "FID", ".1f"), ("clip", "CLIP score", ".3f"))
 SPEED = (("images_per_sec_per_device", "images/s a device", ".4g"),)
@@ -49,8 +51,8 @@ DPI = 120
 
 def label_of(run: Run, keys: Sequence[str]) -> str:
     """Return a run's values of some keys in words: precision=bf16, states=bf16."""
-    values = run["values"]
-    return ", ".join(f"{_short(key)}={_word(values[key])}" for key in keys if key in values) or "all"
+    values, called = run["values"], _called(keys)
+    return ", ".join(f"{called[key]}={_word(values[key])}" for key in keys if key in values) or "all"
 
 
 def groups_of(runs: Sequence[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
@@ -64,15 +66,22 @@ def groups_of(runs: Sequence[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
 
 def first_of(record: Record, run: Run) -> Run | None:
     """Return the run of the first point whose other values, seed included, are this one's; None: none, or itself."""
-    matrix = [key for key in record["axes"] if key not in record["of_points"]]
+    same = [key for key in record["axes"] if key not in _of_points(record)]
     for other in record["runs"]:
-        if all(other["values"].get(key) == run["values"].get(key) for key in matrix):
-            return None if other is run or other["status"] != OK or not record["of_points"] else other
+        if all(other["values"].get(key) == run["values"].get(key) for key in same):
+            return None if other is run or other["status"] != OK or not _of_points(record) else other
     return None
 
 
-def _short(key: str) -> str:
-    return key.rpartition(".")[2]
+def _of_points(record: Record) -> list[str]:
+    """Return the keys by which points differ; their seeds may be given there as well as in the matrix."""
+    return [key for key in record["of_points"] if key != SEED]
+
+
+def _called(keys: Sequence[str]) -> dict[str, str]:
+    """Return key -> its last part, where no other key has it."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: part if last.count(part) == 1 else key for key, part in zip(keys, last, strict=True)}
 
 
 def _word(value: Any) -> str:
@@ -87,8 +96,8 @@ def table_of(record: Record) -> Table:
     keys = [key for key in record["axes"] if key != SEED]
     ran = [run for run in record["runs"] if run["status"] == OK]
     figures = [each for each in QUALITY if any(run.get(each[0]) is not None for run in ran)] or list(SPEED)
-    is_set_against = bool(record["of_points"]) and figures[0] in QUALITY[:1]
-    head = (*map(_short, keys), "runs", *(name for _, name, _ in figures))
+    is_set_against = bool(_of_points(record)) and figures[0] in QUALITY[:1]
+    head = (*_called(keys).values(), "runs", *(name for _, name, _ in figures))
     head += ("loss over the first's, by seed",) if is_set_against else ()
     rows: list[Row] = []
     for of in groups_of(record["runs"], keys).values():
@@ -113,7 +122,7 @@ def _spread(values: Sequence[float | None], digits: str) -> str:
 
 def _over_first(record: Record, of: Sequence[Run]) -> str:
     pairs = [(run, first_of(record, run)) for run in of]
-    known = [(run["val_loss"], first["val_loss"]) for run, first in pairs if first is not None]
+    known = [(run.get("val_loss"), first.get("val_loss")) for run, first in pairs if first is not None]
     ratios = [100.0 * (own / other - 1.0) for own, other in known if own is not None and other]
     return _spread(ratios, "+.2f").replace(" (", " % (") if ratios else "-"
 
@@ -178,12 +187,15 @@ def draw(record: Record, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    own = [key for key in record["axes"] if key in record["of_points"]]
+    own = [key for key in record["axes"] if key in _of_points(record)]
     others = [key for key in record["axes"] if key not in (*own, SEED)]
     panels = groups_of(record["runs"], others) if own else {"": [r for r in record["runs"] if r["status"] == OK]}
     shown = dict(itertools.islice(panels.items(), MOST_PANELS))
     lines = own or others
+    losses = {name: losses_of(of, lines) for name, of in shown.items()}
     below = {name: differences_of(record, of, lines) for name, of in shown.items()}
+    labels = list(dict.fromkeys(label for bands in losses.values() for label in bands))
+    looks = {label: _look(number) for number, label in enumerate(labels[:MOST_LINES])}
     num_rows = 2 if any(below.values()) else 1
     figure, axes = pyplot.subplots(
         num_rows,
@@ -192,28 +204,35 @@ def draw(record: Record, path: Path) -> None:
         figsize=(max(8, 5.5 * len(shown)), 1 + 3.6 * num_rows),
         layout="constrained",
     )
-    for column, (name, of) in enumerate(shown.items()):
-        losses = losses_of(of, lines)
-        colours = dict(zip(losses, itertools.cycle(COLOURS), strict=False))
-        _draw(axes[0, column], losses, colours, "training loss, mean and extremes of the seeds")
+    for column, name in enumerate(shown):
+        _draw(axes[0, column], losses[name], looks, "training loss, mean and extremes of the seeds")
         axes[0, column].set_title(name if own and others else "")
         if num_rows > 1:
-            _draw(axes[1, column], below[name], colours, "over the first, same seed, %")
+            _draw(axes[1, column], below[name], looks, "over the first, same seed, %")
             axes[1, column].axhline(0.0, color="#808080", linewidth=0.8)
         axes[-1, column].set_xlabel("images seen")
-    num = len(losses)
-    if num > 1:
-        title = f"{MOST_LINES} of {num}" if num > MOST_LINES else None
-        axes[0, -1].legend(fontsize=7, title=title)
+    if len(labels) > 1:  # a panel may lack a line: its runs did not end well
+        lines_of = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
+        title = f"{MOST_LINES} of {len(labels)}" if len(labels) > MOST_LINES else None
+        axes[0, -1].legend([lines_of[label] for label in looks], [*looks], fontsize=7, title=title)
+    if len(panels) > MOST_PANELS:
+        figure.suptitle(f"{MOST_PANELS} of {len(panels)}", fontsize=9)
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
 
-def _draw(axes: Axes, bands: Lines, colours: Mapping[str, str], what: str) -> None:
-    for label, band in itertools.islice(bands.items(), MOST_LINES):
-        images, mean, least, greatest = band
-        axes.plot(images, mean, label=label, color=colours[label], linewidth=1.2)
-        axes.fill_between(images, least, greatest, color=colours[label], alpha=0.2, linewidth=0)
+def _look(number: int) -> tuple[str, str]:
+    """Return colour and style of a line, of which no two of MOST_LINES have the same."""
+    return COLOURS[number % len(COLOURS)], ("-", "--")[number // len(COLOURS)]
+
+
+def _draw(axes: Axes, bands: Lines, looks: Mapping[str, tuple[str, str]], what: str) -> None:
+    for label, (colour, style) in looks.items():
+        if label not in bands:
+            continue
+        images, mean, least, greatest = bands[label]
+        axes.plot(images, mean, label=label, color=colour, linestyle=style, linewidth=1.2)
+        axes.fill_between(images, least, greatest, color=colour, alpha=0.2, linewidth=0)
     axes.set_ylabel(what)
     axes.grid(alpha=0.3)
 
@@ -227,7 +246,11 @@ def read_record(place: str) -> dict[str, Any]:
         record = json.loads(Path(place).read_text())
         text_of(record), has_curves(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{place}: is no record of sweep.py ({type(error).__name__}: {error}).") from error
+        said = f"{place}: is no record of sweep.py ({type(error).__name__}: {error})"
+        raise ValueError(f"{said}. Give a record.json of a sweep.") from error
+    if (schema := record.get("schema")) != SCHEMA:
+        given = f"{place}: is of schema {json.dumps(schema)}"
+        raise ValueError(f"{given}. Possible: {SCHEMA}. Read it with the code of its commit.")
     return record
 
 

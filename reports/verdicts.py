@@ -78,7 +78,8 @@ def ratio_of(other: Sample, first: Sample) -> Ratio:
         first, other = _as_run(first), _as_run(other)
     value = other.middle / first.middle
     if not (first.values and other.values):
-        is_enough = first.num > 0 and other.num > 0 and left_out(first.num, other.num) > 0
+        nums = [min(sample.num, MOST_PARTS) for sample in (first, other)]  # more are no more to the rule
+        is_enough = min(nums) > 0 and left_out(*nums) > 0
         return Ratio(value, other.least / first.greatest, other.greatest / first.least, is_enough)
     ones, others = first.parts, other.parts
     ratios = sorted(b / a for a in ones for b in others)

@@ -28,6 +28,8 @@ from stages.stream import Bad, BatchStream
 LOCAL = int(ShardState.LOCAL)
 FLIPPED = "moments_flipped"
 """The column with the moments of the mirrored picture; a VAE gives others than its moments mirrored."""
+TIMESTEP, NUM_TIMESTEPS = "timestep", 8
+"""The column with the time at which a validation by eighths sees the sample, from 0 to 7: MLPerf's FLUX.1 has it."""
 
 
 class MomentsStream(BatchStream):

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from cli.command_line import RENAMED, Assignment, CommandLine, leaves, parse_command_line
+from cli.command_line import RENAMED, Assignment, CommandLine, leaves, parse_command_line, read_yaml
 from cli.errors import ConfigError
 from cli.limits import file_problem, given_as, kind_of_path, limited, shown
 from config import count, load, schema_keys
@@ -25,7 +25,6 @@ from training.run_config import ALIASES
 
 OWN_OF_EACH = ("run_name", "run_folder")
 MAX_LABEL = 150  # characters of a run's name; loggers append to it
-MAX_AXIS = 10_000
 RANKS = 1024
 
 
@@ -156,13 +155,9 @@ def _once(values: Sequence[Any]) -> list[Any]:
 def _parts(path: str, content: bytes) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """Return a file's keys of one value, its matrix and its points. Raises ConfigError: it is none of this form."""
     wanted = "Wanted: yaml, keys, matrix or points, and limit_sec, max_runs, ranks, jobs, grows"
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(content.decode()))
-    except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError([f"{path}: cannot be read as YAML ({first_line}). {wanted}."]) from error
-    if not isinstance(tree, dict):
-        raise ConfigError([f"{path}: holds a {type(tree).__name__}. {wanted}."])
+    if problems := read_yaml(path)[1]:
+        raise ConfigError([f"{problem.text} {wanted}." for problem in problems])
+    tree: Any = OmegaConf.to_container(OmegaConf.create(content.decode()))
     matrix, points = tree.pop("matrix", None) or {}, tree.pop("points", None)
     points = [] if points is None else points
     if not isinstance(matrix, dict):

@@ -13,11 +13,11 @@ from cli.files import write_json
 from record.environment import environment
 from record.history import History, read_history
 from record.summary import rounded
+from reports.study import SCHEMA
 from sweeps.file import Sweep
 from sweeps.state import OK
 from sweeps.table import FIGURES, Row
 
-SCHEMA = 1
 RECORD = "record.json"
 MOST_POINTS = 200
 """Of a run's loss curve; several windows make a point where it has more."""

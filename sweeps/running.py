@@ -53,6 +53,8 @@ class Running:
     """The commands that follow."""
     from_byte: int
     """Where this start begins in the file of all that the run said."""
+    code: str | None
+    """The commit at its beginning."""
     ended: tuple[str, float] = ("", 0.0)
     """Its status, and how many seconds it took."""
 
@@ -104,13 +106,13 @@ class Runner:
 
     def _begin(self, point: Point, slot: int, variables: dict[str, str]) -> Running:
         self.state.put_aside(point)
-        self.state.add(point, STARTED)
+        self.state.add(point, STARTED, commit=(code := commit()))
         logs = self.sweep.folder / LOGS
         logs.mkdir(exist_ok=True)
         output = open(logs / f"{point.name}.txt", "ab")  # noqa: SIM115  # until the run has ended
         first, *others = (self.commands or self.commands_of)(point, slot)
         process = processes.begin(first, output, folder=Path.cwd(), variables=variables)
-        return Running(point, slot, variables, process, output, time.monotonic(), others, output.tell())
+        return Running(point, slot, variables, process, output, time.monotonic(), others, output.tell(), code)
 
     def commands_of(self, point: Point, slot: int) -> list[list[str]]:
         """Return what runs a point, with this interpreter: a training, and its scores where they are for afterwards."""
@@ -134,7 +136,8 @@ class Runner:
         is_ok = code == 0 and (folder / SUMMARY).is_file()
         status = OK if is_ok else processes.status_of(code, said)
         message = "" if is_ok else message_of(status, code, said, folder, self.sweep.own.limit_sec)
-        self.state.add(one.point, status, seconds=round(seconds, 1), message=message, commit=commit())
+        code = one.code if (now := commit()) == one.code else f"{one.code} to {now}"
+        self.state.add(one.point, status, seconds=round(seconds, 1), message=message, commit=code)
         one.ended = (status, seconds)
         return True
 
@@ -242,10 +245,11 @@ def alone(folder: Path) -> Iterator[None]:
 
 def end_left_overs(folder: Path, names: Sequence[str]) -> None:
     """End what goes on of the runs of a sweep that was killed itself: processes whose words name one of its runs."""
-    own, found = {f"run_name={name}" for name in names}, []
+    trained, scored, found = {f"run_name={name}" for name in names}, {str(folder / name) for name in names}, []
     for process in psutil.process_iter(["cmdline"]):
         words = {*(process.info["cmdline"] or [])}
-        if f"run_folder={folder}" in words and own & words and process.pid != os.getpid():
+        is_own = (f"run_folder={folder}" in words and trained & words) or (SCORE in words and scored & words)
+        if is_own and process.pid != os.getpid():
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 found.append(process)

@@ -34,12 +34,17 @@ class State:
 
     Args:
         folder: of the sweep; nothing is written into it before the first run.
+        code: the commit of this call. What ran while the code was another one is of no point of today's. None: not looked at.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, code: str | None = None):
         self.folder = folder
         lines = read_lines(folder / STATE)
-        self._last: dict[str, Mapping[str, Any]] = {line["run"]: line for line in lines if "run" in line}
+        self._last: dict[str, Mapping[str, Any]] = {
+            line["run"]: line if code in (None, line.get("commit", code)) else {**line, "identity": line["commit"]}
+            for line in lines
+            if "run" in line
+        }
         self._is_whole = False
         self._lines = lines
 
@@ -55,6 +60,11 @@ class State:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, as_lines(self._lines))
             self._is_whole = True
+
+    @property
+    def names(self) -> list[str]:
+        """Of all runs that were ever started, those of points that the file has no more among them."""
+        return list(self._last)
 
     def line_of(self, point: Point) -> Mapping[str, Any]:
         """Return the last line of a point's run, or nothing where that is of another identity."""

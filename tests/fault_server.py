@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -72,12 +74,21 @@ class Web:
         return [heads.get("range") for asked, heads in self.asked if asked == name]
 
 
+class Server(ThreadingHTTPServer):
+    """One that says nothing of clients that leave, as killed ones do."""
+
+    daemon_threads, block_on_close = True, False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serving() -> Iterator[Web]:
     """Serve on a free port of this machine."""
     web = Web()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(web))
-    server.daemon_threads, server.block_on_close = True, False
+    server = Server(("127.0.0.1", 0), _handler(web))
     web.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
@@ -108,14 +119,15 @@ def _handler(web: Web) -> type[BaseHTTPRequestHandler]:
             web.asked.append((name, {key.lower(): value for key, value in self.headers.items()}))
             file = web.files.get(name)
             if file is None:
-                return self._say(404)
-            if file.token is not None and self.headers.get("Authorization") != f"Bearer {file.token}":
-                return self._say(403)
-            if file.statuses:
-                return self._say(file.statuses.pop(0), file.heads)
-            if file.redirect is not None:
-                return self._say(302, {"Location": file.redirect})
-            self._send(file)
+                self._say(404)
+            elif file.token is not None and self.headers.get("Authorization") != f"Bearer {file.token}":
+                self._say(403)
+            elif file.statuses:
+                self._say(file.statuses.pop(0), file.heads)
+            elif file.redirect is not None:
+                self._say(302, {"Location": file.redirect})
+            else:
+                self._send(file)
 
         def _send(self, file: Served) -> None:
             begin, size = 0, len(file.content)
@@ -124,8 +136,12 @@ def _handler(web: Web) -> type[BaseHTTPRequestHandler]:
             condition = self.headers.get("If-Range")
             if asked and file.ranges and (condition is None or condition in versions or not file.honours_if_range):
                 begin = int(asked[1])
-                if begin >= size:
-                    return self._say(416, {"Content-Range": f"bytes */{size}"})
+            if begin and begin >= size:
+                self._say(416, {"Content-Range": f"bytes */{size}"})
+            else:
+                self._send_from(file, begin, size)
+
+        def _send_from(self, file: Served, begin: int, size: int) -> None:
             self.send_response(206 if begin else 200)
             if begin:
                 at = begin + file.shift

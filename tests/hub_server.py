@@ -2,6 +2,7 @@
 
 The facts of a model, its branches, a search, and files: small ones as they are, large ones over a redirect to a second
 address, with the headers of the real hub (ETag, X-Repo-Commit, X-Linked-Etag, X-Linked-Size, X-Error-Code), ranges included.
+A data set is a model here: the two have addresses of their own, and the same answers.
 It also takes uploads: a model is made, small files come in the commit, large ones by git-LFS before it.
 Not there: Xet, by which the real hub moves large files for those who have hf_xet; HF_HUB_DISABLE_XET=1 does without.
 """
@@ -227,6 +228,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._send("/".join(parts[4:]), hub.models["/".join(parts[1:3])].commits[parts[3]]["/".join(parts[4:])])
             else:
                 is_api = parts[0] == "api"
+                parts = parts[1:] if parts[0] == "datasets" else parts
                 self._about_model("/".join(parts[2:4] if is_api else parts[:2]), parts[4:] if is_api else parts[2:])
 
         def _about_model(self, repo: str, rest: list[str]) -> None:

@@ -524,8 +524,8 @@ def test_the_published_file_is_loaded_and_known_by_its_sha1(tmp_path, extractor,
     digest = inception.file_digest(path, "sha1")
     assert str(caught.value) == (
         f"{path}: its SHA-1 is {digest}, that of pt_inception-2015-12-05-6726825d.pth is "
-        "bd836944fd6db519dfd8d924aa457f5b3c8357ff. FID is defined by that file alone: fetch it again (pytorch-fid's release "
-        "fid_weights)."
+        "bd836944fd6db519dfd8d924aa457f5b3c8357ff. FID is defined by that file alone: fetch it again: python -m "
+        "prepare.downloads inception."
     )
     monkeypatch.setattr(inception, "PUBLISHED_SHA1", digest)
     loaded = load_inception(str(path), resize="bicubic256")

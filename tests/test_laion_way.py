@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +51,12 @@ def way(tmp_path, store) -> Iterator[SimpleNamespace]:
         def files(name: str) -> dict[str, bytes]:
             return {path: content for path, content in tree(tmp_path / name).items() if "/.work/" not in path}
 
-        yield SimpleNamespace(words=words, objects=objects, files=files, variables=variables)
+        def made(name: str) -> int:
+            """How many files and objects there are; os.walk bears that others go meanwhile."""
+            walked = os.walk(tmp_path / name)
+            return sum(len(names) for place, _, names in walked if ".work" not in place) + len(objects(name))
+
+        yield SimpleNamespace(words=words, objects=objects, files=files, made=made, variables=variables)
 
 
 def same_but_for_addresses(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -70,17 +76,13 @@ def check_same(way: SimpleNamespace, unbroken: SimpleNamespace, name: str) -> No
     assert same_but_for_addresses(way.files(name)) == same_but_for_addresses(unbroken.files)
 
 
-def made(way: SimpleNamespace, name: str) -> int:
-    return len(way.files(name)) + len(way.objects(name))
-
-
 @contextmanager
 def killed_at(way: SimpleNamespace, name: str, num: int, *more: str) -> Iterator[bool]:
     """Start the command, and kill it alone when it has made so many things; yield whether it still went on then."""
     with started(*way.words(name, *more), **way.variables) as process:
         until = time.monotonic() + LIMIT_SEC
-        while made(way, name) < num and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
+        while way.made(name) < num and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
         goes_on = process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait(30)
@@ -99,9 +101,10 @@ def test_killed_three_times_it_ends_with_the_same_shards_and_a_run_trains_from_t
     check_same(way, unbroken, "killed")
     assert done.stdout.splitlines()[-1] == unbroken.said.splitlines()[-1]
     assert unbroken.said.splitlines()[-1].startswith("all 180 rows are accounted for: ")
-    keys = ["model.preset=tiny", "image_size=64", "global_batch_size=8", "device_train_microbatch_size=4"]
+    keys = ["model.preset=tiny", "model.weights=random", "image_size=64", "max_duration=2ba"]
+    keys += ["global_batch_size=8", "device_train_microbatch_size=4"]
     keys += ["data.stage=moments", "data.remote=s3://easel/killed/moments", f"data.local={tmp_path / 'local'}"]
-    keys += ["max_duration=2ba", f"run_folder={tmp_path / 'runs'}", "run_name=a"]
+    keys += [f"run_folder={tmp_path / 'runs'}", "run_name=a"]
     trained = run("composer", "-n", "2", "benchmark.py", *keys, timeout=LIMIT_SEC, **way.variables)
     assert trained.returncode == 0 and "images_per_sec=" in trained.stdout, trained.stderr
 
@@ -113,11 +116,12 @@ def test_through_two_nodes_of_which_one_dies_it_ends_with_the_same_shards(way, u
     total = len(unbroken.files) + len(unbroken.objects)
     with two_nodes(way.variables) as cluster:
         more = ["engine=ray", f"ray={cluster.address}"]
-        with started(*way.words("nodes", *more), **way.variables) as process:
+        with started(*way.words("nodes", *more), output=subprocess.PIPE, **way.variables) as process:
             until = time.monotonic() + LIMIT_SEC
-            while made(way, "nodes") < total // 2 and process.poll() is None and time.monotonic() < until:
-                time.sleep(0.02)
+            while way.made("nodes") < total // 2 and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
             assert process.poll() is None
             cluster.lose_one()
-            assert process.wait(LIMIT_SEC) == 0
+            printed, said = process.communicate(timeout=LIMIT_SEC)
+            assert process.returncode == 0, printed + said
     check_same(way, unbroken, "nodes")

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, sample_files, write_tar
 from mlperf_fixture import FIXTURE, Drive, closed
 from omegaconf import OmegaConf
-from streaming import StreamingDataset
+from streaming import MDSWriter, StreamingDataset
 
 import benchmark
 from callbacks.mlperf_log import MLPerfConfig
@@ -28,7 +28,7 @@ from record.files import evaluations_of
 from record.mlperf_events import OPEN_LOSS, read_events
 from reports import mlperf as report
 from reports.mlperf_runs import RULES, check, read_run, reference_points
-from stages.dataset import read_stage
+from stages.dataset import read_stage, write_facts
 from stages.mixture import opened
 from training.evaluated import measured
 from training.run_config import build, resolve
@@ -190,36 +190,33 @@ def words_of(stages: dict[str, Path], folder: Path, name: str, *more: str) -> li
 
 
 @pytest.fixture(scope="module")
-def validator_of(stages, tmp_path_factory):
+def tiny_flux(stages, tmp_path_factory):
+    """The model of such a run."""
     given = parse_command_line(words_of(stages, tmp_path_factory.mktemp("no"), "x"), {})
     config = resolve(load(benchmark.RunConfig, given, check=lambda config: []))
     model = build(config).place(torch.device("cpu"), "fp32")
     with torch.no_grad():  # the benchmark's last layer is all zeros
         torch.nn.init.normal_(model.denoiser.proj_out.weight, generator=torch.Generator().manual_seed(1))
-
-    def validator(num: int, chunk: int) -> Validator:
-        data = DataConfig(stage="moments", remote=str(stages["held_out"]), workers=0)
-        given = opened(data.sources, data.read(), (32, 32))
-        dataset = open_stages(data, model.family, given, device_batch_size=chunk, seed=0)
-        return Validator(model, dataset, num_samples=num, chunk=chunk, times="eighths")
-
-    return validator
+    return model
 
 
-def test_samples_take_the_eight_times_in_turn():
-    assert eighths_of([0, 1, 7, 8, 15, 29_695]).tolist() == [0, 125, 875, 0, 875, 875]
-    counts = torch.bincount(eighths_of(range(FLUX.eval_samples)) // 125)
-    assert counts.tolist() == 8 * [29_696 // 8]  # so the mean of all is the mean of the eight means
+def validator_on(stage: Path, model, num: int, chunk: int, times: str = "eighths") -> Validator:
+    data = DataConfig(stage="moments", remote=str(stage), workers=0)
+    given = opened(data.sources, data.read(), (32, 32))
+    dataset = open_stages(data, model.family, given, device_batch_size=chunk, seed=0)
+    return Validator(model, dataset, num_samples=num, chunk=chunk, times=times)
 
 
-def test_the_loss_is_the_mean_over_all_samples_at_t_eighths_by_the_formulas(validator_of, stages):
-    """x_t = (1 - t) x + t noise, against noise - x: the reference's, written out again; sample n at (n mod 8) / 8."""
-    validator = validator_of(20, 4)
-    found, model = validator.measure(), validator.model
-    stage = StreamingDataset(local=str(stages["held_out"]), batch_size=1, shuffle=False)
-    losses = []
-    for n in range(20):
-        generator, t = prompt_generator(0, n), (n % 8) / 8
+@pytest.fixture(scope="module")
+def validator_of(stages, tiny_flux):
+    return lambda num, chunk: validator_on(stages["held_out"], tiny_flux, num, chunk)
+
+
+def losses_by_the_formulas(model, folder: Path, eighths: list[int]) -> torch.Tensor:
+    """x_t = (1 - t) x + t noise, against noise - x: the reference's, written out again; sample n at its eighth."""
+    stage, losses = StreamingDataset(local=str(folder), batch_size=1, shuffle=False), []
+    for n, eighth in enumerate(eighths):
+        generator, t = prompt_generator(0, n), eighth / 8
         posterior, noise = (torch.randn(1, *model.latent_shape, generator=generator) for _ in range(2))
         mean, logvar = torch.from_numpy(stage[n]["moments"].copy())[None].float().chunk(2, dim=1)
         latents = (mean + (0.5 * logvar).exp() * posterior - 0.1159) * 0.3611
@@ -229,10 +226,70 @@ def test_the_loss_is_the_mean_over_all_samples_at_t_eighths_by_the_formulas(vali
             noisy = (1 - t) * latents + t * noise
             said = model.family.denoise(model.denoiser.eval(), noisy, torch.tensor([t]), condition)
         losses.append((said - (noise - latents)).square().mean().item())
-    expected = torch.tensor(losses, dtype=torch.float64)
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def test_samples_take_the_eight_times_in_turn():
+    assert eighths_of([0, 1, 7, 8, 15, 29_695]).tolist() == [0, 125, 875, 0, 875, 875]
+    counts = torch.bincount(eighths_of(range(FLUX.eval_samples)) // 125)
+    assert counts.tolist() == 8 * [29_696 // 8]  # so the mean of all is the mean of the eight means
+
+
+def test_the_loss_is_the_mean_over_all_samples_at_t_eighths_by_the_formulas(validator_of, stages):
+    validator = validator_of(20, 4)
+    found = validator.measure()
+    expected = losses_by_the_formulas(validator.model, stages["held_out"], [n % 8 for n in range(20)])
     assert found["val_loss"] == pytest.approx(expected.mean().item(), rel=2e-5)
     bins = [expected[k::8].mean().item() for k in range(8)]
     assert found["val_loss_bins"] == pytest.approx(bins, rel=2e-5)
+
+
+def with_timesteps(stage: Path, to: Path, timesteps: list[int]) -> Path:
+    """A copy of a stage with that column, as prepare.shards makes it of MLPerf's preprocessed samples."""
+    index = json.loads((stage / "index.json").read_text())["shards"][0]
+    columns = dict(zip(index["column_names"], index["column_encodings"], strict=True)) | {"timestep": "int"}
+    rows = StreamingDataset(local=str(stage), batch_size=1, shuffle=False)
+    with MDSWriter(out=str(to), columns=columns, hashes=["xxh64"]) as writer:
+        for number, timestep in enumerate(timesteps):
+            writer.write({**rows[number], "timestep": timestep})
+    facts = json.loads((stage / "dataset.json").read_text())
+    write_facts(to, "moments", {key: value for key, value in facts.items() if key not in FACTS_OF_FILES})
+    return to
+
+
+FACTS_OF_FILES = ("schema", "stage", "samples", "index_sha256", "keys_sha256", "keys_xxh64")
+OWN = [(5 * n + 3 + n // 6) % 8 for n in range(20)]  # in no order that a sample's number gives
+
+
+def test_a_stage_with_timesteps_of_its_own_is_seen_at_those_by_the_formulas_on_any_number_of_ranks(
+    stages, tiny_flux, tmp_path, monkeypatch
+):
+    """MLPerf publishes its samples in the order in which its GPUs have encoded them, each with its time beside it."""
+    stage = with_timesteps(stages["held_out"], tmp_path / "own", OWN)
+    validator = validator_on(stage, tiny_flux, 20, 4)
+    found, expected = validator.measure(), losses_by_the_formulas(tiny_flux, stage, OWN)
+    assert found["val_loss"] == pytest.approx(expected.mean().item(), rel=2e-5)
+    bins = [expected[[n for n in range(20) if OWN[n] == k]].mean().item() for k in range(8)]
+    assert found["val_loss_bins"] == pytest.approx(bins, rel=2e-5)
+    parts: dict[torch.dtype, list[torch.Tensor]] = {torch.float64: [], torch.int64: []}
+    for rank in (0, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr("composer.utils.dist.get_global_rank", lambda rank=rank: rank)
+            patch.setattr("composer.utils.dist.get_world_size", lambda: 2)
+            patch.setattr("composer.utils.dist.all_reduce", lambda part, **how: parts[part.dtype].append(part.clone()))
+            patch.setattr("composer.utils.dist.all_gather_object", lambda value: [value])
+            validator.measure()
+    assert sum(parts[torch.float64]).mean().item() == found["val_loss"]
+    assert sum(parts[torch.int64]).tolist() == OWN
+    spread = validator_on(stage, tiny_flux, 20, 4, times="thousandths").measure()
+    plain = validator_on(stages["held_out"], tiny_flux, 20, 4, times="thousandths").measure()
+    assert spread["val_loss"] == plain["val_loss"]  # which has no use for them
+
+
+def test_a_timestep_that_is_no_eighth_is_named(stages, tiny_flux, tmp_path):
+    stage = with_timesteps(stages["held_out"], tmp_path / "own", [*OWN[:7], 8, *OWN[8:]])
+    with pytest.raises(ValueError, match=r"^validation\.remote: sample 7 has the timestep 8\. Possible: 0 to 7\. Make"):
+        validator_on(stage, tiny_flux, 20, 4).measure()
 
 
 def test_two_ranks_measure_what_one_does_to_the_last_bit(validator_of, monkeypatch):

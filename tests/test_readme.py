@@ -77,11 +77,13 @@ def commands() -> Iterator[tuple[str, str]]:
 
 COMMANDS = {
     "prepare.shards": ("ShardsConfig", range(2, 100)),
+    "prepare.downloads": ("DownloadsConfig", range(1, 100)),
     "prepare.latents": ("LatentsConfig", range(2, 3)),
     "prepare.buckets": ("BucketsConfig", range(2, 3)),
     "prepare.adopt": ("AdoptConfig", range(1, 2)),
     "prepare.look": ("LookConfig", range(1, 3)),
     "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
+    "prepare.coco": ("CocoConfig", range(1, 2)),
     "bench.rows": ("RowsConfig", range(1)),
     "bench.micro": ("MicroConfig", range(1)),
     "bench.check": ("CheckConfig", range(1)),
@@ -134,6 +136,7 @@ RUN_BY = {
     "bench-check": "tests/test_check.py",
     "report": "tests/test_report.py",
     "gpu-latency": "tests/test_latency.py",
+    "download_assets": "tests/test_downloads.py",
     "env": "tests/test_locks.py",
     "lint": "tests/test_layout.py",
     "lock": "tests/test_locks.py",
@@ -275,6 +278,18 @@ def sentences(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_no_sentence_has_more_than_thirty_words(page):
     assert [sentence for sentence in sentences(PAGES[page]) if len(sentence.split()) > 30] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_empty_line_cuts_a_table(page):
+    rows = PAGES[page].splitlines()
+    heads = [n for n, row in enumerate(rows) if row.startswith("|") and not rows[n - 1].startswith("|")]
+    assert [rows[n] for n in heads if not re.match(r"\|[ :-]*-", rows[n + 1])] == []
+
+
+def test_every_sweep_is_on_its_page():
+    named = set(re.findall(r"`(\w+\.yaml)`", PAGES["docs/sweeps.md"]))
+    assert named == {path.name for path in (ROOT / "yamls/sweeps").glob("*.yaml")}
 
 
 def test_a_long_sentence_is_seen():

@@ -105,6 +105,53 @@ def test_the_command_draws_and_puts_the_table_between_a_page_s_marks(record, tmp
     assert "0.4500 (0.4000 to 0.5000)" in capsys.readouterr().out
 
 
+def test_a_run_without_a_validation_has_no_difference_and_the_others_have_theirs(record):
+    del record["runs"][0]["val_loss"]
+    rows = {row[:2]: row for row in study.table_of(record).rows}
+    assert rows["0.1", "bf16"][-1] == "+30.00" and rows["0.1", "fp32"][3] == "0.4000"
+
+
+def test_seeds_may_be_given_with_the_points(record):
+    given = study.table_of({**record, "of_points": ["seed", "precision"]})
+    assert given == study.table_of(record)
+    seeds = {**record, "axes": ["seed"], "of_points": ["seed"], "runs": record["runs"][:2]}
+    assert "loss over the first's, by seed" not in study.table_of(seeds).head
+
+
+def test_keys_of_one_last_part_stay_apart():
+    runs = [{**made_run(0.1, 1, "fp32", loss), "values": {key: 64}} for key, loss in (("a.px", 0.5), ("b.px", 0.7))]
+    table = study.table_of({**made_record(*runs), "axes": ["a.px", "b.px"], "of_points": ["a.px", "b.px"]})
+    assert table.head[:2] == ("a.px", "b.px") and [row[:3] for row in table.rows] == [
+        ("64", "-", "1"),
+        ("-", "64", "1"),
+    ]
+
+
+def test_a_line_looks_the_same_in_every_panel_and_is_in_the_legend(record, tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    record["runs"] += [made_run(lr, 1, "fp8", 0.3) for lr in (0.1, 0.2)]
+    for run in record["runs"]:
+        if run["values"]["optimizer.lr"] == 0.2 and run["values"]["precision"] == "bf16":
+            run["status"] = "failed"
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    study.draw(record, tmp_path / "x.png")
+    monkeypatch.undo()
+    colours = [{line.get_label(): line.get_color() for line in panel.get_lines()} for panel in figures[0].axes[:2]]
+    assert "precision=bf16" not in colours[1]
+    assert all(colours[0][label] == colour for label, colour in colours[1].items())
+    [legend] = filter(None, (panel.get_legend() for panel in figures[0].axes))
+    assert {text.get_text() for text in legend.get_texts()} == set(colours[0])
+    pyplot.close("all")
+
+
+def test_a_record_of_another_schema_is_refused(record, tmp_path, capsys):
+    (tmp_path / "x.json").write_text(json.dumps({**record, "schema": 2}))
+    assert study.main([f"{tmp_path}/x.json"]) == 2
+    assert f"{tmp_path}/x.json: is of schema 2. Possible: 1. Read it with" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"measured": "sweep", "axes": []}'])
 def test_what_is_no_record_is_refused(tmp_path, content, capsys):
     (tmp_path / "x.json").write_text(content)

@@ -8,6 +8,8 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,8 +113,11 @@ def test_the_command_line_gives_an_axis_other_values_and_each_run_other_keys(tmp
         ("matrix: [1]\n", [], "matrix is [1]. Possible: a mapping of keys to lists of values."),
         ("points: {seed: 1}\n", [], "points is {'seed': 1}. Possible: a list of mappings of keys to values."),
         ("matrix: {seed: [1]}\nlimit_sec: 0\n", [], "limit_sec is 0. Possible: 1 and up."),
+        ("matrix: {seed: [1]}\ngrows: seed\n", [], "grows is 'seed'. Possible: a list or null."),
+        (f"matrix: {{seed: {'[' * 60}\n", [], "cannot be read as YAML: line 2, column 64: it is nested more than"),
+        ("matrix: {seed: [1], seed: [2]}\n", [], "cannot be read as YAML: line 2, column 21: while constructing"),
         ("matrix: {seed: [1]}\nmax_run: 3\n", [], "unknown key 'max_run'. Did you mean 'max_runs'?"),
-        ("matrix: {seed: [1}\n", [], "cannot be read as YAML ("),
+        ("matrix: {seed: [1}\n", [], "cannot be read as YAML: line 2, column 18: while parsing"),
     ],
 )
 def test_a_file_that_is_no_sweep_says_what_is_wrong(tmp_path, text, words, message):
@@ -339,6 +344,17 @@ def test_a_row_of_another_identity_is_stale_and_its_run_is_moved_and_made_again(
     assert moved == [f"{name}-{row['identity'][:8]}-1" for name, row in before.items()]
 
 
+def test_no_stale_run_is_in_the_report_of_the_seeds(tmp_path, stand_in, monkeypatch):
+    path, given = written(tmp_path, "matrix: {seed: [1, 2]}\n"), []
+    monkeypatch.setattr(command, "is_of_mlperf", lambda *given: True)
+    monkeypatch.setattr(command.mlperf, "combine", lambda places, out: given.append([Path(p).name for p in places]))
+    assert stand_in(path, {}) == 0
+    assert stand_in(path, {}, "optimizer.lr=1e-3", "seed=1") == 0
+    assert stand_in(path, {}, "optimizer.lr=1e-3", "only=status:failed") == 0
+    assert [row["status"] for row in rows(tmp_path).values()] == ["ok", "stale"]
+    assert given == [["seed-1", "seed-2"], ["seed-1"], ["seed-1"]]
+
+
 def test_a_dry_run_writes_nothing_and_shows_the_commands(tmp_path, stand_in, capsys):
     path = written(tmp_path, "matrix: {seed: [1, 2]}\nranks: 2\n")
     assert stand_in(path, {}, "dry_run=true") == 0
@@ -346,6 +362,13 @@ def test_a_dry_run_writes_nothing_and_shows_the_commands(tmp_path, stand_in, cap
     assert not (tmp_path / "runs").exists()
     shown = [line for line in lines if line.startswith("composer -n 2 benchmark.py loggers.group=small ")]
     assert [line.split("seed=")[1].split()[0] for line in shown] == ["1", "2"]
+
+
+def test_the_commands_of_a_dry_run_are_words_of_a_shell(tmp_path, stand_in, capsys):
+    path = written(tmp_path, "matrix: {image_size: [[64, 64]], seed: [1]}\n")
+    assert stand_in(path, {}, "dry_run=true") == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("composer ")]
+    assert "image_size=[64, 64]" in shlex.split(line)
 
 
 def test_a_run_whose_folder_was_removed_is_run_again(tmp_path, stand_in):
@@ -395,6 +418,56 @@ def test_a_file_that_changes_while_it_runs_is_read_once_and_that_is_said(tmp_pat
     assert stand_in(path, {}) == 0
     assert f"{path}: it was changed since this call began." in capsys.readouterr().err
     assert list(rows(tmp_path)) == ["seed-1", "seed-2"]
+
+
+def test_what_ran_while_the_code_was_another_one_is_run_again(tmp_path, stand_in, capsys, monkeypatch):
+    """Of code that was edited for a while and restored the commit alone says nothing."""
+    path, keep = written(tmp_path, "matrix: {seed: [1, 2, 3]}\n"), command.keep
+
+    def edited(sweep, all_points, state):
+        found = keep(sweep, all_points, state)
+        changed = [row["status"] for row in found].count(OK) == 1  # from the end of the first to that of the second
+        for module in (command, running):
+            monkeypatch.setattr(module, "commit", lambda: "a" * 40 + "+changes" * changed)
+        return found
+
+    monkeypatch.setattr(command, "keep", edited)
+    assert stand_in(path, {}) == 0
+    assert [row["status"] for row in rows(tmp_path).values()] == ["ok", "ok", "ok"]
+    assert stand_in(path, {}, "dry_run=true") == 0
+    assert capsys.readouterr().out.count("seed-2  stale") == 1
+    assert stand_in(path, {}) == 0
+    lines = (tmp_path / "runs/sweeps/small/sweep.jsonl").read_text().splitlines()
+    assert [json.loads(line)["run"] for line in lines][6:] == ["seed-2"] * 2
+
+
+def test_code_that_changes_while_it_runs_is_said(tmp_path, stand_in, capsys, monkeypatch):
+    commits = iter("ab")
+    monkeypatch.setattr(command, "commit", lambda: next(commits, "b"))
+    assert stand_in(written(tmp_path, "matrix: {seed: [1]}\n"), {}) == 0
+    assert "small: the code was a and is b. The next call runs again what ran meanwhile." in capsys.readouterr().err
+
+
+def test_an_interrupt_while_no_run_goes_on_is_no_silent_exit(tmp_path, stand_in, monkeypatch):
+    monkeypatch.setattr(command, "finish", lambda *given: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, lambda *given: sys.exit(130))  # as Composer's
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stand_in(written(tmp_path, "matrix: {seed: [1]}\n"), {})
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_where_its_own_folder_is_taken_away_the_sweep_ends_with_a_line(tmp_path, stand_in, capsys, monkeypatch):
+    def removed(sweep, all_points, state):
+        shutil.rmtree(sweep.folder)
+        return []
+
+    monkeypatch.setattr(command, "keep", removed)
+    assert stand_in(written(tmp_path, "matrix: {seed: [1, 2]}\n"), {}) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"{tmp_path}/runs/sweeps/small: the sweep cannot go on: ")
+    assert said.endswith("Its runs are ended; the same command resumes them.")
 
 
 def test_where_the_table_cannot_be_written_the_runs_go_on(tmp_path, stand_in, capsys):
@@ -483,6 +556,24 @@ def test_runs_side_by_side_keep_their_shards_in_folders_of_their_own():
         {"remote": "/a", "local": "/b-3", "repeat": 2.0},
         {"remote": "/c"},
     ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        lambda folder: [running.SCORE, f"{folder}/now"],  # scores afterwards
+        lambda folder: [f"run_folder={folder}", "run_name=before"],  # of a point that the file has no more
+    ],
+)
+def test_what_goes_on_of_a_killed_sweep_is_ended_whatever_it_does(tmp_path, words):
+    state = State(tmp_path)
+    state.add(points.Point("before", {}, (), None, "1", None), "started")
+    left = subprocess.Popen(["bash", "-c", "sleep 60 & wait", *words(tmp_path)])
+    try:
+        running.end_left_overs(tmp_path, [*State(tmp_path).names, "now"])
+        assert left.poll() is not None
+    finally:
+        left.kill()
 
 
 # --- the table and the pictures ---

@@ -34,6 +34,7 @@ from stages.adopted import MappedReader
 from stages.dataset import Stage
 from stages.keys import are_in, key_digest
 from stages.mixture import Opened, StreamConfig
+from stages.moments import NUM_TIMESTEPS, TIMESTEP, MomentsStream
 from stages.stream import BatchStream
 from zoo.sampling import prompt_generator
 
@@ -55,7 +56,7 @@ class ValidationConfig:
     num_samples: int = limited(1000, 10)
     """The stage's first samples that are used; all, if it has fewer. With 1000, each of 1000 timesteps has one."""
     times: Literal["thousandths", "eighths"] = "thousandths"
-    """The time of sample n: thousandths spreads them evenly; eighths is (n mod 8) / 8, as MLPerf's FLUX.1 has it."""
+    """Time of sample n: thousandths spreads them evenly; eighths: its own timestep / 8, or (n mod 8) / 8 (MLPerf FLUX.1)."""
 
     @property
     def is_given(self) -> bool:
@@ -193,9 +194,20 @@ def thousandths_of(numbers: Sequence[int]) -> Tensor:  # -> (B,) int64 in [0, 10
 def eighths_of(numbers: Sequence[int]) -> Tensor:  # -> (B,) int64 in [0, 1000)
     """Return the same as MLPerf's FLUX.1 has it: of any eight samples in a row each eighth, from 0 to 7/8, has one.
 
-    mlcommons/training at 1c759d08, text_to_image/README.md, quality metric: the samples take the eight times in turn.
+    mlcommons/training at 1c759d08, text_to_image/README.md, quality metric: the samples take the eight times in turn. That
+    is of its table, which is sorted by id; a stage of moments in another order has the column TIMESTEP, which comes first.
     """
     return torch.tensor([125 * (number % 8) for number in numbers])
+
+
+def reads_timesteps(dataset: BatchStream) -> bool:
+    """Have a stage of moments give its TIMESTEP, if it has that column, with each batch; return whether it does."""
+    shard: Any = dataset.shards[0]
+    encodings = dict(zip(getattr(shard, "column_names", ()), getattr(shard, "column_encodings", ()), strict=True))
+    if not isinstance(dataset, MomentsStream) or encodings.get(TIMESTEP) != "int":
+        return False
+    dataset.columns = [{**of_stream, TIMESTEP: ((), "int64", "int64")} for of_stream in dataset.columns]
+    return True
 
 
 TIMES: dict[str, tuple[Callable[[Sequence[int]], Tensor], int]] = {
@@ -242,6 +254,7 @@ class Validator:
         self.model, self.dataset, self.num_samples, self.chunk, self.signal = model, dataset, num_samples, chunk, signal
         self.times, (of_numbers, self.num_bins) = times, TIMES[times]
         self.bins = of_numbers(range(num_samples)) * self.num_bins // 1000
+        self.has_timesteps = times == "eighths" and reads_timesteps(dataset)
         self.bad: dict[int, str] = {}
 
     def measure(self) -> dict[str, Any]:
@@ -254,16 +267,19 @@ class Validator:
         began = time.monotonic()
         begins = range(0, self.num_samples, self.chunk)[dist.get_global_rank() :: dist.get_world_size()]
         errors = torch.zeros(self.num_samples, dtype=torch.float64)
+        timesteps = torch.zeros(self.num_samples, dtype=torch.int64)
         hearing = Hearing(self.signal, len(begins), in_step=self.model.in_step)
         for begin in hearing.pieces(begins):
             if hearing.heard():
                 break
             first = begin or 0
             places = range(first, min(first + self.chunk, self.num_samples))
-            found = self._errors_of(places)
+            found, own = self._errors_of(places)
             if begin is None:  # others in step are not through
                 continue
             errors[begin : places.stop] = found
+            if own is not None:
+                timesteps[begin : places.stop] = own
             hearing.done()
         if number := hearing.agreed():
             log.info("validation: stopped by a signal; the next start measures it anew.")
@@ -272,6 +288,10 @@ class Validator:
         errors = errors.to(self.model.device)
         dist.all_reduce(errors, reduce_operation="SUM")
         errors = errors.cpu()
+        if self.has_timesteps:
+            timesteps = timesteps.to(self.model.device)
+            dist.all_reduce(timesteps, reduce_operation="SUM")
+            self.bins = timesteps.cpu()
         of_bins = [errors[self.bins == number] for number in range(self.num_bins)]
         return {
             "val_loss": errors.mean().item(),
@@ -280,8 +300,11 @@ class Validator:
             "val_sec": time.monotonic() - began,
         }
 
-    def _errors_of(self, places: range) -> Tensor:  # -> (N,) float64
-        """Return the errors of some samples. A short chunk is filled up with its last one: every pass has one shape."""
+    def _errors_of(self, places: range) -> tuple[Tensor, Tensor | None]:  # -> (N,) float64, (N,) int64
+        """Return the errors of some samples, and the stage's own eighths at which they were seen, if it has some.
+
+        A short chunk is filled up with its last one: every pass has one shape.
+        """
         model, numbers = self.model, [*places, *[places[-1]] * (self.chunk - len(places))]
         columns = self.dataset.read_batch(np.array(numbers, np.int64))
         for number, key, reason in columns.pop("bad"):
@@ -289,8 +312,15 @@ class Validator:
                 given = f"sample {number:,} ({printable(key)}) cannot be used: {reason}"
                 log.info(f"validation: {given}. The next good one of its shard takes its place.", extra=EVERY_RANK)
                 self.bad[number] = reason
+        own = columns.pop(TIMESTEP, None)
         columns |= fixed_draws(model, numbers, self.times)
+        if own is not None:
+            if (wrong := (own < 0) | (own >= NUM_TIMESTEPS)).any():
+                first = numbers[int(wrong.nonzero()[0])]
+                text = f"validation.remote: sample {first:,} has the timestep {own[wrong][0]}. Possible: 0 to 7"
+                raise ValueError(f"{text}. Make the stage again, or say validation.times=thousandths.")
+            columns["times"] = model.objective.times_at(125 * own)
         batch = {name: column.to(model.device) for name, column in columns.items()}
         with torch.no_grad(), evaluating(model.denoiser), model.autocast():
             errors = model.errors(model(batch))
-        return errors[: len(places)].double().cpu()
+        return errors[: len(places)].double().cpu(), None if own is None else own[: len(places)]

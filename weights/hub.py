@@ -126,6 +126,13 @@ def look(text: str, need: Need) -> Found:
     return replace(found, notes=notes)
 
 
+def in_cache(text: str, need: Need) -> Found | None:
+    """Return what a name leads to where the cache has all that is needed of it; nobody is asked."""
+    given = parse(text)
+    assert given is not None, text
+    return _in_cache(given, need) or _in_cache(replace(given, repo=MIRRORS.get(given.repo, given.repo)), need)
+
+
 def _notes(text: str, name: Name, need: Need) -> tuple[str, ...]:
     """Return what to say of a name where it is first given."""
     original = next((old for old, new in MIRRORS.items() if new == name.repo), None)

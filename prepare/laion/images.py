@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import tarfile
 from collections import Counter
@@ -73,7 +74,7 @@ def settings_of(config: ImagesConfig) -> dict[str, Any]:
 def bring_all(config: LaionConfig, run: Run) -> dict[str, Any]:
     """Make the stage, or what is missing of it; return its account."""
     needed("pyarrow")
-    needed("img2dataset.downloader")
+    img2dataset("downloader")
     place, (parts, inputs) = Folder(str(config.inside(TARS))), find_parts(config)
     names = [name_of(number) for number in range(len(parts))]
     with place.only_writer():
@@ -163,10 +164,18 @@ def _as_texts(column: Any) -> Any:
     return needed("pyarrow").array(list(values), needed("pyarrow").string())
 
 
+def img2dataset(name: str) -> Any:
+    """Return a module of it. Raises Refused: it is not installed."""
+    os.environ.setdefault(
+        "NO_ALBUMENTATIONS_UPDATE", "1"
+    )  # which it imports, and which asks PyPI for its newest version
+    return needed(f"img2dataset.{name}")
+
+
 def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> Any:
     """Return img2dataset's Downloader, which writes one tar into a folder."""
     config = way.images
-    downloader, resizer, writer = (needed(f"img2dataset.{name}") for name in ("downloader", "resizer", "writer"))
+    downloader, resizer, writer = map(img2dataset, ("downloader", "resizer", "writer"))
     return downloader.Downloader(
         sample_writer_class=writer.WebDatasetSampleWriter,
         resizer=resizer.Resizer(

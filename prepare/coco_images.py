@@ -1,0 +1,202 @@
+"""COCO's images, read from the zip or a folder, and written at one size: as files, or as tars for prepare.shards.
+
+PIL decodes, resizes and encodes without Python's lock, so that threads are enough, and a killed command leaves none behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+from tqdm import tqdm
+
+from cli.errors import Failed, Refused
+from cli.files import to_disk, whole, write_whole
+from prepare.coco_subset import image_name
+from stages.moments import TIMESTEP
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SAMPLES_PER_TAR = 1000
+MAX_BYTES = 2**26  # of an image's file; COCO's largest has less than one MiB
+NAMED = 5
+FETCH = "Give COCO's whole val2014.zip, or a folder with all of its images"
+
+
+class Pictures:
+    """Images by name, in a zip or a folder. Several threads may read.
+
+    Raises:
+        Refused: it is no whole zip, or no folder.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._zip: zipfile.ZipFile | None = None
+        if path.is_dir():
+            inner = path / "val2014"
+            folder = inner if inner.is_dir() else path
+            self._members: dict[str, Any] = {entry.name: Path(entry.path) for entry in os.scandir(folder)}
+            return
+        try:
+            self._zip = zipfile.ZipFile(path)
+        except (OSError, zipfile.BadZipFile) as error:
+            why = getattr(error, "strerror", None) or f"it is no whole zip: {error}"
+            raise Refused(f"images: {path} cannot be read: {why}. {FETCH}.") from error
+        self._members = {Path(member.filename).name: member for member in self._zip.infolist() if not member.is_dir()}
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise Refused if an image is not there."""
+        if missing := sorted(set(names) - self._members.keys()):
+            raise Refused(f"images: {self.path} lacks {len(missing):,} of the images: {_some(missing)}. {FETCH}.")
+
+    def read(self, name: str) -> bytes:
+        """Return an image's file. Raises OSError, ValueError, zipfile.BadZipFile, zlib.error: it is damaged."""
+        member = self._members[name]
+        size = member.stat().st_size if self._zip is None else member.file_size
+        if size > MAX_BYTES:
+            raise ValueError(f"has {size:,} bytes; at most {MAX_BYTES:,} are read")
+        return member.read_bytes() if self._zip is None else self._zip.read(member)
+
+
+def resized(content: bytes, size: int, kind: str) -> bytes:
+    """Return an image's file at size x size px, by PIL's bicubic, as the references make it.
+
+    Args:
+        kind: JPEG or PNG, with PIL's defaults.
+
+    Raises:
+        Exception: whatever PIL raises for a damaged one.
+    """
+    with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
+        made = image.resize((size, size), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    made.save(file, kind)
+    return file.getvalue()
+
+
+def write_images(folder: Path, table: DataFrame, pictures: Callable[[], Pictures], size: int, workers: int) -> str:
+    """Write each row's image into the folder, those that are not there yet; return what there is, for people.
+
+    Args:
+        table: with image_id.
+        pictures: opens COCO's own; called only if some are to be made.
+        size: side in px.
+        workers: threads.
+
+    Raises:
+        Refused: COCO's own are not all there.
+        Failed: some are unreadable; the others are made.
+        OSError: the folder cannot be written.
+    """
+    names = [image_name(number) for number in table["image_id"]]
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = _missing(folder, names)
+    if todo:
+        source = pictures()
+        source.check(todo)
+
+        def make(name: str) -> str | None:
+            content, problem = _made(source, name, size, "JPEG")
+            if content is not None:
+                write_whole(folder / name, content)
+            return problem
+
+        _in_threads(make, todo, len(todo), workers)
+        to_disk(folder)
+    return f"{len(names):,} of {size} x {size} px in {folder}, {len(todo):,} of them made now"
+
+
+def write_tars(folder: Path, table: DataFrame, pictures: Callable[[], Pictures], size: int, workers: int) -> str:
+    """Write each row's image, caption and facts into tars of 1,000, as the reference of FLUX.1 does; see `write_images`.
+
+    A sample's key is its image_id with twelve digits. Its JSON has id, caption, filename and timestep.
+    """
+    rows = list(table[["image_id", "caption", TIMESTEP]].itertuples(index=False, name=None))
+    shards = {
+        f"shard_{n // SAMPLES_PER_TAR:05d}.tar": rows[n : n + SAMPLES_PER_TAR]
+        for n in range(0, len(rows), SAMPLES_PER_TAR)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = _missing(folder, list(shards))
+    if todo:
+        source = pictures()
+        source.check(image_name(row[0]) for name in todo for row in shards[name])
+        with tqdm(total=sum(len(shards[name]) for name in todo), unit=" images", desc="resize") as progress:
+            for name in todo:
+                with whole(folder / name) as temporary, tarfile.open(temporary, "w") as tar:
+                    _fill(tar, shards[name], source, size, workers, progress.update)
+        to_disk(folder)
+    return f"{len(rows):,} of {size} x {size} px in {len(shards):,} tars in {folder}, {len(todo):,} of them made now"
+
+
+def _fill(
+    tar: tarfile.TarFile, rows: Sequence[Any], source: Pictures, size: int, workers: int, done: Callable[[int], Any]
+) -> None:
+    """Write the samples of one tar, in order. Raises Failed: an image is unreadable."""
+    make, problems = functools.partial(_made, source, size=size, kind="PNG"), []
+    with ThreadPoolExecutor(workers) as pool:
+        made = pool.map(make, [image_name(row[0]) for row in rows])
+        for (image_id, caption, timestep), (content, problem) in zip(rows, made, strict=True):
+            done(1)
+            if content is None:
+                problems.append(problem)
+                continue
+            key, name = f"{image_id:012}", image_name(image_id, "png")
+            facts = {"id": str(image_id), "caption": caption, "filename": name, TIMESTEP: timestep}
+            files = {"png": content, "txt": caption.encode(), "json": json.dumps(facts, indent=2).encode()}
+            for suffix, text in files.items():
+                about = tarfile.TarInfo(f"{key}.{suffix}")
+                about.size = len(text)
+                tar.addfile(about, io.BytesIO(text))
+    if problems:
+        raise _failed(problems)
+
+
+def _made(source: Pictures, name: str, size: int, kind: str) -> tuple[bytes | None, str | None]:
+    """Return an image's file at its size, or what is wrong with it."""
+    try:
+        return resized(source.read(name), size, kind), None
+    except Exception as error:  # decoders raise a dozen classes
+        return None, f"{name} ({type(error).__name__}: {error})"
+
+
+def _missing(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the names that the folder lacks, in order; remove what a killed command has left half written."""
+    for left in folder.glob(".*.tmp"):
+        left.unlink()
+    there = {entry.name for entry in os.scandir(folder)}
+    return [name for name in names if name not in there]
+
+
+def _in_threads(make: Callable[[str], str | None], names: Sequence[str], total: int, workers: int) -> None:
+    """Call `make` for each name. Raises Failed: it returned problems; OSError: what it raised."""
+    problems = []
+    with ThreadPoolExecutor(workers) as pool, tqdm(total=total, unit=" images", desc="resize") as progress:
+        try:
+            for future in as_completed([pool.submit(make, name) for name in names]):
+                problems += [problem] if (problem := future.result()) else []
+                progress.update()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if problems:
+        raise _failed(sorted(problems))
+
+
+def _failed(problems: Sequence[str]) -> Failed:
+    given = f"images: {len(problems):,} cannot be read: {_some(problems)}"
+    return Failed(f"{given}. {FETCH}. What is done stays; the same command resumes from there.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
