@@ -13,6 +13,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -26,7 +28,7 @@ from cli.errors import ROOT, ConfigError, Failed, Refused
 from cli.log import log
 from prepare.names import GO_ON, part_name
 
-FIND_SEC = 5.0  # for a cluster's head to answer at its port
+FIND_SEC, ANSWER_SEC = 5.0, 20.0  # for somebody to listen at the head's port, and for a cluster to answer there
 SILENCE_SEC, AGAIN_SEC = 60.0, 300.0  # until it is told that no worker has started, and told again
 TRIES = 5  # of a part whose worker died, after the first: more such deaths have a reason that stays
 NOT_SHIPPED = ["/bench", "/reports/results", "/reports/predecessor", "__pycache__"]
@@ -91,18 +93,28 @@ def connected(address: str) -> Iterator[Any]:
 
 
 def _find(address: str) -> None:
-    """Refuse an address at which nobody listens: Ray itself tries it for minutes."""
+    """Refuse an address where no cluster answers: Ray itself would try for minutes, and then end the process."""
     given = os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
     host, _, port = given.rpartition(":")
-    if not host or "://" in given or not port.isdecimal():
-        return  # Ray looks for a cluster of this machine, or says what is wrong
+    if host and "/" not in given and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=FIND_SEC).close()
+        except OSError as error:
+            _refuse(given, f"{type(error).__name__}: {error}", error)
+    words = [sys.executable, "-m", "ray.scripts.scripts", "health-check", *(["--address", given] if host else [])]
     try:
-        socket.create_connection((host, int(port)), timeout=FIND_SEC).close()
-    except OSError as error:
-        _refuse(given, f"{type(error).__name__}: {error}", error)
+        same = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # where Ray was found
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=ANSWER_SEC, stdin=subprocess.DEVNULL, env=same
+        )
+    except subprocess.TimeoutExpired as error:
+        _refuse(given, f"none has answered for {ANSWER_SEC:.0f} s", error)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        _refuse(given, last.partition(". ")[0])
 
 
-def _refuse(address: str, why: str, error: Exception) -> NoReturn:
+def _refuse(address: str, why: str, error: Exception | None = None) -> NoReturn:
     todo = "Start one with `ray start --head`, on further nodes `ray start --address=HOST:PORT`, or give its address"
     raise Refused(f"ray: no cluster at {address} ({why.rstrip('.')}). {todo}.") from error
 
