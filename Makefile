@@ -313,7 +313,7 @@ gpu-families:  ## on a GPU machine: SDXL at 1024 px, FLUX.1 at 512 and 256 px, s
 gpu-latency:  ## on a GPU machine: seconds from caption to image of SD2 and SD 1.5, beside diffusers' pipeline -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.latency results=reports/results/latency_gpu.json
 
-bench-check: $(STAMP)  ## what became slower since the committed records, their code and today's in turns: half an hour and more (KEYS=rounds=3)
+bench-check: $(STAMP)  ## what became slower since the committed records, their code and today's in turns: about an hour (KEYS=rounds=3)
 	CUDA_VISIBLE_DEVICES= $(PY) -m bench.check $(KEYS)
 
 report: $(STAMP)  ## write what README and docs/ show anew, from committed records: tables of keys and of figures, and all pictures

@@ -1,6 +1,6 @@
 """Say what has become slower: today's code beside that of the committed records, in turns on this machine.
 
-    make bench-check                                          # micro parts and rungs of the CPU ladder: half an hour and more
+    make bench-check                                          # micro parts and rungs of the CPU ladder: about an hour
     python -m bench.check parts=ema,moments rungs=none        # some of them
     python -m bench.check commit=main rounds=7                # beside the code of a commit
     python -m bench.check other=/src/easel-old                # beside another checkout, where there is no history

@@ -136,8 +136,8 @@ class Runner:
         is_ok = code == 0 and (folder / SUMMARY).is_file()
         status = OK if is_ok else processes.status_of(code, said)
         message = "" if is_ok else message_of(status, code, said, folder, self.sweep.own.limit_sec)
-        code = one.code if (now := commit()) == one.code else f"{one.code} to {now}"
-        self.state.add(one.point, status, seconds=round(seconds, 1), message=message, commit=code)
+        made_of = one.code if (now := commit()) == one.code else f"{one.code} to {now}"
+        self.state.add(one.point, status, seconds=round(seconds, 1), message=message, commit=made_of)
         one.ended = (status, seconds)
         return True
 

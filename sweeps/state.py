@@ -3,7 +3,7 @@
 NAME/sweep.jsonl        the lines; the last one of a run counts
      RUN/               the run of a point (callbacks/run_record.py says what is in it)
      logs/RUN.txt       all that its processes said, of every start
-     stale/             runs of other configurations, data or code, which had the names of today's
+     stale/             runs of other configurations, data or code with the names of today's, and ok ones that were begun anew
      summary.csv, *.png, page.html
 """
 
@@ -96,8 +96,11 @@ class State:
         return PENDING, said
 
     def put_aside(self, point: Point) -> None:
-        """Move what has a point's name and is not of this point; of a run the folder, and all that it said."""
-        if self.is_begun(point):
+        """Move what has a point's name and is not of this point, or is ok: no start would change it.
+
+        Of a run that is the folder, and all that it said.
+        """
+        if self.is_begun(point) and self.line_of(point).get("status") != OK:
             return
         before = str(self._last.get(point.name, {}).get("identity", "unknown"))[:8]
         for place, suffix in ((self.folder / point.name, ""), (self.folder / LOGS / f"{point.name}.txt", ".txt")):
@@ -109,4 +112,4 @@ class State:
             free = next(there / name for name in names if not (there / name).exists())
             place.rename(free)
             if not suffix:
-                log.info(f"{point.name}: a run of another identity lay there; it is now {free}")
+                log.info(f"{point.name}: an earlier run lay there; it is now {free}")

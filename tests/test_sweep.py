@@ -324,8 +324,11 @@ def test_a_call_runs_what_has_no_row_and_only_runs_again_what_it_is_told(tmp_pat
     assert [row["status"] for row in rows(tmp_path).values()] == ["ok", "failed", "ok"]
     assert stand_in(path, {}, "only=status:error") == 0
     assert counts(tmp_path) == {"seed-1": 1, "seed-2": 1, "seed-3": 1}
-    assert stand_in(path, {}, "only=status:ok") == 0
-    assert counts(tmp_path) == {"seed-1": 2, "seed-2": 2, "seed-3": 2}
+    lines = num_lines(tmp_path / "runs/sweeps/small/sweep.jsonl")
+    assert stand_in(path, {}, "only=status:ok") == 0  # a finished run would only say that it is: they begin anew
+    assert num_lines(tmp_path / "runs/sweeps/small/sweep.jsonl") == lines + 6
+    assert counts(tmp_path) == {"seed-1": 1, "seed-2": 1, "seed-3": 1}
+    assert len(list((tmp_path / "runs/sweeps/small" / STALE).glob("*/count"))) == 3
 
 
 def test_a_row_of_another_identity_is_stale_and_its_run_is_moved_and_made_again(tmp_path, stand_in, capsys):
@@ -502,8 +505,11 @@ def test_half_a_line_that_a_killed_sweep_left_is_passed_over(tmp_path, stand_in)
     assert stand_in(path, {}) == 0
     with open(tmp_path / "runs/sweeps/small/sweep.jsonl", "a") as lines:
         lines.write('{"run": "seed-1", "ident')
+    before = rows(tmp_path)
+    assert stand_in(path, {}) == 0
+    assert rows(tmp_path) == before and counts(tmp_path) == {"seed-1": 1, "seed-2": 1}
     assert stand_in(path, {}, "only=status:ok") == 0
-    assert counts(tmp_path) == {"seed-1": 2, "seed-2": 2}
+    assert num_lines(tmp_path / "runs/sweeps/small/sweep.jsonl") == 8
 
 
 def test_one_value_on_an_axis_is_allowed_and_said(tmp_path, stand_in, capsys):
