@@ -73,6 +73,7 @@ from prepare.parts import (
 from prepare.places import Place, open_place, out_problem
 from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, column_of, read_captions
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source, SourceError
+from prepare.tables import Lines
 from prepare.videos import VIDEO_COLUMNS, video_row
 from prepare.words import read_words
 from stages.dataset import is_remote
@@ -400,6 +401,9 @@ def _run(argv: Sequence[str], folder: Path) -> int:
             problems.append(str(error))
         problem = out_problem(paths[-1], [path for path in paths[:-1] if is_remote(path) or Path(path).is_dir()])
         problems += [problem] if problem else []
+    if config.engine != "local" and any(isinstance(one, Lines) and one.path.is_relative_to(folder) for one in sources):
+        what = "SOURCE: CSV files and JSON lines at s3:// are read from a copy on this machine, which other nodes do not see"
+        problems.append(f"{what}. Possible with engine=ray: a folder that all nodes share; Parquet at s3://; tars.")
     if problems:
         raise ConfigError(problems)
     try:

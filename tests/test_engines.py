@@ -98,6 +98,16 @@ def test_the_keys_say_what_does_not_go_together(tars, stage, tmp_path, monkeypat
     assert not Path(out).exists()
 
 
+def test_a_table_in_a_store_is_refused_where_other_nodes_would_read_a_copy_of_it(in_store, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_text("image,caption\na.jpg,x\n")
+    assert shards.main([in_store(tmp_path / "in", "csv") + "/a.csv", str(tmp_path / "out"), "engine=ray"]) == 2
+    assert capsys.readouterr().err == (
+        "SOURCE: CSV files and JSON lines at s3:// are read from a copy on this machine, which other nodes do not see. "
+        "Possible with engine=ray: a folder that all nodes share; Parquet at s3://; tars.\n"
+    )
+
+
 def test_without_ray_it_is_said_how_to_install_it(tars, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert shards.main([str(tars), str(tmp_path / "out"), "engine=ray"]) == 2
