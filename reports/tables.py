@@ -317,37 +317,6 @@ def table_of_rows(record: Record) -> Table:
     return Table(title, head, "lrrr", rows)
 
 
-# --- bench.prepare ---
-
-ENGINES = {
-    "shards_local": "tar -> images, processes",
-    "shards_ray": "tar -> images, Ray",
-    "latents": "images -> moments",
-}
-
-
-def table_of_prepare(record: Record) -> Table:
-    """A row for each command and engine; the parts of the time are those of one process."""
-    config, load = record["config"], f"{record['load_average_before']:g} to {record['load_average_after']:g}"
-    title = f"{config['num_images']:,} pictures with {config['workers']} workers"
-    title += f", {config['num_encoded']:,} encoded by one ({config['preset']}, {config['image_size']} px)"
-    title += f"; {config['rounds']} rounds; load average {load}. "
-    if "ray_over_local" in record:
-        title += f"Ray against processes: {spread(record, 'ray_over_local', '.2f')}. "
-    title += (
-        f"A sample's moments take {record['bytes_ours']:,.0f} bytes, the reference's {record['bytes_reference']:,.0f}:"
-    )
-    rows: list[Row] = []
-    for name, shown in ENGINES.items():
-        if f"{name}_per_sec" not in record:
-            continue
-        parts = (record.get(f"{name.partition('_')[0]}_{kind}_frac") for kind in ("decode", "encode", "write"))
-        alone = name != "shards_ray"
-        shares = (None if part is None or not alone else f"{part:.1%}" for part in parts)
-        rows.append((shown, spread(record, f"{name}_per_sec", ",.2f"), *shares))
-    return Table(title, ("command", "samples/s", "decode", "encode", "write"), "lrrrr", rows)
-
-
 TABLES: dict[str, Callable[[Record], Table]] = {
     "step": table_of_step,
     "scale": table_of_scale,
@@ -358,7 +327,6 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "video": table_of_video,
     "motion": table_of_motion,
     "rows_speed": table_of_rows,
-    "prepare_speed": table_of_prepare,
 }
 """What a record says that it has measured -> its table."""
 
