@@ -86,7 +86,7 @@ def test_the_keys_say_what_does_not_go_together(tars, stage, tmp_path, monkeypat
     assert shards.main([str(tars), out, "ray=10.0.0.1:6379"]) == 2
     assert shards.main([str(tars), out, "engine=ray", "ray=ray://10.0.0.1:10001"]) == 2
     assert latents.main([str(stage), out, *KEYS, "actors=2"]) == 2
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(engines.dist, "get_world_size", lambda: 2)
     assert latents.main([str(stage), out, *KEYS, "engine=ray"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "ray: 10.0.0.1:6379 is given, but engine is local. Give engine=ray, or leave it out.",

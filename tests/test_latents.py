@@ -286,8 +286,8 @@ def test_two_ranks_killed_and_started_again_on_one_make_the_bytes_of_one(stage, 
     assert tree(tmp_path / "two") == tree(unbroken)
     assert "read 48 samples, wrote 48, skipped 0; " in done.stdout
 
-    slow = "import time, prepare.latents as l; m = l.make_part\n"
-    slow += "l.make_part = lambda *a: (m(*a), time.sleep(1))\nimport sys; sys.exit(l.main(sys.argv[1:]))\n"
+    slow = "import time, prepare.latents as l, prepare.latent_parts as p; m = p.make_part\n"
+    slow += "p.make_part = lambda *a: (m(*a), time.sleep(1))\nimport sys; sys.exit(l.main(sys.argv[1:]))\n"
     (tmp_path / "slow.py").write_text(slow)  # a second between parts, in which to be killed
     with started("composer", "-n", "2", str(tmp_path / "slow.py"), *words[2:]):
         while not list((tmp_path / "out").glob("*/part.json")):
