@@ -87,8 +87,8 @@ class ImagesConfig:
     exif: bool = False
     """Keep what the camera wrote in the metadata."""
     min_success: float = limited(0.05, 0, 1)
-    """Least fraction of a part's rows that have to arrive, rounded down to whole rows. Below it the network is at fault, and
-    the part is not kept."""
+    """Least fraction of a part's rows, rounded down, that has to arrive. Below it the network is at fault, and the part is
+    not kept."""
 
 
 @dataclass(frozen=True)
