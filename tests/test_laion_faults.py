@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -194,3 +195,18 @@ def test_addresses_whose_parts_have_one_name_or_are_on_no_host_are_refused(folde
     assert problem.text.startswith(f"metadata.urls: {urls} has no number of a part in its last name.")
     assert call("metadata", f"folder={folder}", "metadata.urls=ftp://a/{part}.parquet") == 2
     assert "metadata.urls: 0.parquet: its addresses are " in capsys.readouterr().err
+
+
+def test_a_disk_that_takes_no_more_ends_with_a_line_and_the_same_command_goes_on(folder, capsys):
+    import resource
+
+    write(folder, "a", URL=[hashlib.sha256(b"%d" % number).hexdigest() for number in range(2000)], TEXT=["a"] * 2000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert call("filter", f"folder={folder}", "workers=1") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"Look at the disk of {folder}. What is done stays; " in capsys.readouterr().err
+    assert call("filter", f"folder={folder}", "workers=1") == 0
+    assert len(left(folder)) == 2000
