@@ -143,7 +143,7 @@ test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data 
 test-cluster: $(STAMP)  ## prepare.laion, and two Ray nodes of which one dies, with pyarrow, ray and img2dataset, installed beside the environment
 	test -e $(VENV)/$(CLUSTER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(CLUSTER) -r requirements/prepare.lock
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(CLUSTER) PATH="$(abspath $(VENV))/bin:$$PATH" \
-	  bash -c '$(PY) -m pytest -q tests/test_laion.py && $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py tests/test_laion_way.py -k "$(ONLY)"'
+	  bash -c '$(PY) -m pytest -q tests/test_laion.py tests/test_laion_faults.py && $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py tests/test_laion_way.py -k "$(ONLY)"'
 
 test-loggers: $(STAMP)  ## loggers.mlflow and the dashboard of W&B, with mlflow and wandb-workspaces, installed beside the environment
 	test -e $(VENV)/$(LOGGERS) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(LOGGERS) -r requirements/loggers.lock

@@ -209,7 +209,7 @@ def test_bad_keys_are_named(capsys):
     assert call("filter") == 2
     assert capsys.readouterr().err == "folder: not given. Give the folder of the metadata, rows and tars.\n"
     [problem] = check(LaionConfig(folder="a", metadata=MetadataConfig(urls="http://a/part.parquet")))
-    assert problem.text.startswith("metadata.urls: http://a/part.parquet has no number of a part.")
+    assert problem.text.startswith("metadata.urls: http://a/part.parquet has no number of a part in its last name.")
 
 
 def test_a_sections_words_are_what_differs_from_its_command_s_defaults():

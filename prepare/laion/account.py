@@ -14,6 +14,8 @@ from prepare.laion.config import FILTERED, METADATA, TARS, LaionConfig
 from prepare.places import Folder, open_place
 from stages.dataset import FACTS_FILE
 
+STAGES = ("metadata", "filter", "images", "shards", "latents")
+
 
 @dataclass(frozen=True)
 class Account:
@@ -42,8 +44,8 @@ def of_metadata(config: LaionConfig) -> Account:
         try:
             with filter.open_table(path) as table:
                 rows += table.metadata.num_rows
-        except ValueError as error:
-            raise Failed(str(error)) from error
+        except (OSError, ValueError) as error:
+            raise Failed(f"metadata: {error}") from error
     return Account("metadata", rows, rows, {}, sum(path.stat().st_size for path in paths))
 
 
@@ -88,7 +90,16 @@ def all_accounts(config: LaionConfig) -> tuple[list[Account], list[str]]:
             found.append(make())
         except (OSError, Refused) as error:
             missing.append(f"{name}: not finished ({str(error).splitlines()[0].rstrip('.')})")
+        except (ValueError, KeyError, TypeError) as error:
+            text = f"account: {name}: a file of it is damaged: {type(error).__name__}: {error}"
+            raise Failed(f"{text}. Remove the folder of this stage, and make it anew.") from error
     return found, missing
+
+
+def without_account(accounts: Sequence[Account]) -> list[str]:
+    """Return the stages between the first and the last one that have none: their files were removed to make room."""
+    there = [STAGES.index(account.stage) for account in accounts]
+    return [STAGES[number] for number in range(min(there), max(there)) if number not in there]
 
 
 def check_accounts(accounts: Sequence[Account]) -> None:
@@ -98,6 +109,6 @@ def check_accounts(accounts: Sequence[Account]) -> None:
         if gone:
             raise Failed(f"account: {account.stage}: {gone:,} of {account.rows:,} rows are unaccounted for.")
     for before, after in itertools.pairwise(accounts):
-        if before.kept != after.rows:
+        if not without_account([before, after]) and before.kept != after.rows:
             text = f"account: {before.stage} left {before.kept:,} rows, {after.stage} read {after.rows:,}"
             raise Failed(f"{text}. They are of different commands: make {after.stage} anew.")

@@ -35,12 +35,12 @@ from cli.errors import ConfigError, Failed
 from config import flat, load, to_yaml
 from prepare import latents, shards
 from prepare.laion import account, filter, images, metadata
-from prepare.laion.account import Account
+from prepare.laion.account import STAGES, Account
 from prepare.laion.config import TARS, LaionConfig, check
+from prepare.parts import GO_ON
 from record import processes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-STAGES = ("metadata", "filter", "images", "shards", "latents")
 
 
 @command(__doc__)
@@ -57,7 +57,10 @@ def main(argv: Sequence[str]) -> int:
     if what == "account":
         return show_account(config)
     for stage in STAGES if what == "all" else [what]:
-        code = MAKERS[stage](config)
+        try:
+            code = MAKERS[stage](config)
+        except OSError as error:
+            raise Failed(f"{stage}: {error}. Look at the disk of {config.folder}. {GO_ON}.") from error
         if code:
             return code
     return show_account(config) if what == "all" else 0
@@ -81,6 +84,9 @@ def show_account(config: LaionConfig) -> int:
     if not accounts:
         raise Failed(f"account: nothing is finished in {config.folder}.")
     first, last = accounts[0], accounts[-1]
+    if between := account.without_account(accounts):
+        print(f"{', '.join(between)}: removed, or made anew; what it has left out is not known")
+        return 0
     print(f"all {first.rows:,} rows are accounted for: {last.kept:,} are left after {last.stage}")
     return 0
 

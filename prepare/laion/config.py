@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
+from urllib.parse import urlsplit
 
 from cli.command_line import Problem
 from cli.limits import limited, prose
@@ -86,7 +87,8 @@ class ImagesConfig:
     exif: bool = False
     """Keep what the camera wrote in the metadata."""
     min_success: float = limited(0.05, 0, 1)
-    """Least fraction of a part's rows that have to arrive. Below it the network is at fault, and the part is not kept."""
+    """Least fraction of a part's rows, rounded down, that has to arrive. Below it the network is at fault, and the part is
+    not kept."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,15 @@ def check(config: LaionConfig) -> list[Problem]:
     if config.folder is None:
         found.append(Problem("folder: not given. Give the folder of the metadata, rows and tars.", ("folder",)))
     if config.metadata.urls is not None:
+        todo = "Write {part} or {part:05d} in its place"
         try:
-            same = config.metadata.urls.format(part=0) == config.metadata.urls.format(part=1)
-        except (ValueError, KeyError, IndexError, AttributeError):
-            same = True
-        if same and config.metadata.num_parts > 1:
-            text = f"metadata.urls: {config.metadata.urls} has no number of a part"
-            found.append(Problem(f"{text}. Write {{part}} or {{part:05d}} in its place.", ("metadata.urls",)))
+            urls = [config.metadata.urls.format(part=part) for part in range(2)]
+            first, second = (PurePosixPath(urlsplit(url).path).name for url in urls)
+        except (ValueError, LookupError, AttributeError, TypeError):
+            text = f"metadata.urls: {config.metadata.urls} is no address of parts. {todo}."
+            found.append(Problem(text, ("metadata.urls",)))
+        else:
+            if first == second and config.metadata.num_parts > 1:
+                text = f"metadata.urls: {config.metadata.urls} has no number of a part in its last name. {todo}."
+                found.append(Problem(text, ("metadata.urls",)))
     return found

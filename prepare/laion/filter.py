@@ -25,8 +25,8 @@ import numpy as np
 from cli.errors import ConfigError, Failed, Refused
 from prepare.laion.config import FILTERED, METADATA, FilterConfig, LaionConfig
 from prepare.laion.duplicates import MOST_ROWS, digests, duplicates_of, write_runs
-from prepare.laion.rows import Columns, conditions, find_columns, needed, wanted_rows
-from prepare.parts import GO_ON, Plan, begin
+from prepare.laion.rows import Columns, conditions, find_columns, has_texts, needed, wanted_rows
+from prepare.parts import GO_ON, PLAN_FILE, Plan, begin
 from prepare.places import Folder
 from prepare.sources import known_by
 
@@ -64,12 +64,16 @@ def find_rows(folder: Path, config: FilterConfig) -> list[Rows]:
                     problems.append(f"{path}: more than {MOST_ROWS:,} rows. Cut it into several files.")
         except ValueError as error:
             problems += str(error).splitlines()
+        except OSError as error:
+            problems.append(f"{path}: cannot be read: {_first_line(error)}. Remove it, or look at its disk.")
+        if f"{path.stem}.json" == PLAN_FILE:
+            problems.append(f"{path}: the stage has a file {PLAN_FILE} of its own. Give it another name.")
     if problems:
         raise ConfigError(problems)
     return found
 
 
-def open_table(path: Path) -> Any:
+def open_table(path: Path, todo: str = AGAIN) -> Any:
     """Open a Parquet file. Raises ValueError: it is none, or is cut off; OSError: the disk is at fault."""
     parquet = needed("pyarrow.parquet")
     try:
@@ -77,9 +81,17 @@ def open_table(path: Path) -> Any:
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ValueError(f"{path}: cannot be read as Parquet: {_first_line(error)}. {AGAIN}") from error
+        raise ValueError(f"{path}: cannot be read as Parquet: {_first_line(error)}. {todo}") from error
     except ValueError as error:  # pyarrow's own are of that kind
-        raise ValueError(f"{path}: cannot be read as Parquet: {_first_line(error)}. {AGAIN}") from error
+        raise ValueError(f"{path}: cannot be read as Parquet: {_first_line(error)}. {todo}") from error
+
+
+def without_views(schema: Any) -> Any:
+    """Return a schema with plain types for string_view and binary_view, whose rows pyarrow cannot take."""
+    arrow = needed("pyarrow")
+    plain = {arrow.string_view(): arrow.large_string(), arrow.binary_view(): arrow.large_binary()}
+    fields = [field.with_type(plain.get(field.type, field.type)) for field in schema]
+    return arrow.schema(fields, schema.metadata)
 
 
 def _first_line(error: Exception) -> str:
@@ -92,7 +104,7 @@ def batches(part: Rows, names: Sequence[str] | None = None) -> Iterator[Any]:
     try:
         with open_table(part.path) as table:
             for batch in table.iter_batches(ROWS, columns=None if names is None else list(names), use_threads=False):
-                yield batch
+                yield batch if (schema := without_views(batch.schema)) == batch.schema else batch.cast(schema)
                 seen += batch.num_rows
     except GeneratorExit:
         raise
@@ -156,7 +168,7 @@ def write_digests(place: Folder, parts: Sequence[Rows], config: FilterConfig, nu
             column = batch.column(unique)
             wanted = wanted_rows(batch, asked, Counter()) & column.is_valid().to_numpy(zero_copy_only=False)
             [rows] = np.nonzero(wanted)
-            yield digests(column.take(needed("pyarrow").array(rows)).to_pylist(), rows + first)
+            yield digests(values_of(column.take(needed("pyarrow").array(rows))), rows + first)
             first += batch.num_rows
 
     def put(run: int, content: np.ndarray) -> None:
@@ -165,6 +177,14 @@ def write_digests(place: Folder, parts: Sequence[Rows], config: FilterConfig, nu
     num_runs, total = write_runs(chunks(), max(1, config.rows_at_once // 4), put)
     place.put_bytes(f"{DIGESTS}/{part.stem}.json", json.dumps({"runs": num_runs, "digests": total}).encode())
     return part.num_rows
+
+
+def values_of(column: Any) -> list[Any]:
+    """Return a column as Python values; texts as bytes, since writers of Parquet do not check that they are UTF-8."""
+    arrow = needed("pyarrow")
+    if has_texts(column.type):
+        column = column.cast(arrow.large_string()).cast(arrow.large_binary())
+    return column.to_pylist()
 
 
 def _put_array(place: Folder, name: str, content: np.ndarray) -> None:
@@ -201,7 +221,7 @@ def write_rows(place: Folder, parts: Sequence[Rows], config: FilterConfig, numbe
     with place.scratch_folder() as folder:
         file = folder / f"{part.stem}.parquet"
         with open_table(part.path) as table:
-            schema = table.schema_arrow
+            schema = without_views(table.schema_arrow)
         with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
             groups = RowGroups(writer, config.rows_per_tar)
             asked = conditions(config, part.columns)
@@ -250,12 +270,12 @@ class RowGroups:
 
 def filtered_parts(config: LaionConfig) -> list[Path]:
     """Return the files of the finished stage. Raises Refused: it is not finished."""
-    folder, metadata = config.inside(FILTERED), config.inside(METADATA)
-    names = [path.name for path in sorted(metadata.glob("*.parquet"))] or [
-        path.name for path in sorted(folder.glob("*.parquet"))
-    ]
-    missing = [name for name in names if not (folder / name.replace(".parquet", ".json")).is_file()]
+    folder, names = config.inside(FILTERED), []
+    if (folder / PLAN_FILE).is_file():  # and not the metadata, which may be removed in whole or in part by now
+        names = [part["name"] for part in json.loads((folder / PLAN_FILE).read_bytes())["parts"]]
+    finals = [(folder / name, folder / f"{name.removesuffix('.parquet')}.json") for name in names]
+    missing = sum(not (path.is_file() and account.is_file()) for path, account in finals)
     if not names or missing:
-        what = f"{len(missing)} of {len(names)} parts are missing" if names else "there are none"
+        what = f"{missing} of {len(names)} parts are missing" if names else "there are none"
         raise Refused(f"filter: {folder}: {what}. {GO_ON}: python -m prepare.laion filter")
-    return [folder / name for name in names]
+    return [path for path, _ in finals]

@@ -12,6 +12,7 @@ word, and writes a tar in the order in which hosts answer. Here a tar depends on
 from __future__ import annotations
 
 import functools
+import http.client
 import json
 import os
 import re
@@ -25,8 +26,8 @@ from typing import Any
 from cli.errors import Failed, Refused
 from prepare.laion import bounded
 from prepare.laion.config import TARS, ImagesConfig, LaionConfig
-from prepare.laion.filter import Run, filtered_parts, open_table
-from prepare.laion.rows import find_columns, needed
+from prepare.laion.filter import Run, filtered_parts, open_table, values_of
+from prepare.laion.rows import find_columns, has_texts, needed
 from prepare.parts import GO_ON, Plan, begin
 from prepare.places import Folder
 from prepare.sources import known_by
@@ -36,6 +37,7 @@ RESERVED = ("key", "caption", "url", "width", "height", "original_width", "origi
 RESERVED += ("exif", "md5", "sha256", "sha512")  # img2dataset's own columns
 NO_USE = ["noai", "noimageai", "noindex", "noimageindex"]  # what it heeds in X-Robots-Tag by default
 MAX_REASONS, MAX_REASON = 30, 80
+OTHERS = "another reason"
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,20 @@ def find_parts(config: LaionConfig) -> tuple[list[Part], list[dict[str, Any]]]:
     """Return the row groups of all filtered files, and what identifies the files. Raises Refused: they are not there."""
     parts, inputs = [], []
     for path in filtered_parts(config):
-        with open_table(path) as table:
+        with _opened(path) as table:
             groups = [table.metadata.row_group(number).num_rows for number in range(table.metadata.num_row_groups)]
         parts += [Part(path, number, num_rows) for number, num_rows in enumerate(groups)]
         inputs.append({**known_by(path), "rows": groups})
     if not parts:
         raise Refused("filter: no row is left. Loosen its conditions.")
     return parts, inputs
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return open_table(path, "Remove its folder, and run: python -m prepare.laion filter")
+    except ValueError as error:
+        raise Failed(str(error)) from error
 
 
 def name_of(number: int) -> str:
@@ -95,7 +104,7 @@ def account_of(place: Folder, names: Sequence[str]) -> dict[str, Any]:
         of_part = json.loads(place.read(f"{name}.json"))
         rows, kept, num_bytes = rows + of_part["rows"], kept + of_part["kept"], num_bytes + of_part["bytes"]
         left_out.update(of_part["left_out"])
-    return {"rows": rows, "kept": kept, "bytes": num_bytes, "left_out": dict(left_out.most_common())}
+    return {"rows": rows, "kept": kept, "bytes": num_bytes, "left_out": dict(common(left_out).most_common())}
 
 
 def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number: int) -> int:
@@ -115,7 +124,7 @@ def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number
             text = f"images: {part.num_rows - len(statuses):,} rows of {name}.tar could not be written"
             raise Failed(f"{text}. Look for room at {place.address}. {GO_ON}.")
         kept, left_out = counts_of(statuses)
-        if kept < config.images.min_success * part.num_rows:
+        if kept < int(config.images.min_success * part.num_rows):  # a few rows may well be all of dead hosts
             why = ", ".join(f"{text}: {num:,}" for text, num in left_out.most_common(3))
             text = f"images: of {part.num_rows:,} rows of {part.path.name} {kept:,} arrived ({why})"
             raise Failed(f"{text}. Look at the network; images.min_success=0 takes it as it is. {GO_ON}.")
@@ -133,33 +142,45 @@ def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number
 def write_rows(part: Part, config: LaionConfig, path: Path) -> list[str]:
     """Write a part's rows as img2dataset reads them, `url` and `caption` last; return its columns."""
     arrow = needed("pyarrow")
-    with open_table(part.path) as table:
+    with _opened(part.path) as table:
         columns = find_columns(table.schema_arrow, config.filter, str(part.path))
         rows = table.read_row_group(part.group)
-    names = []
+    given = {columns.url: "url", columns.caption: "caption"}
+    names: list[str] = []
     for name in rows.column_names:
-        own = {columns.url: "url", columns.caption: "caption"}.get(name, name)
-        names.append(f"{own}_of_table" if own == name and name in RESERVED else own)
+        own = given.get(name) or (f"{name}_of_table" if name in RESERVED else name)
+        while own in names:
+            own += "_"
+        names.append(own)
     rows = rows.rename_columns(names)
     ordered = [name for name in names if name not in ("url", "caption")]
     ordered += ["caption"] * (columns.caption is not None) + ["url"]
     rows = rows.select(ordered)
     for number, field in enumerate(rows.schema):  # JSON has no times and no bytes
-        if not _is_plain(field.type):
+        if not _is_plain(rows.column(number)):
             rows = rows.set_column(number, field.name, _as_texts(rows.column(number)))
     with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_file(file, rows.schema) as writer:
         writer.write_table(rows)
     return ordered
 
 
-def _is_plain(kind: Any) -> bool:
-    types = needed("pyarrow").types
-    return types.is_string(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+def _is_plain(column: Any) -> bool:
+    arrow, kind = needed("pyarrow"), column.type
+    types = arrow.types
+    if types.is_string(kind):
+        try:
+            column.validate(full=True)
+        except arrow.ArrowInvalid:  # bytes that are no UTF-8
+            return False
+        return True
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
 def _as_texts(column: Any) -> Any:
+    is_text = has_texts(column.type)
     values = (
-        None if value is None else value if isinstance(value, str) else str(value) for value in column.to_pylist()
+        None if value is None else value.decode(errors="replace") if is_text else str(value)
+        for value in values_of(column)
     )
     return needed("pyarrow").array(list(values), needed("pyarrow").string())
 
@@ -211,19 +232,35 @@ def counts_of(statuses: Any) -> tuple[int, Counter[str]]:
             kept += 1
         else:
             left_out[reason_of(message)] += 1
-    common = left_out.most_common(MAX_REASONS)
-    others = left_out.total() - sum(num for _, num in common)
-    return kept, Counter(dict(common)) + Counter({"another reason": others})
+    return kept, common(left_out)
+
+
+def common(left_out: Counter[str]) -> Counter[str]:
+    """Return the reasons that are most common, and a last one for all others."""
+    others = left_out.pop(OTHERS, 0)
+    found = Counter(dict(left_out.most_common(MAX_REASONS)))
+    others += left_out.total() - found.total()
+    return found + Counter({OTHERS: others})
 
 
 def reason_of(message: str | None) -> str:
     """Return why a row did not arrive, without what is of this row alone: numbers of bytes, addresses, places in code."""
     text = re.sub(r"^<urlopen error (.*)>$", r"\1", " ".join((message or "no reason").split()))
+    if match := re.match(r"HTTP Error (\d{3}):", text):
+        return _reason_of_status(int(match[1]), text)
     if text.startswith("OpenCV("):
         return "no bytes" if "buf.empty()" in text else "Image decoding error"
     text = re.sub(r"\[Errno -?\d+\] |\[SSL: \w+\] | \(_ssl\.c:\d+\)|\(\d+ bytes read.*\)", "", text)
-    text = re.sub(r"https?://\S+|'[^']*'|\"[^\"]*\"", "...", text)
-    return text[:MAX_REASON]
+    text = re.sub(r"https?://\S+|(?<!\w)'[^']*'|\"[^\"]*\"", "...", text)  # but not the one of `can't`
+    text = re.sub(r"position \d+(-\d+)?", "position ...", text)
+    return "".join(letter for letter in text if letter.isprintable())[:MAX_REASON]
+
+
+def _reason_of_status(code: int, text: str) -> str:
+    """Return it with the usual words: a host sends what it likes."""
+    if 300 <= code < 400:
+        return "redirected without an end" if "infinite loop" in text else "redirected to no web address"
+    return f"HTTP Error {code}: {http.client.responses.get(code, 'unknown')}"
 
 
 def sort_tar(path: Path, to: Path) -> None:

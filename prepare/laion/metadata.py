@@ -16,7 +16,8 @@ from cli.errors import ConfigError, Failed
 from prepare.laion.config import METADATA, LaionConfig, MetadataConfig
 from prepare.laion.filter import open_table
 from prepare.parts import GO_ON
-from prepare.transfer import Wanted, fetch_all
+from prepare.transfer import fetch_all
+from prepare.wanted import Wanted, check_wanted
 
 LENGTHS = {32: "md5", 40: "sha1", 64: "sha256"}  # digits of a digest
 
@@ -61,7 +62,12 @@ def fetch(config: LaionConfig) -> None:
     if config.metadata.urls is None:
         return
     folder = config.inside(METADATA)
-    outcomes = fetch_all(wanted_of(config.metadata), folder, config.metadata.at_once, word="folder")
+    wanted = wanted_of(config.metadata)
+    try:
+        check_wanted(wanted)
+    except ValueError as error:
+        raise ConfigError([f"metadata.urls: {line}" for line in str(error).splitlines()[:3]]) from error
+    outcomes = fetch_all(wanted, folder, config.metadata.at_once, word="folder")
     if lost := [one for one in outcomes if one.reason]:
         named = "; ".join(f"{one.name}: {one.reason}" for one in lost[:3])
         raise Failed(f"metadata: {len(lost)} of {len(outcomes)} parts could not be had: {named}. {GO_ON}.")

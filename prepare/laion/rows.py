@@ -69,6 +69,8 @@ def find_columns(schema: Any, config: FilterConfig, where: str) -> Columns:
         found = asked if asked in schema.names else None if asked else usual_name(schema.names, possible)
         if found is None:
             problems.append(f"filter.{key}: {where} has no {' or '.join(possible)}. It has {_listed(schema.names)}.")
+        elif schema.names.count(found) > 1:
+            problems.append(_twice(key, found, where))
         elif text := _type_problem(schema.field(found).type, role in TEXTS):
             problems.append(f"filter.{key}: {found} of {where} is {text}")
         return found
@@ -89,14 +91,29 @@ def find_columns(schema: Any, config: FilterConfig, where: str) -> Columns:
     unique = url if config.unique == "url" else config.unique
     if unique is not None and unique not in schema.names:
         problems.append(f"filter.unique: {where} has no {unique}. It has {_listed(schema.names)}.")
+    elif unique not in (None, url) and schema.names.count(unique) > 1:
+        problems.append(_twice("unique", unique, where))
+    if url is not None and url == caption:
+        problems.append(f"filter.caption: {caption} of {where} is the column of the URLs too. Give another one.")
     if problems:
         raise ValueError("\n".join(problems))
     assert url is not None
     return Columns(url, caption, {role: name for role, name in by_role.items() if name}, unique)
 
 
+def _twice(key: str, name: str, where: str) -> str:
+    return f"filter.{key}: {where} has more than one column {name}. Give another column, or rename one of them."
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def has_texts(kind: Any) -> bool:
+    """Return whether a column of this type, pyarrow's, has texts."""
+    types = needed("pyarrow").types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def _type_problem(kind: Any, is_text: bool) -> str | None:
@@ -105,7 +122,7 @@ def _type_problem(kind: Any, is_text: bool) -> str | None:
     if types.is_null(kind):  # a part in which every row has none
         return None
     if is_text:
-        fits, possible = types.is_string(kind) or types.is_large_string(kind), "a text"
+        fits, possible = has_texts(kind), "a text"
     else:
         fits, possible = types.is_integer(kind) or types.is_floating(kind), "a number"
     return None if fits else f"{kind}. Possible: {possible}. Give another column, or leave it out."
@@ -119,7 +136,6 @@ Condition = tuple[str, Callable[[Any], Any]]
 
 def conditions(config: FilterConfig, columns: Columns) -> list[Condition]:
     """Return what a row has to meet, in the order in which it is asked."""
-    arrow = needed("pyarrow")
     compute = needed("pyarrow.compute")
     of = columns.by_role
     found: list[Condition] = [
@@ -132,7 +148,7 @@ def conditions(config: FilterConfig, columns: Columns) -> list[Condition]:
         sizes = [of["width"], of["height"]]
 
         def sides(batch: Any) -> tuple[Any, Any]:
-            both = [compute.cast(batch.column(name), arrow.float64(), safe=False) for name in sizes]
+            both = [_number(batch, name) for name in sizes]
             few = compute.min_element_wise(*both, skip_nulls=False)
             return few, compute.max_element_wise(*both, skip_nulls=False)
 
@@ -155,9 +171,9 @@ def conditions(config: FilterConfig, columns: Columns) -> list[Condition]:
     ):
         if limit is not None:
             name, compare = of[role], compute.greater_equal if is_least else compute.less_equal
-            found.append((f"no {name}", lambda batch, name=name: _is_number(batch.column(name))))
+            found.append((f"no {name}", lambda batch, name=name: compute.is_finite(_number(batch, name))))
             why = f"{name} {'below' if is_least else 'above'} {limit:g}"
-            found.append((why, lambda batch, name=name, by=compare, limit=limit: by(batch.column(name), limit)))
+            found.append((why, lambda batch, name=name, by=compare, limit=limit: by(_number(batch, name), limit)))
     return found
 
 
@@ -166,9 +182,9 @@ def _text(batch: Any, name: str) -> Any:
     return needed("pyarrow.compute").cast(batch.column(name), needed("pyarrow").large_string())
 
 
-def _is_number(column: Any) -> Any:
-    compute = needed("pyarrow.compute")
-    return compute.is_finite(compute.cast(column, needed("pyarrow").float64(), safe=False))
+def _number(batch: Any, name: str) -> Any:
+    """Return a column as float64: not each type of numbers can be compared."""
+    return needed("pyarrow.compute").cast(batch.column(name), needed("pyarrow").float64(), safe=False)
 
 
 def _is_among(name: str, text: str) -> Callable[[Any], Any]:
