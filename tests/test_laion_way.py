@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 from conftest import run, started, tree
 from internet import internet, write_table
+
+from tests.store.server import BUCKET, Store
 
 pytest.importorskip("img2dataset")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900, func_only=True)]
@@ -31,11 +33,13 @@ latents: {{image_size: 64, shard_size: 64kb, model: {{preset: tiny, weights: ran
 
 
 @pytest.fixture
-def way(tmp_path, store) -> Iterator[SimpleNamespace]:
+def way(tmp_path) -> Iterator[SimpleNamespace]:
     """Starts the command with a name of its own, and says what it has made."""
-    client, variables = store
-    variables = {**variables, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "CUDA_VISIBLE_DEVICES": ""}
-    with internet(tmp_path / "files") as hosts:
+    store = Store(tmp_path / "server")
+    variables = {**store.environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "CUDA_VISIBLE_DEVICES": ""}
+    with contextlib.closing(store), internet(tmp_path / "files") as hosts:
+        store.start()
+        client = store.client
         write_table(tmp_path / "files", hosts.address, 2, 90)
         yaml = tmp_path / "way.yaml"
         yaml.write_text(YAML.format(address=hosts.address))
@@ -45,7 +49,7 @@ def way(tmp_path, store) -> Iterator[SimpleNamespace]:
             return ["python", "-m", "prepare.laion", "all", str(yaml), f"folder={tmp_path / name}", *places, *more]
 
         def objects(name: str) -> dict[str, str]:
-            listed = client.list_objects_v2(Bucket="easel", Prefix=f"{name}/").get("Contents", [])
+            listed = client.list_objects_v2(Bucket=BUCKET, Prefix=f"{name}/").get("Contents", [])
             return {one["Key"].removeprefix(f"{name}/"): one["ETag"] for one in listed}
 
         def files(name: str) -> dict[str, bytes]:
@@ -76,7 +80,7 @@ def check_same(way: SimpleNamespace, unbroken: SimpleNamespace, name: str) -> No
     assert same_but_for_addresses(way.files(name)) == same_but_for_addresses(unbroken.files)
 
 
-@contextmanager
+@contextlib.contextmanager
 def killed_at(way: SimpleNamespace, name: str, num: int, *more: str) -> Iterator[bool]:
     """Start the command, and kill it alone when it has made so many things; yield whether it still went on then."""
     with started(*way.words(name, *more), **way.variables) as process:
