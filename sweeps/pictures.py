@@ -1,4 +1,4 @@
-"""Pictures of a sweep's speed: throughput over each axis of numbers. Those of its losses: reports/study.py."""
+"""Pictures of a sweep's speed: throughput over each axis. Those of its losses: reports/study.py."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ def draw(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]], folder: Path) -
     matplotlib.use("Agg")
     ran, called, made = [row for row in rows if row["status"] == OK], labels([*axes]), []
     for key, values in axes.items():
-        if key == SEED or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        if key == SEED:
             continue
-        lines = speed_lines(ran, key, [*axes])
+        words = None if _are_numbers(values) else [as_word(value) for value in values]
+        lines = speed_lines(ran, key, [*axes], words)
         if len({x for points in lines.values() for x, *_ in points}) > 1:
             path = folder / f"throughput_{called[key]}.png"
-            _figure(path, lambda of, lines=lines, key=key: _draw_speed(of, lines, key))
+            _figure(path, lambda of, lines=lines, key=key, words=words: _draw_speed(of, lines, key, words))
             made.append(path)
     return made
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:
@@ -44,17 +49,21 @@ def _label(row: Row, keys: Sequence[str]) -> str:
 
 
 def speed_lines(
-    rows: Sequence[Row], key: str, keys: Sequence[str]
+    rows: Sequence[Row], key: str, keys: Sequence[str], words: Sequence[str] | None = None
 ) -> dict[str, list[tuple[float, float, float, float]]]:
     """Return line -> its points (value of the key, median, least, greatest), ascending.
 
     A line is what the other keys are; over its seeds there is the median of medians, and the extremes of all.
+
+    Args:
+        words: the key's values where they are no numbers; a point is then at its value's place among them.
     """
     others = [each for each in keys if each not in (key, SEED)]
     found: dict[str, dict[float, list[Row]]] = {}
     for row in rows:
         if key in row and row.get(SPEED) is not None:
-            found.setdefault(_label(row, others), {}).setdefault(float(row[key]), []).append(row)
+            place = float(row[key]) if words is None else float(words.index(as_word(row[key])))
+            found.setdefault(_label(row, others), {}).setdefault(place, []).append(row)
     return {
         line: [
             (
@@ -93,14 +102,32 @@ def _legend(axes: Axes, num: int) -> None:
         axes.legend(fontsize=8, title=title)
 
 
-def _draw_speed(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float, float, float]]], key: str) -> None:
-    for (line, points), colour in zip(
-        itertools.islice(lines.items(), MOST_LINES), itertools.cycle(COLOURS), strict=False
-    ):
+def _draw_speed(
+    axes: Axes,
+    lines: Mapping[str, Sequence[tuple[float, float, float, float]]],
+    key: str,
+    words: Sequence[str] | None = None,
+) -> None:
+    between, apart = ("-", 0.0) if words is None else ("", 0.5 / MOST_LINES)  # nothing lies between two words
+    shown = min(len(lines), MOST_LINES)
+    for number, ((line, points), colour) in enumerate(zip(lines.items(), itertools.cycle(COLOURS), strict=False)):
+        if number == shown:
+            break
         x, median, least, greatest = map(np.array, zip(*points, strict=True))
+        x = x + apart * (number - (shown - 1) / 2)
         axes.errorbar(
-            x, median, yerr=[median - least, greatest - median], marker="o", capsize=3, label=line, color=colour
+            x,
+            median,
+            yerr=[median - least, greatest - median],
+            marker="o",
+            linestyle=between,
+            capsize=3,
+            label=line,
+            color=colour,
         )
+    if words is not None:
+        axes.set_xticks(range(len(words)), words)
+        axes.set_xlim(-0.5, len(words) - 0.5)
     axes.set_xlabel(key)
     axes.set_ylabel("images/s a device, median and extremes of the windows")
     axes.set_ylim(bottom=0)

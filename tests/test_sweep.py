@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, TINY_RUN, run, started
+from matplotlib import pyplot
 
 import sweep as command
 from cli.errors import ConfigError, Refused
@@ -609,6 +610,24 @@ def test_a_line_of_speed_is_what_the_other_keys_are_and_seeds_are_its_spread():
     assert pictures.speed_lines(made, "mb", ["lr", "seed", "mb"]) == {
         f"lr={lr}": [(2.0, 22.0, 17, 23), (4.0, 42.0, 37, 43)] for lr in (1, 2)
     }
+
+
+def test_an_axis_of_words_has_a_picture_with_their_places(tmp_path):
+    values = {"compile": ["off", "whole", None], "channels_last": [True, False]}
+    made = [
+        {"status": OK, "compile": compile, "channels_last": last, table.SPEED: 10.0 * at + last}
+        for at, compile in enumerate(values["compile"], 1)
+        for last in values["channels_last"]
+    ]
+    lines = pictures.speed_lines(made, "compile", [*values], ["off", "whole", "null"])
+    assert lines["channels_last=true"] == [(0.0, 11.0, 11.0, 11.0), (1.0, 21.0, 21.0, 21.0), (2.0, 31.0, 31.0, 31.0)]
+    paths = pictures.draw(made, values, tmp_path)
+    assert [path.name for path in paths] == ["throughput_compile.png", "throughput_channels_last.png"]
+    figure, axes = pyplot.subplots()
+    pictures._draw_speed(axes, lines, "compile", ["off", "whole", "null"])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["off", "whole", "null"]
+    assert {line.get_linestyle() for line in axes.get_lines()} == {"None"}
+    pyplot.close(figure)
 
 
 @pytest.mark.parametrize(
