@@ -407,8 +407,8 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "size=3"],
-            "command line: unknown key 'size'. Known: caption, config, empty, image, key, max_aspect, min_side_px, "
-            "min_similarity, revision, shard_size, similarity, split, video, workers. --print_config shows every key.",
+            "command line: unknown key 'size'. Known: caption, config, empty, engine, image, key, max_aspect, min_side_px, "
+            "min_similarity, ray, revision, shard_size, similarity, split, video, workers. --print_config shows every key.",
         ),
         (
             ["{tmp}/in.tar", "{tmp}/out", "shard_size=99tb"],
