@@ -36,9 +36,10 @@ from cli.command import command
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, limited, size_in_bytes
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
+from prepare.counts import SampleCounts
 from prepare.encoder import open_shard
 from prepare.latents import open_input
-from prepare.parts import GO_ON, Part, Plan, SampleCounts, begin, finish, make_part, parts_to_make
+from prepare.parts import GO_ON, Part, Plan, begin, finish, make_part, parts_to_make
 from prepare.places import Place, open_place, out_problem
 from prepare.words import read_words
 from stages.buckets import bucket_of, bucket_sizes, cropped_frac

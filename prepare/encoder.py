@@ -163,17 +163,17 @@ class Encoder:
             columns: of the part.
             done: called with the number of samples read.
         """
-        usable = self._usable(part, samples, done)
-        while batch := list(itertools.islice(usable, self.batch_size)):
-            images = torch.stack([sample.image for sample in batch])
-            values = self.columns_of(images)
-            values |= {FLIPPED: self.columns_of(images.flip(-1))["moments"]} if FLIPPED in columns else {}
-            of_vae = list(values)
-            values |= (tokens := tokens_of(self.family, [sample.captions[0] for sample in batch]))
-            states = self.text_states(
-                {name: torch.from_numpy(column.astype(np.int64)) for name, column in tokens.items()}
-            )
-            values |= {name: to_float16(column) for name, column in states.items()}
+        for batch in self._batches(part, samples, done):
+            with part.clocked("encode"):
+                images = torch.stack([sample.image for sample in batch])
+                values = self.columns_of(images)
+                values |= {FLIPPED: self.columns_of(images.flip(-1))["moments"]} if FLIPPED in columns else {}
+                of_vae = list(values)
+                values |= (tokens := tokens_of(self.family, [sample.captions[0] for sample in batch]))
+                states = self.text_states(
+                    {name: torch.from_numpy(column.astype(np.int64)) for name, column in tokens.items()}
+                )
+                values |= {name: to_float16(column) for name, column in states.items()}
             for number, sample in enumerate(batch):
                 row = {name: column[number] for name, column in values.items()}
                 try:
@@ -191,6 +191,17 @@ class Encoder:
                 row |= {"caption": sample.captions[0], "captions": sample.captions}
                 row |= {"key": sample.key, "metadata": sample.metadata, "sizes": np.array(sample.sizes, np.uint16)}
                 part.write({name: row[name] for name in columns})
+
+    def _batches(
+        self, part: Part, samples: Iterator[Decoded], done: Callable[[int], Any]
+    ) -> Iterator[Sequence[Decoded]]:
+        usable = self._usable(part, samples, done)
+        while True:
+            with part.clocked("wait for decoding"):
+                batch = list(itertools.islice(usable, self.batch_size))
+            if not batch:
+                return
+            yield batch
 
     @staticmethod
     def _usable(part: Part, samples: Iterator[Decoded], done: Callable[[int], Any]) -> Iterator[Decoded]:

@@ -22,6 +22,7 @@ from cli.errors import Refused
 from cli.limits import ImageSize
 from cli.log import log
 from prepare.bucket_sets import bucket_name
+from prepare.counts import SampleCounts
 from prepare.encoder import AGAIN, Encoder, decode_clip, decode_row, in_order, open_shard
 from prepare.moments import mds_columns
 from prepare.parts import Part, Plan, check_shared, make_part, part_name
@@ -122,11 +123,15 @@ def make_parts(
     adopted: Columns | None,
     rate: float | None = None,
     shown: bool = True,
-) -> float:
-    """Make parts one after the other; return the time of the slowest in seconds. `rate`: of clips, frames a second."""
-    longest_sec, num_images = 0.0, sum(shards[number]["samples"] for number in todo)
+) -> tuple[SampleCounts, float]:
+    """Make parts one after the other; return their counts, and the time of the slowest in seconds.
+
+    Args:
+        rate: of clips, frames a second.
+    """
+    counts, longest_sec, num_images = SampleCounts(), 0.0, sum(shards[number]["samples"] for number in todo)
     if not todo:
-        return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
+        return counts, longest_sec  # do not create a scratch folder again: rank 0 may have removed it
     with (
         warnings.catch_warnings(),
         ThreadPoolExecutor(workers) as pool,
@@ -151,9 +156,9 @@ def make_parts(
 
         for number in todo:
             started = time.monotonic()
-            make_part(place, plan, number, fill)
+            counts.add(make_part(place, plan, number, fill))
             longest_sec = max(longest_sec, time.monotonic() - started)
-    return longest_sec
+    return counts, longest_sec
 
 
 def build_encoder(config: LatentsConfig) -> Encoder:
@@ -227,7 +232,7 @@ class Encoding:
         self._plans: dict[ImageSize | None, Plan] = {}
 
     def __call__(self, item: Item) -> Any:
-        """Return the plan, or make a part and return the number of samples that it was made of."""
+        """Return the plan, or make a part and return its counts."""
         source, stage, shards = self._given
         config, out = self._config, self._out
         if item.bucket is not None:
@@ -244,8 +249,7 @@ class Encoding:
             self._plans[item.bucket] = plan
         plan = self._plans[item.bucket]
         given = source, shards, config.workers, stage.adopted, config.fps
-        make_parts(place, plan, [item.number], self._encoder, *given, shown=False)
-        return shards[item.number]["samples"]
+        return make_parts(place, plan, [item.number], self._encoder, *given, shown=False)[0]
 
 
 def bucket_address(out: str, bucket: ImageSize) -> str:

@@ -48,6 +48,7 @@ from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from prepare.bucket_sets import finish_set, plan_of_set
+from prepare.counts import SampleCounts, where_to_look
 from prepare.encoder import Encoder
 from prepare.engines import ActorKeys, check_actor_keys
 from prepare.latent_parts import (
@@ -65,13 +66,11 @@ from prepare.parts import (
     GO_ON,
     PATIENCE_SEC,
     Plan,
-    SampleCounts,
     begin,
     finish,
     parts_to_make,
     wait_for_parts,
     wait_for_plan,
-    where_to_look,
 )
 from prepare.places import Place, open_place, out_problem
 from prepare.words import read_words
@@ -170,8 +169,13 @@ def built(config: LatentsConfig, stage: Stage) -> Encoder:
 
 
 def write_set(config: LatentsConfig, source: Place, stage: Stage, place: Place) -> tuple[SampleCounts, str] | None:
-    """Make the moments of a set of buckets, one bucket after the other; otherwise as `write_stage`."""
-    encoder, counts, started, written = built(config, stage), SampleCounts(), time.monotonic(), {}
+    """Make the moments of a set of buckets, one bucket after the other; otherwise as `write_stage`.
+
+    Returns:
+        On rank 0 the counts over all parts, and a text with the speed; on the others None.
+    """
+    encoder, counts, made, written = built(config, stage), SampleCounts(), SampleCounts(), {}
+    started = time.monotonic()
     whole, is_first = plan_of_whole(plan_for(config, encoder, stage, []), stage), dist.get_global_rank() == 0
     if is_first:
         begin(place, whole)
@@ -181,22 +185,20 @@ def write_set(config: LatentsConfig, source: Place, stage: Stage, place: Place) 
         encoder.size = bucket.size
         result = write_stage(own, encoder, *given, to)
         if result is not None:
-            counts.add(result[0])
-            written[bucket.size] = result[0].written
+            of_bucket, made_now = result
+            counts.add(of_bucket)
+            made.add(made_now)
+            written[bucket.size] = of_bucket.written
     if not is_first:
         return None
     finish_set(place, whole, written)
-    return counts, _speed(counts.read, time.monotonic() - started)
+    return counts, made.pace("images", time.monotonic() - started)
 
 
 def plan_of_whole(plan: Plan, stage: Stage) -> Plan:
     """Return the plan of a set of buckets, from that of its size."""
     facts = {key: value for key, value in plan.facts.items() if key != "batch_size"}
     return plan_of_set(plan.made_by, plan.stage, plan.shard_size, [bucket.size for bucket in stage.buckets], facts)
-
-
-def _speed(images: int, seconds: float) -> str:
-    return f"; {images / seconds:,.1f} images/s over {seconds:,.0f} s" if images else ""
 
 
 def write_stage(
@@ -206,11 +208,12 @@ def write_stage(
     stage: Stage,
     shards: Sequence[Mapping[str, Any]],
     place: Place,
-) -> tuple[SampleCounts, str] | None:
+) -> tuple[SampleCounts, SampleCounts] | None:
     """Make this rank's share of the stage's missing parts, and finish the stage.
 
     Returns:
-        On rank 0 a text with the counts and the speed, on the others None.
+        On rank 0 the counts over all parts, and what was made now: samples read by all ranks, with this one's seconds;
+        on the others None.
 
     Raises:
         Refused: OUT has other content.
@@ -223,23 +226,24 @@ def write_stage(
         mine = [number for number in todo if number % ranks == dist.get_global_rank()]
         make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted, config.fps)
         return None
-    started = time.monotonic()
     with place.only_writer():
         begin(place, plan)
         todo = parts_to_make(place, plan)
         mine = [number for number in todo if number % ranks == 0]
-        longest_sec = make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted, config.fps)
+        made, longest_sec = make_parts(
+            place, plan, mine, encoder, source, shards, config.workers, stage.adopted, config.fps
+        )
         wait_for_parts(place, len(shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
         counts = finish(place, plan, put_empty_text(place, encoder.empty_states()))
-    return counts, _speed(sum(shards[number]["samples"] for number in todo), time.monotonic() - started)
+    return counts, SampleCounts(read=sum(shards[number]["samples"] for number in todo), seconds=made.seconds)
 
 
 def write_on_cluster(config: LatentsConfig, stage: Stage, source: str, out: str) -> tuple[SampleCounts, str]:
-    """Make the missing parts of a stage or of a set of buckets on a cluster, and finish it; otherwise as `write_stage`.
+    """Make the missing parts of a stage or of a set of buckets on a cluster, and finish it; returns as `write_set`.
 
     Here no encoder is built: a worker says what the plan is.
     """
-    started, counts, written, num_read = time.monotonic(), SampleCounts(), {}, 0
+    started, counts, made, written = time.monotonic(), SampleCounts(), SampleCounts(), {}
     buckets = [bucket.size for bucket in stage.buckets]
     with (
         config.opened(functools.partial(Encoding, config, source, out), config.actors, gpu=config.gpus) as engine,
@@ -257,9 +261,9 @@ def write_on_cluster(config: LatentsConfig, stage: Stage, source: str, out: str)
             begin(place, plans[Item(size)].plan)
             todo += [Item(size, number) for number in parts_to_make(place, plans[Item(size)].plan)]
         with tqdm(unit=" images", desc=f"{len(todo)} parts", disable=not todo) as progress:
-            for _, num_images in engine.run(todo):
-                progress.update(num_images)
-                num_read += num_images
+            for _, of_part in engine.run(todo):
+                progress.update(of_part.read)
+                made.add(of_part)
         for size, place in places.items():
             planned = plans[Item(size)]
             of_stage = finish(place, planned.plan, put_empty_text(place, planned.empty))
@@ -267,7 +271,7 @@ def write_on_cluster(config: LatentsConfig, stage: Stage, source: str, out: str)
             written[size] = of_stage.written
     if buckets:
         finish_set(open_place(out), plan_of_whole(whole.plan, stage), written)
-    return counts, _speed(num_read, time.monotonic() - started)
+    return counts, made.pace("images", time.monotonic() - started)
 
 
 @command(__doc__)
@@ -302,7 +306,9 @@ def main(argv: Sequence[str]) -> int:
         elif stage.buckets:
             result = write_set(config, source, stage, place)
         else:
-            result = write_stage(config, built(config, stage), source, stage, shards, place)
+            encoder, started = built(config, stage), time.monotonic()
+            of_stage = write_stage(config, encoder, source, stage, shards, place)
+            result = of_stage and (of_stage[0], of_stage[1].pace("images", time.monotonic() - started))
     except OSError as error:
         raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
     if result is None:

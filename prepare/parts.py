@@ -25,7 +25,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from filelock import Timeout
 from streaming import MDSWriter
 
 from cli.errors import Failed, Refused
+from prepare.counts import SKIPPED_FILE, SampleCounts
 from prepare.names import GO_ON, part_name
 from prepare.places import Place
 from stages.dataset import FACTS_FILE, KEYS_DIGEST, write_facts
@@ -44,59 +45,8 @@ from stages.keys import KEYS_FILE, NUMBER, as_numbers, key_digest
 PLAN_FILE = "plan.json"
 PLAN_SCHEMA = 1
 PART_FILE = "part.json"
-SKIPPED_FILE = "skipped.jsonl"
 PATIENCE_SEC = 1800.0
 SHARED_SEC = 10.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Counts of samples
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SampleCounts:
-    """Counts of read, written and skipped samples and of bad inputs; the counters are by reason."""
-
-    read: int = 0
-    written: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    bad_sources: Counter[str] = field(default_factory=Counter)
-    ignored_files: int = 0
-    """Files that belong to no sample."""
-    ignored_example: str | None = None
-
-    def add(self, other: SampleCounts) -> None:
-        self.read += other.read
-        self.written += other.written
-        self.skipped.update(other.skipped)
-        self.bad_sources.update(other.bad_sources)
-        self.ignored_files += other.ignored_files
-        self.ignored_example = self.ignored_example or other.ignored_example
-
-    def as_facts(self) -> dict[str, Any]:
-        """Return it as JSON values, with sorted reasons."""
-        return {
-            "read": self.read,
-            "written": self.written,
-            "skipped": dict(sorted(self.skipped.items())),
-            "bad_sources": dict(sorted(self.bad_sources.items())),
-            "ignored_files": self.ignored_files,
-        }
-
-    def __str__(self) -> str:
-        why = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.skipped.items()))
-        sources = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.bad_sources.items()))
-        return (
-            f"read {self.read:,} samples, wrote {self.written:,}, skipped {self.skipped.total():,}"
-            + (f" ({why})" if why else "")
-            + (f"; sources with a fault: {self.bad_sources.total()} ({sources})" if sources else "")
-            + (
-                f"; files of no sample: {self.ignored_files:,}, e.g. {self.ignored_example}"
-                if self.ignored_files
-                else ""
-            )
-        )
 
 
 class Part:
@@ -110,11 +60,21 @@ class Part:
         """Digests of the written samples' keys."""
         self._writer = writer
 
+    @contextlib.contextmanager
+    def clocked(self, kind: str) -> Iterator[None]:
+        """Add the time of the block to that of a kind of work, see `SampleCounts.seconds`."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.counts.clock(kind, time.perf_counter() - begun)
+
     def read(self) -> None:
         self.counts.read += 1
 
     def write(self, row: dict[str, Any]) -> None:
-        self._writer.write(row)
+        with self.clocked("write"):
+            self._writer.write(row)
         self.counts.written += 1
         self.keys.append(key_digest(row))
 
@@ -262,13 +222,17 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
         if f"{name}/{PART_FILE}" in place.names(f"{name}/"):
             return _read_part(place, plan, number)[0]
         shutil.rmtree(work, ignore_errors=True)  # left by a killed writer
+        begun = time.perf_counter()
         with MDSWriter(out=str(work), columns=plan.columns, hashes=[HASH], size_limit=plan.shard_size) as writer:
             part = Part(plan.inputs[number]["name"], writer)
             fill(number, part)
+            filled = time.perf_counter()
         assert part.counts.read == part.counts.written + part.counts.skipped.total()
         for entry in writer.shards:
             basename = entry["raw_data"]["basename"]
             place.put(f"{name}/{basename}", work / basename)
+        part.counts.clock("write", time.perf_counter() - filled)
+        part.counts.clock("rest", time.perf_counter() - begun - sum(part.counts.seconds.values()))
         shutil.rmtree(work)
         content = {
             "plan": plan.digest,
@@ -394,8 +358,3 @@ def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:
                 f"missing: {named}. Start the command again: it resumes from what is done."
             )
         time.sleep(place.poll_sec)
-
-
-def where_to_look(counts: SampleCounts, address: str) -> str:
-    """Return the end of a command's last line."""
-    return f"in {address}" if counts.written else f"no stage; why is in {address.rstrip('/')}/{SKIPPED_FILE}"

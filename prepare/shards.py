@@ -38,6 +38,7 @@ import contextlib
 import functools
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ from cli.errors import ConfigError, Failed, Refused
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from prepare import flux_encodings
+from prepare.counts import SampleCounts, where_to_look
 from prepare.engines import Engine, EngineKeys, Make, check_keys
 from prepare.filters import Filters, LeftOut
 from prepare.find import find_sources
@@ -62,13 +64,11 @@ from prepare.parts import (
     GO_ON,
     Part,
     Plan,
-    SampleCounts,
     begin,
     check_shared,
     finish,
     make_part,
     parts_to_make,
-    where_to_look,
 )
 from prepare.places import Place, open_place, out_problem
 from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, column_of, read_captions
@@ -319,7 +319,9 @@ def fill_part(
             try:
                 if sample.key in seen:
                     raise SampleError("duplicate key")
-                part.write(to_row(sample))
+                with part.clocked("decode"):
+                    row = to_row(sample)
+                part.write(row)
             except LeftOut as error:
                 part.leave_out(str(error))
             except SampleError as error:
@@ -347,16 +349,23 @@ def begin_parts(place: Place, work: Work, sources: Sequence[Source], is_cluster:
     return functools.partial(make_one, place, work, sources)
 
 
-def make_parts(place: Place, work: Work, engine: Engine) -> None:
-    """Make every part that is not done, and show the progress."""
-    todo = parts_to_make(place, work.plan)
+def make_parts(place: Place, work: Work, engine: Engine) -> SampleCounts:
+    """Make every part that is not done, show the progress, and return the counts of what was made."""
+    todo, made = parts_to_make(place, work.plan), SampleCounts()
     with tqdm(unit=" samples", desc=f"{len(todo)} parts", disable=not todo) as progress:
         for _, counts in engine.run(todo):
             progress.update(counts.read)
+            made.add(counts)
+    return made
 
 
-def write_stage(sources: Sequence[Source], place: Place, config: ShardsConfig, folder: Path) -> SampleCounts:
+def write_stage(
+    sources: Sequence[Source], place: Place, config: ShardsConfig, folder: Path
+) -> tuple[SampleCounts, str]:
     """Make the stage from the sources, or its missing parts.
+
+    Returns:
+        The counts over all parts, and a text with the speed of those that were made now.
 
     Raises:
         ConfigError, Refused, Failed: the message says why.
@@ -375,9 +384,11 @@ def write_stage(sources: Sequence[Source], place: Place, config: ShardsConfig, f
     start = functools.partial(begin_parts, place, work, sources, config.engine != "local")
     with config.opened(start, config.workers) as engine, place.only_writer():
         begin(place, work.plan)
-        make_parts(place, work, engine)
+        started = time.monotonic()
+        made = make_parts(place, work, engine)
+        speed = made.pace("samples", time.monotonic() - started)
         put_empty_text(place, work.empty)
-        return finish(place, work.plan)
+        return finish(place, work.plan), speed
 
 
 @command(__doc__)
@@ -407,10 +418,10 @@ def _run(argv: Sequence[str], folder: Path) -> int:
     if problems:
         raise ConfigError(problems)
     try:
-        counts = write_stage(sources, open_place(paths[-1]), config, folder)
+        counts, speed = write_stage(sources, open_place(paths[-1]), config, folder)
     except OSError as error:
         raise Failed(f"OUT: {paths[-1]} cannot be written: {error}. {GO_ON}.") from error
-    print(f"{counts}; {where_to_look(counts, paths[-1])}")
+    print(f"{counts}{speed}; {where_to_look(counts, paths[-1])}")
     return 0 if counts.written else 1
 
 

@@ -317,6 +317,36 @@ def table_of_rows(record: Record) -> Table:
     return Table(title, head, "lrrr", rows)
 
 
+# --- bench.prepare ---
+
+MAKERS = {
+    "local": "tar -> images, processes",
+    "ray": "tar -> images, Ray",
+    "latents": "images -> moments, ranks",
+}
+
+
+def table_of_prepare(record: Record) -> Table:
+    """A row for each command; the parts are those of its workers' time."""
+    config, load = record["config"], f"{record['load_average_before']:g} to {record['load_average_after']:g}"
+    title = f"{config['num_images']:,} pictures with {config['workers']} workers, {config['num_encoded']:,} encoded"
+    title += f" ({config['preset']}, {config['image_size']} px); {config['rounds']} rounds; load average {load}. "
+    if "ray_over_local" in record:
+        title += f"Ray is {spread(record, 'ray_over_local_command', '.2f')} times as fast as processes, start and all, "
+        title += f"for an eighth of the pictures {spread(record, 'ray_over_local_eighth_command', '.2f')} times. "
+    ours, theirs = record["bytes_ours"], record["bytes_reference"]
+    title += f"A sample's moments of 512 px take {ours:,.0f} bytes, the reference's {theirs:,.0f}:"
+    kinds, rows = ("decode", "wait_for_decoding", "encode", "write", "rest"), []
+    for name, shown in MAKERS.items():
+        if f"{name}_per_sec" in record:
+            parts = (record.get(f"{name}_{kind}_frac") for kind in kinds)
+            shares = (None if part is None else f"{part:.1%}" for part in parts)
+            seconds = spread(record, f"{name}_command_sec", ".1f")
+            rows.append((shown, spread(record, f"{name}_per_sec", ",.1f"), seconds, *shares))
+    head = ("command", "samples/s", "whole command, s", *(kind.replace("_", " ") for kind in kinds))
+    return Table(title, head, "lrrrrrrr", rows)
+
+
 TABLES: dict[str, Callable[[Record], Table]] = {
     "step": table_of_step,
     "scale": table_of_scale,
@@ -327,6 +357,7 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "video": table_of_video,
     "motion": table_of_motion,
     "rows_speed": table_of_rows,
+    "prepare_speed": table_of_prepare,
 }
 """What a record says that it has measured -> its table."""
 

@@ -97,6 +97,7 @@ COMMANDS = {
     "bench.scale": ("ScaleConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
     "bench.images": ("ImagesBenchConfig", range(1)),
+    "bench.prepare": ("PrepareBenchConfig", range(1)),
     "bench.video": ("VideoBenchConfig", range(1)),
     "bench.export": ("ExportBenchConfig", range(1)),
     "bench.families": ("FamiliesConfig", range(1)),
