@@ -72,7 +72,9 @@ class SampleCounts:
         shares = sorted(self.seconds.items(), key=lambda item: (item[0] == "rest", -item[1]))
         whole = sum(self.seconds.values())
         what = ", ".join(f"{kind} {part / whole:.1%}" for kind, part in shares) if whole else ""
-        return f"; {self.read / seconds:,.1f} {unit}/s over {seconds:,.1f} s" + (f" ({what})" if what else "")
+        rate = self.read / seconds
+        shown = f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
+        return f"; {shown} {unit}/s over {seconds:,.1f} s" + (f" ({what})" if what else "")
 
 
 def where_to_look(counts: SampleCounts, address: str) -> str:

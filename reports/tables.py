@@ -342,7 +342,7 @@ def table_of_prepare(record: Record) -> Table:
             parts = (record.get(f"{name}_{kind}_frac") for kind in kinds)
             shares = (None if part is None else f"{part:.1%}" for part in parts)
             seconds = spread(record, f"{name}_command_sec", ".1f")
-            rows.append((shown, spread(record, f"{name}_per_sec", ",.1f"), seconds, *shares))
+            rows.append((shown, spread(record, f"{name}_per_sec", ",.2f"), seconds, *shares))
     head = ("command", "samples/s", "whole command, s", *(kind.replace("_", " ") for kind in kinds))
     return Table(title, head, "lrrrrrrr", rows)
 
