@@ -103,8 +103,8 @@ class ScalingConfig:
     """What the store gives each node. null: no limit is reckoned."""
     cores: int | None = limited(None, 1, 4096)
     """Processor cores of a node for its loaders. null: no limit is reckoned."""
-    laid_over: tuple[str, ...] = ()
-    """Records of one run on several numbers of devices, CPUs' too. Empty: the given ones, or the committed pair."""
+    laid_over: str | None = None
+    """Records of one run on several numbers of devices, with commas. CPUs' too. null: the given ones, or a committed pair."""
     results: str = "scaling/scaling.json"
     """File of the record; the pictures lie beside it."""
 
@@ -174,9 +174,7 @@ def records_of(places: Sequence[str], gpu: str | None) -> list[devices.Measured]
         card = devices.card_of(record.device)
         if record.is_cpu:
             said = f"{record.name}: is of a {record.device}, and a CPU's speed says nothing of a GPU's"
-            problems.append(
-                f"{said}. Give records of a GPU; those of a CPU can be seen with laid_over=[A.json,B.json]."
-            )
+            problems.append(f"{said}. Give records of a GPU; those of a CPU can be seen with laid_over=A.json,B.json.")
         elif card is None or gpu not in (None, card):
             wanted = gpu or ", ".join(devices.CARDS)
             problems.append(
@@ -189,7 +187,7 @@ def records_of(places: Sequence[str], gpu: str | None) -> list[devices.Measured]
 
 def overlaid(words: Words, given: Sequence[devices.Measured]) -> list[devices.Measured]:
     """Return the records that are laid over. Raises ConfigError: one alone, or of several configurations."""
-    places = words.config.laid_over
+    places = words.config.laid_over.split(",") if words.config.laid_over else []
     try:
         found = [devices.read_measured(place) for place in places]
     except ValueError as error:

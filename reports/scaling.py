@@ -21,7 +21,7 @@ from cli.errors import Refused
 from cli.table import as_table
 from reports.marks import rewrite
 from reports.scaling_pictures import draw
-from reports.tables import Row, Table, about, in_markdown
+from reports.tables import Row, Table, in_markdown
 
 Record = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ def _range(of: Record, name: str, digits: str, factor: float = 1.0) -> str:
 
 
 def _percent(value: float | None) -> str | None:
-    return None if value is None else f"{100 * value:+.1f} %"
+    return None if value is None else f"{value:+.1%}"
 
 
 # --- the two tables that people know ---
@@ -356,7 +356,7 @@ def text_of(record: Record) -> str:
 
 def markdown_of(record: Record) -> str:
     """Format a record for a page."""
-    parts = ["", f"By `preflight.scaling`, {about(record).split(', ', 1)[1]}"]
+    parts = ["", f"By `preflight.scaling` of commit {record['commit'][:12]}."]
     for section in sections_of(record):
         parts += ["", f"### {section.heading}", "", in_markdown(section.table).rstrip("\n")]
         parts += [line for note in section.notes for line in ("", note)]
