@@ -1,9 +1,9 @@
 """The time of a step on N devices: what is computed, what all devices exchange, and how much of that is hidden.
 
-    step = (b + b0) / r * (1 + s * sqrt(2 ln N)) + max(0, within + across - hidden) + 2 h log2(n)
+    step = (b + p b0) / r * (1 + s * sqrt(2 ln N)) + max(0, within + across - hidden) + 2 h log2(n)
 
     N devices in n domains of g, whose inner link is fast; b images a device and step, r images/s of a device
-    b0         work that no batch makes smaller, in images: kernels too small for the device, the optimizer's step
+    b0         what a pass takes at any size, in images: kernels too small for the device, the optimizer's step; p passes
     s          the slowest of N devices: sqrt(2 ln N) is what the maximum of N normal variables grows by
     within     a ring all-reduce in a domain: 2 G (g - 1) / g bytes over the inner link
     across     the same of each device's share over the outer link: 2 (G / g) (n - 1) / n
@@ -53,9 +53,8 @@ class Prior:
 
 
 PARAMETERS = {
-    "fixed_graphs": Prior(2.0, 2.0, "b0 of a step captured as one CUDA graph, images"),
-    "fixed_plain": Prior(4.0, 2.0, "b0 of a step that is launched kernel by kernel, images"),
-    "fixed_passes": Prior(1.0, 3.0, "b0 beside passes of one size: MosaicML's, images"),
+    "fixed_graphs": Prior(2.0, 2.0, "b0 of a pass in a step that is one CUDA graph, images"),
+    "fixed_plain": Prior(4.0, 2.0, "b0 of a pass that is launched kernel by kernel, images"),
     "fixed_tpu": Prior(4.0, 2.0, "b0 of a TPU, images"),
     "link_share": Prior(0.6, 1.3, "share of an outer link's nominal bandwidth"),
     "mosaicml_online": Prior(3.0, 4.0, "outer link of MosaicML's first benchmark, GB/s a device"),
@@ -102,6 +101,7 @@ class Points:
     fixed_of: Array
     scale: Array
     microbatch: Array
+    passes: Array
 
 
 def domain_of(setup: Setup, num: int) -> int:
@@ -118,8 +118,10 @@ def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
     for setup, num, batch, rate in given:
         domain, gb = domain_of(setup, num), setup.volume * setup.gradient_gb
         is_named = isinstance(setup.outer, str)
+        microbatch = min(setup.microbatch or np.inf, batch / num)
         rows.append(
             {
+                "passes": float(np.ceil(batch / num / microbatch - 1e-9)),
                 "rate": rate,
                 "num": float(num),
                 "batch": float(batch),
@@ -130,7 +132,7 @@ def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
                 "outer_of": NAMES.index(str(setup.outer) if is_named else "link_share"),
                 "fixed_of": NAMES.index(f"fixed_{setup.fixed}"),
                 "scale": REFERENCE_TFLOP / setup.tflop,
-                "microbatch": min(setup.microbatch or np.inf, batch / num),
+                "microbatch": microbatch,
             }
         )
     whole = ("rate", "outer_of", "fixed_of")
@@ -155,9 +157,9 @@ def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
     num_domains = points.num / points.domain
     fixed = shared[..., points.fixed_of] * points.scale
     jitter = 1 + of("jitter") * np.sqrt(2 * np.log(points.num))
-    computed = (points.batch / points.num + fixed) / rate * jitter
+    computed = (points.batch / points.num + points.passes * fixed) / rate * jitter
     exchanged = points.inner_sec + points.across_gb / (points.outer * shared[..., points.outer_of])
-    seen = exchanged - of("hidden") * BACKWARD_FRAC * points.microbatch / rate
+    seen = exchanged - of("hidden") * BACKWARD_FRAC * (points.microbatch + fixed) / rate
     seen = (seen + np.sqrt(seen**2 + ROUNDED_SEC**2)) / 2 * (points.num > 1)
     return np.log(points.batch) - np.log(computed + seen + 2 * of("hop_sec") * np.log2(num_domains))
 
@@ -168,7 +170,7 @@ def parts(theta: Array, points: Points, num_rates: int) -> list[Mapping[str, flo
     rate = np.exp(theta)[points.rate]
     step = points.batch / np.exp(log_speed(theta, points, num_rates))
     computed = points.batch / points.num / rate
-    fixed = np.exp(theta[num_rates:])[points.fixed_of] * points.scale / rate
+    fixed = points.passes * np.exp(theta[num_rates:])[points.fixed_of] * points.scale / rate
     jitter = (computed + fixed) * shared["jitter"] * np.sqrt(2 * np.log(points.num))
     hops = 2 * shared["hop_sec"] * np.log2(points.num / points.domain)
     of = {"computed": computed, "fixed": fixed, "jitter": jitter, "hops": hops}

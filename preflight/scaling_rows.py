@@ -24,12 +24,12 @@ ICI = 600.0  # GB/s of a TPU v5p, 4,800 Gbit/s (Google's documentation); a pod i
 TFLOP_256 = 2.41 * 36.25 / 137.5  # by MosaicML's own two rates on 8 A100: attention shrinks with the square
 
 SETUPS = {
-    "mosaicml_online_512": Setup("passes", FLOAT32_GB, A100[0], "mosaicml_online", 8, microbatch=4),
+    "mosaicml_online_512": Setup("plain", FLOAT32_GB, A100[0], "mosaicml_online", 8, microbatch=4),
     # SHARD_GRAD_OP: a reduce-scatter in float32, and the weights gathered once in half of that
     "mosaicml_latents_256": Setup(
-        "passes", FLOAT32_GB, A100[0], "mosaicml_latents", 8, microbatch=16, volume=1.5, tflop=TFLOP_256
+        "plain", FLOAT32_GB, A100[0], "mosaicml_latents", 8, microbatch=16, volume=1.5, tflop=TFLOP_256
     ),
-    "mosaicml_latents_512": Setup("passes", FLOAT32_GB, A100[0], "mosaicml_latents", 8, microbatch=16, volume=1.5),
+    "mosaicml_latents_512": Setup("plain", FLOAT32_GB, A100[0], "mosaicml_latents", 8, microbatch=16, volume=1.5),
     "nemo_a100": Setup("plain", FLOAT32_GB, *A100, 8),
     "nemo_h100": Setup("plain", FLOAT32_GB, *H100, 8),
     "mlperf_h100_v31": Setup("plain", FLOAT16_GB, *H100, 8),
