@@ -338,6 +338,7 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.study reports/results/shapes_precision.json docs/pictures/precision.png docs/precision.md
 	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
 	$(PY) -m reports.compare reports/nvidia_published.json docs/comparing.md
+	$(PY) -m reports.scaling reports/results/scaling.json docs/pictures docs/scaling.md
 	$(PY) -m reports.compare reports/results/sd2_tiny_cpu_compile/eager.json reports/results/sd2_tiny_cpu_compile/whole.json \
 	  reports/results/sd2_tiny_cpu_compile/blocks.json reports/results/sd2_tiny_cpu_compile/attention_math.json docs/comparing.md
 	@mkdir -p cache

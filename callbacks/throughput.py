@@ -61,6 +61,8 @@ class MeasureConfig:
     """Peak TFLOP/s of one device, which MFU divides by. null: from the table of known GPUs."""
     expected_images_per_sec: float | None = limited(None, 0.0, above=True)
     """Speed over all ranks, used by --print_config to estimate the time. null: no estimate."""
+    expected_record: str | None = None
+    """Record of this run on other GPUs, from which --print_config reckons the speed of its ranks. null: none."""
 
     def is_edge(self, batch: int) -> bool:
         """True if a window ends after this many batches of the run; the same in every start."""

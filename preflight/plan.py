@@ -2,8 +2,8 @@
 
 `shown` returns the output of `--print_config`: the resolved run as YAML, then the plan as comments. So the whole output is
 a YAML file with the same configuration. Every number comes from the traced network (training/cost.py), from the run's keys,
-or from the runs of the benchmark's reference (zoo/mlperf_sd.py and zoo/mlperf_flux.py). If a number cannot be
-computed, a line says so.
+from a record of the run on other devices (preflight/scaling_devices.py), or from the runs of the benchmark's reference
+(zoo/mlperf_sd.py and zoo/mlperf_flux.py). If a number cannot be computed, a line says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from cli.limits import read_duration
 from config import count, flat, to_yaml
-from preflight import cards
+from preflight import cards, scaling_devices
 from training.optimizer import total_batches
 from zoo import load_family, mlperf
 from zoo.mlperf_rules import Benchmark, ReferencePoint
@@ -26,7 +26,7 @@ from zoo.model_config import model_problems
 if TYPE_CHECKING:
     from training.cost import Cost
 
-RATE_KEY = "measure.expected_images_per_sec"
+RATE_KEY, RECORD_KEY = "measure.expected_images_per_sec", "measure.expected_record"
 
 
 def shown(
@@ -97,8 +97,8 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         *_on_host(cost),
         *cards.lines(cost, values),
         f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
-        *_duration(values),
-        *_target(values),
+        *_duration(values, speed := _speed(values, num_ranks)),
+        *_target(values, speed.rate),
     ]
     return "".join(f"# {line}\n" for line in lines)
 
@@ -147,28 +147,47 @@ def readable_time(seconds: float) -> str:
     return f"{_short(seconds / 86400.0)} days" if seconds < 36525 * 86400.0 else "more than a century"
 
 
-def _rate(values: Mapping[str, Any]) -> float | None:
-    rate = values[RATE_KEY]
-    return rate if rate is not None and math.isfinite(rate) and rate > 0.0 else None
+@dataclasses.dataclass(frozen=True)
+class _Speed:
+    """images/s over all ranks, what 90 of 100 lie between, and the line that says where they are from."""
+
+    rate: float | None
+    line: str
+    ends: tuple[float, float] | None = None
 
 
-def _duration(values: Mapping[str, Any]) -> list[str]:
-    duration, rate = values["max_duration"], _rate(values)
-    if rate is None:
-        time = f"time: give {RATE_KEY} (over all ranks) for an estimate"
-    else:
-        time = f"time: of training alone, at {rate:g} images/s ({RATE_KEY})"
+def _speed(values: Mapping[str, Any], num_ranks: int) -> _Speed:
+    rate, place = values[RATE_KEY], values.get(RECORD_KEY)
+    if rate is not None and math.isfinite(rate) and rate > 0.0:
+        return _Speed(rate, f"time: of training alone, at {rate:g} images/s ({RATE_KEY})")
+    if place is None:
+        return _Speed(None, f"time: give {RATE_KEY} (over all ranks) for an estimate")
+    try:
+        told = scaling_devices.expected(place, num_ranks, values["global_batch_size"])
+    except ValueError as error:
+        return _Speed(None, f"time: {RECORD_KEY}: {error}")
+    ends = f"({_short(told.low)} to {_short(told.high)})"
+    how = f"reckoned for {count(num_ranks, 'rank')} from {RECORD_KEY}={place}, see docs/scaling.md"
+    line = f"time: of training alone, at {_short(told.value)} images/s {ends}, {how}"
+    return _Speed(told.value, line, (told.low, told.high))
+
+
+def _duration(values: Mapping[str, Any], speed: _Speed) -> list[str]:
+    duration = values["max_duration"]
     images = images_of(duration, values["global_batch_size"])
     if images is None:
-        return [time, f"max_duration: {duration}; how many images that is cannot be known before the data is read"]
-    takes = f", {readable_time(images / rate)}" if rate else ""
-    return [time, f"max_duration: {duration}, {count(images, 'image')}{takes}"]
+        given = f"max_duration: {duration}; how many images that is cannot be known before the data is read"
+        return [speed.line, given]
+    takes = f", {readable_time(images / speed.rate)}" if speed.rate else ""
+    if speed.ends:
+        takes += f" ({readable_time(images / speed.ends[1])} to {readable_time(images / speed.ends[0])})"
+    return [speed.line, f"max_duration: {duration}, {count(images, 'image')}{takes}"]
 
 
 # --- the benchmark ---
 
 
-def _target(values: Mapping[str, Any]) -> list[str]:
+def _target(values: Mapping[str, Any], rate: float | None) -> list[str]:
     """Return lines on the images to the target in the reference's runs, and on how this run differs from them."""
     benchmark = mlperf.benchmark_of(values["model.family"], values["model.variant"])
     if benchmark is None:
@@ -177,7 +196,7 @@ def _target(values: Mapping[str, Any]) -> list[str]:
     in_batches = f"{count(every // batch, 'batch', 'batches')} ({count(every, 'image')})"
     lines = [
         f"target: {benchmark.target_said}; one every {in_batches if every % batch == 0 else count(every, 'image')}",
-        *_images_to_target(benchmark, values),
+        *_images_to_target(benchmark, values, rate),
     ]
     if deviations := benchmark.deviations(values, _ruleset(benchmark, values)):
         return [*lines, "deviations from the reference:", *(f"  {text}" for text in deviations)]
@@ -190,11 +209,11 @@ def _ruleset(benchmark: Benchmark, values: Mapping[str, Any]) -> str:
     return given if given in benchmark.rulesets else benchmark.newest
 
 
-def _images_to_target(benchmark: Benchmark, values: Mapping[str, Any]) -> list[str]:
+def _images_to_target(benchmark: Benchmark, values: Mapping[str, Any], rate: float | None) -> list[str]:
     fixed, ruleset = benchmark.fixed_deviations(values), _ruleset(benchmark, values)
     if others := [text for text in fixed if text.startswith(("model.preset:", "image_size:"))]:
         return [f"images to the target: there are no reference points for this network ({', '.join(others)})"]
-    global_batch_size, rate = values["global_batch_size"], _rate(values)
+    global_batch_size = values["global_batch_size"]
     point = benchmark.reference_point(global_batch_size, ruleset)
     if point is None:
         given = f"no reference point at a global batch of {global_batch_size} (ruleset {ruleset})"

@@ -32,6 +32,7 @@ from cli.describe import Key, described, keys_of, page_of
 from cli.limits import limited
 from config import load, schema_keys
 from eval import EvalCommand
+from preflight import scaling
 from prepare.laion import command as laion
 from prepare.shapes.command import TRAINING_NUMBERS, parse
 from prepare.words import split_words
@@ -50,7 +51,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters"
+    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters scaling"
 )
 
 
@@ -106,6 +107,7 @@ COMMANDS = {
     "bench.lora": ("LoraBenchConfig", range(1)),
     "export": ("ExportConfig", range(2, 3)),
     "bench.page": ("PageBenchConfig", range(1, 2)),
+    "preflight.scaling": ("ScalingConfig", range(0)),
     "sweeps.file": ("SweepCommand", range(0)),
 }
 """Command -> the dataclass of its keys, and how many places it takes."""
@@ -188,6 +190,8 @@ def read(module: str, words: list[str]) -> None:
         assert [Path(word).suffix for word in words] in ([".json"], [".json", ".png"])
     elif module == "reports.compare":
         assert compare.read_words(words).places
+    elif module == "preflight.scaling":
+        assert Path(scaling.read_words(words).yaml).is_file()
     elif module == "reports.live":
         assert live.read_words(words)
     elif module == "reports.page":

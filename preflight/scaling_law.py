@@ -1,0 +1,178 @@
+"""The time of a step on N devices: what is computed, what all devices exchange, and how much of that is hidden.
+
+    step = (b + p b0) / r * (1 + s * sqrt(2 ln N)) + max(0, within + across - hidden) + 2 h log2(n)
+
+    N devices in n domains of g, whose inner link is fast; b images a device and step, r images/s of a device
+    b0         what a pass takes at any size, in images: kernels too small for the device, the optimizer's step; p passes
+    s          the slowest of N devices: sqrt(2 ln N) is what the maximum of N normal variables grows by
+    within     a ring all-reduce in a domain: 2 G (g - 1) / g bytes over the inner link
+    across     the same of each device's share over the outer link: 2 (G / g) (n - 1) / n
+    hidden     a share of the last pass's backward pass, which is 2/3 of its time: DDP exchanges in that one alone
+    h          a hop between domains, for all buckets together; a tree has log2(n) of them, up and down
+
+G is the gradient in bytes. Sharded weights are gathered in passes of G bytes each, so `volume` says how many such passes a
+step makes: an all-reduce 2. The maximum is rounded off over `ROUNDED_SEC`, so that a fit has a derivative everywhere.
+Rings: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms; DDP's buckets and overlap: Li et al. 2020,
+arXiv:2006.15704.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+
+ROUNDED_SEC = 0.003
+BACKWARD_FRAC = 2 / 3  # of a pass's time: twice the matrix products of the forward pass
+INNER_SHARE = 0.8  # of an inner link's nominal bandwidth, what NCCL's tests reach within a node
+REFERENCE_TFLOP = 2.41  # an image and step of SD2 at 512 px from moments: what b0 is counted in
+NODE_LINKS = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
+"""Inner link -> GB/s of a device and direction: NVIDIA's data sheets of A100, H100 and B200; PCIe x16."""
+CLUSTER_LINKS = {
+    "infiniband_hdr": 25.0,
+    "infiniband_ndr": 50.0,
+    "ethernet_3200": 50.0,
+    "ethernet_1600": 25.0,
+    "ethernet_400": 6.25,
+    "ethernet_100": 1.5625,
+}
+"""Outer link -> GB/s of a device and direction. InfiniBand: 200 and 400 Gbit/s a device; Ethernet: Gbit/s of a node of 8."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is taken for a parameter before any row is seen: a log-normal's median, and the factor of one deviation."""
+
+    value: float
+    factor: float
+    text: str
+
+
+PARAMETERS = {
+    "fixed_graphs": Prior(2.0, 2.0, "b0 of a pass in a step that is one CUDA graph, images"),
+    "fixed_plain": Prior(4.0, 2.0, "b0 of a pass that is launched kernel by kernel, images"),
+    "fixed_tpu": Prior(4.0, 2.0, "b0 of a TPU, images"),
+    "link_share": Prior(0.6, 1.3, "share of an outer link's nominal bandwidth"),
+    "mosaicml_online": Prior(3.0, 4.0, "outer link of MosaicML's first benchmark, GB/s a device"),
+    "mosaicml_latents": Prior(10.0, 4.0, "outer link of MosaicML's second benchmark, GB/s a device"),
+    "hop_sec": Prior(1e-3, 5.0, "h: a hop between domains, all buckets, s"),
+    "hidden": Prior(0.8, 1.2, "share of the last backward pass that hides the exchange"),
+    "jitter": Prior(0.005, 3.0, "s: deviation of a device's step, of the step"),
+}
+"""What is fitted beside each series' rate. Each is above 0, so its logarithm is what the fit moves."""
+NAMES = tuple(PARAMETERS)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a series or a run exchanges gradients.
+
+    fixed: which b0. gradient_gb: G, 1e9 bytes. inner, outer: GB/s of a device; outer may name a parameter. domain: devices
+    within the inner link. microbatch: images of a pass at most; None: the device batch. volume: see the head of this file.
+    tflop: an image and step.
+    """
+
+    fixed: str
+    gradient_gb: float
+    inner: float
+    outer: float | str
+    domain: int
+    microbatch: int | None = None
+    volume: float = 2.0
+    tflop: float = REFERENCE_TFLOP
+
+
+@dataclass(frozen=True)
+class Points:
+    """Points to predict, as arrays (R,): of a setup each its devices, global batch and the place of its rate."""
+
+    rate: Array
+    num: Array
+    batch: Array
+    domain: Array
+    inner_sec: Array
+    across_gb: Array
+    outer: Array
+    outer_of: Array
+    fixed_of: Array
+    scale: Array
+    microbatch: Array
+    passes: Array
+
+
+def domain_of(setup: Setup, num: int) -> int:
+    """Return the devices of a domain: a whole number of domains of one size; of 512 in racks of 72 these are 64."""
+    size = min(setup.domain, num)
+    while num % size:
+        size -= 1
+    return size
+
+
+def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
+    """Return (setup, devices, global batch, place of its rate) as arrays."""
+    rows: list[dict[str, Any]] = []
+    for setup, num, batch, rate in given:
+        domain, gb = domain_of(setup, num), setup.volume * setup.gradient_gb
+        is_named = isinstance(setup.outer, str)
+        microbatch = min(setup.microbatch or np.inf, batch / num)
+        rows.append(
+            {
+                "passes": float(np.ceil(batch / num / microbatch - 1e-9)),
+                "rate": rate,
+                "num": float(num),
+                "batch": float(batch),
+                "domain": float(domain),
+                "inner_sec": gb * (1 - 1 / domain) / (INNER_SHARE * setup.inner),
+                "across_gb": gb / domain * (1 - domain / num),
+                "outer": 1.0 if is_named else setup.outer,
+                "outer_of": NAMES.index(str(setup.outer) if is_named else "link_share"),
+                "fixed_of": NAMES.index(f"fixed_{setup.fixed}"),
+                "scale": REFERENCE_TFLOP / setup.tflop,
+                "microbatch": microbatch,
+            }
+        )
+    whole = ("rate", "outer_of", "fixed_of")
+    return Points(**{key: np.array([row[key] for row in rows], int if key in whole else float) for key in rows[0]})
+
+
+def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
+    """Return log images/s over all devices.
+
+    Args:
+        theta: (..., S + P): logarithms of the S rates, images/s of a device, then of PARAMETERS.
+
+    Returns:
+        (..., R).
+    """
+    values = np.exp(theta)
+    rate, shared = values[..., points.rate], values[..., num_rates:]
+
+    def of(name: str) -> Array:
+        return shared[..., NAMES.index(name), None]
+
+    num_domains = points.num / points.domain
+    fixed = shared[..., points.fixed_of] * points.scale
+    jitter = 1 + of("jitter") * np.sqrt(2 * np.log(points.num))
+    computed = (points.batch / points.num + points.passes * fixed) / rate * jitter
+    exchanged = points.inner_sec + points.across_gb / (points.outer * shared[..., points.outer_of])
+    seen = exchanged - of("hidden") * BACKWARD_FRAC * (points.microbatch + fixed) / rate
+    seen = (seen + np.sqrt(seen**2 + ROUNDED_SEC**2)) / 2 * (points.num > 1)
+    return np.log(points.batch) - np.log(computed + seen + 2 * of("hop_sec") * np.log2(num_domains))
+
+
+def parts(theta: Array, points: Points, num_rates: int) -> list[Mapping[str, float]]:
+    """Return what a step's time is made of, s: computed, fixed, jitter, exchange that is not hidden, hops; (R) of them."""
+    shared = dict(zip(NAMES, np.exp(theta[num_rates:]), strict=True))
+    rate = np.exp(theta)[points.rate]
+    step = points.batch / np.exp(log_speed(theta, points, num_rates))
+    computed = points.batch / points.num / rate
+    fixed = points.passes * np.exp(theta[num_rates:])[points.fixed_of] * points.scale / rate
+    jitter = (computed + fixed) * shared["jitter"] * np.sqrt(2 * np.log(points.num))
+    hops = 2 * shared["hop_sec"] * np.log2(points.num / points.domain)
+    of = {"computed": computed, "fixed": fixed, "jitter": jitter, "hops": hops}
+    of["exchange"] = step - sum(of.values())
+    return [{name: float(values[row]) for name, values in of.items()} for row in range(len(step))]

@@ -1,0 +1,262 @@
+"""The parts of the record of preflight.scaling: errors, published rows, time to the target, and records laid over."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from preflight import scaling_devices as devices
+from preflight.scaling_fit import Held, Interval, Law
+from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, REFERENCE_TFLOP, Setup
+from preflight.scaling_rows import SETUPS, TITLES, Row
+from preflight.scaling_run import eval_sec
+from preflight.scaling_target import Choice, Convergence, batches_of, best, choice, convergence
+from reports.verdicts import Sample
+from zoo.mlperf_flux import FLUX
+from zoo.mlperf_rules import Benchmark
+from zoo.mlperf_sd import SD
+
+MOSAICML_IMAGES = (
+    2_867_200_000  # 1,126,400,000 at 256 px and 1,740,800,000 at 512: their days are these at the rate of 512
+)
+MOSAICML_PRICE = 160_000 / 79_000  # USD an A100-hour: their "$160k, 79k A100-hours", of January 2023
+EVALUATIONS = (
+    ("mlperf_h100_v41", 8, 1125.0),
+    ("mlperf_h200_v41", 8, 1088.0),
+    ("mlperf_b200_v50", 8, 713.0),
+    ("mlperf_gb200", 8, 742.0),
+    ("mlperf_h100_v41", 64, 143.0),
+)
+"""Series, devices, median seconds of an evaluation of 30,000 images in MLPerf's logs. NVIDIA's own of 8 H100 has 1,130 of
+generation and 65 of scoring."""
+FLUX_TFLOP, FLUX_PARAMETERS = 20.3, 11.9e9  # an image and step; NVIDIA's MLPerf 5.1
+FLUX_RATE = (16, 512, 56.5)  # GB200, global batch (32 a device), images/s of a device
+ALONE = 64  # images of a batch on one GPU
+NEAR = 0.1  # by which a network's FLOPs may differ from the benchmark's for its images to the target to hold
+
+
+def row_of(held: Held) -> dict[str, Any]:
+    """Return a held-out place for the record."""
+    return {
+        "series": held.series,
+        "title": TITLES[held.series],
+        "num": held.num,
+        "global_batch_size": held.batch,
+        "systems": len(held.systems),
+        "images_per_sec": held.measured,
+        **_ends("predicted", held.predicted),
+        "error": held.error,
+        "fitted_error": held.fitted,
+        "is_largest": held.is_largest,
+        "beyond_error": held.beyond,
+    }
+
+
+def _ends(name: str, of: Interval) -> dict[str, float]:
+    return {name: of.value, f"{name}_low": of.low, f"{name}_high": of.high}
+
+
+def errors_of(law: Law, held: Sequence[Held], num_rows: int) -> dict[str, Any]:
+    """Return what the errors come to: of places held out one by one, and of the largest of each series at once."""
+    each, largest = np.abs([of.error for of in held]), np.abs([of.beyond for of in held if of.beyond is not None])
+    inside = [of.predicted.low <= of.measured <= of.predicted.high for of in held]
+    return {
+        "rows": num_rows,
+        "fitted": len(law.theta),
+        "places": len(held),
+        "median": float(np.median(each)),
+        "worst": float(each.max()),
+        "largest": len(largest),
+        "beyond_median": float(np.median(largest)),
+        "beyond_worst": float(largest.max()),
+        "covered": float(np.mean(inside)),
+        "noise": law.noise,
+        "widened": law.widened,
+    }
+
+
+def published(held: Sequence[Held]) -> dict[str, Any]:
+    """Return MosaicML's rows with their days and money, and NVIDIA's with their speed-up; each with the prediction."""
+    of = {name: [each for each in held if each.series == name] for name in SETUPS}
+    mosaicml = []
+    for each in of["mosaicml_online_512"]:
+        hours = MOSAICML_IMAGES / each.measured / 3600
+        cost = each.num * hours * MOSAICML_PRICE
+        row = {"num": each.num, "days": hours / 24, "gpu_hours": each.num * hours, "cost": cost}
+        mosaicml.append({**row, "images_per_sec": each.measured, **_ends("predicted", each.predicted)})
+    nvidia = []
+    for name in ("nemo_a100", "nemo_h100"):
+        first = of[name][0].measured
+        for each in of[name]:
+            row = {"title": TITLES[name], "nodes": each.num // 8, "images_per_sec": each.measured}
+            nvidia.append({**row, "times": each.measured / first, **_ends("predicted", each.predicted)})
+    return {"mosaicml_images": MOSAICML_IMAGES, "mosaicml": mosaicml, "nvidia": nvidia}
+
+
+def evaluation_check(law: Law) -> tuple[list[dict[str, Any]], float]:
+    """Set the seconds of an evaluation by FLOPs beside MLPerf's logs.
+
+    Returns:
+        a row for each: at training's utilisation, and at the share of it that the others ask for; and that share of all.
+    """
+    told = {}
+    for name, num, said in EVALUATIONS:
+        tflops = float(np.exp(law.theta[law.series.index(name)])) * REFERENCE_TFLOP
+        told[name, num] = (said, eval_sec(num, tflops))
+    logs = {place: float(np.log(by_flops / said)) for place, (said, by_flops) in told.items()}
+    found = []
+    for place, (said, by_flops) in told.items():
+        share = float(np.exp(np.mean([of for other, of in logs.items() if other != place])))
+        row = {"title": TITLES[place[0]], "num": place[1], "seconds": said, "by_flops": by_flops}
+        found.append({**row, "predicted": by_flops / share, "error": by_flops / share / said - 1})
+    return found, float(np.exp(np.mean([*logs.values()])))
+
+
+def single(law: Law, gpu: str) -> dict[str, Any]:
+    """Return the prediction for a GPU alone that trains SD2 at 512 px from moments, by its card's series."""
+    card = devices.CARDS[gpu]
+    setup = dataclasses.replace(SETUPS[card.series], fixed="plain")
+    return {"gpu": gpu, "global_batch_size": ALONE, **_ends("predicted", law.predict(setup, card.series, 1, ALONE))}
+
+
+# --- time to the target ---
+
+
+def targets(
+    law: Law, rows: Sequence[Row], own: tuple[Law, str, Setup, str], nums: Sequence[int], tflop: float
+) -> list[dict[str, Any]]:
+    """Return time and device-hours to the target over the batch: of SD on H100, of FLUX on GB200, and of the run itself."""
+    of_flux, flux = _flux(law)
+    h100 = "mlperf_h100_v41"
+    found = [
+        _target("Stable Diffusion v2, H100 as in MLPerf 4.1", SD, "4.1.0", law, h100, SETUPS[h100], (8, 64, 512, 1024)),
+        _target("FLUX.1, GB200 as in MLPerf 5.1", FLUX, "5.1.0", *of_flux, flux, (16, 72, 512, 1152)),
+    ]
+    found[0]["published"] = [_point(row) for row in rows if row.minutes and row.series.startswith("mlperf_h100")]
+    found[1]["published"] = [_point(row) for row in rows if row.minutes and row.series == "flux_gb200"]
+    if abs(tflop / REFERENCE_TFLOP - 1) <= NEAR:
+        of_run, rate, setup, gpu = own
+        title = f"Stable Diffusion v2, this run on {gpu}"
+        found.append({**_target(title, SD, None, of_run, rate, setup, nums), "published": []})
+    return found
+
+
+def _flux(law: Law) -> tuple[tuple[Law, str], Setup]:
+    """Return the law with FLUX's rate on GB200, and how it exchanges gradients: bf16, as an all-reduce."""
+    card, num, batch, each = devices.CARDS["GB200"], *FLUX_RATE
+    links = NODE_LINKS[card.node_link], CLUSTER_LINKS[card.cluster_link]
+    setup = Setup("graphs", 2e-9 * FLUX_PARAMETERS, *links, card.domain, tflop=FLUX_TFLOP)
+    return devices.measured(law, setup, "16 GB200", num, batch, Sample(each, each, each, 0)), setup
+
+
+def flux_rows(law: Law, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the published images/s of FLUX on GB200 beside the prediction at each batch of its reference points."""
+    (of_flux, rate), setup = _flux(law)
+    batches = [point.global_batch_size for point in FLUX.points_of()]
+    found = []
+    for row in rows:
+        if row.series == "flux_gb200" and row.images_per_sec:
+            told = {
+                str(batch): of_flux.predict(setup, rate, row.num, batch).value if batch >= row.num else None
+                for batch in batches
+            }
+            found.append({"num": row.num, "images_per_sec": row.images_per_sec, "predicted": told})
+    return found
+
+
+def _point(row: Row) -> dict[str, Any]:
+    return {
+        "system": row.system,
+        "device": row.device,
+        "num": row.num,
+        "global_batch_size": row.batch,
+        "minutes": row.minutes,
+        "device_hours": row.num * (row.minutes or 0.0) / 60,
+    }
+
+
+def _target(
+    title: str, benchmark: Benchmark, ruleset: str | None, law: Law, rate: str, setup: Setup, nums: Sequence[int]
+) -> dict[str, Any]:
+    images = convergence(benchmark, ruleset)
+    curves = []
+    for num in nums:
+        tried = [_choice(benchmark, images, law, rate, setup, num, batch) for batch in batches_of(images, num, 64)]
+        if (first := best(tried)) is not None:
+            curves.append({"num": num, "best": _shown(first), "tried": [_shown(each) for each in tried]})
+    e, c = images.parameters()
+    points = [
+        {
+            "global_batch_size": point.global_batch_size,
+            "mean_images": point.mean_images,
+            "least": point.fastest_images,
+            "most": point.slowest_images,
+            "images": images.images(point.global_batch_size).value,
+        }
+        for point in benchmark.points_of(ruleset)
+    ]
+    law_of = {"e": e.value, "e_low": e.low, "e_high": e.high, "c": c.value, "c_low": c.low, "c_high": c.high}
+    ruleset = ruleset or benchmark.newest
+    return {
+        "title": title,
+        "benchmark": benchmark.name,
+        "ruleset": ruleset,
+        "images": law_of,
+        "points": points,
+        "curves": curves,
+    }
+
+
+def _choice(
+    benchmark: Benchmark, images: Convergence, law: Law, rate: str, setup: Setup, num: int, batch: int
+) -> Choice:
+    speed = law.predict(setup, rate, num, batch)
+    counts = benchmark is FLUX  # its evaluations are in the time; those of SD may be made afterwards
+    each = benchmark.eval_samples / 3 / speed.value  # one forward pass a sample, a third of a training step
+
+    def extra(seen: float) -> float:
+        return seen / benchmark.every_images * each if counts else 0.0
+
+    return choice(num, batch, speed, images.images(batch), extra)
+
+
+def _shown(of: Choice) -> dict[str, Any]:
+    return {
+        "global_batch_size": of.batch,
+        "images_per_sec": of.images_per_sec.value,
+        "images": of.images.value,
+        **_ends("minutes", of.seconds.times(1 / 60)),
+        "device_hours": of.num * of.seconds.value / 3600,
+    }
+
+
+# --- records laid over ---
+
+
+def laid_over(law: Law, records: Sequence[devices.Measured]) -> dict[str, Any]:
+    """Return records of several numbers of devices beside perfect scaling and, on GPUs, beside the prediction."""
+    first, card = records[0], devices.card_of(records[0].device)
+    rows = []
+    for run in records:
+        speed = run.num * run.speed.middle
+        row = {"name": run.name, "device": run.device, "num": run.num, "global_batch_size": run.batch}
+        row |= {"images_per_sec": speed, "least": run.num * run.speed.least, "greatest": run.num * run.speed.greatest}
+        row["perfect"] = first.num * first.speed.middle * _cores(run) / _cores(first)
+        if card is not None and not first.is_cpu:
+            of = devices.CARDS[card]
+            setup = first.setup(of.node_link, of.cluster_link, of.domain)
+            tuned, rate = devices.measured(law, setup, first.name, first.num, first.batch, first.speed)
+            row |= _ends("predicted", tuned.predict(setup, rate, run.num, run.batch))
+        rows.append(row)
+    what = "CPU processes that share one machine's cores, joined by gloo" if first.is_cpu else str(first.device)
+    return {"what": what, "is_cpu": first.is_cpu, "rows": rows}
+
+
+def _cores(run: devices.Measured) -> int:
+    """Devices, on a CPU threads: two processes of one thread have no more than one process of two."""
+    threads = re.search(r", (\d+) threads$", run.device)
+    return run.num * (int(threads[1]) if threads else 1)

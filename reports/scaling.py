@@ -1,0 +1,397 @@
+"""Show a record of preflight.scaling: its tables, its pictures, and both in a page.
+
+    python -m reports.scaling RECORD.json                           # for the terminal
+    python -m reports.scaling RECORD.json FOLDER PAGE.md            # the pictures; the tables between a page's marks
+
+A page says by marks where the tables go (reports/marks.py). Pages and pictures of the project: `make report`.
+Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cli.command import command
+from cli.errors import Refused
+from cli.table import as_table
+from reports.marks import rewrite
+from reports.scaling_pictures import draw
+from reports.tables import Row, Table, in_markdown
+
+Record = Mapping[str, Any]
+
+
+class Section(NamedTuple):
+    """A heading, its table, and lines below it."""
+
+    heading: str
+    table: Table
+    notes: tuple[str, ...] = ()
+
+
+def sections_of(record: Record) -> Iterator[Section]:
+    """Yield the sections in the order in which they are shown."""
+    yield _mosaicml(record)
+    yield _nvidia(record)
+    yield _around(record)
+    yield from _best(record)
+    yield _errors(record)
+    yield _rows(record)
+    yield _parameters(record)
+    yield _sensitivity(record)
+    yield _flux(record)
+    yield _evaluation(record)
+    yield _laid_over(record)
+
+
+def _range(of: Record, name: str, digits: str, factor: float = 1.0) -> str:
+    middle, low, high = (format(factor * of[f"{name}{end}"], digits) for end in ("", "_low", "_high"))
+    return f"{middle} ({low} to {high})"
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{value:+.1%}"
+
+
+# --- the two tables that people know ---
+
+
+def _mosaicml(record: Record) -> Section:
+    """MosaicML's columns: GPUs, images/s, days, GPU-hours, cost; theirs beside ours."""
+    run, theirs = record["run"], {row["num"]: row for row in record["published"]["mosaicml"]}
+    price, date = (record["config"][key] for key in ("price_per_gpu_hour", "price_date"))
+    first = record["estimates"][0]
+    head = ("GPUs", "images/s", "efficiency", "days", "GPU-hours")
+    head += () if price is None else (f"cost, at {price:g} an hour",)
+    head += ("MosaicML: images/s", "of it predicted", "days", "GPU-hours", "cost, USD")
+    rows: list[Row] = []
+    for row in record["estimates"]:
+        raised = "" if row["global_batch_size"] == run["batch"] else f", batch {row['global_batch_size']:,}"
+        efficiency = row["images_per_sec"] / first["images_per_sec"] * first["num"] / row["num"]
+        cells: list[str | None] = [
+            f"{row['num']:,}{raised}",
+            _range(row, "images_per_sec", ",.0f"),
+            f"{efficiency:.0%}",
+        ]
+        cells += [_range(row, "days", ",.2f"), f"{row['gpu_hours']:,.0f}"]
+        cells += [] if price is None else [f"{row['cost']:,.0f}"]
+        of = theirs.get(row["num"])
+        if of is None:
+            cells += [None] * 5
+        else:
+            cells += [f"{of['images_per_sec']:,.1f}", _range(of, "predicted", ",.0f"), f"{of['days']:,.1f}"]
+            cells += [f"{of['gpu_hours']:,.0f}", f"{of['cost']:,.0f}"]
+        rows.append(tuple(cells))
+    title = f"{run['name']}: {run['images']:,} images at a global batch of {run['batch']:,} on {run['gpu']}; "
+    title += f"speed of a GPU: {run['rate']}:"
+    notes = ["No price was given, so there is no cost: price_per_gpu_hour and price_date."] if price is None else []
+    if price is not None:
+        notes.append(
+            f"The price of a GPU-hour is of {date}. MosaicML's is 160,000 USD over 79,000 A100-hours, January 2023."
+        )
+    images = record["published"]["mosaicml_images"]
+    notes.append(
+        f"MosaicML's days are {images:,} images at that rate. Its rows are of A100, with the encoders in the step."
+    )
+    return Section("MosaicML's table", Table(title, head, "l" + "r" * (len(head) - 1), rows), tuple(notes))
+
+
+def _nvidia(record: Record) -> Section:
+    head = ("of", "nodes", "images/s", "times one node", "efficiency", "predicted without this row")
+    run, first = record["run"], record["estimates"][0]
+    rows: list[Row] = []
+    for row in record["estimates"]:
+        nodes = row["num"] / 8
+        times = row["images_per_sec"] / first["images_per_sec"] * first["num"] / 8
+        cells = (f"{row['images_per_sec']:,.0f}", f"{times:.1f}", f"{times / nodes:.0%}")
+        rows.append((f"{run['name']}, {run['gpu']}", f"{nodes:g}", *cells, None))
+    for row in record["published"]["nvidia"]:
+        cells = (f"{row['images_per_sec']:,.0f}", f"{row['times']:.1f}", f"{row['times'] / row['nodes']:.0%}")
+        rows.append((row["title"], str(row["nodes"]), *cells, _range(row, "predicted", ",.0f")))
+    title = "The speed-up against one node of 8; NVIDIA's own rows below:"
+    return Section("NVIDIA's table", Table(title, head, "lrrrrr", rows))
+
+
+# --- what else a run takes ---
+
+
+def _around(record: Record) -> Section:
+    """Failures, checkpoints, evaluations and data."""
+    run = record["run"]
+    head = ("GPUs", "a failure every", "best cadence", "its cost", "training, h", "evaluations, h")
+    head += ("MB/s a node", "cores a node", "limit")
+    rows: list[Row] = []
+    for row in record["estimates"]:
+        data = (
+            f"{row[key]:,.{digits}f}" if row[key] is not None else None
+            for key, digits in (("node_mb_per_sec", 0), ("node_cores", 1))
+        )
+        cells = (f"{row['mtbf_hours']:,.0f} h", f"{row['save_every_sec'] / 60:,.0f} min", f"{row['overhead_frac']:.1%}")
+        rows.append(
+            (f"{row['num']:,}", *cells, f"{row['train_hours']:,.1f}", f"{row['eval_hours']:,.1f}", *data, row["limit"])
+        )
+    config = record["config"]
+    title = f"A checkpoint of {run['checkpoint_gib']:.1f} GiB at {config['write_gib_per_sec']:g} GiB/s, "
+    title += f"{config['resume_sec']:g} s to resume, {config['mtbf_hours']:,.0f} GPU-hours a failure; "
+    title += f"{run['num_evals']} evaluations in training:"
+    return Section("Failures, checkpoints, evaluation and data", Table(title, head, "r" * 8 + "l", rows))
+
+
+def _best(record: Record) -> Iterator[Section]:
+    for target in record["targets"]:
+        head = (
+            "GPUs",
+            "best global batch",
+            "images",
+            "minutes to the target",
+            "GPU-hours",
+            "published, minutes at batch",
+        )
+        rows: list[Row] = []
+        for curve in target["curves"]:
+            of = curve["best"]
+            said = [point for point in target["published"] if point["num"] == curve["num"]]
+            shown = ", ".join(
+                f"{point['minutes']:.2f} at {point['global_batch_size'] or '?'}" for point in _fastest(said)
+            )
+            edge = ", the last tried" if of["global_batch_size"] == curve["tried"][-1]["global_batch_size"] else ""
+            cells = (f"{of['global_batch_size']:,}{edge}", f"{of['images']:,.0f}", _range(of, "minutes", ",.1f"))
+            rows.append((f"{curve['num']:,}", *cells, f"{of['device_hours']:,.1f}", shown or None))
+        images = target["images"]
+        e, c = _range(images, "e", ",.2f", 1e-6), _range(images, "c", ",.0f")
+        title = f"{target['title']}, ruleset {target['ruleset']}: images = E (1 + batch / C), E {e} million, C {c}:"
+        yield Section(f"The best batch: {target['title']}", Table(title, head, "rrrrrr", rows))
+
+
+def _fastest(points: Sequence[Record]) -> list[Record]:
+    """The fastest of each batch."""
+    found: dict[Any, Record] = {}
+    for point in sorted(points, key=lambda each: -each["minutes"]):
+        found[point["global_batch_size"]] = point
+    return list(found.values())
+
+
+# --- the law and its errors ---
+
+
+def _errors(record: Record) -> Section:
+    of = record["errors"]
+    head = (
+        "series",
+        "places",
+        "from",
+        "to",
+        "median error, held out",
+        "worst",
+        "median error, fitted",
+        "largest place, beyond the others",
+    )
+    rows: list[Row] = []
+    for title in dict.fromkeys(row["title"] for row in record["rows"]):
+        own = [row for row in record["rows"] if row["title"] == title]
+        errors, fitted = ([abs(row[key]) for row in own] for key in ("error", "fitted_error"))
+        beyond = next(row["beyond_error"] for row in own if row["is_largest"])
+        nums = [row["num"] for row in own]
+        cells = (f"{statistics.median(errors):.1%}", f"{max(errors):.1%}", f"{statistics.median(fitted):.1%}")
+        rows.append((title, str(len(own)), str(min(nums)), str(max(nums)), *cells, _percent(beyond)))
+    all_of = (
+        f"{of['median']:.1%}",
+        f"{of['worst']:.1%}",
+        None,
+        f"{of['beyond_median']:.1%}, worst {of['beyond_worst']:.1%}",
+    )
+    rows.append(("all", str(of["places"]), None, None, *all_of))
+    title = (
+        f"{of['rows']} published rows, {of['fitted']} fitted numbers. Each place (a series at a number of devices) was "
+    )
+    title += "held out in turn; for the last column the largest of all series at once:"
+    note = (
+        f"The residuals' deviation is {of['noise']:.1%}. Intervals are {of['widened']:.2f} times as wide as the fit's "
+    )
+    note += f"own, so that {of['covered']:.0%} of the held-out places lie in theirs."
+    return Section("Error against published rows", Table(title, head, "lrrrrrrr", rows), (note,))
+
+
+def _rows(record: Record) -> Section:
+    head = (
+        "series",
+        "GPUs",
+        "global batch",
+        "systems",
+        "published",
+        "predicted without it",
+        "error",
+        "fitted",
+        "beyond",
+    )
+    rows: list[Row] = []
+    for row in sorted(record["rows"], key=lambda row: (row["title"], row["num"])):
+        cells = (
+            f"{row['num']:,}",
+            f"{row['global_batch_size']:,}",
+            str(row["systems"]),
+            f"{row['images_per_sec']:,.0f}",
+        )
+        ends = (_percent(row["error"]), _percent(row["fitted_error"]), _percent(row["beyond_error"]))
+        rows.append((row["title"], *cells, _range(row, "predicted", ",.0f"), *ends))
+    title = (
+        "Images/s of every place; of several systems the geometric mean. Beyond: the largest of its series, as above:"
+    )
+    return Section("Every held-out row", Table(title, head, "lrrrrrrrr", rows))
+
+
+def _parameters(record: Record) -> Section:
+    head = ("parameter", "what", "prior, times or over", "fitted, 90 %")
+    rows: list[Row] = [
+        (of["name"], of["text"], f"{of['prior']:g}, {of['factor']:g}", _range(of, "value", ".3g"))
+        for of in record["parameters"]
+    ]
+    title = "Shared parameters; a rate of each series comes to them:"
+    return Section("Parameters", Table(title, head, "llrr", rows))
+
+
+def _sensitivity(record: Record) -> Section:
+    of = record["sensitivity"]
+    head = ("parameter", "1 % more of it, %", "one deviation more, %")
+    ranked = sorted(of["of"], key=lambda each: -abs(each["for_1_deviation"]))
+    rows: list[Row] = [
+        (each["name"], f"{each['for_1_percent']:+.3f}", f"{each['for_1_deviation']:+.2f}") for each in ranked
+    ]
+    title = f"Change of the images/s of {of['num']:,} GPUs; what moves them most comes first:"
+    return Section("Sensitivity", Table(title, head, "lrr", rows))
+
+
+def _evaluation(record: Record) -> Section:
+    head = ("series", "GPUs", "published, s", "by FLOPs, s", "at the others' share, s", "error")
+    rows: list[Row] = [
+        (
+            of["title"],
+            str(of["num"]),
+            *(f"{of[key]:,.0f}" for key in ("seconds", "by_flops", "predicted")),
+            _percent(of["error"]),
+        )
+        for of in record["evaluation"]["rows"]
+    ]
+    title = "30,000 images of 50 steps with guidance, beside MLPerf's logs; by FLOPs: at training's utilisation:"
+    note = f"An evaluation delivers {record['evaluation']['share']:.0%} of training's TFLOP/s; the estimates above take that."
+    return Section("Evaluation", Table(title, head, "lrrrrr", rows), (note,))
+
+
+def _flux(record: Record) -> Section:
+    rows = record["flux"]
+    batches = list(rows[0]["predicted"])
+    head = ("GPUs", "published, images/s", *(f"predicted at {int(batch):,}" for batch in batches))
+    cells: list[Row] = [
+        (
+            f"{of['num']:,}",
+            f"{of['images_per_sec']:,.0f}",
+            *(_none(of["predicted"][batch], ",.0f") for batch in batches),
+        )
+        for of in rows
+    ]
+    title = (
+        "FLUX.1 on GB200, by the rate of 16 and the shared parameters of SD2; the submissions' batches are not known:"
+    )
+    return Section("The law carried over to FLUX", Table(title, head, "r" * len(head), cells))
+
+
+def _none(value: float | None, digits: str) -> str | None:
+    return None if value is None else format(value, digits)
+
+
+def _laid_over(record: Record) -> Section:
+    over = record["laid_over"]
+    head = ("record", "device", "number", "global batch", "images/s", "perfect", "predicted", "error")
+    rows: list[Row] = []
+    for row in over["rows"]:
+        speed = f"{row['images_per_sec']:,.1f} ({row['least']:,.1f} to {row['greatest']:,.1f})"
+        told = _range(row, "predicted", ",.1f") if "predicted" in row else None
+        error = _percent(row["predicted"] / row["images_per_sec"] - 1) if told else None
+        cells = (
+            row["device"],
+            str(row["num"]),
+            str(row["global_batch_size"]),
+            speed,
+            f"{row['perfect']:,.1f}",
+            told,
+            error,
+        )
+        rows.append((row["name"], *cells))
+    title = f"Records of one run on several numbers of devices: {over['what']}; the least and the greatest window:"
+    notes = ("The law has no link of this kind, so nothing is predicted for them.",) if over["is_cpu"] else ()
+    return Section("Records laid over", Table(title, head, "llrrrrrr", rows), (*notes, *_of_gpus(record)))
+
+
+def _of_gpus(record: Record) -> list[str]:
+    """Say how far the law's prediction for a GPU is from the records of one, or that there is none yet."""
+    if not record["gpu_records"]:
+        of = record["single"]
+        told = (
+            f"A single {of['gpu']} at a batch of {of['global_batch_size']}: {_range(of, 'predicted', ',.1f')} images/s."
+        )
+        return [f"{told} The comparison waits for the first record of a GPU under reports/results: there is none yet."]
+    return [
+        f"{of['num']} {of['device']}, record {of['name']}: {of['measured']:,.1f} images/s measured, "
+        f"{_range(of, 'predicted', ',.1f')} predicted, {_percent(of['error'])}."
+        for of in record["gpu_records"]
+    ]
+
+
+# --- the whole ---
+
+
+def text_of(record: Record) -> str:
+    """Format a record for the terminal."""
+    parts = []
+    for section in sections_of(record):
+        table = as_table(section.table.head, section.table.rows, section.table.align)
+        parts += [f"=== {section.heading}", section.table.title, table, *section.notes, ""]
+    return "\n".join(parts)
+
+
+def markdown_of(record: Record) -> str:
+    """Format a record for a page."""
+    parts = ["", f"By `preflight.scaling` of commit {record['commit'][:12]}."]
+    for section in sections_of(record):
+        parts += ["", f"### {section.heading}", "", in_markdown(section.table).rstrip("\n")]
+        parts += [line for note in section.notes for line in ("", note)]
+    return "\n".join([*parts, "", ""])
+
+
+def read_record(place: str) -> dict[str, Any]:
+    """Read a record. Raises ValueError: it is none."""
+    try:
+        record: dict[str, Any] = json.loads(Path(place).read_text())
+        text_of(record)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as error:
+        what = f"no record of preflight.scaling ({type(error).__name__}: {error})"
+        raise ValueError(f"{place}: is {what}. Give its scaling.json.") from error
+    return record
+
+
+@command(__doc__)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    if len(argv) not in (1, 3) or not argv[0].endswith(".json") or not all(word.endswith(".md") for word in argv[2:]):
+        raise Refused(f"command line: {' '.join(argv)}. Possible: RECORD.json, or RECORD.json FOLDER PAGE.md.")
+    try:
+        record = read_record(argv[0])
+        rewrite(argv[2:], argv[0], markdown_of(record))
+        for folder in argv[1:2]:
+            draw(record, Path(folder))
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    if len(argv) == 1:
+        print(text_of(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

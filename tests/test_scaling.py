@@ -1,0 +1,367 @@
+"""preflight/scaling_*.py: the law against closed forms, its fit, its errors, failures, time to the target."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from scipy.optimize import minimize_scalar
+
+from preflight import scaling_failures as failures
+from preflight import scaling_run as runs
+from preflight.scaling_devices import measured, rated
+from preflight.scaling_fit import NAMES, Interval, fit, held_out, jacobian, law_of, places_of
+from preflight.scaling_law import (
+    BACKWARD_FRAC,
+    INNER_SHARE,
+    PARAMETERS,
+    Setup,
+    domain_of,
+    log_speed,
+    parts,
+    points_of,
+)
+from preflight.scaling_rows import ASSUMED, SETUPS, TITLES, batch_of, fitted, read_rows
+from preflight.scaling_target import batches_of, best, choice, convergence
+from reports.verdicts import Sample
+from zoo.mlperf_flux import FLUX
+from zoo.mlperf_rules import Benchmark
+from zoo.mlperf_sd import SD
+
+ROWS = read_rows()
+USED = fitted(ROWS)
+RECORD = json.loads((ROOT / "reports/results/scaling.json").read_text())
+NOTHING = {"jitter": 1e-12, "hop_sec": 1e-12, "hidden": 1e-9}
+FAR = Setup("graphs", 4.0, 400.0, 50.0, 8)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return held_out(USED, fit(USED))
+
+
+def theta(rate: float, **shared: float) -> np.ndarray:
+    """Logarithms of one rate and of the shared parameters, their priors where nothing is said."""
+    return np.log([rate, *(shared.get(name, prior.value) for name, prior in PARAMETERS.items())])
+
+
+def seconds(setup: Setup, num: int, batch: int, rate: float = 100.0, **shared: float) -> float:
+    """A step's time."""
+    return batch / math.exp(log_speed(theta(rate, **shared), points_of([(setup, num, batch, 0)]), 1)[0])
+
+
+# --- the law ---
+
+
+def test_one_device_exchanges_nothing():
+    assert seconds(FAR, 1, 64, fixed_graphs=2.0) == pytest.approx((64 + 2) / 100)
+
+
+def test_a_ring_within_a_domain_and_one_across_take_the_bytes_over_the_bandwidth():
+    shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 0.5}
+    within = 2 * 4.0 * 7 / 8 / (INNER_SHARE * 400)
+    across = 2 * 4.0 / 8 * 3 / 4 / (0.5 * 50)
+    assert seconds(FAR, 8, 80, **shared) == pytest.approx(0.1 + within, abs=1e-3)
+    assert seconds(FAR, 32, 320, **shared) == pytest.approx(0.1 + within + across, abs=1e-3)
+
+
+def test_what_the_last_backward_pass_is_long_enough_for_is_hidden_and_no_more():
+    slow = Setup("graphs", 4.0, 400.0, 1.0, 8)
+    shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 1.0}
+    bare = seconds(slow, 32, 32 * 256, **shared)
+    for microbatch in (256, 16):  # 1.7 s of backward pass hide all of it, 0.11 s that much
+        hidden = {**shared, "hidden": 1.0}
+        less = bare - seconds(dataclasses.replace(slow, microbatch=microbatch), 32, 32 * 256, **hidden)
+        exchange = bare - 2.56
+        assert less == pytest.approx(min(exchange, BACKWARD_FRAC * microbatch / 100), abs=5e-3)
+
+
+def test_hops_are_the_logarithm_of_the_domains_and_are_not_hidden():
+    shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 1e6}
+    more = {**shared, "hop_sec": 0.01}
+    for num, hops in ((8, 0), (16, 1), (64, 3)):
+        assert seconds(FAR, num, num, **more) - seconds(FAR, num, num, **shared) == pytest.approx(0.02 * hops, abs=1e-6)
+
+
+def test_the_slowest_of_many_is_slower_by_the_root_of_twice_their_logarithm():
+    far = Setup("graphs", 1e-9, 400.0, 50.0, 8)
+    shared = {**NOTHING, "fixed_graphs": 1e-9}
+    grown = seconds(far, 512, 5120, **{**shared, "jitter": 0.01}) / seconds(far, 512, 5120, **shared)
+    assert grown == pytest.approx(1 + 0.01 * math.sqrt(2 * math.log(512)), rel=2e-3)
+    drawn = np.random.default_rng(1).normal(1, 0.01, (2000, 512)).max(axis=1).mean()
+    assert grown == pytest.approx(drawn, rel=0.01)  # the asymptote of the mean of the maximum
+
+
+def test_the_parts_of_a_step_are_the_step():
+    points = points_of([(FAR, num, 2048, 0) for num in (8, 64, 1024)])
+    found = parts(theta(100.0), points, 1)
+    steps = 2048 / np.exp(log_speed(theta(100.0), points, 1))
+    assert [sum(of.values()) for of in found] == pytest.approx(list(steps))
+    assert all(value >= 0 for of in found for value in of.values())
+
+
+@pytest.mark.parametrize(("domain", "num", "size"), [(8, 4, 4), (8, 64, 8), (72, 72, 72), (72, 512, 64), (72, 36, 36)])
+def test_domains_are_of_one_size(domain, num, size):
+    assert domain_of(Setup("graphs", 1.0, 1.0, 1.0, domain), num) == size
+
+
+# --- the published rows ---
+
+
+def test_each_row_names_its_source_and_each_series_a_title():
+    assert all(row.source.startswith("https://") for row in ROWS) and len(ROWS) > 90
+    assert {row.series for row in USED} == set(SETUPS) <= set(TITLES)
+    assert len({(row.series, row.num) for row in USED}) == len(places_of(USED))  # no series has one number of devices
+    assert all(row.batch is not None or row.series in ASSUMED for row in USED)
+
+
+def test_rows_are_those_of_the_other_committed_files():
+    nvidia = json.loads((ROOT / "reports/nvidia_published.json").read_text())["rows"]
+    for row in ROWS:
+        if row.series.startswith("nemo"):
+            of = next(each for each in nvidia if each["num_devices"] == row.num)
+            assert row.images_per_sec / row.num == pytest.approx(of["images_per_sec_per_device"][row.device], rel=2e-3)
+
+
+def test_minutes_times_speed_are_the_images_of_a_submission():
+    """A check of each line: the minutes are a mean without best and worst, and a factor of the rules is in some."""
+    sd = [row for row in ROWS if row.images and row.minutes]
+    ratios = np.array([row.images / (60 * row.minutes * row.images_per_sec) for row in sd])
+    assert len(sd) == 73 and abs(np.median(ratios) - 1) < 0.02 and np.abs(ratios - 1).max() < 0.13
+
+
+def test_mosaicmls_days_are_reproduced():
+    by_num = {row["num"]: row for row in RECORD["published"]["mosaicml"]}
+    assert by_num[8]["days"] == pytest.approx(258.85, abs=0.05) and by_num[256]["days"] == pytest.approx(12.8, abs=0.05)
+    assert by_num[256]["gpu_hours"] == pytest.approx(79_000, rel=5e-3)
+    assert by_num[256]["cost"] == pytest.approx(160_000, rel=5e-3)
+
+
+# --- the fit ---
+
+
+def test_the_fit_finds_the_law_that_rows_were_made_by():
+    truth = fit(USED)
+    exact = points_of([(SETUPS[row.series], row.num, batch_of(row), truth.series.index(row.series)) for row in USED])
+    made = log_speed(truth.theta, exact, len(truth.series))
+    draw, inside, num = np.random.default_rng(17), [], len(truth.series)
+    for _ in range(20):
+        noisy = np.exp(made + draw.normal(0, 0.01, len(made)))
+        rows = [dataclasses.replace(row, images_per_sec=float(v)) for row, v in zip(USED, noisy, strict=True)]
+        found = fit(rows)
+        assert found.noise == pytest.approx(0.01, rel=0.4)
+        rates = np.abs(found.theta[:num] - truth.theta[:num])
+        inside += [*(rates < 1.67 * np.sqrt(np.diag(found.covariance)[:num]))]  # t of 65 degrees at 90 %
+    assert 0.8 < np.mean(inside) <= 1.0
+
+
+def test_slopes_are_those_of_the_law(whole):
+    law, _ = whole
+    points = points_of([(SETUPS["mlperf_h100_v41"], 512, 2048, law.series.index("mlperf_h100_v41"))])
+    slope, num = jacobian(law.theta, points, len(law.series))[0], len(law.series)
+    # dimensions: a faster device, faster links and shorter hops by one factor are a faster step by it, but for its rounding
+    faster = law.theta.copy()
+    faster[:num] += 0.01
+    faster[num + NAMES.index("link_share")] += 0.01
+    faster[num + NAMES.index("hop_sec")] -= 0.01
+    inner = dataclasses.replace(SETUPS["mlperf_h100_v41"], inner=SETUPS["mlperf_h100_v41"].inner * math.exp(0.01))
+    moved = points_of([(inner, 512, 2048, law.series.index("mlperf_h100_v41"))])
+    change = log_speed(faster, moved, num) - log_speed(law.theta, points, num)
+    assert change[0] == pytest.approx(0.01, rel=0.02)
+    assert slope[law.series.index("mlperf_gb200")] == 0.0 and slope[law.series.index("mlperf_h100_v41")] > 0
+
+
+def test_the_committed_errors_are_those_of_this_fit_and_the_aim_is_met(whole):
+    law, held = whole
+    assert law.as_record()["series"] == RECORD["law"]["series"]
+    np.testing.assert_allclose(law.theta, RECORD["law"]["theta"], atol=2e-3)
+    errors = [abs(each.error) for each in held]
+    assert np.median(errors) == pytest.approx(RECORD["errors"]["median"], abs=1e-3) and np.median(errors) < 0.10
+    assert RECORD["errors"]["beyond_median"] < 0.10
+    assert len(law.theta) == RECORD["errors"]["fitted"] < len(USED) / 3
+
+
+def test_ninety_of_a_hundred_held_out_places_lie_in_their_interval(whole):
+    law, held = whole
+    inside = [each.predicted.low <= each.measured <= each.predicted.high for each in held]
+    assert 0.87 <= np.mean(inside) <= 0.95 and law.widened >= 1.0
+    assert all(each.predicted.low < each.predicted.value < each.predicted.high for each in held)
+
+
+def test_the_largest_row_of_a_series_is_not_in_the_fit_that_is_held_against_it(whole):
+    _, held = whole
+    largest = [each for each in held if each.is_largest]
+    assert {each.series for each in largest} == set(SETUPS) and all(each.beyond is not None for each in largest)
+    few = [row for row in USED if row.place != ("mosaicml_online_512", 256)]
+    assert len(few) == len(USED) - 1
+
+
+def test_a_law_comes_back_from_its_record(whole):
+    law, _ = whole
+    again = law_of(json.loads(json.dumps(law.as_record())))
+    for num in (8, 1024):
+        one, two = (of.predict(SETUPS["mlperf_h200_v41"], "mlperf_h200_v41", num, 2048) for of in (law, again))
+        assert (one.value, one.low, one.high) == pytest.approx((two.value, two.low, two.high), rel=1e-4)
+    with pytest.raises(ValueError, match="the record's law has other parameters. Make it anew"):
+        law_of({**law.as_record(), "names": ["other"]})
+
+
+def test_a_measured_rate_gives_back_what_was_measured_and_its_interval_grows_with_its_spread(whole):
+    law, _ = whole
+    narrow, wide = (Sample(140.0, 140.0 - d, 140.0 + d, 0) for d in (0.1, 40.0))
+    told = []
+    for sample in (narrow, wide):
+        tuned, rate = measured(law, FAR, "run", 1, 64, sample)
+        assert tuned.predict(FAR, rate, 1, 64).value == pytest.approx(140.0)
+        told.append(tuned.predict(FAR, rate, 512, 2048))
+    assert told[1].high / told[1].low > told[0].high / told[0].low > 1
+
+
+def test_another_network_is_as_fast_as_its_flops_say(whole):
+    law, _ = whole
+    once, rate = rated(law, "mlperf_h200_v41", 2.41)
+    twice, slower = rated(law, "mlperf_h200_v41", 4.82)
+    assert np.exp(once.theta[len(law.series)] - twice.theta[len(law.series)]) == pytest.approx(2.0)
+    assert once.predict(SETUPS["mlperf_h200_v41"], rate, 8, 256).value == pytest.approx(
+        law.predict(SETUPS["mlperf_h200_v41"], "mlperf_h200_v41", 8, 256).value
+    )
+    assert slower in twice.series
+
+
+# --- failures ---
+
+
+def test_the_cadence_is_youngs_where_checkpoints_are_short():
+    for m in (1e5, 1e7):
+        assert failures.daly_sec(1.0, m) / failures.young_sec(1.0, m) == pytest.approx(1.0, abs=2.5e-3)
+        assert failures.best_sec(1.0, m) == pytest.approx(failures.daly_sec(1.0, m), rel=1e-5)
+    assert failures.daly_sec(300.0, 100.0) == 100.0  # a checkpoint that takes longer than two failures: Daly's limit
+
+
+@pytest.mark.parametrize(("d", "m"), [(30.0, 1e5), (60.0, 3600.0), (600.0, 3600.0)])
+def test_the_exact_cadence_is_the_minimum_of_the_expected_time(d, m):
+    least = minimize_scalar(lambda w: failures.overhead_frac(w, d, 100.0, m), bounds=(1, 20 * m), method="bounded")
+    exact = failures.best_sec(d, m)
+    assert failures.overhead_frac(exact, d, 100.0, m) <= least.fun * (1 + 1e-9)
+    assert failures.overhead_frac(failures.daly_sec(d, m), d, 100.0, m) <= 1.01 * failures.overhead_frac(
+        exact, d, 100.0, m
+    )
+
+
+@pytest.mark.parametrize(("w", "d", "r", "m"), [(1800.0, 30.0, 300.0, 20000.0), (600.0, 60.0, 120.0, 2000.0)])
+def test_the_expected_time_is_that_of_runs_played_through(w, d, r, m):
+    played = [failures.simulated_frac(w, d, r, m, 4000, seed) for seed in range(8)]
+    error = np.std(played) / math.sqrt(len(played))
+    assert failures.overhead_frac(w, d, r, m) == pytest.approx(np.mean(played), abs=4 * error)
+
+
+def test_without_failures_a_checkpoint_costs_its_time_and_with_too_many_a_run_never_ends():
+    assert failures.overhead_frac(1000.0, 10.0, 300.0, 1e12) == pytest.approx(0.01, rel=1e-4)
+    assert failures.overhead_frac(1e6, 10.0, 300.0, 100.0) == math.inf
+    assert pytest.approx(50_677, abs=1) == failures.LLAMA_HOURS
+
+
+# --- a run ---
+
+FACTS = runs.Facts("run", 2.41, 865_910_724, 2048, 16, 10**9, stage="moments", num_evals=2, checkpoint_gib=12.0)
+RATES = runs.Rates(50_700, 300.0, 1.0, True, None, None, None, 2.0)
+FIGURES = {"moments": {"bytes": 65_772.0, "cpu_sec": 44e-6}}
+
+
+def row(whole, num: int, facts: runs.Facts = FACTS, **changed) -> dict:
+    law, _ = whole
+    tuned, rate = rated(law, "mlperf_h200_v41", facts.tflop)
+    setup = facts.setup("nvlink4", "infiniband_ndr", 8)
+    return runs.estimate(tuned, rate, setup, facts, num, dataclasses.replace(RATES, **changed), FIGURES)
+
+
+def test_days_hours_and_cost_come_from_the_speed(whole):
+    of = row(whole, 64)
+    hours = (of["train_hours"] + of["eval_hours"]) * (1 + of["overhead_frac"])
+    assert of["train_hours"] == pytest.approx(1e9 / of["images_per_sec"] / 3600)
+    assert of["days"] == pytest.approx(hours / 24) and of["gpu_hours"] == pytest.approx(64 * hours)
+    assert of["cost"] == pytest.approx(128 * hours) and of["days_low"] < of["days"] < of["days_high"]
+    assert row(whole, 64, price=None)["cost"] is None
+
+
+def test_more_devices_than_images_raise_the_batch_to_them(whole):
+    assert [row(whole, num)["global_batch_size"] for num in (8, 2048, 4096)] == [2048, 2048, 4096]
+
+
+def test_store_and_cores_limit_a_run_that_needs_more(whole):
+    free = row(whole, 64)
+    assert free["node_mb_per_sec"] == pytest.approx(free["images_per_sec"] / 8 * 65_772 / 1e6)
+    slow = row(whole, 64, store_mb_per_sec=10.0)
+    assert (slow["limit"], free["limit"]) == ("the store", None)
+    assert slow["images_per_sec"] == pytest.approx(8 * 10e6 / 65_772)
+    few = row(whole, 64, dataclasses.replace(FACTS, stage="images"), cores=1)
+    assert few["limit"] is None and few["node_cores"] is None  # nothing is known of this stage here
+
+
+def test_checkpoints_beside_training_cost_only_what_is_lost(whole):
+    beside = row(whole, 1024, holds_up=False)
+    assert beside["save_sec"] == 0.0 and beside["save_every_sec"] == 12.0
+    assert beside["overhead_frac"] < row(whole, 1024)["overhead_frac"]
+
+
+def test_an_evaluation_is_a_million_images_of_training():
+    assert runs.EVAL_IMAGES == 1_000_000
+    assert runs.eval_sec(8, 241.0) == pytest.approx((1e6 * 2.41 / 241.0 + 520) / 8)
+    assert runs.eval_sec(64, 241.0, device_sec=6400.0) == 100.0
+    errors = [abs(of["error"]) for of in RECORD["evaluation"]["rows"]]
+    assert max(errors) < 0.15 and 0.5 < RECORD["evaluation"]["share"] < 1.0
+
+
+# --- to the target ---
+
+
+def test_the_law_of_images_is_found_from_points_on_it():
+    counts = {batch: round(1e6 * (1 + batch / 1000)) for batch in (256, 512, 1024, 2048)}
+    points = tuple(
+        dataclasses.replace(SD.points[0], global_batch_size=batch, images=(count,) * 4)
+        for batch, count in counts.items()
+    )
+    made = convergence(dataclasses.replace(SD, points=points))
+    e, c = made.parameters()
+    assert (e.value, c.value) == pytest.approx((1e6, 1000), rel=1e-4)
+
+
+@pytest.mark.parametrize(("benchmark", "ruleset"), [(SD, "5.0.0"), (SD, "4.1.0"), (FLUX, "6.0.0"), (FLUX, "5.1.0")])
+def test_the_law_is_within_a_seventh_of_each_reference_point(benchmark: Benchmark, ruleset):
+    law = convergence(benchmark, ruleset)
+    for point in benchmark.points_of(ruleset):
+        told = law.images(point.global_batch_size)
+        assert told.low < told.value < told.high
+        assert told.value == pytest.approx(point.mean_images, rel=0.14)
+
+
+def test_the_best_batch_is_that_of_the_closed_form_where_nothing_is_exchanged():
+    """(1 + B / C) (1 / N + b0 / B) is least at sqrt(C N b0)."""
+    law, b0, num = convergence(SD), 8.0, 64
+    speed = {b: b / (b / num + b0) for b in batches_of(law, num, 64)}
+    tried = [choice(num, b, Interval(v, v, v), law.images(b), lambda seen: 0.0) for b, v in speed.items()]
+    _, c = law.parameters()
+    assert best(tried).batch == pytest.approx(math.sqrt(c.value * num * b0), rel=0.1)
+    assert best([]) is None
+
+
+def test_batches_are_whole_images_of_each_device():
+    for num in (8, 72, 1024):
+        found = batches_of(convergence(SD), num, 64)
+        assert found and all(batch % num == 0 and 128 <= batch <= 4096 and batch <= 64 * num for batch in found)
+    assert batches_of(convergence(SD), 8192, 64) == []
+
+
+def test_published_results_lie_near_the_curve_of_their_number_of_gpus():
+    """NVIDIA's own of round 4.1 at their batches, which the law of time joins from two fits."""
+    of = next(target for target in RECORD["targets"] if "MLPerf 4.1" in target["title"])
+    own = [point for point in of["published"] if "eos" in point["system"] and "24.09" in point["system"]]
+    assert len(own) >= 3
+    for point in own:
+        curve = next(curve for curve in of["curves"] if curve["num"] == point["num"])
+        near = min(curve["tried"], key=lambda each: abs(each["global_batch_size"] - point["global_batch_size"]))
+        assert near["minutes"] == pytest.approx(point["minutes"], rel=0.15)
