@@ -1,12 +1,13 @@
 """Runs whose checkpoints go into an object store, and that go on from there: training/uploads.py, training/remote.py.
 
-The store is moto's, or a real one that can be stopped (tests/store/server.py).
+The store is moto's. A real one that goes away, and runs that are killed, are in tests/test_remote_faults.py.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,12 @@ def main(*words: str) -> int:
 
 
 @pytest.fixture
-def bucket(store, monkeypatch, request):
+def bucket(store, monkeypatch):
     """Address of a prefix of its own in moto's bucket, and a client."""
     client, variables = store
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    return f"s3://easel/{request.node.name[:40].replace('[', '-').strip(']')}", client
+    return f"s3://easel/{uuid.uuid4().hex[:8]}", client
 
 
 @pytest.fixture
@@ -116,14 +117,6 @@ def test_a_run_on_an_empty_disk_goes_on_from_the_store_to_the_last_bit(words_of,
     assert [path.name[10:22] for path in listed(tmp_path / "a" / "checkpoints", WEIGHTS)] == ["000000000064"]
 
 
-def test_snapshots_come_too_where_they_are_to_be_scored_here(words_of, tmp_path):
-    after = ["eval.when=after", "eval.every_images=32", "save.snapshot_every_images=null"]
-    assert main(*words_of(tmp_path, "a", *after, "max_duration=5ba")) == 0
-    shutil.rmtree(tmp_path / "a")
-    assert main(*words_of(tmp_path, "a", *after)) == 0
-    assert [int(path.name[10:22]) for path in listed(tmp_path / "a" / "checkpoints", WEIGHTS)] == [64, 32]
-
-
 @pytest.mark.parametrize("how", ["flipped", "cut"])
 def test_a_damaged_object_is_set_aside_and_the_checkpoint_before_is_taken(
     words_of, bucket, whole, tmp_path, capsys, how
@@ -147,54 +140,7 @@ def test_a_damaged_object_is_set_aside_and_the_checkpoint_before_is_taken(
     assert numbers(address, "a", FULL) == [10, 9]
 
 
-def test_a_store_with_damaged_checkpoints_alone_is_no_new_beginning(words_of, bucket, tmp_path, capsys):
-    address, client = bucket
-    assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
-    for path in listed(tmp_path / "a" / "checkpoints", FULL):
-        put(client, f"{address}/a", f"checkpoints/{path.name}", b"")
-    shutil.rmtree(tmp_path / "a")
-    assert refused(capsys, *words_of(tmp_path, "a")).endswith(
-        f"save.remote: every one of the 2 full checkpoints in {address}/a is damaged. Bring back a copy, or take another "
-        "run_name to begin anew.\n"
-    )
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_damaged_record_is_named_and_nothing_is_left(words_of, bucket, tmp_path, capsys):
-    address, client = bucket
-    assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
-    key = f"{address.removeprefix('s3://easel/')}/a/metrics.jsonl"
-    metadata = client.head_object(Bucket="easel", Key=key)["Metadata"]
-    client.put_object(Bucket="easel", Key=key, Body=b"{}", Metadata=metadata)
-    shutil.rmtree(tmp_path / "a")
-    assert refused(capsys, *words_of(tmp_path, "a")).endswith(
-        f"save.remote: {address}/a/metrics.jsonl is damaged: its bytes are not those that were put. Bring back a copy, or "
-        "remove it: what it said is then lost.\n"
-    )
-    assert not (tmp_path / "a").exists()
-
-
-def test_damaged_checkpoints_of_this_machine_are_no_end_where_the_store_has_whole_ones(words_of, tmp_path, capsys):
-    assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
-    for path in listed(tmp_path / "a" / "checkpoints", FULL):
-        path.write_bytes(b"")
-    capsys.readouterr()
-    assert main(*words_of(tmp_path, "a")) == 0
-    assert "resumes from batch 5, 40 images" in capsys.readouterr().err
-
-
 # --- a folder and a store that differ ---
-
-
-def test_a_folder_that_is_newer_than_the_store_stays_and_the_store_is_brought_to_it(words_of, bucket, tmp_path, capsys):
-    address, _ = bucket
-    assert main(*words_of(tmp_path, "a", "max_duration=3ba")) == 0
-    assert main(*words_of(tmp_path, "a", "max_duration=6ba", "save.remote=null")) == 0
-    capsys.readouterr()
-    assert main(*words_of(tmp_path, "a", "max_duration=8ba")) == 0
-    said = capsys.readouterr().err
-    assert "resumes from batch 6, 48 images" in said and "fetched" not in said
-    assert numbers(address, "a", FULL) == [8, 6] and numbers(address, "a", WEIGHTS) == [64, 32]
 
 
 def test_a_folder_that_is_older_than_the_store_is_brought_to_it_and_what_it_had_is_kept(
@@ -226,40 +172,6 @@ def test_two_runs_of_one_name_are_refused(words_of, bucket, tmp_path, capsys):
             f"save.remote: {tmp_path}/other/a is the run {two}, {address}/a has another one of this name, {one}. Take "
             "another run_name, or another save.remote."
         )
-
-
-def test_a_run_of_the_store_goes_on_only_as_it_began_and_a_refused_start_leaves_nothing(
-    words_of, bucket, tmp_path, capsys
-):
-    assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
-    shutil.rmtree(tmp_path / "a")
-    said = refused(capsys, *words_of(tmp_path, "a", "seed=18"))
-    assert said.splitlines()[-1].startswith(f"seed: 18, but {tmp_path}/a was begun with 17. ")
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_start_elsewhere_stops_the_one_before_and_its_files_stay_whole(
-    words_of, bucket, tmp_path, capsys, monkeypatch
-):
-    """The second machine has taken the run over: the first may not write over what it has."""
-    address, client = bucket
-    from callbacks.run_record import RunRecord
-
-    before = RunRecord.after_train_batch
-
-    def after_train_batch(self, state, logger):
-        before(self, state, logger)
-        if state.timestamp.batch.value == 4:
-            put(client, f"{address}/a", "starts.jsonl", b'{"start": 2}\n')
-
-    monkeypatch.setattr(RunRecord, "after_train_batch", after_train_batch)
-    assert main(*words_of(tmp_path, "a", "max_duration=24ba", "save.every_images=8")) == 1
-    said = capsys.readouterr().err
-    assert (
-        f"save.remote: another start of this run writes into {address}/a. This one stops: what it has since then is in "
-        f"{tmp_path}/a.\n"
-    ) in said and "Traceback" not in said
-    assert read(client, f"{address}/a", "starts.jsonl") == b'{"start": 2}\n'
 
 
 # --- refused at the start ---
