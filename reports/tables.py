@@ -332,7 +332,7 @@ def table_of_saving(record: Record) -> Table:
     for name, shown in SAVED.items():
         if f"{name}_cost_sec" in record:
             seconds = (spread(record, f"{name}_{key}_sec", ".3f") for key in ("cost", "step_wait"))
-            shares = (spread(record, f"{name}_share_{key}", ".2%") for key in ("of_windows", "by_default"))
+            shares = (spread(record, f"{name}_share_{key}", ".3%") for key in ("of_windows", "by_default"))
             rows.append((shown, *seconds, *shares))
     return Table(f"A checkpoint and a snapshot, {every}; {runs}; load average {load}:", head, "lrrrr", rows)
 
