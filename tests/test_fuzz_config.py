@@ -46,8 +46,8 @@ from bench.images import ImagesBenchConfig
 from bench.mixture import MixtureConfig
 from bench.order import OrderBenchConfig
 from bench.page import PageBenchConfig
-from bench.states import StatesConfig
 from bench.saving import SavingConfig
+from bench.states import StatesConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
