@@ -153,8 +153,9 @@ test-browser: $(STAMP)  ## the pages in Chromium (Debian: apt-get install chromi
 	test -e $(VENV)/$(BROWSER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(BROWSER) -r requirements/browser.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(BROWSER) $(PY) -m pytest -q tests/test_browser.py -k "$(ONLY)"
 
-test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours
+test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours; runs that resume from one
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none)
+	$(if $(filter-out 1,$(ROUNDS)),CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/store/remote_runs.py)
 
 mutants: $(STAMP)  ## forty small faults of the core, each against its room's tests: which are noticed (half an hour) -> reports/results/
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.mutants pass=after
@@ -335,6 +336,7 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.tables reports/results/cards.json docs/speed.md
 	$(PY) -m reports.tables reports/results/video_speed.json docs/benchmarks.md
 	$(PY) -m reports.tables reports/results/states_cpu.json docs/speed.md
+	$(PY) -m reports.tables reports/results/saving.json docs/checkpoints.md
 	$(PY) -m reports.study reports/results/shapes_precision.json docs/pictures/precision.png docs/precision.md
 	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
 	$(PY) -m reports.compare reports/nvidia_published.json docs/comparing.md

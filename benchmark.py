@@ -74,7 +74,7 @@ from record.summary import result_line
 from stages.dataset import Stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
-from training import microbatch, published, sharding, speed
+from training import microbatch, published, remote, sharding, speed
 from training.between import build_samples, build_validation, open_held_out
 from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
@@ -95,7 +95,7 @@ from training.evaluated import check_validations
 from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
-from training.resume import RunState, check_begun, check_encoders, kept, open_run
+from training.resume import RunState, check_encoders, kept, open_run
 from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
 from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
@@ -108,7 +108,7 @@ DIST_TIMEOUT_SEC = 1800.0
 # --- the run ---
 
 
-def train(config: RunConfig, began: float) -> dict[str, Any]:
+def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None) -> dict[str, Any]:
     """Run one resolved configuration, begun at this time, to its end and return the figures of its result line."""
     # Set up: the device, the other ranks, a name that all of them have.
     assert config.precision is not None and config.run_name is not None
@@ -117,7 +117,9 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
     ranks.watch_for_abort()
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
-    config = published.fetched(config)
+    config, result = remote.bring_back(config)
+    if result is not None:
+        return result
 
     # Resume: the run's folder is this start's; it resumes from the newest whole checkpoint, or starts from the beginning.
     run = open_run(config)
@@ -139,6 +141,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
             identity=kept(networks.identity),
             before_saving=losses.settle,
             resume_from=run.checkpoint,
+            uploads=uploads,
         )
         stalled = StalledData(checkpointer.all_ready, config.loggers.stalled_sec)
         data = build_batches(config, networks, run.progress, stalled.all_ready)
@@ -185,6 +188,7 @@ def train(config: RunConfig, began: float) -> dict[str, Any]:
         )
         trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
     run.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
+    remote.start(uploads)
     masking.watch()  # again: W&B has taken the streams over
     trainer.logger.log_hyperparameters({**as_written(config), "commit": record.environment["commit"]})
 
@@ -415,7 +419,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
             log.info(left_out)
         config = resolve(published.as_begun(config))
         asked_for_cpu()
-        result = check_begun(config, Path(config.run_folder, config.run_name or "")) or train(config, began)
+        with remote.uploading(config) as uploads:
+            result = remote.finished_here(config, uploads) or train(config, began, uploads)
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)

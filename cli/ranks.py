@@ -44,6 +44,7 @@ ALIGNED = 64  # bytes, where an array begins
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _quiet = threading.Event()
+_waits: list[Callable[[], None]] = []
 
 require_private_api(distributed_c10d, "_get_default_store", why="what one rank says, the others hear there")
 
@@ -67,17 +68,24 @@ def watch_for_abort() -> None:
         return
     _quiet.clear()
 
-    def wait() -> None:
+    def listen() -> None:
         with contextlib.suppress(Exception):  # rank 0 has ended, and the store with it
             while not _quiet.wait(POLL_SEC):
                 if store.check([KEY]) and not _quiet.is_set():
                     code, text = store.get(KEY).decode().split(" ", 1)
                     log.error(text, extra=EVERY_RANK)
                     time.sleep(POLL_SEC)  # until all have heard
+                    for wait in _waits:
+                        wait()
                     let_first_leave(STAY_SEC)
                     os._exit(int(code))  # the main thread is in a collective that will never end
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def wait_before_leaving(wait: Callable[[], None]) -> None:
+    """Have this called before this rank leaves because another one has stopped: it waits for what a thread is writing."""
+    _waits.append(wait)
 
 
 def meet(device: Device, timeout_sec: float) -> None:

@@ -221,6 +221,8 @@ def host_memory(case: Case) -> list[Finding]:
     }
     if case.order is not None:
         need[machine.ORDER] = case.order.gib
+    if run.save.every_images and run.sharding == "off":
+        need["copy of the state for checkpoints"] = case.cost.checkpoint_gib(ema=run.ema.enabled)
     if torch.cuda.is_available():
         of_ema = case.cost.trained_parameters if run.ema.enabled and run.ema.device == "cpu" else 0
         built = case.cost.trained_parameters + case.cost.frozen_parameters + of_ema

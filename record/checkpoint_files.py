@@ -101,6 +101,13 @@ def listed(folder: Path, kind: str) -> list[Path]:
     return [folder / m.string for m in sorted(found, key=lambda m: int(m["number"]), reverse=True)]
 
 
+def number_of(path: Path) -> int:
+    """Return the batch or images in a checkpoint's name."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match["number"])
+
+
 def is_whole(path: Path) -> bool:
     """True when the file's bytes have the digest that its name says."""
     return fault(path) is None

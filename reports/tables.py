@@ -1,4 +1,4 @@
-"""Show a record of bench.step, scale, families, cards, states, lora, video, motion or rows: as a table, or as one in a page.
+"""Show a record of bench.step, scale, families, cards, states, lora, video, motion, rows, saving: as a table, or in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -347,6 +347,26 @@ def table_of_prepare(record: Record) -> Table:
     return Table(title, head, "lrrrrrrr", rows)
 
 
+# --- bench.saving ---
+
+SAVED = {"in_step": "in the step", "behind": "behind the step", "uploaded": "behind the step, and uploaded"}
+
+
+def table_of_saving(record: Record) -> Table:
+    """A row for each way to write checkpoints."""
+    config, load = record["config"], f"{record['load_average_before']:g} to {record['load_average_after']:g}"
+    every = f"{record['checkpoint_gib']:.3g} GiB every {config['window_batches']} batches of {config['batch_size']}"
+    runs = f"{config['rounds']} runs of {config['windows']} windows, {spread(record, 'images_per_sec', '.1f')} images/s"
+    head = ("written", "one costs, s", "of it the step waits, s", "share of the time, here", "at the default cadence")
+    rows: list[Row] = []
+    for name, shown in SAVED.items():
+        if f"{name}_cost_sec" in record:
+            seconds = (spread(record, f"{name}_{key}_sec", ".3f") for key in ("cost", "step_wait"))
+            shares = (spread(record, f"{name}_share_{key}", ".3%") for key in ("of_windows", "by_default"))
+            rows.append((shown, *seconds, *shares))
+    return Table(f"A checkpoint and a snapshot, {every}; {runs}; load average {load}:", head, "lrrrr", rows)
+
+
 TABLES: dict[str, Callable[[Record], Table]] = {
     "step": table_of_step,
     "scale": table_of_scale,
@@ -358,6 +378,7 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "motion": table_of_motion,
     "rows_speed": table_of_rows,
     "prepare_speed": table_of_prepare,
+    "saving": table_of_saving,
 }
 """What a record says that it has measured -> its table."""
 

@@ -57,6 +57,10 @@ CODES = {
     ),
     "SlowDown": ("{endpoint} has too much to do", "Try again later"),
 }
+MAY_NOT_WRITE = (
+    "these credentials may not write there",
+    "Ask for s3:PutObject, s3:GetObject, s3:DeleteObject and s3:ListBucket on bucket '{bucket}'",
+)
 SAME_AS = {
     "AllAccessDisabled": "AccessDenied",
     "AccountProblem": "AccessDenied",
@@ -140,12 +144,13 @@ def _without_password(address: str) -> str:
     return re.sub(r"^([a-z]+://)?.*@", r"\1", address)
 
 
-def explain_store_error(error: Exception, location: str) -> str:
-    """Return why a store did not give what was asked for, and what to do.
+def explain_store_error(error: Exception, location: str, done: str = "read") -> str:
+    """Return why a store did not give what was asked for, or did not take it, and what to do.
 
     Args:
         error: as the store's client raised it, or one that was raised from it.
-        location: address of a stage, e.g. s3://bucket/prefix; also of a file in it.
+        location: address of a stage, e.g. s3://bucket/prefix; also of a file in it, or of a run.
+        done: read or written.
 
     S3 is asked once more where the error alone does not say enough: at most some seconds, and nothing is changed.
     """
@@ -162,7 +167,10 @@ def explain_store_error(error: Exception, location: str) -> str:
     )
     if _split(location).scheme != "s3":
         todo = todo.replace("S3_ENDPOINT_URL", "the address")
-    return masking.masked(f"{location} cannot be read: {what}. {todo}.")
+    if done == "written" and what.startswith(may_not := CODES["AccessDenied"][0]):
+        what = what.replace(may_not, MAY_NOT_WRITE[0])
+        todo = MAY_NOT_WRITE[1].format(bucket=_split(location).netloc)
+    return masking.masked(f"{location} cannot be {done}: {what}. {todo}.")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -120,22 +120,31 @@ class BriefS3Downloader(S3Downloader):
             return self._s3_client
 
     def _create_s3_client(self, unsigned: bool = False, timeout: float = READ_TIMEOUT_SEC) -> None:
-        from boto3.session import Session
-        from botocore import UNSIGNED
-        from botocore.config import Config
-        from botocore.session import get_session
+        self._s3_client = s3_client(timeout, self.attempts, unsigned=unsigned)
 
-        session = get_session()
-        session.register_component("data_loader", _descriptions())
 
-        config = Config(
-            read_timeout=timeout,
-            connect_timeout=timeout,
-            retries={"total_max_attempts": self.attempts},
-            signature_version=UNSIGNED if unsigned else None,
-        )
-        session = Session(botocore_session=session)
-        self._s3_client = session.client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+def s3_client(timeout: float = READ_TIMEOUT_SEC, attempts: int = 1, *, unsigned: bool = False) -> Any:
+    """Return a client of S3 that tells of a dead store within seconds. Threads may share it.
+
+    Args:
+        timeout: longest silence of the store, seconds.
+        attempts: of each request.
+        unsigned: without credentials.
+    """
+    from boto3.session import Session
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.session import get_session
+
+    session = get_session()
+    session.register_component("data_loader", _descriptions())
+    config = Config(
+        read_timeout=timeout,
+        connect_timeout=timeout,
+        retries={"total_max_attempts": attempts},
+        signature_version=UNSIGNED if unsigned else None,
+    )
+    return Session(botocore_session=session).client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
 
 
 class BriefSFTPDownloader(SFTPDownloader):

@@ -46,6 +46,7 @@ from bench.images import ImagesBenchConfig
 from bench.mixture import MixtureConfig
 from bench.order import OrderBenchConfig
 from bench.page import PageBenchConfig
+from bench.saving import SavingConfig
 from bench.states import StatesConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
@@ -419,6 +420,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "bench.order": (OrderBenchConfig, command_of(OrderBenchConfig, bench.order.check)),
     "bench.page": (PageBenchConfig, command_of(PageBenchConfig)),
     "prepare.buckets": (BucketsConfig, command_of(BucketsConfig)),
+    "bench.saving": (SavingConfig, command_of(SavingConfig)),
     "bench.store": (StoreConfig, command_of(StoreConfig)),
     "bench.evaluation": (RunConfig, flagged(bench.evaluation.problems_of)),
     "bench.predecessor": (RunConfig, flagged(lambda config: quick(config) if config.data.synthetic else [])),

@@ -88,6 +88,7 @@ COMMANDS = {
     "bench.rows": ("RowsConfig", range(1)),
     "bench.micro": ("MicroConfig", range(1)),
     "bench.check": ("CheckConfig", range(1)),
+    "bench.saving": ("SavingConfig", range(1)),
     "bench.store": ("StoreConfig", range(1)),
     "bench.adopt": ("AdoptBenchConfig", range(2)),
     "bench.mixture": ("MixtureConfig", range(1)),

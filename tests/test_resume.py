@@ -75,7 +75,7 @@ def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bi
     with started("composer", "-n", "1", "benchmark.py", *words_of(tmp_path, "a", *more)) as process:
         kill_after(process, tmp_path / "a", 12, is_launcher=True)
     killed_at = int(listed(tmp_path / "a" / "checkpoints", FULL)[0].name[7:19])
-    assert killed_at >= 11
+    assert killed_at >= 10  # that of batch 11 may be on its way, while batch 12 is trained
     for batch in (random.Random(3).choice([1, 2, 3, 4, 5]), 6, random.Random(4).choice([7, 8, 9, 10])):
         name = f"from{batch}"
         shutil.copytree(tmp_path / "a", tmp_path / name)
@@ -119,7 +119,7 @@ def test_ten_kills_while_checkpoints_are_written_lose_nothing_but_the_batches_si
             kill_after(process, folder, at + draw.randint(2, 4), is_launcher=False, delay_sec=draw.uniform(0.0, 0.1))
         whole = [path for path in listed(folder / "checkpoints", FULL) if is_whole(path)]
         at = int(whole[0].name[7:19])
-        assert at >= batches_written(folder) - 1, "more was lost than the batches since the last whole one"
+        assert at >= batches_written(folder) - 2, "more was lost than the one on its way and the batches since"
     composer(1, words_of(tmp_path, "a", *more))
     assert same_training(newest(tmp_path, "a"), newest(tmp_path, "whole"))
     starts = (folder / "starts.jsonl").read_text().splitlines()

@@ -26,6 +26,9 @@ from training.adamw import SmallAdamW
 from weights.parts import is_part, joined, part, part_of
 from weights.tensors import canonical_name, difference, tensor_specs
 
+OF_FULL = ("optimizer", "schedule", "scaler")
+"""What a full checkpoint has, and a snapshot has not."""
+
 
 @dataclass(frozen=True)
 class Progress:

@@ -1,5 +1,9 @@
 """Checkpoints: when they are written. What they hold: training/checkpoint_content.py; files: record/checkpoint_files.py.
 
+Between two batches a state is only copied, into host memory (training/host_copy.py). A thread writes the copy while the run
+goes on; the next one waits for it. What it fails with stops the run at the next batch's end. A signal, an evaluation's line
+and the run's end wait for it. States that are in parts over the ranks are written between the batches, by all of them.
+
 RUN/checkpoints/full-ba000000001200-DIGEST.pt        weights, EMA, optimizer, schedule, scaler, counts, callbacks
                 full-ba000000001200-DIGEST.parts/    the same, where weights are shared out: each rank writes its parts
                 weights-im000000512000-DIGEST.pt     a snapshot: weights, EMA, images seen, time
@@ -12,18 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
-from torch import Tensor, nn
+from torch import nn
 
 from cli.limits import limited
 from cli.log import log
@@ -31,8 +36,13 @@ from cli.ranks import STOP_SIGNALS
 from ema import EMA
 from record import checkpoint_folders
 from record.checkpoint_files import FULL, WEIGHTS, listed, stem, write
-from training.checkpoint_content import Progress, contents, gathered, own_callbacks
+from training.behind import Behind
+from training.checkpoint_content import OF_FULL, Progress, contents, gathered, own_callbacks
+from training.host_copy import HostCopy, tensors_of
 from weights.parts import is_part
+
+if TYPE_CHECKING:
+    from training.uploads import Uploads
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation interval of the MLPerf benchmark
 
@@ -51,6 +61,10 @@ class SaveConfig:
     evaluation, the benchmark's interval."""
     grace_sec: float = limited(30.0, 0.0, 1e6)
     """Seconds from SIGTERM or SIGUSR1 to the kill, 30 with Composer's launcher. A checkpoint is written if there is time."""
+    remote: str | None = None
+    """s3://BUCKET/PREFIX: checkpoints and record go there too, into run_name. A machine without them resumes from there."""
+    patience_sec: float = limited(600.0, 0.0, 1e6)
+    """At the run's end: seconds in which save.remote may take nothing, while something is still to be uploaded."""
 
     def resolved(self, every_images: int, snapshot_every_images: int) -> SaveConfig:
         """Fill in these intervals where null was given."""
@@ -78,6 +92,7 @@ class Checkpointer(Callback):
         identity: key -> plain value; a checkpoint has to agree with it.
         before_saving: called on all ranks before saving; raises if the state must not be saved.
         resume_from: path and content of the checkpoint to resume from, or None.
+        uploads: told of each checkpoint, on rank 0; None: save.remote is not given.
     """
 
     def __init__(
@@ -90,11 +105,14 @@ class Checkpointer(Callback):
         identity: Mapping[str, Any],
         before_saving: Callable[[], None],
         resume_from: tuple[Path, Mapping[str, Any]] | None,
+        uploads: Uploads | None = None,
     ):
         assert config.every_images is not None and config.snapshot_every_images is not None
         self.folder, self.config, self.model, self.identity = folder, config, model, dict(identity)
         self.average, self.before_saving, self.resume_from = average, before_saving, resume_from
         self.last_full: Path | None = resume_from[0] if resume_from else None
+        self._copy, self._writing, self._uploads = HostCopy(), Behind(), uploads
+        self._said_no_room = False
         self._last_batch = -1
         self._last_write_sec: float | None = None
         self._signal = 0
@@ -133,14 +151,16 @@ class Checkpointer(Callback):
         assert state.previous_timestamp is not None
         # The snapshot first: a run killed after this batch's full checkpoint would resume behind the missing snapshot.
         before, now = state.previous_timestamp.sample.value, state.timestamp.sample.value
-        if _passed(self.config.snapshot_every_images, before, now):
-            self._save(state, full=False)
+        every = {WEIGHTS: self.config.snapshot_every_images, FULL: self.config.every_images}
+        due = [kind for kind, images in every.items() if _passed(images, before, now)]
         if self._handlers:
             number, waited_sec = self._agree_on_signal()
             if number:
+                if WEIGHTS in due:
+                    self._save(state, [WEIGHTS])
                 self._stop(state, number, waited_sec)
-        if _passed(self.config.every_images, before, now):
-            self._save(state, full=True)
+        if due:
+            self._save(state, due, behind=True)
 
     def all_ready(self, is_here: bool) -> bool:
         """Tell the others whether this rank has its next batch; return whether all have theirs. Stop if any got a signal.
@@ -151,7 +171,7 @@ class Checkpointer(Callback):
         """
         if not self._handlers or self._state is None:
             return is_here
-        number, waited_sec, are_here = self._agree(is_here)
+        number, waited_sec, are_here, _ = self._agree(is_here)
         if number:
             self._stop(self._state, number, waited_sec)
         return are_here
@@ -167,11 +187,14 @@ class Checkpointer(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.config.every_images and self._last_batch != state.timestamp.batch.value:
-            self._save(state, full=True)
+            self._save(state, [FULL])
+        self.settle()
         self._give_back_signals()
 
     def close(self, state: State, logger: Logger) -> None:
         self._give_back_signals()
+        self._writing.join()
+        self._copy.let_go()
 
     def _give_back_signals(self) -> None:
         for number, handler in self._handlers.items():
@@ -180,38 +203,61 @@ class Checkpointer(Callback):
         self._handlers = {}
 
     def _agree_on_signal(self) -> tuple[int, float]:
-        """Return the signal that any rank has received, or 0, and the longest time since one. The same on all ranks."""
-        number, waited_sec, _ = self._agree(True)
+        """Return the signal that any rank has received, or 0, and the longest time since one. The same on all ranks.
+
+        Raises:
+            OSError: on all ranks, what the write behind the step has failed with.
+        """
+        number, waited_sec, _, has_failed = self._agree(True)
+        if has_failed:
+            self.settle()
         return number, waited_sec
 
-    def _agree(self, is_here: bool) -> tuple[int, float, bool]:
-        """As `_agree_on_signal`, and also return whether all ranks have their batch."""
+    def _agree(self, is_here: bool) -> tuple[int, float, bool, bool]:
+        """As `_agree_on_signal`, and also return whether all ranks have their batch, and whether a write has failed."""
         waited = time.monotonic() - self._signal_at if self._signal else 0.0
+        has_failed = self._writing.has_failed or self._replaced is not None
         if self._group is None:
-            return self._signal, waited, is_here
-        seen = torch.tensor([float(self._signal), waited, float(not is_here)], dtype=torch.float64)
+            return self._signal, waited, is_here, has_failed
+        own = [float(self._signal), waited, float(not is_here), float(has_failed)]
+        seen = torch.tensor(own, dtype=torch.float64)
         torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, group=self._group)
-        return int(seen[0]), float(seen[1]), not seen[2]
+        return int(seen[0]), float(seen[1]), not seen[2], bool(seen[3])
+
+    @property
+    def _replaced(self) -> str | None:
+        """Why this start has no say any more, or None."""
+        return None if self._uploads is None else self._uploads.replaced
 
     def _stop(self, state: State, number: int, waited_sec: float) -> None:
         """Exit with 128 + signal, after saving a checkpoint if there is time. All ranks are between the same two batches."""
-        name, batch = signal.Signals(number).name, state.timestamp.batch.value
+        name, batch, heard_at = signal.Signals(number).name, state.timestamp.batch.value, time.monotonic()
+        took_sec = self.settle()
         needed = self._slowest_write_sec()
         if not batch:
             outcome = "nothing has been trained"
         elif self._last_batch == batch:
             outcome = f"batch {batch} is saved already"
-        elif waited_sec + needed > self.config.grace_sec:
+        elif waited_sec + took_sec + needed > self.config.grace_sec:
             outcome = (
-                f"no checkpoint: the last one took {needed:.1f} s, and {waited_sec:.1f} of save.grace_sec="
+                f"no checkpoint: the last one took {needed:.1f} s, and {waited_sec + took_sec:.1f} of save.grace_sec="
                 f"{self.config.grace_sec:g} had passed; the last whole one is {self.last_full}"
             )
         else:
-            self._save(state, full=True)
+            self._save(state, [FULL])
             outcome = f"saved {self.last_full}"
+        outcome += self._uploaded(waited_sec + time.monotonic() - heard_at)
         log.info(f"{name}: stopped after batch {batch}; {outcome}. The same command resumes it.")
         self._handlers = {}  # not restored: when the first rank exits, the launcher sends SIGTERM to the others
         raise Stopped(128 + number)
+
+    def _uploaded(self, waited_sec: float) -> str:
+        """Wait for the uploads in what is left of the grace, on all ranks, and return what is to be said of them."""
+        if self.config.remote is None:
+            return ""
+        missing = None if self._uploads is None else self._uploads.wait(max(0.0, self.config.grace_sec - waited_sec))
+        dist.barrier()  # the first rank that leaves has the launcher end the others
+        return f". {missing}" if missing else f", in {self.config.remote} too"
 
     def _slowest_write_sec(self) -> float:
         """Seconds that the last write took on rank 0. 0 before the first: a failed try cannot damage anything."""
@@ -219,35 +265,105 @@ class Checkpointer(Callback):
         dist.broadcast_object_list(known)
         return known[0]
 
-    def _save(self, state: State, *, full: bool) -> None:
-        """Write on rank 0, or on all ranks where weights are shared out. All learn the outcome, and stop if it failed."""
+    def settle(self) -> float:
+        """Wait for the write behind the step; all ranks call it. Returns the seconds that it took on rank 0.
+
+        Raises:
+            OSError: on all ranks, what it has failed with.
+        """
+        began = time.monotonic()
+        outcome: list[Any] = [self._writing.wait() or self._replaced, time.monotonic() - began]
+        dist.broadcast_object_list(outcome)
+        if outcome[0] is not None:
+            self._give_back_signals()
+            raise OSError(outcome[0])
+        return outcome[1]
+
+    def _save(self, state: State, kinds: Sequence[str], *, behind: bool = False) -> None:
+        """Write checkpoints of this batch; all ranks learn the outcome, and stop if it failed.
+
+        Args:
+            kinds: WEIGHTS, FULL, or both, in the order in which they are written.
+            behind: let a thread write a copy, and go on.
+        """
         self.before_saving()
+        self.settle()
+        # Who writes no full checkpoints agrees on nothing between batches, and would not hear of a failure.
+        behind = behind and bool(self._handlers)
+        if any(map(is_part, self.model.parameters())):
+            for kind in kinds:
+                self._save_parts(state, kind)
+        elif dist.get_global_rank() == 0:
+            began, now, ready = time.monotonic(), state.timestamp, _nothing
+            content = contents(state, self.model, self.average, self.identity, full=FULL in kinds)
+            names = [stem(kind, now.batch.value if kind == FULL else now.sample.value) for kind in kinds]
+            is_copied = behind and self._has_room(content)
+            if is_copied:
+                content, ready = self._copy.of(content)
+            self._writing.start(functools.partial(self._write, names, content, ready, began))
+            if not is_copied:  # the state itself is written, which the next batch changes
+                self._writing.join()
+        if not behind:
+            self.settle()
+        if FULL in kinds:
+            self._last_batch = state.timestamp.batch.value
+
+    def _has_room(self, content: Mapping[str, Any]) -> bool:
+        has_room = self._copy.has_room(content)
+        if not has_room and not self._said_no_room:
+            self._said_no_room = True
+            need = f"{num_bytes(content) / 2**30:.3g} GiB of memory for a copy of the state are not free"
+            log.info(f"checkpoints: {need}: training waits while one is written.")
+        return has_room
+
+    def _write(
+        self, names: Sequence[str], content: Mapping[str, Any], ready: Callable[[], None], began: float
+    ) -> str | None:
+        """Write checkpoints of one state, and return why one could not be written. On rank 0, perhaps in a thread."""
+        ready()
+        for name in names:
+            is_full = name.startswith(FULL)
+            own = content if is_full else {key: value for key, value in content.items() if key not in OF_FULL}
+            try:
+                path = write(self.folder, name, own)
+                if is_full:
+                    self._has_written(path, began)
+            except (OSError, RuntimeError) as error:
+                return self._failure(name, own, error)
+            if self._uploads is not None:
+                self._uploads.ask()
+        return None
+
+    def _save_parts(self, state: State, kind: str) -> None:
+        """Write a checkpoint on all ranks where weights are shared out over them, or a snapshot on rank 0."""
+        full, rank, began = kind == FULL, dist.get_global_rank(), time.monotonic()
+        content = contents(state, self.model, self.average, self.identity, full=full)
+        name = stem(kind, state.timestamp.batch.value if full else state.timestamp.sample.value)
         outcome: list[str | None] = [None]
-        rank, begun = dist.get_global_rank(), time.monotonic()
-        is_shared, content = any(map(is_part, self.model.parameters())), {}
-        if is_shared or rank == 0:
-            content = contents(state, self.model, self.average, self.identity, full=full)
-        now = state.timestamp
-        name = stem(FULL, now.batch.value) if full else stem(WEIGHTS, now.sample.value)
-        if is_shared and not full:
+        if not full:
             content = gathered(content, here=rank == 0)
         try:
-            if is_shared and full:
+            if full:
                 path = checkpoint_folders.write(self.folder, name, content, rank, dist.all_gather_object, self._group)
             elif rank == 0:
-                path = write(self.folder, name, content)
+                write(self.folder, name, content)
             if full and rank == 0:
-                self.last_full, self._last_write_sec = path, time.monotonic() - begun
-                for old in listed(self.folder, FULL)[self.config.keep :]:
-                    checkpoint_folders.remove(old)
+                self._has_written(path, began)
         except (OSError, RuntimeError) as error:
             outcome[0] = self._failure(name, content, error)
         dist.broadcast_object_list(outcome)
         if outcome[0] is not None:
             self._give_back_signals()
             raise OSError(outcome[0])
-        if full:
-            self._last_batch = state.timestamp.batch.value
+        if self._uploads is not None:
+            self._uploads.ask()
+
+    def _has_written(self, path: Path, began: float) -> None:
+        """Note a full checkpoint that is there, and remove those beyond save.keep."""
+        self.last_full, self._last_write_sec = path, time.monotonic() - began
+        for old in listed(self.folder, FULL)[self.config.keep :]:
+            if self._uploads is None or not self._uploads.is_kept(old):
+                checkpoint_folders.remove(old)
 
     def _failure(self, name: str, content: Mapping[str, Any], error: Exception) -> str:
         free_gib = shutil.disk_usage(self.folder).free / 2**30 if self.folder.exists() else 0.0
@@ -266,8 +382,8 @@ def _passed(every: int | None, before: int, now: int) -> bool:
 
 def num_bytes(content: Any) -> int:
     """Return the bytes of all tensors in nested containers."""
-    if isinstance(content, Tensor):
-        return content.nbytes
-    if isinstance(content, Mapping):
-        return sum(num_bytes(value) for value in content.values())
-    return sum(num_bytes(value) for value in content) if isinstance(content, list | tuple) else 0
+    return sum(tensor.nbytes for tensor in tensors_of(content))
+
+
+def _nothing() -> None:
+    """Wait for nothing: the state itself is written, while the run waits."""

@@ -94,12 +94,17 @@ class Pause:
         return {"average": self.average, "clock": self.throughput.evaluating, "stop": stop}
 
     def counted(self, kind: str, measure: Callable[[], Found]) -> Callable[[], Found]:
-        """Return `measure` with its graphs counted, and with all losses read before it."""
+        """Return `measure` with its graphs counted, and with all losses read before it.
+
+        It ends when this batch's checkpoint is written: nothing is on record of a state that a kill would lose.
+        """
 
         def counted() -> Found:
             self.record.losses.settle()
             with self.graphs.step(kind):
-                return measure()
+                found = measure()
+            self.checkpointer.settle()
+            return found
 
         return counted
 

@@ -1,0 +1,221 @@
+"""Runs whose checkpoints go into an object store, and that go on from there: training/uploads.py, training/remote.py.
+
+The store is moto's. A real one that goes away, and runs that are killed, are in tests/test_remote_faults.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+from conftest import but_for_shared_memory, tree
+from test_checkpoints import newest, same_training, summary_of
+
+import benchmark
+from record.checkpoint_files import FULL, WEIGHTS, listed
+from record.run_store import RunStore, checkpoints_in
+
+pytestmark = pytest.mark.timeout(120, func_only=True)
+
+
+def main(*words: str) -> int:
+    return benchmark.main(list(words))
+
+
+@pytest.fixture
+def bucket(store, monkeypatch):
+    """Address of a prefix of its own in moto's bucket, and a client."""
+    client, variables = store
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://easel/{uuid.uuid4().hex[:8]}", client
+
+
+@pytest.fixture
+def words_of(miniature, bucket):
+    """Words of a run of ten batches of 8, a checkpoint each third and a snapshot each fourth, that goes into the store."""
+    own = ["save.every_images=24", "save.snapshot_every_images=32", "ema.decay=null", "ema.half_life=40sp"]
+    own += ["max_duration=10ba", f"save.remote={bucket[0]}", "save.patience_sec=20"]
+    return lambda folder, name, *more: miniature.small(folder, name, *own, *more)
+
+
+def stored(address: str, name: str) -> dict[str, int]:
+    return RunStore(address, name, attempts=3).listed()
+
+
+def numbers(address: str, name: str, kind: str) -> list[int]:
+    return [one.number for one in checkpoints_in(stored(address, name))[0] if one.kind == kind]
+
+
+def put(client, address: str, name: str, content: bytes) -> None:
+    client.put_object(Bucket="easel", Key=f"{address.removeprefix('s3://easel/')}/{name}", Body=content)
+
+
+def read(client, address: str, name: str) -> bytes:
+    return client.get_object(Bucket="easel", Key=f"{address.removeprefix('s3://easel/')}/{name}")["Body"].read()
+
+
+def refused(capsys, *words: str) -> str:
+    capsys.readouterr()
+    assert main(*words) == 2
+    return but_for_shared_memory(capsys.readouterr().err)
+
+
+def record_of(folder: Path) -> dict[str, bytes]:
+    """The files of a run but for its checkpoints and its lock."""
+    return {name: content for name, content in tree(folder).items() if not name.startswith(("checkpoints/", ".lock"))}
+
+
+@pytest.fixture(scope="module")
+def whole(miniature, tmp_path_factory):
+    """The unbroken run, without a store."""
+    folder = tmp_path_factory.mktemp("whole")
+    own = ["save.every_images=24", "save.snapshot_every_images=32", "ema.decay=null", "ema.half_life=40sp"]
+    assert main(*miniature.small(folder, "whole", *own, "max_duration=10ba")) == 0
+    return folder
+
+
+# --- to the store, and back ---
+
+
+def test_a_finished_run_leaves_its_record_and_its_checkpoints_in_the_store(words_of, bucket, tmp_path, capsys):
+    address, client = bucket
+    assert main(*words_of(tmp_path, "a")) == 0
+    folder = tmp_path / "a"
+    assert numbers(address, "a", FULL) == [10, 9] and numbers(address, "a", WEIGHTS) == [64, 32]
+    there = {name: len(content) for name, content in tree(folder).items() if name != ".lock"}
+    assert stored(address, "a") == there
+    for name, content in record_of(folder).items():
+        assert read(client, f"{address}/a", name) == content
+    # On an empty disk it is finished, and its weights are not fetched for that.
+    capsys.readouterr()
+    assert main(*words_of(tmp_path / "other", "a")) == 0
+    assert f"{tmp_path}/other/a is finished (max_duration=10ba)" in capsys.readouterr().err
+    assert record_of(tmp_path / "other" / "a") == record_of(folder)
+    assert not (tmp_path / "other" / "a" / "checkpoints").exists()
+
+
+def test_a_run_on_an_empty_disk_goes_on_from_the_store_to_the_last_bit(words_of, bucket, whole, tmp_path, capsys):
+    address, _ = bucket
+    assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
+    shutil.rmtree(tmp_path / "a")
+    capsys.readouterr()
+    assert main(*words_of(tmp_path, "a")) == 0
+    said = capsys.readouterr().err
+    assert (
+        f"run_name: {tmp_path}/a resumes from batch 5, 40 images ({tmp_path}/a/checkpoints/full-ba000000000005-" in said
+    )
+    assert same_training(newest(tmp_path, "a"), newest(whole, "whole"))
+    assert summary_of(tmp_path / "a")["starts"] == 2 and summary_of(tmp_path / "a")["history_lost"] == []
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines] == [2, 4, 6, 8, 10]
+    assert numbers(address, "a", FULL) == [10, 9] and numbers(address, "a", WEIGHTS) == [64, 32]
+    # A snapshot of the first machine is in the store alone: it is not needed here, and not removed there.
+    assert [path.name[10:22] for path in listed(tmp_path / "a" / "checkpoints", WEIGHTS)] == ["000000000064"]
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+def test_a_damaged_object_is_set_aside_and_the_checkpoint_before_is_taken(
+    words_of, bucket, whole, tmp_path, capsys, how
+):
+    address, client = bucket
+    assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
+    path = listed(tmp_path / "a" / "checkpoints", FULL)[0]
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+    put(client, f"{address}/a", f"checkpoints/{path.name}", bytes(content[: None if how == "flipped" else 1000]))
+    shutil.rmtree(tmp_path / "a")
+    capsys.readouterr()
+    assert main(*words_of(tmp_path, "a")) == 0
+    said = capsys.readouterr().err
+    wrong = "its bytes do not have the digest in its name"
+    assert f"save.remote: {address}/a/checkpoints/{path.name} is damaged ({wrong}); set aside there.\n" in said
+    assert "resumes from batch 3, 24 images" in said
+    assert f"checkpoints/{path.name}.damaged" in stored(address, "a")
+    assert same_training(newest(tmp_path, "a"), newest(whole, "whole"))
+    assert numbers(address, "a", FULL) == [10, 9]
+
+
+# --- a folder and a store that differ ---
+
+
+def test_a_folder_that_is_older_than_the_store_is_brought_to_it_and_what_it_had_is_kept(
+    words_of, whole, tmp_path, capsys
+):
+    assert main(*words_of(tmp_path, "a", "max_duration=3ba")) == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "old" / "a")
+    assert main(*words_of(tmp_path, "a", "max_duration=6ba")) == 0
+    capsys.readouterr()
+    assert main(*words_of(tmp_path / "old", "a")) == 0
+    assert "resumes from batch 6, 48 images" in capsys.readouterr().err
+    assert same_training(newest(tmp_path / "old", "a"), newest(whole, "whole"))
+    [kept] = (tmp_path / "old" / "a" / "replaced").iterdir()
+    assert len((kept / "metrics.jsonl").read_text().splitlines()) == 2  # batches 2 and 3
+    starts = (tmp_path / "old" / "a" / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["batch"] for line in starts] == [0, 3, 6]
+
+
+def test_two_runs_of_one_name_are_refused(words_of, bucket, tmp_path, capsys):
+    address, _ = bucket
+    assert main(*words_of(tmp_path, "a", "max_duration=3ba")) == 0
+    assert main(*words_of(tmp_path / "other", "a", "max_duration=3ba", "save.remote=null")) == 0
+    one, two = (
+        json.loads((folder / "a" / "starts.jsonl").read_text().splitlines()[0])["run_id"]
+        for folder in (tmp_path, tmp_path / "other")
+    )
+    for duration in ("3ba", "5ba"):  # finished there, and not
+        assert refused(capsys, *words_of(tmp_path / "other", "a", f"max_duration={duration}")).splitlines()[-1] == (
+            f"save.remote: {tmp_path}/other/a is the run {two}, {address}/a has another one of this name, {one}. Take "
+            "another run_name, or another save.remote."
+        )
+
+
+# --- refused at the start ---
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("save.remote=runs", "save.remote: 'runs' is no address of a store. Write s3://BUCKET/PREFIX."),
+        ("save.remote=gs://easel/x", "save.remote: 'gs://easel/x' is no address of a store. Write s3://BUCKET/PREFIX."),
+        ("save.remote=s3://", "save.remote: s3:// names no bucket. Write s3://BUCKET/PREFIX."),
+        (
+            "save.every_images=0",
+            "save.remote: given, but no full checkpoint is written: save.every_images is 0, its default with synthetic data. "
+            "Give save.every_images, or leave save.remote out.",
+        ),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_before_anything_is_built(words_of, tmp_path, capsys, given, told):
+    assert refused(capsys, *words_of(tmp_path, "a", given)).splitlines()[-1] == told
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_bucket_that_is_not_there_is_refused_before_anything_is_built(words_of, store, tmp_path, capsys):
+    endpoint = store[1]["S3_ENDPOINT_URL"]
+    assert refused(capsys, *words_of(tmp_path, "a", "save.remote=s3://nothere/runs")).splitlines()[-1] == (
+        f"save.remote: s3://nothere/runs/a cannot be written: there is no bucket 'nothere' at {endpoint} (NoSuchBucket). "
+        "Check the name, S3_ENDPOINT_URL, or make the bucket."
+    )
+    assert not (tmp_path / "a").exists()
+
+
+def test_missing_credentials_and_a_dead_store_are_refused_before_anything_is_built(
+    words_of, bucket, tmp_path, capsys, monkeypatch
+):
+    address, _ = bucket
+    with monkeypatch.context() as patch:
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.delenv("AWS_SECRET_ACCESS_KEY")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        said = refused(capsys, *words_of(tmp_path, "a")).splitlines()[-1]
+        assert said.startswith(f"save.remote: {address}/a cannot be written: there are no credentials here. Set ")
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    said = refused(capsys, *words_of(tmp_path, "a")).splitlines()[-1]
+    assert said.startswith(f"save.remote: {address}/a cannot be written: nothing listens at http://127.0.0.1:9. ")
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,262 @@
+"""A run that goes on from an object store: what the store has of it, and this machine has not.
+
+Rank 0 looks before anything is built. Where the store's newest full checkpoint is newer than this machine's, or this machine
+has nothing, the record comes from there, then the newest checkpoint that is whole, and the snapshots where they are to be
+scored here. A folder that is as new, or newer, stays as it is: training/uploads.py brings the store to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from composer.utils import dist
+from filelock import FileLock, Timeout
+
+from cli import ranks
+from cli.errors import ConfigError
+from cli.log import log
+from record.checkpoint_files import FULL, WEIGHTS, find_newest, listed, number_of
+from record.checkpoint_folders import digest_of, remove
+from record.config_file import CONFIG
+from record.files import ALL, STARTS, run_id_of
+from record.run_store import CHECKPOINTS, RunStore, StoredCheckpoint, checkpoints_in, store_errors
+from stages.store_errors import address_problem, explain_store_error, scheme_of
+from training import published
+from training.resume import check_begun
+from training.run_config import RunConfig, resolve
+from training.uploads import REPLACED, Missing, Uploads
+
+ATTEMPTS = 3  # of each request, before the run
+
+
+def problems(config: RunConfig) -> list[tuple[str, str]]:
+    """(key, message) for what is wrong with save.remote, as far as nobody has to be asked."""
+    remote = config.save.remote
+    if remote is None:
+        return []
+    if scheme_of(remote) != "s3":
+        return [("save.remote", f"'{remote}' is no address of a store. Write s3://BUCKET/PREFIX.")]
+    if text := address_problem(remote):
+        return [("save.remote", text)]
+    with contextlib.suppress(ValueError):  # one of the run's other problems
+        if not resolve(config).save.every_images:
+            why = "given, but no full checkpoint is written: save.every_images is 0, its default with synthetic data"
+            return [("save.remote", f"{why}. Give save.every_images, or leave save.remote out.")]
+    return []
+
+
+def bring_back(config: RunConfig) -> tuple[RunConfig, dict[str, Any] | None]:
+    """Bring what a resolved run takes to this machine: from its store, and from the hub. All ranks call it.
+
+    Returns:
+        the configuration, with what the run was begun with; the result, of a run that is finished, else None.
+
+    Raises:
+        ConfigError: on all ranks: the store cannot be read or written, or has another run of this name.
+    """
+    if config.save.remote is not None:
+        folder = Path(config.run_folder, config.run_name or "")
+        came, result = ranks.on_rank_zero(lambda: _brought(config, folder))
+        config = _as_begun(config) if came else config
+        if result is not None:
+            return config, result
+    return published.fetched(config), None
+
+
+def _as_begun(config: RunConfig) -> RunConfig:
+    """Return the configuration as a start resolves it that finds the run on its disk."""
+    data = config.data
+    if data.num_canonical_nodes == ranks.num_nodes():  # the default
+        config = dataclasses.replace(config, data=dataclasses.replace(data, num_canonical_nodes=None))
+    return resolve(published.as_begun(config))
+
+
+@contextlib.contextmanager
+def uploading(config: RunConfig) -> Iterator[Uploads | None]:
+    """Give what uploads a resolved run, or None: save.remote is not given, or this is another rank.
+
+    At the end of the context, also after an error, rank 0 waits until all is there, if it was started.
+
+    Raises:
+        Missing: not all of it could be uploaded.
+    """
+    if config.save.remote is None or dist.get_global_rank() != 0:
+        yield None
+        return
+    store = RunStore(config.save.remote, config.run_name or "")
+    folder = Path(config.run_folder, config.run_name or "")
+    uploads = Uploads(store, folder, config.save.keep, config.save.patience_sec)
+    with uploads.until_there():
+        yield uploads
+
+
+def start(uploads: Uploads | None) -> None:
+    """Begin to upload what the run's folder has, where this rank is to."""
+    if uploads is not None:
+        uploads.start()
+
+
+def finished_here(config: RunConfig, uploads: Uploads | None) -> dict[str, Any] | None:
+    """Return the result of a run that this machine has finished, or None. What the store has not of it is uploaded.
+
+    Raises:
+        ConfigError: the run was begun with another configuration, or the store has another run.
+        Missing: the store does not answer.
+    """
+    folder = Path(config.run_folder, config.run_name or "")
+    result = check_begun(config, folder)
+    if result is not None and uploads is not None:
+        try:
+            there = uploads.store.listed()
+            _check_is_same_run(uploads.store, there, folder)
+        except store_errors() as error:
+            raise Missing(f"save.remote: {explain_store_error(error, uploads.store.address)}") from error
+        if not _is_newer(there, next(iter(listed(folder / CHECKPOINTS, FULL)), None)):
+            uploads.start()
+    return result
+
+
+# --- on rank 0 ---
+
+
+def _brought(config: RunConfig, folder: Path) -> tuple[bool, dict[str, Any] | None]:
+    """Return whether anything has come, and the result of a finished run."""
+    assert config.save.remote is not None
+    store = RunStore(config.save.remote, folder.name, ATTEMPTS)
+    was_there, lock = folder.exists(), FileLock(folder / ".lock")
+    try:
+        store.check_writable()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+        return _fetched(store, store.listed(), folder, config)
+    except store_errors() as error:
+        raise ConfigError([f"save.remote: {explain_store_error(error, store.address, 'written')}"]) from error
+    except Timeout as error:
+        given = f"another process is training in {folder}"
+        raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
+    except OSError as error:
+        raise ConfigError([f"run_folder: {error}. What {store.address} has of this run goes there."]) from error
+    finally:
+        lock.release()
+        if not was_there and not _has_files(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_files(folder: Path) -> bool:
+    """True if a run's folder has anything but its lock."""
+    return folder.exists() and any(path.name != ".lock" for path in folder.iterdir())
+
+
+def _fetched(
+    store: RunStore, there: Mapping[str, int], folder: Path, config: RunConfig
+) -> tuple[bool, dict[str, Any] | None]:
+    was_empty, has_record = not _has_files(folder), (folder / CONFIG).is_file()
+    newest, damaged = _newest_here(folder)
+    _check_is_same_run(store, there, folder)
+    if not any(name in there for name in (CONFIG, STARTS)) or (has_record and not _is_newer(there, newest)):
+        if damaged is not None:
+            raise damaged
+        return False, None
+    whole, _ = checkpoints_in(there)
+    try:
+        _fetch_record(store, there, folder)
+        if config.eval.when == "after":
+            for one in whole:
+                if one.kind == WEIGHTS and not (folder / CHECKPOINTS / one.name).exists():
+                    _fetch(store, one, folder)
+        if (result := check_begun(_as_begun(config), folder)) is not None:
+            return True, result
+        full = [one for one in whole if one.kind == FULL and (newest is None or one.number > number_of(newest))]
+        if not any(_fetch(store, one, folder) for one in full) and newest is None:
+            if damaged is not None:
+                raise damaged
+            if full:
+                text = f"save.remote: every one of the {len(full)} full checkpoints in {store.address} is damaged"
+                raise ConfigError([f"{text}. Bring back a copy, or take another run_name to begin anew."])
+    except BaseException:
+        for path in folder.iterdir() if was_empty else ():
+            remove(path)
+        raise
+    return True, None
+
+
+def _newest_here(folder: Path) -> tuple[Path | None, ConfigError | None]:
+    """Return the newest whole checkpoint on this machine, and what there is to say where every one is damaged."""
+    try:
+        return find_newest(folder / CHECKPOINTS), None
+    except ConfigError as error:
+        return None, error
+
+
+def _is_newer(there: Mapping[str, int], newest: Path | None) -> bool:
+    numbers = [one.number for one in checkpoints_in(there)[0] if one.kind == FULL]
+    return bool(numbers) and (newest is None or max(numbers) > number_of(newest))
+
+
+def _check_is_same_run(store: RunStore, there: Mapping[str, int], folder: Path) -> None:
+    """Compare the ids of two runs of one name. Raises ConfigError: they are two."""
+    here = run_id_of(folder)
+    if here is None or STARTS not in there:
+        return
+    aside = folder / ".from-store.tmp"
+    try:
+        store.get(STARTS, aside / STARTS)
+        other = run_id_of(aside)
+    finally:
+        remove(aside)
+    if other not in (None, here):
+        given = f"{folder} is the run {here}, {store.address} has another one of this name, {other}"
+        raise ConfigError([f"save.remote: {given}. Take another run_name, or another save.remote."])
+
+
+def _fetch_record(store: RunStore, there: Mapping[str, int], folder: Path) -> None:
+    """Download all files but checkpoints. Those of this machine that are others are kept in the folder `replaced`.
+
+    Raises:
+        ConfigError: one is not as it was put; nothing has been changed then.
+    """
+    aside, kept = folder / ".record.tmp", folder / REPLACED / time.strftime("%Y%m%d-%H%M%S")
+    names = [name for name in there if _is_of_record(name)]
+    log.info(f"save.remote: {store.address} is newer than {folder}: {len(names)} files of its record are fetched.")
+    remove(aside)
+    try:
+        for name in names:
+            store.get(name, aside / name)
+            digest = store.digest_of(name)
+            if digest is not None and digest_of(aside / name) != digest:
+                given = f"{store.address}/{name} is damaged: its bytes are not those that were put"
+                raise ConfigError(
+                    [f"save.remote: {given}. Bring back a copy, or remove it: what it said is then lost."]
+                )
+        for name in {*names, *ALL}:
+            old, new = folder / name, aside / name
+            if old.is_file() and (not new.is_file() or old.read_bytes() != new.read_bytes()):
+                kept.mkdir(parents=True, exist_ok=True)
+                old.replace(kept / old.name)
+            if new.is_file():
+                old.parent.mkdir(parents=True, exist_ok=True)
+                new.replace(old)
+    finally:
+        remove(aside)
+
+
+def _is_of_record(name: str) -> bool:
+    """True for the name of a record's file; whoever may write into the store cannot lead it out of the folder."""
+    parts = name.split("/")
+    return not name.startswith(CHECKPOINTS) and all(parts) and not any(part.startswith(".") for part in parts)
+
+
+def _fetch(store: RunStore, one: StoredCheckpoint, folder: Path) -> bool:
+    """Download a checkpoint; one that is damaged is set aside in the store, with a line. Returns whether it is here."""
+    log.info(f"save.remote: {one.name} ({one.gib:.3g} GiB) is fetched from {store.address}.")
+    wrong = store.fetch_checkpoint(one, folder / CHECKPOINTS)
+    if wrong is not None:
+        store.set_aside(one)
+        log.info(f"save.remote: {store.address}/{CHECKPOINTS}{one.name} is damaged ({wrong}); set aside there.")
+    return wrong is None
