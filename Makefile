@@ -122,7 +122,7 @@ test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 	$(call both_halves,not slow and not gpu)
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, each fault of a store once
-	$(call both_halves,slow and not gpu)
+	$(call both_halves,slow and not gpu and not cluster)
 	$(MAKE) --no-print-directory test-fp8
 	$(MAKE) --no-print-directory test-tables
 	$(MAKE) --no-print-directory test-cluster ONLY=short
@@ -139,8 +139,10 @@ test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data 
 	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements/tables.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TABLES) $(PY) -m pytest -q tests/test_tables.py tests/test_flux_encodings.py
 
-# What these files test without pyarrow, Ray and img2dataset is tested by `make test` too.
-test-cluster: $(STAMP)  ## prepare.laion, and two Ray nodes of which one dies, with pyarrow, ray and img2dataset, installed beside the environment
+# What these files test without pyarrow, Ray and img2dataset is tested by `make test` too. The nodes of Slurm are namespaces:
+# Debian's packages slurmctld slurmd slurm-client munge iproute2, and root; without them its tests are skipped.
+test-cluster: $(STAMP)  ## runs on a Slurm of two nodes; prepare.laion, and two Ray nodes of which one dies, with pyarrow, ray and img2dataset, installed beside the environment
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_slurm.py -k "$(ONLY)"
 	test -e $(VENV)/$(CLUSTER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(CLUSTER) -r requirements/prepare.lock
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(CLUSTER) PATH="$(abspath $(VENV))/bin:$$PATH" \
 	  bash -c '$(PY) -m pytest -q tests/test_laion.py tests/test_laion_faults.py && $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py tests/test_laion_way.py -k "$(ONLY)"'
