@@ -27,7 +27,7 @@ CLUSTER = cluster-$(shell sha256sum requirements/prepare.lock | cut -c1-12)
 BROWSER = browser-$(shell sha256sum requirements/browser.lock | cut -c1-12)
 ONLY ?=
 CHECKS = $(VENV)/checks-$(shell sha256sum requirements/dev.lock | cut -c1-12)
-LINTS := format rules spelling yaml large secrets types
+LINTS := format rules spelling yaml shell large secrets types
 ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
@@ -68,7 +68,7 @@ $(CHECKS)/whole: | $(STAMP)
 	@$(call ALONE,$(VENV)) bash -euc 'test -e $@ || { set -x; $(PY) -m venv $(@D); \
 	  $(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r requirements/dev.lock; touch $@; }'
 
-lint: $(CHECKS)/whole  ## each check of .pre-commit-config.yaml: format, rules, spelling, YAML, large files, secrets, types
+lint: $(CHECKS)/whole  ## each check of .pre-commit-config.yaml: format, rules, spelling, YAML, shell, large files, secrets, types
 	@$(MAKE) --no-print-directory -s -k -j2 -O $(addprefix lint-,$(LINTS))
 
 lint-format: $(STAMP)
@@ -82,6 +82,9 @@ lint-spelling: $(CHECKS)/whole
 
 lint-yaml: $(CHECKS)/whole
 	git ls-files -z '*.yaml' '*.cff' | xargs -0 $(CHECKS)/bin/yamllint --strict -d '{extends: relaxed, rules: {line-length: disable}}'
+
+lint-shell: $(CHECKS)/whole
+	git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 $(CHECKS)/bin/shellcheck --external-sources --severity=warning
 
 lint-large: $(CHECKS)/whole
 	git ls-files -z | xargs -0 $(CHECKS)/bin/check-added-large-files --enforce-all --maxkb=2048

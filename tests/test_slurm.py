@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import ROOT, TINY_RUN
 from test_checkpoints import newest, same_training
@@ -25,6 +24,7 @@ from test_layout import tracked
 from cli.errors import Failed
 from record.files import METRICS, SUMMARY, read_lines
 from sweeps import slurm as launching
+from tests.cluster.__main__ import process_of
 from tests.cluster.slurm import Cluster, missing, two_nodes
 
 WHY_NOT = missing()
@@ -189,7 +189,7 @@ class TestRuns:
         words = words_of(miniature, tmp_path, "a")
         job = cluster.submit(*both([SLOW, "0", "5", *words]))
         cluster.until(job, lambda: cluster.batches(job) == 5)
-        process_of(str(tmp_path), what, "node2").send_signal(signal.SIGKILL)
+        process_of(f"run_folder={tmp_path} ", what, "node2").send_signal(signal.SIGKILL)
         end = cluster.end_of(job, 600)
         assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), cluster.all_said(job)
         assert "resumes from batch 4, " in cluster.said(job)
@@ -199,7 +199,7 @@ class TestRuns:
         words = words_of(miniature, tmp_path, "a")
         job = cluster.submit(*both([SLOW, "0", "3", *words]), MAX_RESTARTS="0")
         cluster.until(job, lambda: cluster.batches(job) == 3)
-        process_of(str(tmp_path), "rank", "node1").send_signal(signal.SIGKILL)
+        process_of(f"run_folder={tmp_path} ", "rank", "node1").send_signal(signal.SIGKILL)
         end = cluster.end_of(job, 600)
         assert (end["JobState"], end["Restarts"]) == ("FAILED", "0"), cluster.all_said(job)
         assert "not started again: MAX_RESTARTS=0. The same sbatch command resumes the run." in cluster.said(job)
@@ -233,7 +233,7 @@ class TestRuns:
         for job in jobs.values():
             cluster.until(job, lambda job=job: cluster.batches(job) >= 2)
         assert len(cluster.at("ls", "/dev/shm", where="node1").split()) >= 2
-        process_of("run_name=b", "rank", "node1").send_signal(signal.SIGKILL)
+        process_of("run_name=b ", "rank", "node1").send_signal(signal.SIGKILL)
         assert cluster.end_of(jobs["b"])["JobState"] == "FAILED"
         again = cluster.submit(words["b"], *one)
         for job in (jobs["a"], again):
@@ -300,23 +300,3 @@ def cluster_is_idle(cluster: Cluster, limit_sec: float = 120.0) -> None:
     while cluster.at("squeue", "--noheader").strip():
         assert time.monotonic() < end
         time.sleep(0.5)
-
-
-def process_of(words: str, what: str, node: str) -> psutil.Process:
-    """A rank or a launcher, found by a part of its words; on a node, whose name its environment has."""
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        is_launcher = "/composer " in line or line.endswith("/composer")
-        if words not in line or "python" not in line or is_launcher != (what == "launcher"):
-            continue
-        environment = (Path("/proc") / str(process.pid) / "environ").read_bytes().decode(errors="replace").split("\0")
-        parent = process.parent()
-        is_worker = (
-            what == "rank"
-            and parent is not None
-            and SLOW in " ".join(parent.cmdline())
-            and "/composer " not in " ".join(parent.cmdline())
-        )
-        if f"SLURMD_NODENAME={node}" in environment and not is_worker:
-            return process
-    raise AssertionError(f"no {what} of {words} on {node}")

@@ -3,8 +3,8 @@
 sbatch launch/slurm.sbatch tests/cluster/slow_ranks.py SECONDS BATCHES words of benchmark.py ...
 
 A batch takes SECONDS more, and after BATCHES of them the first start of a job waits for its end; 0: it does not. Each start
-appends to $RANK_LOGS/times.jsonl when a rank's process began, had its libraries, had met the others, had set up, and had
-trained its first batch.
+appends to $RANK_LOGS/times.jsonl when a rank's process began, had its libraries, had checked its configuration, had met the
+others, had set up, and had trained each batch.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ if __name__ == "__main__":
 
     def marked_meet(*given: object) -> None:
         """Meet the others."""
+        mark("checked")
         meet(*given)
         mark("met")
 
