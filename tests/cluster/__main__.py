@@ -36,7 +36,7 @@ SLOW = "tests/cluster/slow_ranks.py"
 AT_BATCH, BATCH_SEC = 5, 0.2
 
 PARTS = {
-    "noticed": ("the kill -> the job's end", "ours for a rank, Slurm's for a node"),
+    "noticed": ("the kill -> the job's other processes have ended", "ours for a rank, Slurm's for a node"),
     "queue": ("-> the batch script begins again", "Slurm's"),
     "step": ("-> the launchers begin", "Slurm's"),
     "launcher": ("-> rank 0's process begins", "Composer's"),

@@ -155,7 +155,7 @@ launch_all() {
 }
 
 stop_all() {
-    local s pid pids="" i
+    local s pid pids=""
     for s in proxy object container account memcached; do
         pid=$(mine "$s") && { kill "$pid" 2>/dev/null; pids="$pids $s:$pid"; }
     done
