@@ -30,7 +30,7 @@ from tests.cluster.slurm import Cluster, missing, two_nodes
 WHY_NOT = missing()
 pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=f"no Slurm of two nodes: {WHY_NOT}"),
-    pytest.mark.timeout(900, func_only=True),
+    pytest.mark.timeout(2400, func_only=True),
 ]
 trains = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -151,7 +151,7 @@ class TestRuns:
         assert cluster.end_of(job)["ExitCode"] == "2:0", cluster.all_said(job)
         text = "run_folder: node2 does not see what node1 has written into /dev/shm/runs/a. Wanted: a folder that all"
         assert text in cluster.said(job)
-        assert cluster.at("ls", "/dev/shm", where="node1").split() == []
+        assert "runs" not in cluster.at("ls", "/dev/shm", where="node1").split()
 
     def test_a_cancelled_job_saves_and_the_same_command_resumes_to_the_same_weights(
         self, cluster, miniature, tmp_path, whole
@@ -175,7 +175,7 @@ class TestRuns:
     ):
         words = words_of(miniature, tmp_path, "a", "save.every_images=320000")
         job = cluster.submit(*both([SLOW, "0", "5", *words], "--time=2", "--signal=B:USR1@30"))
-        end = cluster.end_of(job, 600)
+        end = cluster.end_of(job)
         assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), cluster.all_said(job)
         said = cluster.said(job)
         assert "SIGUSR1: stopped after batch 5; saved " in said and "resumes from batch 5, " in said
@@ -190,7 +190,7 @@ class TestRuns:
         job = cluster.submit(*both([SLOW, "0", "5", *words]))
         cluster.until(job, lambda: cluster.batches(job) == 5)
         process_of(f"run_folder={tmp_path} ", what, "node2").send_signal(signal.SIGKILL)
-        end = cluster.end_of(job, 600)
+        end = cluster.end_of(job)
         assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), cluster.all_said(job)
         assert "resumes from batch 4, " in cluster.said(job)
         check_same(tmp_path, "a", whole)
@@ -200,7 +200,7 @@ class TestRuns:
         job = cluster.submit(*both([SLOW, "0", "3", *words]), MAX_RESTARTS="0")
         cluster.until(job, lambda: cluster.batches(job) == 3)
         process_of(f"run_folder={tmp_path} ", "rank", "node1").send_signal(signal.SIGKILL)
-        end = cluster.end_of(job, 600)
+        end = cluster.end_of(job)
         assert (end["JobState"], end["Restarts"]) == ("FAILED", "0"), cluster.all_said(job)
         assert "not started again: MAX_RESTARTS=0. The same sbatch command resumes the run." in cluster.said(job)
 
@@ -216,7 +216,7 @@ class TestRuns:
             cluster.until(job, lambda: cluster.job(job)["JobState"] == "PENDING")
         finally:
             cluster.revive(node)
-        end = cluster.end_of(job, 600)
+        end = cluster.end_of(job)
         assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), cluster.all_said(job)
         assert "resumes from batch 2, " in cluster.said(job)
         summary = json.loads((tmp_path / "a" / SUMMARY).read_text())
@@ -249,7 +249,7 @@ class TestRuns:
         keys = [word for word in words if "=" in word and not word.startswith(("run_name=", "run_folder="))]
         options = f"--nodes={variables['DGXNNODES']}", f"--time={variables['WALLTIME']}"
         job = cluster.submit(["launch/run_and_time.sh", *keys], *options, NEMOLOGS=str(tmp_path), SEED="7", **variables)
-        assert cluster.end_of(job, 600)["JobState"] == "COMPLETED", cluster.all_said(job)
+        assert cluster.end_of(job)["JobState"] == "COMPLETED", cluster.all_said(job)
         assert re.search(r"^RESULT,stable_diffusion,\d+,root,", cluster.said(job), re.M)
         summary = json.loads((tmp_path / "mlperf-7" / SUMMARY).read_text())
         assert (summary["num_devices"], summary["global_batch_size"], summary["batches"]) == (2, 32, 6)
@@ -272,7 +272,7 @@ class TestRuns:
         assert "3 runs: 3 pending. The same command shows what has ended by then." in said
         again = cluster.at("python", "sweep.py", "small.yaml", f"runs={tmp_path}/runs", **commit)
         assert "3 runs of it in Slurm's queue, so that it goes on there. Give launch=slurm, or cancel them" in again
-        cluster_is_idle(cluster, 600)
+        cluster_is_idle(cluster)
         said = cluster.at(*command, **commit)
         logs = "".join(path.read_text() for path in (tmp_path / "runs/sweeps/small/logs").iterdir())
         assert "3 runs: 2 ok, 1 failed. Written: " in said, said + logs
@@ -294,7 +294,7 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def cluster_is_idle(cluster: Cluster, limit_sec: float = 120.0) -> None:
+def cluster_is_idle(cluster: Cluster, limit_sec: float = 900.0) -> None:
     """Wait until no job is left in the queue: one that was cancelled ends its processes first."""
     end = time.monotonic() + limit_sec
     while cluster.at("squeue", "--noheader").strip():

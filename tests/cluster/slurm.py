@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = Path(__file__).with_name("slurm_two_nodes.sh")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey", "ip", "nsenter", "unshare", "setsid")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
-COMMAND_SEC = 120
+COMMAND_SEC = 240
 
 
 def missing() -> str | None:
@@ -92,7 +92,7 @@ class Cluster:
         lines = [line for line in self.times(job) if line["at"] == "batch" and line["start"] == start]
         return max((line["batch"] for line in lines if line["rank"] == 0), default=0)
 
-    def until(self, job: str, is_so: Callable[[], bool], limit_sec: float = 300.0) -> None:
+    def until(self, job: str, is_so: Callable[[], bool], limit_sec: float = 900.0) -> None:
         """Wait for something that a job does; fails where the job is over before, or it takes too long."""
         end = time.monotonic() + limit_sec
         while not is_so():
@@ -101,7 +101,7 @@ class Cluster:
             assert time.monotonic() < end, f"{state} after {limit_sec} s: {self.all_said(job)}"
             time.sleep(0.5)
 
-    def end_of(self, job: str, limit_sec: float = 300.0) -> dict[str, str]:
+    def end_of(self, job: str, limit_sec: float = 900.0) -> dict[str, str]:
         """Wait for a job's end, and return what Slurm knows of it."""
         self.until(job, lambda: self.job(job)["JobState"] in OVER, limit_sec)
         return self.job(job)

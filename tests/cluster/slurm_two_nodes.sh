@@ -162,20 +162,21 @@ net|start)
   net_up
   if [ "$verb" = net ]; then echo "$TAG up: $NODES"; exit 0; fi
   config
+  # --force: a test's folder is for its user alone, which munged would refuse
   [ -f "$D/etc/munge.key" ] || mungekey -c -k "$D/etc/munge.key"
-  spawn munged ctl munged -F --key-file="$D/etc/munge.key" --socket="$D/run/munge.sock" --pid-file="$D/run/munged.own.pid" \
+  spawn munged ctl munged -F --force --key-file="$D/etc/munge.key" --socket="$D/run/munge.sock" --pid-file="$D/run/munged.own.pid" \
         --log-file="$D/log/munged.log" --seed-file="$D/run/munge.seed"
-  for ((i=0; i<50; i++)); do [ -S "$D/run/munge.sock" ] && break; sleep 0.1; done
+  for ((i=0; i<300; i++)); do [ -S "$D/run/munge.sock" ] && break; sleep 0.1; done
   munge -S "$D/run/munge.sock" -n </dev/null >/dev/null
   spawn slurmctld ctl slurmctld -D -i
   spawn slurmd.node1 node1 slurmd -D -N node1
   spawn slurmd.node2 node2 slurmd -D -N node2
-  for ((i=0; i<150; i++)); do
+  for ((i=0; i<600; i++)); do
     up=$(slurm sinfo -h -N -t idle -o %N 2>/dev/null | sort -u | wc -l) || up=0
     [ "$up" = 2 ] && { slurm sinfo -N; exit 0; }
     for p in munged slurmctld slurmd.node1 slurmd.node2; do alive $p || { echo "$p died:" >&2; tail -5 "$D/log/$p.out" "$D/log/$p.log" >&2 2>/dev/null; exit 1; }; done
     sleep 0.2
-  done; { echo "nodes not idle after 30 s; see $D/log"; slurm sinfo -N; slurm sinfo -R; } >&2; exit 1;;
+  done; { echo "nodes not idle after 120 s; see $D/log"; slurm sinfo -N; slurm sinfo -R; } >&2; exit 1;;
 fail|revive) [ "$NET" = netns ] || { echo "$verb needs NET=netns" >&2; exit 2; }; case ${1:-} in node1|node2) ;; *) usage;; esac;;&
 fail)
   ip -n "$TAG-ctl" link set "v$1" down; for p in $(ip netns pids "$TAG-$1"); do kill -KILL "$p" 2>/dev/null || true; done; rm -f "$D/run/slurmd.$1.pid";;
