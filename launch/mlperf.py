@@ -78,7 +78,7 @@ def _problems(given: Mapping[str, str]) -> list[str]:
         if name in given and not (given[name].isdigit() and (int(given[name]) or name.endswith(("SEED", "STEPS")))):
             found.append(f"{name} is '{given[name]}'. Possible: a whole number.")
     has, wanted = given.get("SLURM_JOB_NUM_NODES"), given.get("DGXNNODES")
-    if has and wanted and has != wanted:
+    if has and wanted and wanted.isdigit() and has != wanted:
         found.append(f"DGXNNODES is {wanted}, but the job has {has} nodes. Give sbatch --nodes={wanted}.")
     for folder, name in PLACES.items():
         if name in given and not Path(given[name]).is_dir():

@@ -11,36 +11,48 @@ trap '' USR1
 # shellcheck source=launch/waiting.sh
 source "$(dirname "${BASH_SOURCE[0]}")/waiting.sh"
 here=$(hostname)
-refuse() { echo "$here: $*" >&2; exit 2; }
-case ${1:-} in *.py) ;; *) set -- benchmark.py "$@";; esac
+node=${NODE_RANK:-${SLURM_NODEID:-0}}
+leave() { [ -z "${RANK_LOGS:-}" ] || echo "$1" >"$RANK_LOGS/code.$node"; exit "$1"; }
+refuse() { echo "$here: $*" >&2; leave 2; }
 
 count_gpus() {
   if command -v nvidia-smi >/dev/null; then nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU '
   elif command -v rocm-smi >/dev/null; then rocm-smi --showid 2>/dev/null | grep -o '^GPU\[[0-9]*\]' | sort -u | grep -c .
   fi; }
-ranks=${RANKS_PER_NODE:-${DGXNGPU:-${SLURM_GPUS_ON_NODE:-$(count_gpus)}}}
-case ${ranks:=1} in 0) ranks=1;; *[!0-9]*) refuse "RANKS_PER_NODE is '$ranks'. Possible: a number of ranks.";; esac
-nodes=${NUM_NODES:-${SLURM_STEP_NUM_NODES:-1}} node=${NODE_RANK:-${SLURM_NODEID:-0}}
 
-command -v composer >/dev/null || refuse "no composer on the PATH. Activate the environment before sbatch, as docs/launching.md says."
-words=(--nproc "$ranks")
-if [ "$nodes" -gt 1 ]; then
-  : "${MASTER_ADDR:?is not set. Give the name of the first node, and MASTER_PORT}" "${MASTER_PORT:?is not set}"
-  getent ahosts "$MASTER_ADDR" >/dev/null ||
-    refuse "MASTER_ADDR: '$MASTER_ADDR' does not resolve here. Possible: a name or an address that every node reaches. Give sbatch --export=ALL,MASTER_ADDR=ADDRESS."
-  words+=(--world_size $((nodes * ranks)) --node_rank "$node" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT")
-fi
-if [ -n "${RANK_LOGS:-}" ]; then
-  words+=(--stdout "$RANK_LOGS/rank{rank}.txt" --stderr "$RANK_LOGS/rank{rank}.txt")
-  [ "$node" = 0 ] || exec >>"$RANK_LOGS/rank$((node * ranks)).txt" 2>&1
-  echo "{\"at\": \"launcher\", \"unix_time\": $EPOCHREALTIME, \"node\": $node, \"start\": ${SLURM_RESTART_COUNT:-0}}" >>"$RANK_LOGS/times.jsonl"
-fi
+# A function, so that the shell has read all of it: a checkout may change while a run goes on.
+main() {
+  case ${1:-} in *.py) ;; *) set -- benchmark.py "$@";; esac
 
-run_to_its_end composer "${words[@]}" "$@"
-code=$?
-if [ -n "${RANK_LOGS:-}" ]; then echo "$code" >"$RANK_LOGS/code.$node"; fi
-# A launcher that was killed leaves its ranks, which would train on, and hold the GPUs.
-if [ "$code" != 0 ] && command -v pgrep >/dev/null; then
-  for left in $(pgrep -g $$ || true); do [ "$left" = $$ ] || kill -KILL "$left" 2>/dev/null || true; done
-fi
-exit "$code"
+  local ranks nodes words code left
+  ranks=${RANKS_PER_NODE:-${DGXNGPU:-${SLURM_GPUS_ON_NODE:-$(count_gpus)}}}
+  case ${ranks:=1} in 0) ranks=1;; *[!0-9]*) refuse "RANKS_PER_NODE is '$ranks'. Possible: a number of ranks.";; esac
+  nodes=${NUM_NODES:-${SLURM_STEP_NUM_NODES:-1}}
+
+  command -v composer >/dev/null || refuse "no composer on the PATH. Activate the environment before sbatch, as docs/launching.md says."
+  words=(--nproc "$ranks")
+  if [ "$nodes" -gt 1 ]; then
+    [ -n "${MASTER_ADDR:-}" ] && [ -n "${MASTER_PORT:-}" ] ||
+      refuse "MASTER_ADDR or MASTER_PORT is not given, and there are $nodes nodes. Give the name of the first, and a free port of it."
+    getent ahosts "$MASTER_ADDR" >/dev/null ||
+      refuse "MASTER_ADDR: '$MASTER_ADDR' does not resolve here. Possible: a name or an address that every node reaches. Give sbatch --export=ALL,MASTER_ADDR=ADDRESS."
+    words+=(--world_size $((nodes * ranks)) --node_rank "$node" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT")
+  fi
+  if [ -n "${RANK_LOGS:-}" ]; then
+    words+=(--stdout "$RANK_LOGS/rank{rank}.txt" --stderr "$RANK_LOGS/rank{rank}.txt")
+    [ "$node" = 0 ] || exec >>"$RANK_LOGS/rank$((node * ranks)).txt" 2>&1
+    echo "{\"at\": \"launcher\", \"unix_time\": $EPOCHREALTIME, \"node\": $node, \"start\": ${SLURM_RESTART_COUNT:-0}}" >>"$RANK_LOGS/times.jsonl"
+  fi
+
+  run_to_its_end composer "${words[@]}" "$@"
+  code=$?
+  # A launcher that was killed leaves its ranks, which would train on, and hold the GPUs. All are in the group of Slurm's task.
+  if [ "$code" != 0 ] && [ -n "${SLURM_TASK_PID:-}" ] && command -v pgrep >/dev/null; then
+    for left in $(pgrep -g "$SLURM_TASK_PID" || true); do
+      case " $$ $PPID $SLURM_TASK_PID " in *" $left "*) ;; *) kill -KILL "$left" 2>/dev/null || true;; esac
+    done
+  fi
+  leave "$code"
+}
+
+main "$@"

@@ -18,15 +18,20 @@ source launch/waiting.sh
 first=$([ "${SLURM_NODEID:-0}" = 0 ] && echo yes)
 say() { [ -z "$first" ] || echo "$@"; }
 
-said=$(python -m launch.mlperf "$@") || { code=$?; [ -z "${RANK_LOGS:-}" ] || echo "$code" >"$RANK_LOGS/code.${SLURM_NODEID:-0}"; exit "$code"; }
-mapfile -t commands <<<"$said"
-begin=$(date +%s)
-say "STARTING TIMING RUN AT $(date -d "@$begin" '+%F %r')"
-for command in "${commands[@]}"; do
-  eval "words=($command)"
-  # shellcheck disable=SC2154
-  run_to_its_end bash launch/node.sh "${words[@]}" || exit $?
-done
-end=$(date +%s)
-say "ENDING TIMING RUN AT $(date -d "@$end" '+%F %r')"
-say "RESULT,stable_diffusion,$((end - begin)),$(id -un),$(date -d "@$begin" '+%F %r')"
+# A function, so that the shell has read all of it: a checkout may change while a run goes on.
+main() {
+  said=$(python -m launch.mlperf "$@") || { code=$?; [ -z "${RANK_LOGS:-}" ] || echo "$code" >"$RANK_LOGS/code.${SLURM_NODEID:-0}"; exit "$code"; }
+  mapfile -t commands <<<"$said"
+  begin=$(date +%s)
+  say "STARTING TIMING RUN AT $(date -d "@$begin" '+%F %r')"
+  for command in "${commands[@]}"; do
+    eval "words=($command)"
+    # shellcheck disable=SC2154
+    run_to_its_end bash launch/node.sh "${words[@]}" || exit $?
+  done
+  end=$(date +%s)
+  say "ENDING TIMING RUN AT $(date -d "@$end" '+%F %r')"
+  say "RESULT,stable_diffusion,$((end - begin)),$(id -un),$(date -d "@$begin" '+%F %r')"
+}
+
+main "$@"
