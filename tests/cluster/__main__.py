@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -157,6 +158,7 @@ def main(argv: Sequence[str]) -> int:
         "measured": "slurm_restarts",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **environment(),
+        "load_average_before": round(os.getloadavg()[0], 2),
         "settings": SETTINGS,
         "rounds": [],
     }
@@ -171,9 +173,9 @@ def main(argv: Sequence[str]) -> int:
                         print(error, file=sys.stderr)
                         return 1
                     record["rounds"].append(found)
+                    if given["out"] != "none":
+                        Path(given["out"]).write_text(json.dumps(record, indent=2) + "\n")
                     print(json.dumps(found), flush=True)
-    if given["out"] != "none":
-        Path(given["out"]).write_text(json.dumps(record, indent=2) + "\n")
     print(table(record))
     return 0
 
