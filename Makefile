@@ -27,7 +27,7 @@ CLUSTER = cluster-$(shell sha256sum requirements/prepare.lock | cut -c1-12)
 BROWSER = browser-$(shell sha256sum requirements/browser.lock | cut -c1-12)
 ONLY ?=
 CHECKS = $(VENV)/checks-$(shell sha256sum requirements/dev.lock | cut -c1-12)
-LINTS := format rules spelling yaml large secrets types
+LINTS := format rules spelling yaml shell large secrets types
 ifndef NAME
 NAME := shapes-$(shell date +%Y%m%d-%H%M%S)
 endif
@@ -68,7 +68,7 @@ $(CHECKS)/whole: | $(STAMP)
 	@$(call ALONE,$(VENV)) bash -euc 'test -e $@ || { set -x; $(PY) -m venv $(@D); \
 	  $(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r requirements/dev.lock; touch $@; }'
 
-lint: $(CHECKS)/whole  ## each check of .pre-commit-config.yaml: format, rules, spelling, YAML, large files, secrets, types
+lint: $(CHECKS)/whole  ## each check of .pre-commit-config.yaml: format, rules, spelling, YAML, shell, large files, secrets, types
 	@$(MAKE) --no-print-directory -s -k -j2 -O $(addprefix lint-,$(LINTS))
 
 lint-format: $(STAMP)
@@ -82,6 +82,9 @@ lint-spelling: $(CHECKS)/whole
 
 lint-yaml: $(CHECKS)/whole
 	git ls-files -z '*.yaml' '*.cff' | xargs -0 $(CHECKS)/bin/yamllint --strict -d '{extends: relaxed, rules: {line-length: disable}}'
+
+lint-shell: $(CHECKS)/whole
+	git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 $(CHECKS)/bin/shellcheck --external-sources --severity=warning
 
 lint-large: $(CHECKS)/whole
 	git ls-files -z | xargs -0 $(CHECKS)/bin/check-added-large-files --enforce-all --maxkb=2048
@@ -122,7 +125,7 @@ test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 	$(call both_halves,not slow and not gpu)
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, each fault of a store once
-	$(call both_halves,slow and not gpu)
+	$(call both_halves,slow and not gpu and not cluster)
 	$(MAKE) --no-print-directory test-fp8
 	$(MAKE) --no-print-directory test-tables
 	$(MAKE) --no-print-directory test-cluster ONLY=short
@@ -139,8 +142,10 @@ test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data 
 	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements/tables.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TABLES) $(PY) -m pytest -q tests/test_tables.py tests/test_flux_encodings.py
 
-# What these files test without pyarrow, Ray and img2dataset is tested by `make test` too.
-test-cluster: $(STAMP)  ## prepare.laion, and two Ray nodes of which one dies, with pyarrow, ray and img2dataset, installed beside the environment
+# What these files test without pyarrow, Ray and img2dataset is tested by `make test` too. The nodes of Slurm are namespaces:
+# Debian's packages slurmctld slurmd slurm-client munge iproute2, and root; without them its tests are skipped.
+test-cluster: $(STAMP)  ## runs on a Slurm of two nodes; prepare.laion, and two Ray nodes of which one dies, with pyarrow, ray and img2dataset, installed beside the environment
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_slurm.py -k "$(ONLY)"
 	test -e $(VENV)/$(CLUSTER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(CLUSTER) -r requirements/prepare.lock
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(CLUSTER) PATH="$(abspath $(VENV))/bin:$$PATH" \
 	  bash -c '$(PY) -m pytest -q tests/test_laion.py tests/test_laion_faults.py && $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py tests/test_laion_way.py -k "$(ONLY)"'

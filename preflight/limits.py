@@ -79,7 +79,7 @@ def _is_begun(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
-    is_killed = all(re.fullmatch(r"\.lock|\.config\.yaml\.(\d+\.)?tmp", name) for name in names)
+    is_killed = all(re.fullmatch(r"\.lock|\.seen-\w+|\.config\.yaml\.(\d+\.)?tmp", name) for name in names)
     return "config.yaml" in names or is_killed or bool(listed(folder / "checkpoints", FULL))
 
 

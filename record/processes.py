@@ -35,8 +35,9 @@ OF_LAUNCHER = (
     "----------",
     "[rank",
     "Killing training",
+    *("slurm: ", "srun: ", "slurmstepd: "),
 )
-"""What Composer's launcher says of a run that has ended, after the run's own last words."""
+"""What Composer's launcher and Slurm say of a run that has ended, after the run's own last words."""
 
 
 def of_composer(ranks: int, *words: str) -> list[str]:

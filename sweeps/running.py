@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -132,7 +132,7 @@ class Runner:
             return False
         one.output.close()
         folder = self.sweep.folder / one.point.name
-        said = _end_of(Path(one.output.name), one.from_byte)
+        said = end_of_text(Path(one.output.name), one.from_byte)
         is_ok = code == 0 and (folder / SUMMARY).is_file()
         status = OK if is_ok else processes.status_of(code, said)
         message = "" if is_ok else message_of(status, code, said, folder, self.sweep.own.limit_sec)
@@ -192,7 +192,8 @@ def _given(keys: dict[str, Any]) -> dict[str, Any]:
 # --- what a run said ---
 
 
-def _end_of(path: Path, from_byte: int) -> str:
+def end_of_text(path: Path, from_byte: int) -> str:
+    """Return the last of what a run said, from a byte of its file on."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(from_byte, size - READ_BYTES))
@@ -243,7 +244,7 @@ def alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def end_left_overs(folder: Path, names: Sequence[str]) -> None:
+def end_left_overs(folder: Path, names: Collection[str]) -> None:
     """End what goes on of the runs of a sweep that was killed itself: processes whose words name one of its runs."""
     trained, scored, found = {f"run_name={name}" for name in names}, {str(folder / name) for name in names}, []
     for process in psutil.process_iter(["cmdline"]):

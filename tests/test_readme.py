@@ -4,6 +4,7 @@ How each command of a page is checked stands in the name of its case:
 
     parsed      by the program's own reader of its command line, keys and types included
     target      there is such a target in the Makefile; RUN_BY says which test runs what it runs
+    launched    a script of launch/ is there, and the words that it hands on are understood; tests/test_slurm.py runs it
     module      of another project: it is installed; tests/test_mlperf_log.py and tests/test_reports_mlperf.py run MLPerf's
 """
 
@@ -39,6 +40,7 @@ from prepare.words import split_words
 from record.summary import rounded
 from reports import compare, live, samples, study
 from sweeps.file import read_sweep
+from tests.cluster.__main__ import table as table_of_restarts
 from tests.store.__main__ import table as table_of_faults
 from zoo import FAMILIES, load_family
 from zoo.flux import OBJECTIVES
@@ -51,7 +53,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters scaling"
+    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters scaling launching"
 )
 
 
@@ -70,7 +72,7 @@ def commands() -> Iterator[tuple[str, str]]:
     for page, block in blocks("bash"):
         yield from ((page, line.split(" #")[0].strip()) for line in block.splitlines() if line.strip())
     for page, text in PAGES.items():
-        begins = re.compile(r"([A-Z_]+=\S+ )*(composer|python -m|python export.py|python sweep.py|make) ")
+        begins = re.compile(r"([A-Z_]+=\S+ )*(composer|python -m|python export.py|python sweep.py|make|sbatch) ")
         yield from ((page, span) for span in spans(text) if begins.match(span))
 
 
@@ -152,6 +154,8 @@ def kind_of(command: str) -> str:
     words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
     if words[0] in ("composer", "pip") or words[:2] in (["python", "export.py"], ["python", "sweep.py"]):
         return "parsed"
+    if words[0] in ("sbatch", "launch/node.sh") or (words[:1] == ["source"] and words[1].startswith("launch/")):
+        return "launched"
     if words[:2] == ["python", "-m"]:
         return "module" if words[2].startswith(("mlperf_logging.", "pytest")) else "parsed"
     return {"make": "target", "source": "target"}.get(words[0], "unknown")
@@ -225,6 +229,13 @@ def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
         makefile = (ROOT / "Makefile").read_text()
         assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
         assert all((ROOT / RUN_BY[target]).is_file() for target in targets)
+    elif kind == "launched":
+        script, *rest = [word for word in words if not word.startswith("--")][0 if "/" in words[0] else 1 :]
+        assert (ROOT / script).is_file()
+        if rest and rest[0].endswith(".sh"):
+            assert (ROOT / rest.pop(0)).is_file()
+        if words[0] != "source":
+            read("eval" if rest[:1] == ["eval.py"] else "benchmark", rest)
     elif kind == "module":
         assert importlib.util.find_spec(f"{words[2]}.__main__")
         assert all((ROOT / word).is_file() for word in words[3:] if word.startswith("tests/"))
@@ -251,7 +262,7 @@ def test_every_block_says_whether_it_is_commands_or_text_and_every_command_has_a
     kinds = {found[1] for text in PAGES.values() for found in BLOCK.finditer(text)}
     assert kinds == {"bash", "text"}
     assert [command for _, command in CASES if kind_of(command) == "unknown"] == []
-    assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module"}
+    assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module", "launched"}
 
 
 # --- the pages ---
@@ -645,6 +656,11 @@ def test_the_other_figures_of_data_and_store_are_those_of_their_records():
     of_adoption = f"| bytes that it reads, of {adopted['many_bytes']:,} | {adopted['adopt_bytes_read']:,} |"
     assert of_adoption in page and f"(load average {adopted['load_average_before']:.1f})" in page
     assert f"samples/s | {record('store_speed')['warm_samples_per_sec']:,.0f} |" in page
+
+
+def test_the_seconds_of_a_restart_are_those_of_the_record():
+    made = record("slurm_restarts")
+    assert table_of_restarts(made) in PAGES["docs/launching.md"] and made["commit"]
 
 
 def test_the_names_that_the_texts_of_keys_give_are_those_of_the_code():

@@ -38,6 +38,7 @@ from training.checkpoint_content import Progress, disagreements
 from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
 from training.run_config import RunConfig, resolve
+from training.shared_folder import check_is_shared
 from training.speed import SpeedKeys
 from zoo import load_family
 
@@ -398,6 +399,8 @@ def open_run(config: RunConfig) -> RunState:
     made = [*made, *(path for path in of_cache if path not in made)]
     state = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
     with state.or_nothing():
+        if config.save.every_images:
+            check_is_shared(folder)
         content = None if newest is None else outline(newest)
         if newest is not None and content is not None:
             check_whole(content, newest)

@@ -139,7 +139,7 @@ sys.argv = [script, server_conf, "-v"]
 runpy.run_path(script, run_name="__main__")'
 
 launch_all() {
-    local s p n=0
+    local s n=0
     if ! mine memcached >/dev/null; then
         rm -f "$DIR/run/memcached.pid"
         setsid memcached -l 127.0.0.1 -p $((PORT + 4)) -U 0 -m 64 -u "$(id -un)" \
@@ -155,11 +155,11 @@ launch_all() {
 }
 
 stop_all() {
-    local s pid pids="" i
+    local s pid pids=""
     for s in proxy object container account memcached; do
         pid=$(mine "$s") && { kill "$pid" 2>/dev/null; pids="$pids $s:$pid"; }
     done
-    for i in $(seq 50); do
+    for _ in $(seq 50); do
         local left=""
         for s in $pids; do mine "${s%%:*}" >/dev/null && left="$left $s"; done
         [[ -z $left ]] && break
@@ -208,7 +208,7 @@ start)
     write_configs; make_rings
     echo "$want" >"$DIR/run/want"
     launch_all
-    for i in $(seq 150); do                                         # at most about 30 s
+    for _ in $(seq 150); do                                         # at most about 30 s
         ok=0
         for n in 0 1 2 3; do healthy $((PORT + n)) && ok=$((ok + 1)); done
         [[ $ok == 4 ]] && listening $((PORT + 4)) && mine memcached >/dev/null &&

@@ -1,0 +1,4 @@
+"""Runs on clusters: batch scripts for Slurm, and MLPerf's way of launching. docs/launching.md says how.
+
+The commands above import nothing of it. It imports training/, config.py and cli/.
+"""

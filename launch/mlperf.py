@@ -1,0 +1,109 @@
+"""What the variables of an MLPerf submission say, as commands: a line for training, one for scoring where that comes after.
+
+    source launch/config_DGXH100_01x08x32.sh
+    DATADIR=/data CHECKPOINTS=/weights NEMOLOGS=/runs SEED=7 python -m launch.mlperf optimizer.lr_per_image=2.5e-7
+
+launch/run_and_time.sh runs them. docs/launching.md has the table of the variables. Words are keys of benchmark.py, and count
+last. The recipe is that of the global batch, DGXNNODES x DGXNGPU x BATCHSIZE: yamls/mlperf_256.yaml; YAML= names another.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cli.command import command, start
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError
+from config import flat, load
+from training.run_config import ALIASES, RunConfig
+
+PLACES = {"datasets/": "DATADIR", "checkpoints/": "CHECKPOINTS"}
+"""Folder in the recipes -> variable of the folder that takes its place."""
+NUMBERS = ("DGXNNODES", "DGXNGPU", "BATCHSIZE", "SEED", "RANDOM_SEED", "CONFIG_MAX_STEPS", "WARMUP_STEPS")
+
+
+def read_variables() -> dict[str, str]:
+    """Return those of the environment that are set, without empty ones."""
+    names = (
+        *("DGXNNODES", "DGXNGPU", "BATCHSIZE", "DGXSYSTEM", "YAML", "SEED", "RANDOM_SEED", "DATADIR", "CHECKPOINTS"),
+        *("NEMOLOGS", "CONFIG_MAX_STEPS", "BASE_LR", "WARMUP_STEPS", "MLPERF_SUBMISSION_ORG"),
+        *("MLPERF_SUBMISSION_PLATFORM", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
+    )
+    return {name: value for name in names if (value := os.environ.get(name))}
+
+
+def commands_of(given: Mapping[str, str], words: Sequence[str]) -> list[list[str]]:
+    """Return the words after `composer` of training, and of scoring where the recipe has it for afterwards.
+
+    Raises:
+        ConfigError: all that is wrong with the variables, and then with the keys.
+    """
+    if problems := _problems(given):
+        raise ConfigError(problems)
+    nodes, gpus, each = (int(given.get(name, "1")) for name in ("DGXNNODES", "DGXNGPU", "BATCHSIZE"))
+    batch = nodes * gpus * each
+    yaml = given.get("YAML") or f"yamls/mlperf_{batch}.yaml"
+    if not Path(yaml).is_file():
+        known = ", ".join(sorted(path.name for path in Path("yamls").glob("mlperf_[0-9]*.yaml")))
+        where = (
+            "YAML" if given.get("YAML") else f"DGXNNODES x DGXNGPU x BATCHSIZE = {nodes} x {gpus} x {each} = {batch}"
+        )
+        raise ConfigError([f"{where}: there is no {yaml}. Known: {known}. Change BATCHSIZE, or name a file by YAML."])
+    seed = given.get("SEED") or given.get("RANDOM_SEED") or given.get("SLURM_JOB_ID") or str(int(time.time()))
+    own = [f"seed={seed}", f"run_name=mlperf-{seed}", "mlperf.enabled=true"]
+    own += [f"global_batch_size={batch}", f"device_train_microbatch_size={each}"]
+    for key, name, unit in (
+        ("run_folder", "NEMOLOGS", ""),
+        ("max_duration", "CONFIG_MAX_STEPS", "ba"),
+        ("optimizer.lr_per_image", "BASE_LR", ""),
+        ("schedule.warmup_batches", "WARMUP_STEPS", ""),
+        ("mlperf.org", "MLPERF_SUBMISSION_ORG", ""),
+    ):
+        own += [f"{key}={given[name]}{unit}"] if name in given else []
+    if platform := given.get("MLPERF_SUBMISSION_PLATFORM") or given.get("DGXSYSTEM"):
+        own.append(f"mlperf.platform={platform}")
+    train = [yaml, *own, *_moved(yaml, given), *words]
+    config = load(RunConfig, parse_command_line(train, ALIASES), check=lambda config: [])
+    folder = str(Path(config.run_folder, config.run_name or ""))
+    return [["benchmark.py", *train], *([["eval.py", folder]] if config.eval.when == "after" else [])]
+
+
+def _problems(given: Mapping[str, str]) -> list[str]:
+    found = []
+    for name in NUMBERS:
+        if name in given and not (given[name].isdigit() and (int(given[name]) or name.endswith(("SEED", "STEPS")))):
+            found.append(f"{name} is '{given[name]}'. Possible: a whole number.")
+    has, wanted = given.get("SLURM_JOB_NUM_NODES"), given.get("DGXNNODES")
+    if has and wanted and wanted.isdigit() and has != wanted:
+        found.append(f"DGXNNODES is {wanted}, but the job has {has} nodes. Give sbatch --nodes={wanted}.")
+    for folder, name in PLACES.items():
+        if name in given and not Path(given[name]).is_dir():
+            found.append(f"{name}: {given[name]} is no folder. Wanted: what the recipes have in {folder}.")
+    return found
+
+
+def _moved(yaml: str, given: Mapping[str, str]) -> list[str]:
+    """Return a recipe's paths in the folders that the variables name."""
+    recipe = flat(load(RunConfig, parse_command_line([yaml], ALIASES), check=lambda config: []))
+    return [
+        f"{key}={Path(given[name], value.removeprefix(folder))}"
+        for key, value in recipe.items()
+        for folder, name in PLACES.items()
+        if name in given and isinstance(value, str) and value.startswith(folder)
+    ]
+
+
+@command(__doc__, needs_words=False)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see the head of this file."""
+    for words in commands_of(read_variables(), argv):
+        print(shlex.join(words))
+    return 0
+
+
+if __name__ == "__main__":
+    start(main)

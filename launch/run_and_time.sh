@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# One result of the MLPerf benchmark, with the variables that its submissions have: training, then scoring. On one machine:
+#
+#   source launch/config_DGXH100_01x08x32.sh
+#   DATADIR=/data CHECKPOINTS=/weights NEMOLOGS=/runs SEED=7 launch/run_and_time.sh [key=value ...]
+#
+# With Slurm, once a node:
+#
+#   sbatch --nodes=$DGXNNODES --time=$WALLTIME --gpus-per-node=$DGXNGPU launch/slurm_container.sbatch launch/run_and_time.sh
+#
+# launch/mlperf.py says what the variables mean. It ends with the line RESULT,stable_diffusion,SECONDS,USER,BEGIN, and
+# with the code of the first command that did not end well.
+set -uo pipefail
+trap '' USR1
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+# shellcheck source=launch/waiting.sh
+source launch/waiting.sh
+first=$([ "${SLURM_NODEID:-0}" = 0 ] && echo yes)
+say() { [ -z "$first" ] || echo "$@"; }
+
+# A function, so that the shell has read all of it: a checkout may change while a run goes on.
+main() {
+  said=$(python -m launch.mlperf "$@") || { code=$?; [ -z "${RANK_LOGS:-}" ] || echo "$code" >"$RANK_LOGS/code.${SLURM_NODEID:-0}"; exit "$code"; }
+  mapfile -t commands <<<"$said"
+  begin=$(date +%s)
+  say "STARTING TIMING RUN AT $(date -d "@$begin" '+%F %r')"
+  for command in "${commands[@]}"; do
+    eval "words=($command)"
+    # shellcheck disable=SC2154
+    run_to_its_end bash launch/node.sh "${words[@]}" || exit $?
+  done
+  end=$(date +%s)
+  say "ENDING TIMING RUN AT $(date -d "@$end" '+%F %r')"
+  say "RESULT,stable_diffusion,$((end - begin)),$(id -un),$(date -d "@$begin" '+%F %r')"
+}
+
+main "$@"
