@@ -66,6 +66,7 @@ MAY_CHANGE = (
     "measure.",
     "profile.",
     "cost.",
+    "health.",
     "loggers.",
     "mlperf.",  # the log says how the run began
 )
