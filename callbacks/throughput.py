@@ -277,10 +277,14 @@ class Throughput(Callback):
 def slowest_rank(of_ranks: Sequence[Sequence[float]], hosts: Sequence[str]) -> dict[str, Any]:
     """Return the rank that took longest over its own work in a window, what it took, and what the median of all did.
 
+    Of one rank nothing is said.
+
     Args:
         of_ranks: per rank, OWN in seconds.
         hosts: per rank, its machine.
     """
+    if len(of_ranks) == 1:
+        return {}
     sums = [sum(own) for own in of_ranks]
     rank = max(range(len(sums)), key=sums.__getitem__)
     medians = [statistics.median(column) for column in zip(*of_ranks, strict=True)]

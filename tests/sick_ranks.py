@@ -5,11 +5,13 @@ composer -n 2 tests/sick_ranks.py KIND RANK BATCH words of benchmark.py ...
     hang    the rank's forward pass of this batch (from 1) never ends
     slow    each of its forward passes takes half a second more, from this batch on
     flip    one bit of its weights flips after this batch
-    code    its project has another benchmark.py; BATCH is not used
+    code    its project has one other file; BATCH is not used
+    data    it reads another index.json; BATCH is not used
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from composer.utils import dist
 import benchmark
 from callbacks.own_clocks import OwnClocks
 from cli.command import start
+from data import DataConfig
 from model import LatentDiffusion
 from training import agreement
 
@@ -54,6 +57,9 @@ def fall_ill(kind: str, at_batch: int) -> None:
         OwnClocks.batch_end = flipped
     if kind == "code":
         agreement.code_digests = lambda: {"benchmark.py": "1"}
+    if kind == "data":
+        read = DataConfig.read
+        DataConfig.read = lambda self: [dataclasses.replace(stage, index_sha256="f" * 64) for stage in read(self)]
 
 
 if __name__ == "__main__":
