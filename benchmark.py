@@ -74,7 +74,7 @@ from record.summary import result_line
 from stages.dataset import Stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
-from training import microbatch, published, remote, sharding, speed
+from training import agreement, microbatch, published, remote, sharding, speed
 from training.between import build_samples, build_validation, open_held_out
 from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
@@ -92,6 +92,7 @@ from training.eval_callbacks import (
     outcome_of,
 )
 from training.evaluated import check_validations
+from training.health import build_health
 from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
@@ -113,8 +114,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
     # Set up: the device, the other ranks, a name that all of them have.
     assert config.precision is not None and config.run_name is not None
     device = build_device(config.precision)
-    ranks.meet(device, DIST_TIMEOUT_SEC)
-    ranks.watch_for_abort()
+    watch = agreement.meet(config, device, DIST_TIMEOUT_SEC)
     run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
     config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
     config, result = remote.bring_back(config)
@@ -130,6 +130,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         networks = build_networks(config, run, device)
         given, config, model = config, networks.config, networks.model
         average = EMA(config.ema) if config.ema.enabled else None
+        health = build_health(config, watch, model, average)
 
         # Data: from where the run stands on. No rank begins a batch before all have theirs, or have heard a signal.
         losses = build_losses(config, folder, model)
@@ -139,12 +140,12 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
             model=model,
             average=average,
             identity=kept(networks.identity),
-            before_saving=losses.settle,
+            before_saving=health.before_saving(losses.settle),
             resume_from=run.checkpoint,
             uploads=uploads,
         )
         stalled = StalledData(checkpointer.all_ready, config.loggers.stalled_sec)
-        data = build_batches(config, networks, run.progress, stalled.all_ready)
+        data = build_batches(config, networks, run.progress, health.noting(stalled.all_ready))
         held_out = open_held_out(config, model.family, networks.held_out, networks.stages)
 
         # Optimizer: with schedule and EMA, brought to where the run stands.
@@ -155,7 +156,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         dist.barrier()  # what one rank refuses is not on record
 
         # Callbacks: clocks, the record, checkpoints, evaluation, and Composer's Trainer, which calls them.
-        throughput = build_throughput(config, networks.cost, networks.sizes)
+        throughput = build_throughput(config, networks.cost, networks.sizes, health)
         loader = data.dataloader if isinstance(data.dataloader, Loader) else None
         facts = facts_of(config, networks.cost, model.encoders.fingerprints, networks.identity, networks.sizes)
         gradient_norm = GradientNorm(config.optimizer.clip_norm)
@@ -172,6 +173,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         target = build_target(config, evaluation, record)
         mlperf_log = build_mlperf_log(config, networks.stages, networks.held_out, record)
         callbacks = in_order(
+            health=health,
             profile=build_profile(config, record, throughput),
             graphs=networks.graphs,
             randomness=BatchRandomness(model, config.seed),
@@ -243,9 +245,10 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     cost = cost_of(config)
     stages = ranks.once_a_machine(config.data.read)
     validation = config.validation
+    held_out = ranks.once_a_machine(lambda: validation.held_out.contents) if validation.is_given else None
+    agreement.check_stages(config, stages, held_out)
     is_shared = sharding.is_sharded(config)
     model = build_for_training(config, stages, has_denoiser=not is_shared or dist.get_global_rank() == 0)
-    held_out = ranks.once_a_machine(lambda: validation.held_out.contents) if validation.is_given else None
     sizes = buckets_of(opened(config.data.sources, stages, config.size))
     check_encoders(stages, held_out, model.encoders.fingerprints)
     identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from cli import errors, masking, ranks
+from cli import errors, masking, meeting, ranks
 from cli.command import command, start
 from cli.command_line import Assignment, CommandLine, Problem, parse_command_line
 from cli.errors import ConfigError
@@ -175,7 +175,7 @@ def evaluate(command: CommandLine) -> None:
     configs = [read(place, command) for place in found]
     device = build_device(configs[0].precision or "fp32")
     on: Any = device._device  # declared None, and set in each kind
-    ranks.meet(device, DIST_TIMEOUT_SEC)
+    meeting.meet(device, DIST_TIMEOUT_SEC)
     ranks.watch_for_abort()
     rows: list[Row] = []
     folder = Path()

@@ -9,7 +9,8 @@ Exactly one clock runs at a time; Composer's events switch it. The device is syn
 measuring does not slow training. Windows end at the same batches in every start of the run. A measured window contains none
 of a start's first `measure.warmup_batches` batches and no batch recorded by the profiler. A run's speed is the median over
 its measured windows, reported with minimum and maximum. On several ranks, each clock of a window is the slowest rank's, so
-images_per_sec is rather too low than too high.
+images_per_sec is rather too low than too high. Which rank that is, these clocks cannot say: all wait for it in each step.
+A window also names the rank that took longest over its own work (callbacks/own_clocks.py).
 
 images_per_sec_wall is the run's overall speed: all its images over all four clocks of all its starts, on rank 0. The clocks
 run from the first start's first wait for data to the last checkpoint or evaluation. In later starts they run from the
@@ -23,7 +24,8 @@ import contextlib
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +33,12 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
+from cli import meeting
 from cli.limits import limited
 
 CLOCKS = ("train", "data_wait", "eval", "other")
+OWN = ("forward", "data")
+"""What a rank does for itself, before it waits for the others: see callbacks/own_clocks.py."""
 
 # Peak TFLOP/s of dense matrix products, by part of the device's name: the makers' published figures, without sparsity.
 # Not measured here. summary.json names the peak that MFU used, and `measure.peak_tflops` overrides it.
@@ -83,10 +88,19 @@ class Throughput(Callback):
         config: window, warm-up and peak.
         flops_per_image: FLOP per image of a training step, see training/cost.py; None: it is not the same for all.
         peak: TFLOP/s that MFU divides by, or None.
+        own_clocks: returns what this rank took for itself since the last call: forward passes, waits for its data, seconds.
     """
 
-    def __init__(self, config: MeasureConfig, *, flops_per_image: float | None, peak: float | None):
+    def __init__(
+        self,
+        config: MeasureConfig,
+        *,
+        flops_per_image: float | None,
+        peak: float | None,
+        own_clocks: Callable[[], tuple[float, float]] | None = None,
+    ):
         self.config = config
+        self.own_clocks = own_clocks
         self.flops_per_image = flops_per_image
         self.peak = config.peak_tflops or peak
         self.closed_window: dict[str, Any] | None = None
@@ -113,6 +127,11 @@ class Throughput(Callback):
         """
         self.images, self._earlier_sec, self._is_restart = images, earlier_sec, True
         self._total_sec, self._since = setup_sec, time.perf_counter()
+
+    @property
+    def running(self) -> str:
+        """Which clock runs."""
+        return self._running
 
     @property
     def start_sec(self) -> float:
@@ -196,11 +215,12 @@ class Throughput(Callback):
         if state.device.name == "gpu":
             torch.cuda.synchronize()
         self._switch("other")
-        # One reduction per window: the slowest rank's clocks and the largest memory use.
-        readings = torch.tensor([*self._clocks.values(), peak_mem_gib(state.device.name == "gpu")], dtype=torch.float64)
-        readings = state.device.tensor_to_device(readings)
-        dist.all_reduce(readings, reduce_operation="MAX")
-        *seconds, peak_gib = readings.tolist()
+        # One gather per window: the slowest rank's clocks, the largest memory use, and each rank's own times.
+        own = (0.0, 0.0) if self.own_clocks is None else self.own_clocks()
+        readings = [*self._clocks.values(), peak_mem_gib(state.device.name == "gpu"), *own]
+        of_rank = state.device.tensor_to_device(torch.tensor(readings, dtype=torch.float64))
+        of_ranks = torch.stack([*dist.all_gather(of_rank)]).cpu()
+        *seconds, peak_gib = of_ranks[:, : len(CLOCKS) + 1].amax(dim=0).tolist()
         clocks = dict(zip(CLOCKS, seconds, strict=True))
         images = state.timestamp.sample.value - self._images_before
         self.closed_window = {
@@ -215,6 +235,7 @@ class Throughput(Callback):
             "data_wait_frac": clocks["data_wait"] / (clocks["train"] + clocks["data_wait"]),
             **{f"{name}_sec": value for name, value in clocks.items()},
             "peak_mem_gib": peak_gib,
+            **({} if self.own_clocks is None else slowest_rank(of_ranks[:, -len(OWN) :].tolist(), meeting.hosts())),
         }
         self.windows.append(self.closed_window)
         self._switch("other")
@@ -251,7 +272,47 @@ class Throughput(Callback):
             "seconds": train,
             "wall_seconds": wall_sec,
             "first_step_seconds": self.first_step_seconds,
+            **most_often_slowest(whole),
         }
+
+
+def slowest_rank(of_ranks: Sequence[Sequence[float]], hosts: Sequence[str]) -> dict[str, Any]:
+    """Return the rank that took longest over its own work in a window, what it took, and what the median of all did.
+
+    Of one rank nothing is said.
+
+    Args:
+        of_ranks: per rank, OWN in seconds.
+        hosts: per rank, its machine.
+    """
+    if len(of_ranks) == 1:
+        return {}
+    sums = [sum(own) for own in of_ranks]
+    rank = max(range(len(sums)), key=sums.__getitem__)
+    medians = [statistics.median(column) for column in zip(*of_ranks, strict=True)]
+    over = [own - median for own, median in zip(of_ranks[rank], medians, strict=True)]
+    return {
+        "slowest_rank": rank,
+        "slowest_host": hosts[rank],
+        "slowest_rank_sec": sums[rank],
+        "median_rank_sec": statistics.median(sums),
+        "slowest_rank_in": OWN[over.index(max(over))],
+    }
+
+
+def most_often_slowest(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the rank that was slowest in most of the windows, in how many, and its time there over the median rank's."""
+    named = [window for window in windows if window.get("slowest_rank") is not None and window["median_rank_sec"]]
+    if not named:
+        return {}
+    (rank, host), num = Counter((w["slowest_rank"], w["slowest_host"]) for w in named).most_common(1)[0]
+    its = [w["slowest_rank_sec"] / w["median_rank_sec"] for w in named if w["slowest_rank"] == rank]
+    return {
+        "slowest_rank": rank,
+        "slowest_host": host,
+        "slowest_rank_windows": num,
+        "slowest_rank_over_median": statistics.median(its),
+    }
 
 
 def peak_mem_gib(on_gpu: bool) -> float:

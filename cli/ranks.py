@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed
 from composer.utils import dist
@@ -30,21 +30,19 @@ from cli.errors import ConfigError
 from cli.log import EVERY_RANK, log
 from cli.private_api import require_private_api
 
-if TYPE_CHECKING:
-    from composer.devices import Device
-
 Result = TypeVar("Result")
 
 KEY = "stopped"
 POLL_SEC = 2.0
 STAY_SEC = 3 * POLL_SEC  # of the rank that failed: with rank 0 the store would go before the others have heard
+QUIET_SEC = 3.0  # for a thread that watches to end; longer where rank 0's store hangs
 ASK_SEC = 0.5  # between two looks for another rank's signal
 STALL_SEC = 1800.0  # without a piece of work done anywhere: a rank is lost, and the next collective says so
 ALIGNED = 64  # bytes, where an array begins
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-_quiet = threading.Event()
-_waits: list[Callable[[], None]] = []
+_watching: list[tuple[threading.Event, list[threading.Thread]]] = []
+_before_leaving: list[Callable[[str], None]] = []
 
 require_private_api(distributed_c10d, "_get_default_store", why="what one rank says, the others hear there")
 
@@ -61,43 +59,58 @@ def _store() -> PrefixStore | None:
     return PrefixStore("easel/ranks", distributed_c10d._get_default_store())
 
 
-def watch_for_abort() -> None:
-    """Leave, and say why, as soon as another rank has called `abort_all_ranks`; until `be_quiet`."""
+def own_store() -> PrefixStore | None:
+    """Return the ranks' store on a connection of its own, or None: there is one rank.
+
+    Another thread may wait in the first one for half an hour, and whoever asks there then waits with it.
+    """
     store = _store()
+    return None if store is None else store.clone()
+
+
+def begin_watching(*works: Callable[[threading.Event], None]) -> None:
+    """Run each in a thread of its own, until `be_quiet` sets the event that it is given."""
+    quiet = threading.Event()
+    threads = [threading.Thread(target=work, args=(quiet,), daemon=True) for work in works]
+    _watching.append((quiet, threads))
+    for thread in threads:
+        thread.start()
+
+
+def watch_for_abort() -> None:
+    """Leave, and say why, as soon as another rank has called `abort_all_ranks` or `end_all_ranks`; until `be_quiet`."""
+    store = own_store()
     if store is None:
         return
-    _quiet.clear()
 
-    def listen() -> None:
+    def wait(quiet: threading.Event) -> None:
         with contextlib.suppress(Exception):  # rank 0 has ended, and the store with it
-            while not _quiet.wait(POLL_SEC):
-                if store.check([KEY]) and not _quiet.is_set():
+            while not quiet.wait(POLL_SEC):
+                if store.check([KEY]) and not quiet.is_set():
                     code, text = store.get(KEY).decode().split(" ", 1)
-                    log.error(text, extra=EVERY_RANK)
-                    time.sleep(POLL_SEC)  # until all have heard
-                    for wait in _waits:
-                        wait()
-                    let_first_leave(STAY_SEC)
-                    os._exit(int(code))  # the main thread is in a collective that will never end
+                    leave(text, int(code))
 
-    threading.Thread(target=listen, daemon=True).start()
+    begin_watching(wait)
 
 
-def wait_before_leaving(wait: Callable[[], None]) -> None:
-    """Have this called before this rank leaves because another one has stopped: it waits for what a thread is writing."""
-    _waits.append(wait)
+def before_leaving(work: Callable[[str], None]) -> None:
+    """Have a rank that ends by another's word, or by its own watch, call this with the text first; the last given first."""
+    _before_leaving.insert(0, work)
 
 
-def meet(device: Device, timeout_sec: float) -> None:
-    """Meet the other ranks. Until all are there SIGTERM ends this one at once: another has left, and nothing is to be saved.
+def leave(text: str, code: int) -> NoReturn:
+    """End this process from a thread, and say why: the main thread is in a collective that will never end."""
+    log.error(text, extra=EVERY_RANK)
+    for work in _before_leaving:
+        work(text)
+    time.sleep(STAY_SEC if dist.get_global_rank() == 0 else POLL_SEC)  # until all have heard
+    let_first_leave(STAY_SEC)
+    os._exit(code)
 
-    A handler would not be called: it waits in C++ code.
-    """
-    if dist.get_world_size() > 1:
-        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    dist.initialize_dist(device, timeout=timeout_sec)
-    if dist.get_world_size() > 1:
-        signal.signal(signal.SIGTERM, handler)
+
+def end_all_ranks(store: PrefixStore, text: str, code: int = 1) -> None:
+    """Have every rank that can still hear leave with a text, this one too. Called by a thread of rank 0."""
+    store.set(KEY, f"{code} {text}")
 
 
 def on_rank_zero(work: Callable[[], Result]) -> Result:
@@ -186,8 +199,17 @@ def stopped(stop: SystemExit) -> int:
 
 
 def be_quiet() -> None:
-    """Hear nothing any more: this rank has ended its work, or knows better."""
-    _quiet.set()
+    """Hear nothing any more: this rank has ended its work, or knows better.
+
+    Its watching threads end first: one that is in C++ code while the interpreter goes down aborts the process.
+    """
+    ending, _watching[:] = [*_watching], []
+    for quiet, _ in ending:
+        quiet.set()
+    for thread in (thread for _, threads in ending for thread in threads):
+        if thread is not threading.current_thread():
+            thread.join(QUIET_SEC)
+    _before_leaving.clear()
 
 
 def abort_all_ranks(text: str, code: int = 1) -> None:

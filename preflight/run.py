@@ -26,7 +26,7 @@ from stages.images import resize_name
 from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
 from stages.shuffling import memory_gib
-from training import adamw, adapter, remote, sharding, warm_start
+from training import adamw, adapter, health, remote, sharding, warm_start
 from training import microbatch as microbatch_search
 from training.cost import Cost, has_average_on_device, host_memory_problem, memory_problem
 from training.kept_cost import kept_cost
@@ -119,7 +119,8 @@ def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Pr
     found += [Problem(f"{key}: {text}", (key, "precision")) for key, text in of_states]
     found += speed_problems(config)
     found += [Problem(f"{key}: {text}", (key, "save.every_images")) for key, text in remote.problems(config)]
-    found += [Problem(f"{key}: {text}", (key, "sharding")) for key, text in sharding.problems(config)]
+    of_copies = [*sharding.problems(config), *health.problems(config)]
+    found += [Problem(f"{key}: {text}", (key, "sharding")) for key, text in of_copies]
     if config.copy_stream and config.data.synthetic:
         text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
         found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))

@@ -56,6 +56,9 @@ WINDOW = _each(
         ("time/start_sec", "s", "all clocks of this start so far", "start_sec"),
         ("memory/peak_mem_gib", "GiB", "peak on the fullest GPU; resident on a CPU", "peak_mem_gib"),
         ("data/bad_samples", "samples", "unusable samples so far, of all ranks", "bad_samples"),
+        ("ranks/slowest", "rank", "which rank took longest over its own work; with several ranks", "slowest_rank"),
+        ("ranks/slowest_sec", "s", "what it took: forward passes, and until its data was here", "slowest_rank_sec"),
+        ("ranks/median_sec", "s", "the same of the median rank", "median_rank_sec"),
         ("progress/start", "starts", "which start of the run this is, from 1: a step is a resume", "start"),
     ],
 )

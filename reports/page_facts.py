@@ -254,6 +254,15 @@ def _memory_of(run: History) -> str:
     return "" if not device else "resident" if str(device).startswith("CPU") else "of the fullest GPU"
 
 
+def _slowest_of(run: History) -> Card:
+    """Return the rank that was slowest in most windows; none where there is one, or in a record of before."""
+    rank, over = (number_of(run.summary, key) for key in ("slowest_rank", "slowest_rank_over_median"))
+    if rank is None or over is None:
+        return Card("Slowest rank", NONE)
+    hint = f"{plain(run.summary.get('slowest_host'))}, {share(over - 1.0)} above the median"
+    return Card("Slowest rank", figure(int(rank)), "", hint)
+
+
 def cards_of(run: History) -> list[Card]:
     """Return the figures that stand on top."""
     found, target = figures_of(run), target_of(run)
@@ -283,6 +292,7 @@ def cards_of(run: History) -> list[Card]:
         ),
         Card("Data wait", share(found["data_wait_frac"]), "", "of training and waiting"),
         Card("MFU", share(found["mfu"])),
+        _slowest_of(run),
     ]
     return [card for card in cards if card.value != NONE]
 

@@ -1,4 +1,4 @@
-"""Show a record of bench.step, scale, families, cards, states, lora, video, motion, rows, saving: as a table, or in a page.
+"""Show a record of the measuring commands that are in TABLES below: as a table, or in a page.
 
     python -m reports.tables RECORD.json                            # for the terminal
     python -m reports.tables RECORD.json PAGE.md                    # the table between a page's marks
@@ -297,6 +297,47 @@ def spread(record: Record, key: str, digits: str) -> str:
     return f"{middle} ({least} to {most})"
 
 
+# --- bench.ranks ---
+
+ROWS_OF_RANKS = (
+    ("one rank, images/s", "one_images_per_sec", ".1f"),
+    ("two ranks, images/s", "two_images_per_sec", ".1f"),
+    ("their efficiency", "efficiency", ".2f"),
+    ("two ranks share one's batch, images/s", "shared_images_per_sec", ".1f"),
+    ("their speed over one rank's", "speedup_shared", ".2f"),
+    ("a step of two ranks, ms", "all_reduce_step_ms", ".1f"),
+    ("of it gradients are on their way, ms", "all_reduce_in_flight_ms", ".1f"),
+    ("of it nothing else is done, ms", "all_reduce_exposed_ms", ".1f"),
+    ("the same, part of the step", "all_reduce_exposed_frac", ".3f"),
+)
+LOST = {"kill": "SIGKILL", "stop": "SIGSTOP"}
+
+
+def table_of_ranks(record: Record) -> Table:
+    """Two ranks against one; or a row for each way to lose a rank."""
+    config = record["config"]
+    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
+    if config["measure"] == "efficiency":
+        title = (
+            f"Batch {config['device_batch']} a rank, {config['batches']} batches, {config['rounds']} rounds; {load}:"
+        )
+        rows: list[Row] = [(name, spread(record, key, digits)) for name, key, digits in ROWS_OF_RANKS]
+        return Table(title, ("figure", "median, least to greatest"), "lr", rows)
+    title = f"{config['rounds']} rounds, {config['default_rounds']} with the default limits; {load}:"
+    rows = [
+        (
+            f"{LOST[name]} of rank {rank}",
+            "the default" if suffix else f"{config['limit']:g}",
+            spread(record, f"{name}_{rank}{suffix}_sec", ".1f"),
+        )
+        for suffix in ("", "_default")
+        for name in LOST
+        for rank in (0, 1)
+        if f"{name}_{rank}{suffix}_sec" in record
+    ]
+    return Table(title, ("lost", "health.stall_sec", "the other rank ends after, s"), "lrr", rows)
+
+
 # --- bench.rows ---
 
 FILTERS = {"ours": "ours, by licence", "pandas": "pandas, by licence", "all": "ours, each condition, each URL once"}
@@ -376,6 +417,7 @@ TABLES: dict[str, Callable[[Record], Table]] = {
     "lora": table_of_lora,
     "video": table_of_video,
     "motion": table_of_motion,
+    "ranks": table_of_ranks,
     "rows_speed": table_of_rows,
     "prepare_speed": table_of_prepare,
     "saving": table_of_saving,

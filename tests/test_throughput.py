@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from composer import State
 from composer.devices import DeviceCPU
 
+from callbacks import own_clocks
 from callbacks import throughput as module
-from callbacks.throughput import MeasureConfig, Throughput, peak_tflops
+from callbacks.own_clocks import OwnClocks
+from callbacks.throughput import MeasureConfig, Throughput, most_often_slowest, peak_tflops, slowest_rank
 
 
 class Clock:
@@ -24,8 +27,6 @@ class Run:
     """Plays Composer's events: each batch waits, trains, and may be followed by an evaluation and a checkpoint."""
 
     def __init__(self, monkeypatch, **config):
-        import torch
-
         self.clock = Clock()
         monkeypatch.setattr(module.time, "perf_counter", self.clock)
         self.callback = Throughput(MeasureConfig(**config), flops_per_image=2e12, peak=100.0)
@@ -194,3 +195,67 @@ def test_every_clock_is_in_the_window(monkeypatch, name):
     run = Run(monkeypatch, window_batches=1, warmup_batches=0)
     run.batch(train=1.0)
     assert f"{name}_sec" in run.callback.windows[0]
+
+
+def test_the_rank_that_took_longest_over_its_own_work_is_named():
+    of_ranks, hosts = [(4.0, 0.5), (9.0, 0.1), (4.2, 0.4)], ["a", "b", "b"]
+    assert slowest_rank(of_ranks, hosts) == {
+        "slowest_rank": 1,
+        "slowest_host": "b",
+        "slowest_rank_sec": 9.1,
+        "median_rank_sec": pytest.approx(4.6),
+        "slowest_rank_in": "forward",
+    }
+    waits = slowest_rank([(4.0, 0.1), (4.1, 0.1), (4.0, 3.0)], hosts)
+    assert (waits["slowest_rank"], waits["slowest_rank_in"]) == (2, "data")
+    assert slowest_rank([(4.0, 0.1)], ["a"]) == {}
+
+
+def test_a_run_names_the_rank_that_was_slowest_most_often():
+    windows = [slowest_rank([(4.0, 0.0), (own, 0.0), (4.0, 0.0)], ["a", "b", "c"]) for own in (8.0, 6.0, 1.0, 10.0)]
+    assert most_often_slowest([*windows, {"batch": 1}]) == {
+        "slowest_rank": 1,
+        "slowest_host": "b",
+        "slowest_rank_windows": 3,
+        "slowest_rank_over_median": 2.0,
+    }
+    assert most_often_slowest([]) == {}
+
+
+def test_own_clocks_are_read_once_a_window_and_leave_the_other_figures_as_they_are(monkeypatch):
+    plain, with_own = (Run(monkeypatch, window_batches=2, warmup_batches=0) for _ in range(2))
+    taken = []
+    with_own.callback.own_clocks = lambda: taken.append(1) or (1.0, 0.5)
+    for run in (plain, with_own):
+        monkeypatch.setattr(module.time, "perf_counter", run.clock)
+        for _ in range(4):
+            run.batch(train=1.0, wait=0.25)
+    assert len(taken) == 2 and with_own.callback.windows == plain.callback.windows
+
+
+def test_own_time_is_from_the_first_forward_to_the_last_backward_and_until_the_batch_is_here(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(own_clocks.time, "perf_counter", clock)
+    state = State(model=torch.nn.Linear(1, 1), rank_zero_seed=0, run_name="x", device=DeviceCPU())
+    for has_own_forward, expected in ((True, (6.0, 0.5)), (False, (0.0, 0.5))):
+        own = OwnClocks(has_own_forward=has_own_forward)
+
+        def batch(own=own) -> None:
+            own.before_dataloader(state, None)
+            clock.now += 0.25
+            own.has_arrived()
+            clock.now += 40.0  # the others' batches
+            own.has_arrived()
+            own.after_dataloader(state, None)
+            clock.now += 1.0
+            for _ in range(2):  # microbatches
+                own.before_forward(state, None)
+                clock.now += 1.0
+                own.before_backward(state, None)
+                clock.now += 1.0
+            clock.now += 7.0  # gradients of all
+            own.after_train_batch(state, None)
+
+        batch()
+        batch()
+        assert own.take() == expected and own.take() == (0.0, 0.0)

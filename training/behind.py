@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from cli import ranks
 
+LEAVE_SEC = 600.0  # of a piece that is waited for because another rank has failed: a disk that hangs must not hold the job
+
 
 class Behind:
     """A thread for one piece of work. A process that ends, of itself or because another rank has failed, waits for it."""
@@ -15,7 +17,7 @@ class Behind:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._error: Exception | None = None
-        ranks.wait_before_leaving(self.join)
+        ranks.before_leaving(lambda text: self.join(LEAVE_SEC))
 
     def start(self, work: Callable[[], str | None]) -> None:
         """Let the thread do it; the piece before has been waited for. `work` returns why it has failed, or None."""
@@ -35,10 +37,10 @@ class Behind:
         """True if a piece has ended badly, and nobody has waited for it yet."""
         return self._failure is not None or self._error is not None
 
-    def join(self) -> None:
-        """Wait for the piece that there is."""
+    def join(self, limit_sec: float | None = None) -> None:
+        """Wait for the piece that there is; no longer than the limit, if one is given."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(limit_sec)
 
     def wait(self) -> str | None:
         """Wait for the piece that there is, and return why it has failed. Raises what it has not foreseen."""

@@ -67,6 +67,7 @@ MAY_CHANGE = (
     "measure.",
     "profile.",
     "cost.",
+    "health.",
     "loggers.",
     "mlperf.",  # the log says how the run began
 )

@@ -29,14 +29,16 @@ from stages.mixture import names_of
 from training import speed
 from training.checkpoints import Checkpointer
 from training.cost import Cost, has_average_on_device
+from training.health import Health
 from training.run_config import RunConfig
 from weights.hub_names import parse
 
 
-def build_throughput(config: RunConfig, cost: Cost, sizes: Sequence[ImageSize] | None) -> Throughput:
+def build_throughput(config: RunConfig, cost: Cost, sizes: Sequence[ImageSize] | None, health: Health) -> Throughput:
     """Build the clocks. `sizes`: of the batches' images; None: there is one."""
     peak = peak_tflops(device_name(), config.precision or "fp32")
-    return Throughput(config.measure, flops_per_image=None if sizes else cost.flops_per_image, peak=peak)
+    flops = None if sizes else cost.flops_per_image
+    return Throughput(config.measure, flops_per_image=flops, peak=peak, own_clocks=health.own_clocks.take)
 
 
 def build_losses(config: RunConfig, folder: Path, model: LatentDiffusion) -> Losses:
@@ -124,6 +126,7 @@ def facts_of(
 
 def in_order(
     *,
+    health: Health,
     profile: Profile | None,
     graphs: speed.GraphCounter,
     randomness: BatchRandomness,
@@ -140,12 +143,14 @@ def in_order(
 ) -> list[Callback]:
     """Return a run's callbacks in the order in which Composer calls them at each event.
 
-    The profile comes first, so that it covers the others' work. Random numbers are drawn before any callback reads the
-    batch. Gradient norm and clocks come before the record, which writes both. A batch is recorded before it is in a
-    checkpoint, and saved before it is validated, sampled and evaluated, so that what was killed is repeated. Evaluation is
-    the last of these: the target, which needs the newest, may end the run. The MLPerf log needs both.
+    What looks after the run comes first: work belongs to the event that the heartbeat has, and weights that differ are in
+    no record. The profile comes before the rest, so that it covers the others' work. Random numbers are drawn before any
+    callback reads the batch. Gradient norm and clocks come before the record, which writes both. A batch is recorded before
+    it is in a checkpoint, and saved before it is validated, sampled and evaluated, so that what was killed is repeated.
+    Evaluation is the last of these: the target, which needs the newest, may end the run. The MLPerf log needs both.
     """
-    found: list[Callback | None] = [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
+    found: list[Callback | None] = [*health.callbacks(record.folder, lambda: throughput.running)]
+    found += [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
     found += [validation, samples, evaluation]
     has_lines = evaluation is not None or (validation is not None and "val_loss" in target.metrics)
     found += [target if has_lines else None, mlperf_log, stalled]

@@ -28,6 +28,7 @@ from stages.dataset import EMPTY_DIGEST, Stage
 from stages.empty_text import has_empty_text, read_empty_text
 from training import speed
 from training.checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
+from training.health import HealthConfig
 from training.loggers import LoggersConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
 from training.samples import SamplesConfig
@@ -86,6 +87,7 @@ class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     cost: CostConfig = field(default_factory=CostConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
 

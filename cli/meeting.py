@@ -1,0 +1,290 @@
+"""The ranks' meeting: how they find one another at the start, and what is said where one of them does not come.
+
+torch's own rendezvous waits in C++ code for as long as any collective may take, and ends in a trace. Here rank 0 opens the
+same store, each rank writes its name into it, and every wait has an end that says who is missing. What one rank finds wrong,
+all are told, and they end with one exit code: 2 for what a user can correct, 1 for a rank that did not come.
+
+    MASTER_ADDR, MASTER_PORT     where rank 0's store is; each rank's launcher sets them, with RANK and WORLD_SIZE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch.distributed
+from composer.utils import dist
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+
+from cli.errors import ConfigError, Failed
+from cli.log import EVERY_RANK, log
+
+if TYPE_CHECKING:
+    from composer.devices import Device
+
+MEET_SEC = 600.0  # of a machine that comes late: its container may have to be fetched
+RESOLVE_SEC = 30.0  # a cluster's names may come up after its machines
+SAY_SEC = 30.0
+POLL_SEC = 0.5
+TELL_SEC = 4 * POLL_SEC  # of a rank that leaves: the store must be there until the others have read why
+AGAIN_SEC = 2.0  # between two tries to reach rank 0
+MOST_NAMED = 8  # ranks in a message
+
+_hosts: list[str] = []
+
+
+def hosts() -> list[str]:
+    """Return the name of each rank's machine, by rank."""
+    return _hosts or [socket.gethostname()] * dist.get_world_size()
+
+
+def named(ranks: list[int]) -> str:
+    """Return ranks with their machines, as a message has them."""
+    some = [f"{rank} ({hosts()[rank]})" for rank in ranks[:MOST_NAMED]]
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(some)}{more}"
+
+
+def meet(device: Device, timeout_sec: float, limit_sec: float = MEET_SEC, *, key: str | None = None) -> None:
+    """Meet the other ranks. Until all are there SIGTERM ends this one at once: another has left, and nothing is to be saved.
+
+    Args:
+        timeout_sec: of every collective of the run.
+        limit_sec: of the wait for the others.
+        key: that sets it.
+
+    Raises:
+        ConfigError: the place of the store is none, or the ranks do not fit one another.
+        Failed: a rank has not come.
+    """
+    if dist.get_world_size() > 1 and not torch.distributed.is_initialized():
+        with _ended_by_sigterm():
+            more = f", or give {key} more" if key else ""
+            store = _open_store(limit_sec, more)
+            _check_in(store, limit_sec, more)
+            store.set_timeout(datetime.timedelta(seconds=timeout_sec))
+            with _said_in_words():
+                torch.distributed.init_process_group(
+                    device.dist_backend,
+                    store=store,
+                    rank=dist.get_global_rank(),
+                    world_size=dist.get_world_size(),
+                    timeout=datetime.timedelta(seconds=timeout_sec),
+                )
+    dist.initialize_dist(device, timeout=timeout_sec)  # of one rank; of several it compares the backend
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process: a handler would not be called where it waits in C++ code."""
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _said_in_words() -> Iterator[None]:
+    """Say what gloo means where two machines cannot reach each other by the names that they have for themselves."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        given = f"GLOO_SOCKET_IFNAME: {socket.gethostname()} cannot connect to the other ranks through gloo"
+        why = "It takes the network that the machine's own name leads to, e.g. 127.0.0.1"
+        raise Failed(f"{given}. {why}. Name the network that joins the machines: GLOO_SOCKET_IFNAME=eth0.") from error
+
+
+# --- the store ---
+
+
+def _open_store(limit_sec: float, more: str) -> TCPStore:
+    """Open rank 0's store, or connect to it."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        given = f"MASTER_ADDR and MASTER_PORT: '{host}' and '{port}'"
+        ways = "composer --master_addr HOST --master_port PORT sets both"
+        raise ConfigError([f"{given}, for {dist.get_world_size()} ranks. A name and a port from 1 to 65535; {ways}."])
+    _resolve(host, int(port), min(RESOLVE_SEC, limit_sec))
+    # torchrun's agent has the store, and stays with it when its ranks are started again.
+    is_owner = dist.get_global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if is_owner:
+        _check_port(int(port))
+    else:
+        _reach(host, int(port), limit_sec, more)
+    try:
+        return TCPStore(
+            host,
+            int(port),
+            dist.get_world_size(),
+            is_master=is_owner,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=limit_sec),
+        )
+    except DistNetworkError as error:  # between our look and torch's another process was faster
+        raise Failed(f"MASTER_PORT: {host}:{port}: {error}. Start again, with another port.") from error
+
+
+def _resolve(host: str, port: int, limit_sec: float) -> None:
+    """Raise ConfigError where a name leads nowhere, asked again for a while."""
+    began = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() - began >= limit_sec:
+                given = f"MASTER_ADDR: '{host}' does not resolve on {socket.gethostname()} ({error.strerror})"
+                ways = "Give rank 0's machine by a name or an address that every machine knows: composer --master_addr"
+                raise ConfigError([f"{given}, asked for {limit_sec:g} s. {ways}."]) from error
+        time.sleep(1.0)
+
+
+def _check_port(port: int) -> None:
+    """Raise ConfigError where rank 0 cannot open the store's port."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("", port))
+            one.listen()
+        except OSError as error:
+            by = _holder(port)
+            given = f"MASTER_PORT: {port} cannot be opened on {socket.gethostname()} ({error.strerror}{by})"
+            raise ConfigError(
+                [f"{given}. Rank 0 needs a free one: composer --master_port, the same everywhere."]
+            ) from error
+
+
+def _holder(port: int) -> str:
+    """Return by whom a port is held, in words, where this user may know."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
+                return f", by process {one.pid}, {psutil.Process(one.pid).name()}"
+    return ""
+
+
+def _reach(host: str, port: int, limit_sec: float, more: str) -> None:
+    """Wait for rank 0's store. Raises Failed: it has not answered."""
+    began = said_at = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError as error:
+            now, reason = time.monotonic(), error.strerror or "no answer"
+        if now - began > limit_sec:
+            given = f"MASTER_ADDR: nothing answers at {host}:{port} ({reason}) for {limit_sec:g} s"
+            raise Failed(
+                f"{given}, as {_self()} sees it: rank 0 has not come. Start it with this address and port, let the port "
+                f"through{more}."
+            )
+        if now - said_at > SAY_SEC and dist.get_local_rank() == 0:
+            said_at = now
+            log.info(
+                f"ranks: {now - began:.0f} s: {_self()} waits for rank 0 at {host}:{port} ({reason})", extra=EVERY_RANK
+            )
+        time.sleep(AGAIN_SEC)
+
+
+def _self() -> str:
+    return f"rank {dist.get_global_rank()} ({socket.gethostname()})"
+
+
+# --- the meeting ---
+
+
+def _check_in(store: TCPStore, limit_sec: float, more: str) -> None:
+    """Write this rank's name into the store, and wait for the others'."""
+    rank, num = dist.get_global_rank(), dist.get_world_size()
+    met = PrefixStore(f"easel/meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    came = met.add(f"came/{rank}", 1)
+    if came > 1:
+        first = json.loads(met.get(str(rank)))["host"]
+        given = f"RANK: {rank} came twice, from {first} and from {socket.gethostname()}"
+        _refuse(met, f"{given}. Give each machine its own composer --node_rank, from 0 on.")
+    here = {"host": socket.gethostname(), "of": num, "local": dist.get_local_world_size()}
+    met.set(str(rank), json.dumps(here))
+    if rank == 0:
+        _hosts[:] = _gather(met, num, limit_sec, more)
+        met.set("all", json.dumps(_hosts))
+        return
+    _compare_sizes(met, json.loads(_awaited(met, "0", limit_sec)), here, rank)
+    _hosts[:] = json.loads(_awaited(met, "all", 2 * limit_sec))
+
+
+def _compare_sizes(met: PrefixStore, at_first: Mapping[str, Any], at_other: Mapping[str, Any], other: int) -> None:
+    """Refuse ranks that do not count the same. `other`: the rank that is compared with rank 0."""
+    if at_first["of"] != at_other["of"]:
+        given = f"WORLD_SIZE: {at_first['of']} at rank 0 ({at_first['host']}), {at_other['of']} at rank {other}"
+        ways = "All machines need the same: composer --world_size, the ranks of all machines together"
+        _refuse(met, f"{given} ({at_other['host']}). {ways}.")
+
+
+def _gather(met: PrefixStore, num: int, limit_sec: float, more: str) -> list[str]:
+    """Wait on rank 0 for all ranks, and return their machines. Raises Failed: which have not come."""
+    missing, began, said_at = list(range(num)), time.monotonic(), time.monotonic()
+    while missing := [rank for rank in missing if not met.check([str(rank)])]:
+        _hear(met)
+        now, local = time.monotonic(), dist.get_local_world_size()
+        machines = sorted({rank // local for rank in missing})
+        said = (
+            f"{num - len(missing)} of {num} ranks are there; missing: {_listed(missing)} (machine {_listed(machines)})"
+        )
+        if now - began > limit_sec:
+            text = f"ranks: after {limit_sec:g} s {said}. Start every machine with this MASTER_ADDR and MASTER_PORT"
+            _end(met, 1, f"{text}{more}.")
+        if now - said_at > SAY_SEC:
+            said_at = now
+            log.info(f"ranks: {now - began:.0f} s: {said}")
+        time.sleep(POLL_SEC)
+    there = [json.loads(met.get(str(rank))) for rank in range(num)]
+    for rank, each in enumerate(there):
+        _compare_sizes(met, there[0], each, rank)
+    return [each["host"] for each in there]
+
+
+def _listed(numbers: list[int]) -> str:
+    some = ", ".join(map(str, numbers[:MOST_NAMED]))
+    return some + (f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else "")
+
+
+def _awaited(met: PrefixStore, key: str, limit_sec: float) -> bytes:
+    """Return what another rank writes. Raises Failed: it does not come."""
+    began = time.monotonic()
+    try:
+        while not met.check([key]):
+            _hear(met)
+            if time.monotonic() - began > limit_sec:
+                raise Failed(f"ranks: rank 0 has said nothing for {limit_sec:g} s. Start all machines again.")
+            time.sleep(POLL_SEC)
+        return met.get(key)
+    except DistNetworkError as error:
+        raise Failed("ranks: rank 0 has ended before all had come; its own output says why.") from error
+
+
+def _hear(met: PrefixStore) -> None:
+    """Raise what another rank has ended for."""
+    if met.check(["ended"]):
+        code, text = met.get("ended").decode().split(" ", 1)
+        time.sleep(TELL_SEC if dist.get_global_rank() == 0 else 0.0)  # the store is rank 0's
+        raise ConfigError([text]) if code == "2" else Failed(text)
+
+
+def _refuse(met: PrefixStore, text: str) -> None:
+    _end(met, 2, text)
+
+
+def _end(met: PrefixStore, code: int, text: str) -> None:
+    """Tell the others why this rank ends, and raise it."""
+    met.set("ended", f"{code} {text}")
+    time.sleep(TELL_SEC)
+    raise ConfigError([text]) if code == 2 else Failed(text)
