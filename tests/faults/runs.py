@@ -190,18 +190,16 @@ class Setting:
     def __init__(self, home: Path, miniature: Miniature, slack: float = 1.0):
         self.home, self.miniature, self.slack = home, miniature, slack
         self._stack = contextlib.ExitStack()
+        self._whole: dict[int, tuple[Path, str]] = {}
 
-    @cached_property
-    def whole(self) -> Started:
-        """The unbroken run on two ranks."""
-        at = At(self, "whole")
-        run = at.start()
-        at.finish(run)
-        return run
-
-    @property
-    def whole_folder(self) -> Path:
-        return self.home / "whole" / "runs" / "whole"
+    def whole(self, ranks: int) -> tuple[Path, str]:
+        """Return the folder and the result line of the unbroken run on so many ranks, whose noise depends on the rank."""
+        if ranks not in self._whole:
+            at = At(self, f"whole-{ranks}", ranks)
+            run = at.start()
+            at.finish(run)
+            self._whole[ranks] = at.folder, run.result
+        return self._whole[ranks]
 
     @cached_property
     def stage(self) -> dict[str, bytes]:
@@ -308,10 +306,8 @@ class At:
             hit: the start that was hit, or refused.
             ended_sec: from the fault to its end.
         """
-        whole = self.setting.whole_folder
-        found = compare.problems(self.folder, whole) + compare.result_problems(run.result, self.setting.whole.result)
-        if "Traceback" in run.said:
-            found.append("a traceback")
+        whole, result = self.setting.whole(self.ranks)
+        found = compare.problems(self.folder, whole) + compare.result_problems(run.result, result)
         hit = run if hit is None else hit
         return Verdict(outcome, found, compare.bits_lost(self.folder, whole), ended_sec, hit.said, hit.code)
 
