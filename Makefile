@@ -20,6 +20,7 @@ STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
 SHAPES := cache/miniature
 ROUNDS ?= 10
+JOBS ?= 1
 TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
 TABLES = tables-$(shell sha256sum requirements/tables.lock | cut -c1-12)
 LOGGERS = loggers-$(shell sha256sum requirements/loggers.lock | cut -c1-12)
@@ -38,7 +39,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -161,6 +162,9 @@ test-browser: $(STAMP)  ## the pages in Chromium (Debian: apt-get install chromi
 test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours; runs that resume from one
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none)
 	$(if $(filter-out 1,$(ROUNDS)),CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/store/remote_runs.py)
+
+test-faults: $(STAMP)  ## a fault at each moment of a tiny run, which is started again: the table of docs/faults.md (ONLY=ROW,... for some)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.faults jobs=$(JOBS) $(if $(ONLY),only=$(ONLY) out=none)
 
 mutants: $(STAMP)  ## forty small faults of the core, each against its room's tests: which are noticed (half an hour) -> reports/results/
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.mutants pass=after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENDED = {
     "DataLoader worker (pid": "Too little memory or /dev/shm ends a worker so. Lower data.workers, or give more of it.",
     "by peer": "Another rank has ended without a word: the kernel ends a process where the machine's memory is short.",
+    "Timed out waiting": "Another rank has not come to where this one waits for it: it hangs, or its machine is away.",
 }
 
 require_private_api("dis", "opmap.RAISE_VARARGS", why="errors that our own `raise` has raised are told without a trace")
@@ -79,6 +81,8 @@ def text_of(error: BaseException) -> str:
     """Return what an error says; where its text is not ours, what it is comes first."""
     if (why := _why_ended(error)) is not None and not _is_own(error):
         return f"{str(error).splitlines()[0]} {why} The same command resumes from the last checkpoint."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is not None:
+        return f"{error.filename} cannot be written: {error.strerror}. Make room, and start the same command again."
     return str(error) if _is_own(error) or _is_message(error) else f"{type(error).__name__}: {error}"
 
 

@@ -38,6 +38,10 @@ def whole(path: Path, final: Callable[[], Path] | None = None) -> Iterator[Path]
         yield temporary
         to_disk(temporary)
         temporary.replace(place if final is None else final())
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk's says no name
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -219,15 +219,25 @@ def abort_all_ranks(text: str, code: int = 1) -> None:
         code: what all ranks are to exit with.
     """
     be_quiet()
-    with contextlib.suppress(Exception):  # the store is gone: so is rank 0
+    is_first, first_is_gone = os.environ.get("LOCAL_RANK", "0") == "0", False
+    if not is_first:
+        _obey_launcher()  # which ends it when the first one has heard, and left
+    try:
         if (store := _store()) is not None:
             store.set(KEY, f"{code} rank {dist.get_global_rank()} has stopped: {text}")
+            store.check([KEY])  # which asks for an answer, as `set` does not
             time.sleep(STAY_SEC)
+    except Exception:  # the store is gone: so is rank 0, after which the launcher has sent its SIGTERM already
+        first_is_gone = num_nodes() == 1
+    _obey_launcher()
+    if not first_is_gone:
+        let_first_leave()
+
+
+def _obey_launcher() -> None:
+    """Let the launcher's SIGTERM end this rank at once: nothing is left to save."""
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(
-            signal.SIGTERM, signal.SIG_DFL
-        )  # the launcher's, which ends this rank now: nothing is left to save
-    let_first_leave()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # --- signals ---

@@ -143,6 +143,7 @@ PART_1 = {
         "end_to_end",
         "evaluation",
         "export",
+        "faults",
         "hub_runs",
         "latents",
         "masking",

@@ -72,13 +72,12 @@ class Miniature:
         return self.words(runs, name, *SMALL, *more)
 
 
-@pytest.fixture(scope="session")
-def miniature(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Miniature]:
-    """What `make miniature` makes, of fewer pictures and in several shards."""
+def make(folder: Path) -> Miniature:
+    """Make what `make miniature` makes, of fewer pictures and in several shards."""
     from prepare import fid_statistics, latents, shards
     from prepare.shapes import command
 
-    made = Miniature(tmp_path_factory.mktemp("miniature"))
+    made = Miniature(folder)
     tars, images, moments, shard = str(made.folder / "tars"), str(made.images), str(made.moments), "shard_size=32kb"
     assert command.main([tars, f"num_images={NUM_IMAGES}"]) == 0
     assert shards.main([tars, images, shard]) == 0
@@ -86,6 +85,13 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Miniature]:
     assert command.main([str(made.reference), "num_images=256", "part=reference", "layout=files"]) == 0
     assert fid_statistics.main([str(made.reference), str(made.statistics), READER]) == 0
     assert command.main([str(made.prompts), f"num_images={NUM_PROMPTS}", "part=prompts"]) == 0
+    return made
+
+
+@pytest.fixture(scope="session")
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Miniature]:
+    """The data of whole runs, see `make`."""
+    made = make(tmp_path_factory.mktemp("miniature"))
     before = tree(made.folder)
     yield made
     assert tree(made.folder) == before, "a test has changed what all share"

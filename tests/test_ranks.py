@@ -56,6 +56,37 @@ def test_composers_launcher_returns_the_code_whichever_rank_has_failed(failing, 
     assert done.returncode == 2, done.stdout + done.stderr
 
 
+# The rank that ends does so while the other waits in a collective; both note SIGTERM, as a run that saves checkpoints does.
+NOTING = """
+import os, signal, sys, time, torch.distributed as dist
+from cli import ranks
+dist.init_process_group("gloo")
+ranks.watch_for_abort()
+with ranks.noting_signals():
+    try:
+        if dist.get_rank() == int(sys.argv[1]):
+            if sys.argv[2] == "killed":
+                time.sleep(1.0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("no memory")
+        dist.barrier()
+    except RuntimeError as error:
+        ranks.abort_all_ranks(str(error).splitlines()[0])
+        sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+@pytest.mark.parametrize(("rank", "how"), [(0, "killed"), (1, "failed")])
+def test_no_rank_waits_for_a_first_one_that_has_left(rank, how, tmp_path):
+    """The launcher's SIGTERM came while it was only noted: the rank would wait half a minute, and then be killed."""
+    (tmp_path / "program.py").write_text(NOTING)
+    done = run("composer", "-n", "2", str(tmp_path / "program.py"), str(rank), how)
+    assert done.returncode == (247 if how == "killed" else 1), done.stdout + done.stderr
+    assert "terminating with SIGKILL instead" not in done.stderr
+
+
 ONCE = """
 import os, numpy as np, tempfile, torch.distributed as dist
 from cli import ranks

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from callbacks.losses import Losses
 from callbacks.run_record import RunRecord
 from callbacks.throughput import MeasureConfig, Throughput
 from cli.command_line import parse_command_line
-from cli.errors import ConfigError
+from cli.errors import ConfigError, text_of
 from cli.files import write_whole
 from config import load
 from record.config_file import ConfigFiles, found_batch_size, keep_batch_size, keep_keys, read_config, say_what_is_later
@@ -240,6 +242,20 @@ def test_a_file_is_written_whole_through_a_link_which_stays(tmp_path):
     write_whole(link, "new")
     assert link.is_symlink() and (tmp_path / "disk" / "a.txt").read_text() == "new"
     assert len(list(tmp_path.rglob("*"))) == 3
+
+
+def test_a_full_disk_names_the_file_and_what_to_do(tmp_path, monkeypatch):
+    """The system's error of a write has no name."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as caught:
+        write_whole(tmp_path / "a.json", "{}")
+    text = "cannot be written: No space left on device. Make room, and start the same command again."
+    assert text_of(caught.value) == f"{tmp_path / 'a.json'} {text}"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_writer_left_is_removed_at_a_start_and_nothing_else(tmp_path):

@@ -324,6 +324,17 @@ def test_a_loader_worker_that_the_kernel_ends_is_foreseen():
     )
 
 
+def test_a_rank_that_never_comes_is_foreseen():
+    """As gloo says it, of a collective in which another rank is stopped."""
+    error = RuntimeError(
+        "[x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete"
+    )
+    assert errors.is_foreseen(error) and errors.text_of(error) == (
+        f"{error} Another rank has not come to where this one waits for it: it hangs, or its machine is away. "
+        "The same command resumes from the last checkpoint."
+    )
+
+
 @pytest.mark.parametrize(
     ("work", "is_foreseen", "text"),
     [

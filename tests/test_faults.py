@@ -1,0 +1,186 @@
+"""The table of faults: its comparison sees what it should, its page is that of the record, and a few rows for each commit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+from conftest import ROOT
+
+from record.checkpoint_files import FULL, WEIGHTS, stem, write
+from tests.faults import compare
+from tests.faults.__main__ import Options, counts_of, draw, is_good, parse, run_row, said, table
+from tests.faults.rows import MOMENTS, ROWS, Row
+from tests.faults.runs import Setting, Verdict
+
+PAGE = (ROOT / "docs/faults.md").read_text()
+NUM_DRAWN = 2
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    return json.loads((ROOT / "reports/results/faults.json").read_text())
+
+
+# --- the comparison ---
+
+
+def content(**more) -> dict:
+    tensors = {"a": torch.arange(4.0), "b": torch.tensor([True, False])}
+    return {"schema": 1, "model": tensors, "ema": None, **more}
+
+
+def event(key: str, images: int | None, value=None, time_ms: int = 0, **metadata) -> str:
+    where = {} if images is None else {"samples_count": images}
+    line = {"key": key, "value": value, "metadata": {**where, **metadata}, "time_ms": time_ms, "namespace": ""}
+    return f":::MLLOG {json.dumps({**line, 'event_type': 'POINT_IN_TIME'})}\n"
+
+
+def log(*restarts: str) -> list[str]:
+    """The log of a run of 8 batches of 32 with an evaluation each 4, interrupted by these lines after its first block."""
+    first = [event("init_start", None), event("init_stop", None), event("run_start", 0), event("block_start", 0)]
+    block = [event("loss", 128, 0.9), event("block_stop", 128), event("eval_start", 128, 128)]
+    block += [event("eval_accuracy", 128, 1129.4, metric="FID"), event("eval_stop", 128, 128)]
+    last = [event("block_start", 128), event("loss", 256, 0.8), event("block_stop", 256), event("eval_start", 256, 256)]
+    last += [event("eval_accuracy", 256, 679.1, metric="FID"), event("eval_stop", 256, 256)]
+    return [*first, *block, *restarts, *last, event("run_stop", 256, status="success")]
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """The folder of a finished run, as far as it is compared."""
+    run = tmp_path / "whole"
+    write(run / "checkpoints", stem(FULL, 8), content(optimizer={"lr": 1.0}))
+    write(run / "checkpoints", stem(WEIGHTS, 128), content())
+    windows = [dict.fromkeys(compare.WINDOW, 32.0 * n) | {"batch": n} for n in range(1, 9)]
+    score = dict.fromkeys(compare.SCORE, 1.0) | {"evaluation": True, "batch": 4, "seconds": 2.5}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*windows, score]))
+    (run / "mlperf.log").write_text("".join(log()))
+    (run / "summary.json").write_text("{}")
+    return run
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "copied")
+
+
+def test_a_run_is_as_itself_and_one_that_was_restarted_in_a_block_too(whole, copied):
+    assert compare.problems(copied, whole) == [] and compare.bits_lost(copied, whole) == 0
+    resumed = [event("block_start", 128), event("restart", 64, 1), event("block_start", 64), event("block_stop", 128)]
+    (copied / "mlperf.log").write_text("".join(log(*resumed)))
+    assert compare.problems(copied, whole) == []
+
+
+def test_every_lost_bit_counts(whole, copied):
+    changed = content(optimizer={"lr": 2.0})
+    changed["model"]["a"] = torch.tensor([0.0, -1.0, 2.0, 3.0])  # one bit: the sign
+    write(copied / "checkpoints", stem(FULL, 8), changed)
+    assert compare.bits_lost(copied, whole) == 1 + 64
+    for path in (copied / "checkpoints").glob("weights*"):
+        path.unlink()
+    assert compare.bits_lost(copied, whole) == 1 + 64 + 8 * (4 * 4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda lines: [*lines[:3], *lines[2:]], "metrics.jsonl: windows at batches [1, 2, 3, 3, 4, 5, 6, 7, 8], not "),
+        (lambda lines: [*lines[:3], *lines[4:]], "metrics.jsonl: windows at batches [1, 2, 3, 5, 6, 7, 8], not "),
+        (lambda lines: [*lines[:-1], lines[-1].replace('"fid": 1.0', '"fid": 1.5')], "batch 4 has another fid"),
+        (lambda lines: [lines[0].replace('"lr": 32.0', '"lr": 3'), *lines[1:]], "window at batch 1 has another lr"),
+        (lambda lines: [*lines[:-1], lines[-1].replace("2.5", "-0.5")], "the clock of training goes back: [-0.5]"),
+    ],
+    ids=["a step twice", "a step missing", "another score", "another rate", "a clock set back"],
+)
+def test_a_record_with_a_fault_is_seen(whole, copied, change, said):
+    path = copied / "metrics.jsonl"
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    [found] = compare.problems(copied, whole)
+    assert said in found
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([*log(), event("run_stop", 256, status="success")], "mlperf.log: 2 run_stop"),
+        ([event("run_start", 0), *log()], "mlperf.log: 2 run_start"),
+        (log(event("restart", 192, 1)), "a restart at 192 images, but blocks up to 128"),
+        (log(event("restart", 64, 1)), "a block begins at 128 images, the last one ended at 64"),
+        ([line.replace("679.1", "679.2") for line in log()], "otherwise than the unbroken run's"),
+        ([line.replace("success", "aborted") for line in log()], "otherwise than the unbroken run's"),
+        (log(event("eval_stop", 128, 128)), "mlperf.log: evaluations at [128, 128, 256]"),
+        ([*log()[:-1], event("run_stop", 256, status="success", time_ms=-1)], "mlperf.log: its times go back"),
+    ],
+)
+def test_an_mlperf_log_with_a_fault_is_seen(whole, copied, lines, said):
+    (copied / "mlperf.log").write_text("".join(lines))
+    assert any(said in found for found in compare.problems(copied, whole))
+
+
+def test_what_a_finished_run_should_not_have_kept_is_named(whole, copied):
+    (copied / "checkpoints/.full.tmp").touch()
+    (copied / "summary.json").unlink()
+    assert compare.problems(copied, whole) == ["left in checkpoints/: .full.tmp", "no summary.json"]
+
+
+# --- the table ---
+
+
+def test_words_of_the_command_line():
+    assert parse(["only=twice_start,store_slow", "jobs=2", "slack=2.5", "out=x"]) == Options(
+        ["twice_start", "store_slow"], 2, 2.5, "x"
+    )
+    with pytest.raises(ValueError, match=r"^only: 'no' is unknown\. Possible: sigterm_start, "):
+        parse(["only=no"])
+    with pytest.raises(ValueError, match=r"^jobs: '0' is not possible\. Give a number from 1 up\.$"):
+        parse(["jobs=0"])
+    with pytest.raises(ValueError, match=r"^rows=1: unknown\. Possible: only=, jobs=, slack=, out=\.$"):
+        parse(["rows=1"])
+
+
+def test_good_is_the_outcome_that_was_expected_without_a_bit_or_a_word_against_it():
+    row = Row("", "start", lambda at: Verdict("resumed"), "resumed")
+    assert is_good(row, Verdict("resumed"))
+    for other in (Verdict("went on"), Verdict("resumed", bits_lost=1), Verdict("resumed", ["no summary.json"])):
+        assert not is_good(row, other)
+
+
+def test_no_two_rows_are_alike_and_each_moment_is_hit():
+    assert len({(row.fault, row.moment) for row in ROWS.values()}) == len(ROWS)
+    assert {row.moment for row in ROWS.values()} == set(MOMENTS)
+
+
+def test_the_page_has_the_table_and_the_counts_of_the_committed_record(record):
+    assert table(record) in PAGE and said(record["counts"]) in PAGE.replace("\n", " ")
+    assert said(record["counts"]) in (ROOT / "README.md").read_text()
+    assert record["counts"] == counts_of(record["rows"])
+    assert all(row["commit"] and "+" not in row["commit"] for row in record["rows"].values())
+    assert {**record["rows"], **record["skipped"]}.keys() == ROWS.keys() and record["skipped"] == {}
+    assert all(row["good"] for row in record["rows"].values()) and record["counts"]["bits_lost"] == 0
+
+
+def test_the_rows_of_a_commit_are_others_at_the_next(record):
+    drawn = [draw(f"{number:040x}", record["rows"], NUM_DRAWN) for number in range(20)]
+    assert all(len(set(names)) == NUM_DRAWN and set(names) <= set(ROWS) for names in drawn)
+    assert len({name for names in drawn for name in names}) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600, func_only=True)
+def test_a_few_rows_that_this_commit_draws_are_good(miniature, tmp_path, record, capsys):
+    """The rest: make test-faults."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    commit = done.stdout.strip() or "no commit"
+    names = draw(commit, record["rows"], NUM_DRAWN)
+    with capsys.disabled():
+        print(f"\nfaults drawn by {commit[:12]}: {', '.join(names)}. Again: make test-faults ONLY={','.join(names)}")
+    setting = Setting(tmp_path, miniature, slack=4.0)
+    try:
+        found = {name: run_row(name, setting) for name in names}
+    finally:
+        setting.close()
+    assert all(row["good"] for row in found.values()), json.dumps(found, indent=1)
