@@ -41,7 +41,8 @@ from reports.compare_records import (
 from reports.marks import rewrite
 from reports.page_compare import ABSENT, OWN_KEYS, differing
 from reports.page_text import figure, plain
-from reports.tables import Row, Table, in_markdown
+from reports.record_table import Row, Table
+from reports.tables import in_markdown
 from reports.verdicts import ALIKE, MORE, Ratio, Sample, ratio_of
 
 MOST_RECORDS = 16

@@ -20,8 +20,9 @@ from cli.command import command
 from cli.errors import Refused
 from cli.table import as_table
 from reports.marks import rewrite
+from reports.record_table import Row, Table
 from reports.scaling_pictures import draw
-from reports.tables import Row, Table, in_markdown
+from reports.tables import in_markdown
 
 Record = Mapping[str, Any]
 

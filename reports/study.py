@@ -25,7 +25,8 @@ from cli.errors import Refused
 from cli.table import as_table
 from reports.marks import rewrite
 from reports.page_plots import smoothed
-from reports.tables import Row, Table, about, in_markdown
+from reports.record_table import Row, Table
+from reports.tables import about, in_markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

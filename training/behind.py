@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from cli import ranks
 
-LEAVE_SEC = 600.0  # of a piece that is waited for because another rank has failed: a disk that hangs must not hold the job
+LEAVE_SEC = (
+    600.0  # of a piece that is waited for because another rank has failed: a disk that hangs must not hold the job
+)
 
 
 class Behind:
