@@ -1,4 +1,4 @@
-"""launch/: MLPerf's variables as words, its files of systems, and what ranks.sh refuses. On a cluster: tests/test_slurm.py."""
+"""launch/: MLPerf's variables as words, files of systems, what ranks.sh refuses. On a cluster: tests/test_slurm.py."""
 
 from __future__ import annotations
 
