@@ -27,7 +27,7 @@ main() {
   for command in "${commands[@]}"; do
     eval "words=($command)"
     # shellcheck disable=SC2154
-    run_to_its_end bash launch/node.sh "${words[@]}" || exit $?
+    run_to_its_end bash launch/ranks.sh "${words[@]}" || exit $?
   done
   end=$(date +%s)
   say "ENDING TIMING RUN AT $(date -d "@$end" '+%F %r')"

@@ -58,7 +58,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
   export MASTER_ADDR MASTER_PORT
   # Each node has to see the checkout and what this node has just made.
   # shellcheck disable=SC2016
-  srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 bash -c 'for place in "$@"; do [ -e "$place" ] || { echo "$SLURMD_NODENAME: $place is not seen here, but on the first node. Wanted: a folder that all nodes share, for the checkout and for LOGDIR." >&2; exit 2; }; done' task "$PWD/launch/node.sh" "$RANK_LOGS" ||
+  srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 bash -c 'for place in "$@"; do [ -e "$place" ] || { echo "$SLURMD_NODENAME: $place is not seen here, but on the first node. Wanted: a folder that all nodes share, for the checkout and for LOGDIR." >&2; exit 2; }; done' task "$PWD/launch/ranks.sh" "$RANK_LOGS" ||
     refuse "not all nodes see the same folders: see above"
 fi
 # Of the time before the limit a checkpoint may take all but a bit; Slurm gives as little after a cancel, but what is cut off is no checkpoint.
@@ -66,7 +66,7 @@ grace=save.grace_sec=${GRACE_SEC:-150}
 
 # --- the steps ---
 run_step() { # WORDS...: a launcher a node; gives srun's code
-  local script=launch/node.sh code=0 again words=("$@")
+  local script=launch/ranks.sh code=0 again words=("$@")
   case ${words[0]} in
     *.sh) script=${words[0]} words=("${words[@]:1}");;
     benchmark.py) printf '%s\n' "${words[@]}" | grep -q '^save.grace_sec=' || words+=("$grace");;

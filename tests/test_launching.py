@@ -1,4 +1,4 @@
-"""launch/: MLPerf's variables as words, its files of systems, and what node.sh refuses. On a cluster: tests/test_slurm.py."""
+"""launch/: MLPerf's variables as words, files of systems, what ranks.sh refuses. On a cluster: tests/test_slurm.py."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_node_refuses_what_no_launcher_could_use(variables, text):
     for name in {"MASTER_ADDR", "MASTER_PORT", "RANK_LOGS"} - variables.keys():
         environment.pop(name, None)
     done = subprocess.run(
-        ["bash", "launch/node.sh", "x=1"], env=environment, capture_output=True, text=True, timeout=120
+        ["bash", "launch/ranks.sh", "x=1"], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2 and text in done.stderr, done
 

@@ -154,7 +154,7 @@ def kind_of(command: str) -> str:
     words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
     if words[0] in ("composer", "pip") or words[:2] in (["python", "export.py"], ["python", "sweep.py"]):
         return "parsed"
-    if words[0] in ("sbatch", "launch/node.sh") or (words[:1] == ["source"] and words[1].startswith("launch/")):
+    if words[0] in ("sbatch", "launch/ranks.sh") or (words[:1] == ["source"] and words[1].startswith("launch/")):
         return "launched"
     if words[:2] == ["python", "-m"]:
         return "module" if words[2].startswith(("mlperf_logging.", "pytest")) else "parsed"

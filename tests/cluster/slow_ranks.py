@@ -42,9 +42,9 @@ class Slowed(Callback):
         self.seconds, self.num_batches, self.is_first = seconds, num_batches, True
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        mark("batch", batch=int(state.timestamp.batch) + 1)
+        mark("batch", batch=int(state.timestamp.batch))
         time.sleep(self.seconds)
-        stays = self.num_batches and not RESTARTS and state.timestamp.batch.value + 1 >= self.num_batches
+        stays = self.num_batches and not RESTARTS and state.timestamp.batch.value >= self.num_batches
         while stays and not any(each.signal for each in state.callbacks if isinstance(each, benchmark.Checkpointer)):
             time.sleep(0.1)
 

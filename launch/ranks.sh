@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The ranks of one node: Composer's launcher, with the rendezvous of the other nodes' from variables.
 #
-#   launch/node.sh [PROGRAM.py] [RUN.yaml] [key=value ...]
+#   launch/ranks.sh [PROGRAM.py] [RUN.yaml] [key=value ...]
 #
 # RANKS_PER_NODE   ranks here; else DGXNGPU, the GPUs that Slurm gives, those that nvidia-smi or rocm-smi see, or 1
 # NUM_NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT     else Slurm's nodes; without Slurm one node
