@@ -3,9 +3,9 @@
     python -m bench.saving                                        # some minutes on a quiet machine
     python -m bench.saving remote=s3://bucket/bench               # with an object store, as S3_ENDPOINT_URL and AWS_* say
 
-Each contestant is a run of benchmark.py in a process of its own, in turns, of a network without data: synthetic tensors. A
-full checkpoint and a snapshot fall due together at every window's end, far more often than by default. What one costs is a
-window's time with it, less the same round's time without any; `step_wait` is the part in which the step stands still.
+Each contestant is a run of benchmark.py on synthetic tensors; all run in turns in one process. A full checkpoint and a
+snapshot fall due together at every window's end, far more often than by default. What one costs is a window's time with it,
+less the same round's time without any; `step_wait` is the part in which the step stands still.
 The share at the default cadence is that cost over the time of 512,000 images at this machine's own speed.
 Exit code: 0, 1 when a run fails, 2 when the command cannot be read.
 """
@@ -13,7 +13,6 @@ Exit code: 0, 1 when a run fails, 2 when the command cannot be read.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import keep, read_keys
-from bench.contest import Figures, rounded, take_turns
+from bench.contest import Figures, rounded
 from cli.command import command
 from cli.errors import Failed
 from cli.limits import limited
@@ -35,13 +34,21 @@ from training.checkpoints import DEFAULT_EVERY_IMAGES
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
-WARMUP = 1  # windows of each run that do not count: the copy's memory is made in the first
+WARMUP = 1  # windows of each run that do not count
+CLOCKS = ("train_sec", "data_wait_sec", "eval_sec", "other_sec")
 LIMIT_SEC = 3600
-IN_STEP = (
-    "import sys; import benchmark; from training.host_copy import HostCopy; "
-    "HostCopy.has_room = lambda self, content: False; sys.exit(benchmark.main(sys.argv[1:]))"
-)
-"""A run whose memory has no room for a copy: it waits while a checkpoint is written, as every run once did."""
+NONE, IN_STEP, BEHIND, UPLOADED = "none", "in_step", "behind", "uploaded"
+TURNS = """
+import json, sys
+import benchmark
+from training.host_copy import HostCopy
+has_room = HostCopy.has_room
+for is_in_step, words in json.load(sys.stdin):
+    HostCopy.has_room = (lambda self, content: False) if is_in_step else has_room
+    if code := benchmark.main(words):
+        sys.exit(code)
+"""
+"""A process that runs them. In the step: memory has no room for a copy, so that a run waits, as every run once did."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class SavingConfig:
     """Images of a step, of shapes' full network."""
     window_batches: int = limited(20, 1)
     """Batches between two checkpoints."""
-    windows: int = limited(5, 1)
+    windows: int = limited(5, 2)
     """Windows of a run that count; one more goes before them."""
     rounds: int = limited(3, 1)
     """Runs of each contestant."""
@@ -66,73 +73,66 @@ class SavingConfig:
 
 def words_of(config: SavingConfig, folder: Path, name: str, contestant: str) -> list[str]:
     """Return the words of a contestant's run."""
-    window_images = config.batch_size * config.window_batches
-    every = 0 if contestant == "none" else window_images
+    batches, window = (WARMUP + config.windows) * config.window_batches, config.batch_size * config.window_batches
+    every = 0 if contestant == NONE else window
     words = ["model.family=shapes", "model.preset=full", "image_size=32", "data.synthetic=true", "model.weights=random"]
-    words += [
-        f"global_batch_size={config.batch_size}",
-        f"max_duration={(WARMUP + config.windows) * config.window_batches}ba",
-    ]
+    words += [f"global_batch_size={config.batch_size}", f"max_duration={batches}ba", "ema.enabled=true"]
     words += [
         f"measure.window_batches={config.window_batches}",
-        f"measure.warmup_batches={config.window_batches * WARMUP}",
+        f"measure.warmup_batches={WARMUP * config.window_batches}",
     ]
-    words += [f"save.every_images={every}", f"save.snapshot_every_images={every}", "ema.enabled=true"]
+    words += [f"save.every_images={every}", f"save.snapshot_every_images={every}"]
     words += [f"run_folder={folder}", f"run_name={name}", "loggers.progress_bar=false"]
-    return [*words, f"save.remote={config.remote}"] if contestant == "uploaded" else words
+    return [*words, f"save.remote={config.remote}"] if contestant == UPLOADED else words
 
 
-def turn(config: SavingConfig, folder: Path, contestant: str, kept: dict[str, list[Any]]) -> float:
-    """Run a contestant; return the median seconds of a window, and keep what else there is to know."""
-    name = f"{contestant}-{uuid.uuid4().hex[:6]}"
-    program = ["-c", IN_STEP] if contestant == "in_step" else ["benchmark.py"]
-    words = words_of(config, folder, name, contestant)
-    done = subprocess.run(
-        [sys.executable, *program, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SEC,
-        env={**os.environ},
-    )
+def run_all(turns: Sequence[tuple[bool, list[str]]]) -> None:
+    """Run benchmark.py with these words, one run after the other. Raises Failed: one of them has failed."""
+    command = [sys.executable, "-c", TURNS]
+    done = subprocess.run(command, cwd=ROOT, input=json.dumps(turns), capture_output=True, text=True, timeout=LIMIT_SEC)
     if done.returncode:
-        raise Failed(f"{contestant}: the run has failed.\n{done.stderr}")
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    windows = [line for line in lines if not line["warmup"] and line["window_batches"] == config.window_batches]
-    kept[f"{contestant}_other_sec"].append(statistics.median(line["other_sec"] for line in windows))
-    kept[f"{contestant}_peak_mem_gib"].append(max(line["peak_mem_gib"] for line in windows))
-    if contestant == "behind":
-        sizes = [size_of(listed(folder / name / "checkpoints", kind)[0]) for kind in (FULL, WEIGHTS)]
-        kept["checkpoint_gib"] = [sum(sizes) / 2**30]
-    clocks = ("train_sec", "data_wait_sec", "eval_sec", "other_sec")
-    return statistics.median(sum(line[clock] for clock in clocks) for line in windows)
+        raise Failed(f"a run has failed.\n{done.stderr}")
+
+
+def windows_of(run: Path, window_batches: int) -> list[dict[str, Any]]:
+    """Return the lines of a run's windows that count."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if not line["warmup"] and line["window_batches"] == window_batches]
 
 
 def measured(config: SavingConfig) -> dict[str, Any]:
     """Measure all contestants in turns, and return the record's part."""
-    names = ["none", "in_step", "behind", *(["uploaded"] if config.remote else [])]
-    kept: dict[str, list[Any]] = {f"{name}_{what}": [] for name in names for what in ("other_sec", "peak_mem_gib")}
+    names = [NONE, IN_STEP, BEHIND, *([UPLOADED] if config.remote else [])]
+    starts = [number % len(names) for number in range(config.rounds)]
+    order = [(number, name) for number, at in enumerate(starts) for name in names[at:] + names[:at]]
+    tag, gib = uuid.uuid4().hex[:6], 0.0  # no run of before is in the store
+    all_sec: dict[str, list[float]] = {name: [] for name in names}
+    other_sec: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(dir=config.work) as place:
-
-        def contestant(name: str) -> Any:
-            return lambda: turn(config, Path(place), name, kept)
-
-        seconds = take_turns({name: contestant(name) for name in names}, config.rounds, warm_up=False)
+        folder = Path(place)
+        runs = [(name, f"{name}-{number}-{tag}") for number, name in order]
+        first = (False, words_of(config, folder, f"first-{tag}", NONE))  # a process's first run is slower
+        run_all([first, *((name == IN_STEP, words_of(config, folder, run, name)) for name, run in runs)])
+        for name, run in runs:
+            windows = windows_of(folder / run, config.window_batches)
+            all_sec[name].append(statistics.median(sum(line[clock] for clock in CLOCKS) for line in windows))
+            other_sec[name].append(statistics.median(line["other_sec"] for line in windows))
+            if name == BEHIND:
+                kept = [listed(folder / run / "checkpoints", kind)[0] for kind in (FULL, WEIGHTS)]
+                gib = sum(map(size_of, kept)) / 2**30
     figures, images = Figures(), config.batch_size * config.window_batches
+    figures.add("images_per_sec", [images / sec for sec in all_sec[NONE]])
     for name in names:
-        figures.add(f"{name}_window_sec", seconds[name])
-    figures.add("images_per_sec", [images / sec for sec in seconds["none"]])
+        figures.add(f"{name}_window_sec", all_sec[name])
     for name in names[1:]:
-        cost = [one - none for one, none in zip(seconds[name], seconds["none"], strict=True)]
-        wait = [a - b for a, b in zip(kept[f"{name}_other_sec"], kept["none_other_sec"], strict=True)]
-        interval = [DEFAULT_EVERY_IMAGES / images * sec for sec in seconds["none"]]
+        cost = [one - none for one, none in zip(all_sec[name], all_sec[NONE], strict=True)]
         figures.add(f"{name}_cost_sec", cost)
-        figures.add(f"{name}_step_wait_sec", wait)
-        figures.add(f"{name}_share_of_windows", [c / s for c, s in zip(cost, seconds["none"], strict=True)])
-        figures.add(f"{name}_share_by_default", [c / s for c, s in zip(cost, interval, strict=True)])
-        figures.add(f"{name}_peak_mem_gib", kept[f"{name}_peak_mem_gib"])
-    figures.add("none_peak_mem_gib", kept["none_peak_mem_gib"])
-    return {**figures.flat, "checkpoint_gib": rounded(kept["checkpoint_gib"][0]), "by_round": figures.by_round}
+        waits = zip(other_sec[name], other_sec[NONE], strict=True)
+        figures.add(f"{name}_step_wait_sec", [one - none for one, none in waits])
+        shares = [one / none for one, none in zip(cost, all_sec[NONE], strict=True)]
+        figures.add(f"{name}_share_of_windows", shares)
+        figures.add(f"{name}_share_by_default", [share * images / DEFAULT_EVERY_IMAGES for share in shares])
+    return {**figures.flat, "checkpoint_gib": rounded(gib), "by_round": figures.by_round}
 
 
 @command(__doc__, needs_words=False)
