@@ -39,7 +39,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean test-health
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -165,6 +165,9 @@ test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROU
 
 test-faults: $(STAMP)  ## a fault at each moment of a tiny run, which is started again: the table of docs/faults.md (ONLY=ROW,... for some)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.faults jobs=$(JOBS) $(if $(ONLY),only=$(ONLY) out=none)
+
+test-health: $(STAMP)  ## two ranks of which one is stopped, hangs, or never comes: more than CI has (ten minutes)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_health.py tests/health_by_hand.py
 
 mutants: $(STAMP)  ## forty small faults of the core, each against its room's tests: which are noticed (half an hour) -> reports/results/
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.mutants pass=after
@@ -340,6 +343,8 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.tables reports/results/scale.json docs/data-and-stores.md
 	$(PY) -m reports.tables reports/results/rows_speed.json docs/laion.md
 	$(PY) -m reports.tables reports/results/prepare_speed.json docs/laion.md
+	$(PY) -m reports.tables reports/results/ranks.json docs/health.md
+	$(PY) -m reports.tables reports/results/ranks_lost.json docs/health.md
 	$(PY) -m reports.tables reports/results/families_cpu.json docs/speed.md
 	$(PY) -m reports.tables reports/results/lora_cpu.json docs/weights.md
 	$(PY) -m reports.tables reports/results/cards.json docs/speed.md

@@ -1,6 +1,6 @@
 """benchmark.py with the time of each step's all-reduce, for bench.ranks: rank 0 writes it to the file named first.
 
-    composer -n 2 bench/all_reduce.py FILE words of benchmark.py ...
+    composer -n 2 -m bench.all_reduce FILE words of benchmark.py ...
 
 DDP averages gradients in buckets, in the backward pass. A hook of its own (torch's register_comm_hook) does what DDP does
 without one: it divides a bucket by the number of ranks and adds it up over them. Around it the hook takes the time:
@@ -11,20 +11,17 @@ without one: it divides a bucket by the number of ranks and adds it up over them
 
 from __future__ import annotations
 
+import atexit
 import json
+import runpy
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch.distributed
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
-
-import benchmark
-from cli.command import start
 
 Bucket = tuple[float, float]
 """When it was ready, and when its sum was there."""
@@ -55,6 +52,8 @@ def timed(steps: list[list[Bucket]]) -> None:
 
         return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(done)
 
+    hook.__annotations__ = {}  # DDP compares them, and does not know them as texts
+
     def with_hook(self: Any, *args: Any, **more: Any) -> None:
         build(self, *args, **more)
         self.register_comm_hook(None, hook)
@@ -66,12 +65,6 @@ if __name__ == "__main__":
     out = Path(sys.argv.pop(1))
     found: list[list[Bucket]] = []
     timed(found)
-
-    def main(argv: list[str]) -> int:
-        """Run, and write what was timed."""
-        code: int = benchmark.main(argv)
-        if dist.get_global_rank() == 0:
-            out.write_text(json.dumps([of_step(step) for step in found if step]))
-        return code
-
-    start(main)
+    if dist.get_global_rank() == 0:
+        atexit.register(lambda: out.write_text(json.dumps([of_step(step) for step in found if step])))
+    runpy.run_module("benchmark", run_name="__main__", alter_sys=True)

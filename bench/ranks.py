@@ -8,7 +8,7 @@ efficiency: the miniature's network (yamls/shapes.yaml) on synthetic moments, la
     one          one rank, a batch of `device_batch`
     two          two ranks, each with such a batch: `efficiency` is its speed over twice that of `one`
     shared       two ranks that share one such batch: `speedup` is its speed over that of `one`
-    all_reduce   as `two`, with bench/all_reduce.py: the part of a step in which gradients are on their way, and that in
+    all_reduce   as `two`, with bench/all_reduce.py in it: the part of a step in which gradients are on their way, and that in
                  which nothing else is done
 
 lost: two ranks that no launcher joins, as on two machines, in training. One of them is sent SIGKILL or SIGSTOP. What counts
@@ -78,9 +78,8 @@ def words_of(folder: str, name: str, *more: str) -> list[str]:
 
 
 def variables(**more: str) -> dict[str, str]:
-    """Return the environment of a run: this interpreter's programs, one thread, no GPU."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+    """Return the environment of a run: one thread, no GPU."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
 # --- efficiency ---
@@ -94,7 +93,7 @@ def speed(
         number[0] += 1
         own = [f"global_batch_size={batch}", f"max_duration={config.batches}ba", f"measure.window_batches={WINDOW}"]
         words = words_of(folder, "run", *own, f"measure.warmup_batches={WARM_UP}")
-        program = ["benchmark.py"] if all_reduce is None else ["bench/all_reduce.py", f"{folder}/steps.json"]
+        program = ["benchmark.py"] if all_reduce is None else ["-m", "bench.all_reduce", f"{folder}/steps.json"]
         launcher = str(Path(sys.executable).parent / "composer")
         done = subprocess.run(
             [launcher, "-n", str(num), *program, *words],

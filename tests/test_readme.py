@@ -53,7 +53,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters scaling launching"
+    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters scaling launching health"
 )
 
 
@@ -95,6 +95,7 @@ COMMANDS = {
     "bench.adopt": ("AdoptBenchConfig", range(2)),
     "bench.mixture": ("MixtureConfig", range(1)),
     "bench.order": ("OrderBenchConfig", range(1)),
+    "bench.ranks": ("RanksConfig", range(1)),
     "bench.latency": ("LatencyConfig", range(1)),
     "bench.fid": ("FidConfig", range(1)),
     "bench.step": ("StepConfig", range(1)),
@@ -125,6 +126,7 @@ RUN_BY = {
     "test-cluster": "tests/test_engines.py",
     "test-loggers": "tests/test_mlflow.py",
     "test-browser": "tests/test_browser.py",
+    "test-health": "tests/test_health.py",
     "test-slow": "tests/conftest.py",
     "mutants": "tests/test_mutants.py",
     "hooks": "tests/test_contributing.py",
