@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from cli.limits import read_duration
 from config import count, flat, to_yaml
-from preflight import cards, scaling_devices
+from preflight import cards
 from training.optimizer import total_batches
 from zoo import load_family, mlperf
 from zoo.mlperf_rules import Benchmark, ReferencePoint
@@ -162,6 +162,8 @@ def _speed(values: Mapping[str, Any], num_ranks: int) -> _Speed:
         return _Speed(rate, f"time: of training alone, at {rate:g} images/s ({RATE_KEY})")
     if place is None:
         return _Speed(None, f"time: give {RATE_KEY} (over all ranks) for an estimate")
+    from preflight import scaling_devices  # it loads scipy, which no start of a run is to wait for
+
     try:
         told = scaling_devices.expected(place, num_ranks, values["global_batch_size"])
     except ValueError as error:

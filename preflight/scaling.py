@@ -98,7 +98,7 @@ class ScalingConfig:
     holds_up: bool = True
     """Training waits while a checkpoint is written."""
     eval_gpu_sec: float | None = limited(None, 0.0, above=True)
-    """Seconds of a measured evaluation times its GPUs. null: by its FLOPs at training's utilisation."""
+    """Seconds of a measured evaluation times its GPUs. null: by its FLOPs."""
     store_mb_per_sec: float | None = limited(None, 0.0, above=True)
     """What the store gives each node. null: no limit is reckoned."""
     cores: int | None = limited(None, 1, 4096)
@@ -216,7 +216,10 @@ def reckoned(words: Words) -> dict[str, Any]:
     setup = facts.setup(*links)
     if given:
         first = given[0]
-        tuned, rate = devices.measured(law, first.setup(*links), first.name, first.num, first.batch, first.speed)
+        try:
+            tuned, rate = devices.measured(law, first.setup(*links), first.name, first.num, first.batch, first.speed)
+        except ValueError as error:
+            raise ConfigError([str(error)]) from error
         tuned, by = _carried(tuned, first.tflop / facts.tflop), f"the record {first.name} of {first.num} {first.device}"
     else:
         tuned, rate = devices.rated(law, card.series, facts.tflop)
@@ -240,7 +243,7 @@ def reckoned(words: Words) -> dict[str, Any]:
         "sensitivity": _sensitivity(tuned, rate, setup, facts),
         "targets": targets(law, rows, (tuned, rate, setup, gpu), nums, facts.tflop),
         "flux": flux_rows(law, rows),
-        "laid_over": laid_over(law, over),
+        "laid_over": laid_over(law, over, links if over == given else None),
         "evaluation": {"share": share, "rows": checks},
         "single": single(law, "H200"),
         "gpu_records": [said for run in devices.gpu_records() if (said := devices.against(law, run))],

@@ -27,6 +27,7 @@ from reports.verdicts import Sample
 RESULTS = Path(__file__).resolve().parent.parent / "reports/results"
 LAW = RESULTS / "scaling.json"
 """Record with the fitted law."""
+FASTEST = 30.0  # of log rates: what a tiny network's pass takes at any size is thousands of its images
 OF_A_NUMBER = ("device_batch_size", WORK)
 """Keys of what is trained that follow from the number of devices, or are compared apart."""
 SETTINGS = (
@@ -143,6 +144,9 @@ def measured(law: Law, setup: Setup, name: str, num: int, batch: int, speed: Sam
 
     Args:
         speed: images/s of a device, of `num` at this global batch.
+
+    Raises:
+        ValueError: no device is so fast that the links allow it.
     """
     place = len(law.series)
     theta = np.insert(law.theta, place, 0.0)
@@ -153,7 +157,10 @@ def measured(law: Law, setup: Setup, name: str, num: int, batch: int, speed: Sam
         return float(log_speed(theta, points, place + 1)[0] - math.log(speed.middle * num))
 
     near = math.log(speed.middle)
-    theta[place] = brentq(off, near - 0.5, near + 7.0)
+    if off(near + FASTEST) < 0.0:
+        said = f"its step of {batch / (num * speed.middle):.3g} s is shorter than the exchange over these links alone"
+        raise ValueError(f"{name}: {said}. Possible: node_link, cluster_link and domain of that machine. Give them.")
+    theta[place] = brentq(off, near - 0.5, near + FASTEST)
     slope = jacobian(theta, points, place + 1)[0]
     own, others = slope[place], np.delete(slope, place)
     to = np.insert(np.eye(len(law.theta)), place, -others / own, axis=0)

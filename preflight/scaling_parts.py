@@ -237,8 +237,12 @@ def _shown(of: Choice) -> dict[str, Any]:
 # --- records laid over ---
 
 
-def laid_over(law: Law, records: Sequence[devices.Measured]) -> dict[str, Any]:
-    """Return records of several numbers of devices beside perfect scaling and, on GPUs, beside the prediction."""
+def laid_over(law: Law, records: Sequence[devices.Measured], links: tuple[str, str, int] | None) -> dict[str, Any]:
+    """Return records of several numbers of devices beside perfect scaling and, on GPUs, beside the prediction.
+
+    Args:
+        links: as `Measured.setup` takes them; None: the card's usual ones.
+    """
     first, card = records[0], devices.card_of(records[0].device)
     rows = []
     for run in records:
@@ -248,7 +252,7 @@ def laid_over(law: Law, records: Sequence[devices.Measured]) -> dict[str, Any]:
         row["perfect"] = first.num * first.speed.middle * _cores(run) / _cores(first)
         if card is not None and not first.is_cpu:
             of = devices.CARDS[card]
-            setup = first.setup(of.node_link, of.cluster_link, of.domain)
+            setup = first.setup(*(links or (of.node_link, of.cluster_link, of.domain)))
             tuned, rate = devices.measured(law, setup, first.name, first.num, first.batch, first.speed)
             row |= _ends("predicted", tuned.predict(setup, rate, run.num, run.batch))
         rows.append(row)

@@ -158,6 +158,15 @@ def test_another_gpu_than_the_key_says_is_refused(run, tmp_path, capsys):
     assert "a: is of AMD MI300X. Possible: A100, H100, H200, B200, GB200." in refused([run, unknown], capsys)
 
 
+def test_a_record_that_is_faster_than_its_links_is_refused_with_the_links(run, tmp_path, capsys):
+    place = a_record(tmp_path, "a", 64)
+    message = (
+        "a: its step of 0.457 s is shorter than the exchange over these links alone. Possible: node_link, cluster_link"
+    )
+    words = [run, place, "cluster_link=ethernet_100", "node_link=pcie4", "domain=1"]
+    assert message in refused(words, capsys)
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
