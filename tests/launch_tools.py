@@ -1,4 +1,4 @@
-"""Read files of launch/ as their own tools do. Run by the interpreter of requirements/clouds.lock, which has none of Easel's packages.
+"""Read files of launch/ as their own tools do. Run by an interpreter that has these tools, and none of Easel's packages.
 
     VENV/clouds-.../bin/python tests/launch_tools.py <<< '[["sky", "TEXT"], ["jobset", "TEXT"], ["kubernetes", "TEXT"]]'
 
@@ -24,7 +24,7 @@ def tools() -> dict[str, Callable[[str], None]]:
     from sky.utils import common_utils, schemas
 
     def by_sky(text: str) -> None:
-        """As `sky jobs launch` reads a file. A client lets unknown keys of `job_recovery` pass, for its server; here none do."""
+        """As `sky jobs launch` reads a file. Its client lets unknown keys of `job_recovery` pass, its server does not."""
         task = sky.Task.from_yaml_str(text)
         schema = schemas.get_resources_schema()
         schema["properties"]["job_recovery"]["anyOf"][1]["additionalProperties"] = False

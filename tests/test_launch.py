@@ -1,7 +1,11 @@
-"""The files of launch/: what their commands say, on how many GPUs, and what passes signals on. tests/test_launch_tools.py has their tools."""
+"""The files of launch/: what their commands say, on how many GPUs, and what passes signals on.
+
+tests/test_launch_tools.py has them read by their own tools.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -95,7 +99,9 @@ def test_a_command_names_a_file_of_yamls_and_repeats_nothing_that_it_says(path, 
 def test_a_command_passes_the_checks_of_a_run(path, stage, monkeypatch):
     """With a tiny network, and the tests' own data and weights."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(limits, "room_problem", lambda *given: None)  # with a small batch there is a snapshot to each one
+    monkeypatch.setattr(
+        limits, "room_problem", lambda *given: None
+    )  # with a small batch there is a snapshot to each one
     for words in map(known, commands(path)):
         config = of_a_recipe(words, stage)
         assert config.data.synthetic == (path.name == "mcloud.yaml") and config.run_name == read(words).run_name
@@ -191,16 +197,20 @@ def test_the_pods_of_the_jobset_know_their_rank_and_each_other():
     assert nodes == job["parallelism"] and job["completionMode"] == "Indexed"
     assert int(told["LOCAL_WORLD_SIZE"]["value"]) == gpus and int(told["WORLD_SIZE"]["value"]) == gpus * nodes
     name, [replicated] = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
-    assert told["MASTER_ADDR"]["value"] == f"{name}-{replicated['name']}-0-0.{name}"  # JobSet: JOBSET-JOB-INDEX-POD.SUBDOMAIN
+    assert (
+        told["MASTER_ADDR"]["value"] == f"{name}-{replicated['name']}-0-0.{name}"
+    )  # JobSet: JOBSET-JOB-INDEX-POD.SUBDOMAIN
 
 
 def test_a_pod_that_is_taken_away_does_not_count_and_a_run_that_cannot_work_is_not_tried_again():
-    """By the words of Kubernetes' Job controller, `matching FailJob rule at index N`, to which JobSet's patterns are applied."""
+    """By the words of Kubernetes' Job controller, to which JobSet applies its patterns."""
     jobset = content(LAUNCH / "kubernetes.yaml")
     of_pods, failure = job_of(jobset)["podFailurePolicy"]["rules"], jobset["spec"]["failurePolicy"]
 
     def action(index: int) -> str:
-        message = f"Container ranks for pod default/easel failed with exit code 1 matching FailJob rule at index {index}"
+        message = (
+            f"Container ranks for pod default/easel failed with exit code 1 matching FailJob rule at index {index}"
+        )
         return next(
             rule["action"]
             for rule in failure["rules"]
@@ -244,23 +254,26 @@ def test_the_nodes_of_skypilot_know_their_rank_and_each_other(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400, func_only=True)
 def test_a_signal_to_the_job_reaches_every_rank_and_their_exit_code_is_that_of_the_job(tmp_path):
     """With Composer's own launcher, which would die of either signal and leave its ranks alone."""
-    rank = f"trap 'touch {tmp_path}/heard-$RANK; exit CODE' SIGNAL; touch {tmp_path}/ready-SIGNAL-$RANK; while true; do sleep 0.1; done"
-    jobs = {}
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        name, code = number.name.removeprefix("SIG"), 128 + number
-        script = rank.replace("SIGNAL", name).replace("CODE", str(code)).replace("heard", f"heard-{name}")
-        jobs[name] = ["launch/node.sh", "-n", "2", "-c", "bash", "-c", script]
-    with started(*jobs["TERM"]) as first, started(*jobs["USR1"]) as second:
-        ended = {"TERM": first, "USR1": second}
-        end = time.monotonic() + 100
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            name = number.name.removeprefix("SIG")
+            rank = f"trap 'touch heard-{name}-$RANK; exit {128 + number}' {name}; touch ready-{name}-$RANK"
+            script = f"cd {tmp_path}; {rank}; while true; do sleep 0.1; done"
+            job = ["launch/node.sh", "-n", "2", "-c", "bash", "-c", script]
+            jobs[number] = stack.enter_context(started(*job, output=subprocess.PIPE))
+        end = time.monotonic() + 250
         while len(list(tmp_path.glob("ready-*"))) < 4 and time.monotonic() < end:
             time.sleep(0.1)
-        first.send_signal(signal.SIGTERM)
-        second.send_signal(signal.SIGUSR1)
-        assert {name: process.wait(timeout=60) for name, process in ended.items()} == {"TERM": 143, "USR1": 138}
-    assert {path.name for path in tmp_path.glob("heard-*")} == {f"heard-{n}-{rank}" for n in jobs for rank in "01"}
+        for number, process in jobs.items():
+            process.send_signal(number)
+        assert {number: process.wait(timeout=100) for number, process in jobs.items()} == {15: 143, 10: 138}
+    assert {path.name for path in tmp_path.glob("heard-*")} == {
+        f"heard-{n}-{r}" for n in ("TERM", "USR1") for r in "01"
+    }
 
 
 # --- containers ---
@@ -279,10 +292,17 @@ def test_the_images_are_made_by_the_install_script_and_that_of_amd_says_that_it_
 def test_on_amds_image_all_of_the_lock_is_installed_but_torch_and_what_is_cudas():
     [left_out] = re.findall(r"grep -vE '(.*)' requirements.lock", (LAUNCH / "install.sh").read_text())
     names = [pin.name for pin in requirements("requirements.lock")]
-    kept = [pin.name for pin in requirements("requirements.lock") if not re.search(left_out, f"{pin}".replace(";", " ;"))]
+    kept = [
+        pin.name for pin in requirements("requirements.lock") if not re.search(left_out, f"{pin}".replace(";", " ;"))
+    ]
     gone = {*names} - {*kept}
     assert {"torch", "torchvision", "triton", "xformers"} < gone and not [n for n in kept if re.match("nvidia|cuda", n)]
-    assert {name for name in gone if not re.match("nvidia|cuda", name)} == {"torch", "torchvision", "triton", "xformers"}
+    assert {name for name in gone if not re.match("nvidia|cuda", name)} == {
+        "torch",
+        "torchvision",
+        "triton",
+        "xformers",
+    }
     assert {"torchmetrics", "torch-optimizer", "mosaicml", "wandb"} <= {*kept}
 
 
@@ -290,7 +310,8 @@ def test_the_install_script_says_which_words_it_takes():
     done = subprocess.run([LAUNCH / "install.sh"], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (
         2,
-        "launch/install.sh: 0 words given. Possible: one, the folder of the environment or rocm. Run: launch/install.sh /opt/easel\n",
+        "launch/install.sh: 0 words given. Possible: one, the folder of the environment or rocm. "
+        "Run: launch/install.sh /opt/easel\n",
     )
 
 

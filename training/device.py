@@ -26,8 +26,8 @@ def missing_gpus() -> str | None:
         return None
     wanted = os.environ.get("NVIDIA_VISIBLE_DEVICES", "")
     if torch.version.hip is not None:
-        why = f"torch {torch.__version__} is built for AMD's. Was the container started without --device /dev/kfd --device /dev/dri"
-        todo = "Start it with them"
+        why = f"torch {torch.__version__} is built for AMD's. Was the container started without its devices"
+        todo = "Start it with --device /dev/kfd --device /dev/dri"
     elif wanted not in ("", "void", "none"):
         why = f"NVIDIA_VISIBLE_DEVICES={wanted} asks for some. Was the container started without --gpus all"
         todo = "Start it with that (the host needs NVIDIA's container toolkit), in a pod with a limit of nvidia.com/gpu"
