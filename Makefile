@@ -26,6 +26,7 @@ TABLES = tables-$(shell sha256sum requirements/tables.lock | cut -c1-12)
 LOGGERS = loggers-$(shell sha256sum requirements/loggers.lock | cut -c1-12)
 CLUSTER = cluster-$(shell sha256sum requirements/prepare.lock | cut -c1-12)
 BROWSER = browser-$(shell sha256sum requirements/browser.lock | cut -c1-12)
+CLOUDS = $(VENV)/clouds-$(shell sha256sum requirements/clouds.lock | cut -c1-12)
 ONLY ?=
 CHECKS = $(VENV)/checks-$(shell sha256sum requirements/dev.lock | cut -c1-12)
 LINTS := format rules spelling yaml shell large secrets types
@@ -39,11 +40,11 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean test-health
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
-	@grep -hE '^[a-z_-]+:.*## ' Makefile | sed -E 's/^([a-z_-]+):.*## (.*)/  \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z_-]+:.*## ' Makefile | sed -E 's/^([a-z_-]+):.*## (.*)/  \1\t\2/' | expand -t 26
 
 env: $(STAMP)  ## make the environment from requirements.lock (about 8 GB, some minutes), and nothing else; SET=newest: the second set
 
@@ -60,7 +61,7 @@ lock: $(STAMP)  ## resolve requirements.txt and requirements/ anew into the lock
 	$(UV_COMPILE) --override requirements/overrides.txt -c requirements.txt requirements.txt -o requirements.lock
 	grep -vE '^(torch|torchvision|xformers)==' requirements.txt | $(UV_COMPILE) --override requirements/overrides.txt -c requirements/newest.txt - \
 	  requirements/newest.txt -o requirements/newest.lock
-	$(UV_COMPILE) requirements/dev.txt -o requirements/dev.lock
+	for beside in dev clouds; do $(UV_COMPILE) requirements/$$beside.txt -o requirements/$$beside.lock; done
 	for extra in tables loggers browser prepare; do \
 	  $(UV_COMPILE) --no-annotate --override requirements/overrides.txt -c requirements.lock requirements/$$extra.txt | \
 	  awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' requirements.lock - > requirements/$$extra.lock; done
@@ -133,6 +134,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-loggers
 	$(MAKE) --no-print-directory test-store ROUNDS=1
 	$(MAKE) --no-print-directory test-browser ONLY=short
+	$(MAKE) --no-print-directory test-clouds
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.
 test-fp8: $(STAMP)  ## precision=fp8 and optimizer.states=8bit on a CPU, with torchao, which is installed beside the environment for them
@@ -168,6 +170,16 @@ test-faults: $(STAMP)  ## a fault at each moment of a tiny run, which is started
 
 test-health: $(STAMP)  ## two ranks of which one is stopped, hangs, or never comes: more than CI has (ten minutes)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_health.py tests/health_by_hand.py
+
+$(CLOUDS)/whole: | $(STAMP)
+	@$(call ALONE,$(VENV)) bash -euc 'test -e $@ || { set -x; $(PY) -m venv --without-pip $(@D); \
+	  $(VENV)/bin/uv pip install -q --python $(@D)/bin/python --no-deps -r requirements/clouds.lock; touch $@; }'
+
+test-clouds: $(CLOUDS)/whole  ## the files of launch/ as their own tools read them: hadolint, SkyPilot, Kubernetes, JobSet, in an environment of their own
+	CUDA_VISIBLE_DEVICES= CLOUDS=$(CLOUDS)/bin $(PY) -m pytest -q tests/test_launch_tools.py
+
+test-image: $(STAMP)  ## build launch/Dockerfile for real, on a bare Debian that debootstrap makes, and train in it: 30 GB of disk (Debian: apt-get install debootstrap buildah)
+	bash tests/image.sh
 
 mutants: $(STAMP)  ## forty small faults of the core, each against its room's tests: which are noticed (half an hour) -> reports/results/
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.mutants pass=after
@@ -325,6 +337,36 @@ gpu-families:  ## on a GPU machine: SDXL at 1024 px, FLUX.1 at 512 and 256 px, s
 
 gpu-latency:  ## on a GPU machine: seconds from caption to image of SD2 and SD 1.5, beside diffusers' pipeline -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.latency results=reports/results/latency_gpu.json
+
+# Under the names of AMD's benchmark of diffusion models. DOCKER may be podman; GPU: nvidia, amd or none.
+DOCKER ?= docker
+GPU ?= nvidia
+IMAGE ?= easel
+CONTAINER ?= easel
+HANDED_IN_nvidia := --gpus all
+HANDED_IN_amd := --device /dev/kfd --device /dev/dri --group-add video --security-opt seccomp=unconfined
+HANDED_IN_none := -e CUDA_VISIBLE_DEVICES=
+HANDED_IN = $(if $(filter nvidia amd none,$(GPU)),$(HANDED_IN_$(GPU)),$(error GPU: '$(GPU)'. Possible: nvidia, amd, none))
+OWN_FOLDERS := cache checkpoints datasets runs
+
+build_docker:  ## the image of launch/Dockerfile, called $(IMAGE); GPU=amd: of launch/Dockerfile.rocm
+	$(DOCKER) build -f launch/Dockerfile$(if $(filter amd,$(GPU)),.rocm) -t $(IMAGE) \
+	  --build-arg EASEL_COMMIT=$$(git rev-parse HEAD)$$(git diff --quiet HEAD -- . ':!reports/results' || echo +changes) .
+
+launch_docker:  ## start a container of it, called $(CONTAINER), with all GPUs, .env and the folders of this checkout; GPU=none: without
+	mkdir -p $(OWN_FOLDERS)
+	$(DOCKER) run --detach --init --name $(CONTAINER) $(HANDED_IN) --ipc=host --ulimit memlock=-1 $(if $(wildcard .env),--env-file .env) \
+	  $(foreach folder,$(OWN_FOLDERS),-v "$(CURDIR)/$(folder):/easel/$(folder)") $(IMAGE) sleep infinity
+
+build_and_launch_docker:  ## both
+	$(MAKE) --no-print-directory build_docker
+	$(MAKE) --no-print-directory launch_docker
+
+exec_docker:  ## a shell in the container
+	$(DOCKER) exec -it $(CONTAINER) bash
+
+stop_docker:  ## end and remove the container
+	$(DOCKER) rm -f $(CONTAINER)
 
 bench-check: $(STAMP)  ## what became slower since the committed records, their code and today's in turns: about an hour (KEYS=rounds=3)
 	CUDA_VISIBLE_DEVICES= $(PY) -m bench.check $(KEYS)

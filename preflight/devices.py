@@ -11,6 +11,7 @@ import torch
 
 from config import count
 from preflight.machine import ERROR, OK, WARNING, Finding
+from training.device import missing_gpus
 
 BUSY_GPU_FRACTION = 0.05
 LEAST_DRIVER = {12: 525, 13: 580}
@@ -115,6 +116,8 @@ def _cpu(ranks_here: int) -> list[Finding]:
         return [
             Finding(ERROR, "devices", f"{text}; {chosen}. A driver for that CUDA, or CUDA_VISIBLE_DEVICES= for none.")
         ]
+    if text := missing_gpus():
+        return [Finding(ERROR, "devices", text.removeprefix("devices: "))]
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     text = f"no GPU: a CPU with {count(cores, 'core')}, {count(threads, 'thread')} a rank, {count(ranks_here, 'rank')} here"
     if ranks_here > cores or (ranks_here > 1 and "OMP_NUM_THREADS" in os.environ and threads * ranks_here > cores):

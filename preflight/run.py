@@ -29,6 +29,7 @@ from stages.shuffling import memory_gib
 from training import adamw, adapter, health, remote, sharding, warm_start
 from training import microbatch as microbatch_search
 from training.cost import Cost, has_average_on_device, host_memory_problem, memory_problem
+from training.device import missing_gpus
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
 from training.published import as_begun
@@ -58,7 +59,12 @@ MEMORY_KEYS = {
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Return every problem that can be found before anything is built; of the stages on a machine's first rank alone."""
+    """Return every problem that can be found before anything is built; of the stages on a machine's first rank alone.
+
+    Where a container has no GPUs, that alone: the others come of it.
+    """
+    if text := missing_gpus():
+        return [Problem(text, ())]
     wanted, of_data, is_first = wanted_of_stage(config), [], dist.get_local_rank() == 0
     if is_first:
         of_data = config.data.problems(config.global_batch_size, *wanted)

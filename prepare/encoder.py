@@ -32,6 +32,7 @@ from stages.images import SampleError, captions_of, decode_image, resize_and_cro
 from stages.index_file import stored_file
 from stages.moments import FLIPPED, TIMESTEP
 from stages.video_stream import read_clip
+from training.device import check_gpus
 from zoo import load_family
 from zoo.encoders import build_encoders
 from zoo.model_config import ModelConfig
@@ -219,7 +220,11 @@ def build_device(precision: str) -> torch.device:
 
     On a CPU, the number of threads changes the last bits of the VAE's convolutions; with one thread all ranks give the same
     bytes. On a GPU machine, each decoding thread would otherwise start as many threads as there are cores.
+
+    Raises:
+        ConfigError: a container wants GPUs and has none.
     """
+    check_gpus()
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         return torch.device("cpu")

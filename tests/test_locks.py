@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from training.fp8 import RELEASES
 
-LOCKS = ["requirements.lock", "requirements/newest.lock", "requirements/dev.lock"]
+LOCKS = ["requirements.lock", "requirements/newest.lock", "requirements/dev.lock", "requirements/clouds.lock"]
 VERSIONS = ["3.11", "3.12", "3.13"]
 
 

@@ -3,6 +3,7 @@
 How each command of a page is checked stands in the name of its case:
 
     parsed      by the program's own reader of its command line, keys and types included
+    cloud       the file that it names is there; for MosaicML's, by its own parser. tests/test_launch.py reads the files
     target      there is such a target in the Makefile; RUN_BY says which test runs what it runs
     launched    a script of launch/ is there, and the words that it hands on are understood; tests/test_slurm.py runs it
     module      of another project: it is installed; tests/test_mlperf_log.py and tests/test_reports_mlperf.py run MLPerf's
@@ -53,7 +54,8 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters scaling launching health"
+    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters "
+    "scaling launching health clouds"
 )
 
 
@@ -127,6 +129,9 @@ RUN_BY = {
     "test-loggers": "tests/test_mlflow.py",
     "test-browser": "tests/test_browser.py",
     "test-health": "tests/test_health.py",
+    "test-clouds": "tests/test_launch_tools.py",
+    "test-image": "tests/image.sh",  # by hand: it builds an image of 9 GB
+    **dict.fromkeys(("build_and_launch_docker", "exec_docker", "stop_docker"), "tests/test_launch.py"),
     "test-slow": "tests/conftest.py",
     "mutants": "tests/test_mutants.py",
     "hooks": "tests/test_contributing.py",
@@ -152,6 +157,9 @@ RUN_BY = {
 """Target of the Makefile -> the test of what it runs."""
 
 
+CLOUDS = ("mcli", "sky", "kubectl")
+
+
 def kind_of(command: str) -> str:
     words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
     if words[0] in ("composer", "pip") or words[:2] in (["python", "export.py"], ["python", "sweep.py"]):
@@ -160,7 +168,7 @@ def kind_of(command: str) -> str:
         return "launched"
     if words[:2] == ["python", "-m"]:
         return "module" if words[2].startswith(("mlperf_logging.", "pytest")) else "parsed"
-    return {"make": "target", "source": "target"}.get(words[0], "unknown")
+    return {"make": "target", "source": "target", **dict.fromkeys(CLOUDS, "cloud")}.get(words[0], "unknown")
 
 
 def read(module: str, words: list[str]) -> None:
@@ -238,6 +246,13 @@ def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
             assert (ROOT / rest.pop(0)).is_file()
         if words[0] != "source":
             read("eval" if rest[:1] == ["eval.py"] else "benchmark", rest)
+    elif kind == "cloud":
+        [file] = [word for word in words if word.endswith(".yaml")]
+        assert (ROOT / file).is_file() and "benchmark.py" in (ROOT / file).read_text()
+        if words[0] == "mcli":
+            from mcli.cli.cli import get_parser
+
+            assert get_parser().parse_args(words[1:]).file == file
     elif kind == "module":
         assert importlib.util.find_spec(f"{words[2]}.__main__")
         assert all((ROOT / word).is_file() for word in words[3:] if word.startswith("tests/"))
@@ -265,6 +280,7 @@ def test_every_block_says_whether_it_is_commands_or_text_and_every_command_has_a
     assert kinds == {"bash", "text"}
     assert [command for _, command in CASES if kind_of(command) == "unknown"] == []
     assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module", "launched"}
+    assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module", "cloud"}
 
 
 # --- the pages ---

@@ -15,15 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from conftest import TINY_RUN, but_for_shared_memory, tree
+from conftest import ROOT, TINY_RUN, but_for_shared_memory, tree
 from filelock import FileLock
 
 import benchmark
 from cli import errors
 from cli.errors import ConfigError
+from preflight import devices
+from prepare import encoder
 from record.checkpoint_files import FULL, listed
 from stages.fetch import StreamFailure
 from training import loggers
+from training.device import build_device, missing_gpus
 from training.loggers import LoggersConfig, WandbConfig, wandb_mode
 
 pytestmark = pytest.mark.timeout(90, func_only=True)
@@ -120,21 +123,67 @@ def wandb_at(tmp_path, monkeypatch):
     return at
 
 
-def test_no_login_at_wandb_is_said_before_anything_starts(wandb_at, tmp_path, capsys):
-    wandb_at("https://api.wandb.ai", None)
-    words = [*SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs"]
-    assert refused(capsys, *words) == (
-        "loggers.wandb: no login at https://api.wandb.ai on this machine. Run `wandb login`, set WANDB_API_KEY alone, or say "
-        "loggers.wandb.mode=offline.\n"
-    )
+NO_GPU = (
+    "devices: there is no GPU here, but NVIDIA_VISIBLE_DEVICES=all asks for some. Was the container started without --gpus "
+    "all? Start it with that (the host needs NVIDIA's container toolkit), in a pod with a limit of nvidia.com/gpu; or say "
+    "CUDA_VISIBLE_DEVICES= to run on the CPU."
+)
+
+
+def test_a_container_without_its_gpus_says_so_in_one_line(monkeypatch, tmp_path, capsys):
+    """A run for GPUs and one for a CPU, the doctor, and what else asks for the device."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for words in (["yamls/sd2_512_synthetic.yaml"], SYNTHETIC):
+        assert refused(capsys, *words, f"run_folder={tmp_path}/runs") == f"{NO_GPU}\n"
     assert everything(tmp_path) == {}
+    assert [(found.level, f"devices: {found.text}") for found in devices.devices(1)] == [("error", NO_GPU)]
+    for build in (build_device, encoder.build_device):
+        with pytest.raises(ConfigError, match=r"^devices: there is no GPU here"):
+            build("fp32")
+
+
+@pytest.mark.parametrize(
+    ("variables", "hip", "said"),
+    [
+        ({}, None, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, None, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "none"}, None, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": ""}, None, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": "0"}, None, "started without --gpus all?"),
+        ({"NVIDIA_VISIBLE_DEVICES": "GPU-8a4b"}, None, "NVIDIA_VISIBLE_DEVICES=GPU-8a4b asks for some."),
+        ({}, "7.2", "started without its devices? Start it with --device /dev/kfd"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "7.2", None),
+    ],
+)
+def test_what_says_that_gpus_are_wanted(monkeypatch, variables, hip, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    text = missing_gpus()
+    assert text is None if said is None else said in (text or "")
+
+
+def test_without_a_login_at_wandb_the_run_logs_offline_and_says_so(wandb_at, tmp_path, capsys, monkeypatch):
+    """As in a cloud's job whose secret is missing; an empty key is none. No server is asked."""
+    monkeypatch.setattr(loggers, "_refusal", lambda *given: pytest.fail("asked"))
+    for key in (None, ""):
+        config = wandb_at("https://api.wandb.ai", key)
+        assert (config.problems(), wandb_mode(config, Path("runs/a"))) == ([], "offline")
+        assert capsys.readouterr().err == (
+            "loggers.wandb: no login at https://api.wandb.ai on this machine (WANDB_API_KEY is not set): logged offline. "
+            "To send it later: wandb sync runs/a/wandb/offline-run-*\n"
+        )
     wandb_at("https://wandb.example.org:8443/base/", "k" * 40)
     assert LoggersConfig(wandb=WandbConfig(project="p")).problems() == []
     wandb_at("https://api.wandb.ai", None)
-    (tmp_path / "netrc").write_text(
-        "machine api.wandb.ai login user password 1234567890123456789012345678901234567890\n"
-    )
-    assert LoggersConfig(wandb=WandbConfig(project="p")).problems() == []
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {4 * '1234567890'}\n")
+    assert loggers._wandb_login() == 4 * "1234567890"
 
 
 def test_the_server_and_the_key_of_wandbs_own_files_count(wandb_at, tmp_path, monkeypatch):

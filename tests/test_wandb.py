@@ -20,6 +20,7 @@ def begin_and_resume(folder, *words: str, **variables: str) -> str:
             sys.executable, "benchmark.py", *words, "loggers.wandb.project=easel", f"max_duration={end}", **variables
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        assert ("loggers.wandb: no login at " in done.stderr) == (variables["WANDB_API_KEY"] == "")
     starts = [json.loads(line) for line in (folder / "logged" / "starts.jsonl").read_text().splitlines()]
     [run_id] = {start["run_id"] for start in starts}
     assert len(starts) == 2
@@ -53,8 +54,10 @@ def test_a_resumed_run_goes_on_at_the_server_under_its_id(tmp_path):
     assert "max_duration=8ba" in about["args"] and "git" not in about
 
 
-def test_what_was_logged_offline_is_sent_later_whole(tmp_path):
-    run_id = begin_and_resume(tmp_path, "loggers.wandb.mode=offline")
+def test_without_a_login_it_is_logged_offline_and_sent_later_whole(tmp_path):
+    """As in a cloud's job whose secret is missing, or is an empty one."""
+    nobody = {"WANDB_API_KEY": "", "NETRC": f"{tmp_path}/none", "WANDB_CONFIG_DIR": f"{tmp_path}/none"}
+    run_id = begin_and_resume(tmp_path, **nobody)
     with WandbServer() as server:
         at = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": 8 * "12345"}
         done = run("wandb", "sync", *map(str, sorted((tmp_path / "logged" / "wandb").glob("offline-run-*"))), **at)

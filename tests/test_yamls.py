@@ -1,4 +1,4 @@
-"""Every YAML resolves and keeps its header's contract; mcloud.yaml is what MosaicML's own classes accept."""
+"""Every YAML resolves and keeps its header's contract. tests/test_launch.py has mcloud.yaml and the files of launch/."""
 
 from __future__ import annotations
 
@@ -278,43 +278,6 @@ def test_recipes_for_gpus_have_the_keys_of_speed_of_the_ladders_top_rung():
             wanted |= {"compile": "blocks"} if "sharding" in has else {}  # it gathers block by block
             wanted = {k: v for k, v in wanted.items() if k != "attention" or path.name not in VIDEO}  # it takes no mask
             assert {key: has.get(key) for key in wanted} == wanted and "predicted, not measured" in text, path.name
-
-
-def mcloud_command() -> list[str]:
-    config = OmegaConf.to_container(OmegaConf.load(ROOT / "mcloud.yaml"))
-    lines = [line for line in config["command"].splitlines() if line.startswith("composer ")]
-    assert len(lines) == 1
-    return shlex.split(lines[0])
-
-
-def test_mcloud_is_accepted_by_mosaicmls_own_classes():
-    """By the way that `mcli run` itself takes, up to the call of their service."""
-    from mcli import RunConfig
-    from mcli.models.run_config import FinalRunConfig
-
-    final = FinalRunConfig.finalize_config(RunConfig.from_file(str(ROOT / "mcloud.yaml")))
-    sent = final.to_create_run_api_input()["runInput"]
-    assert sent["runName"] == "easel-sd2-512-synthetic" and sent["compute"]["gpus"] == 8
-    [integration] = sent["integrations"]
-    assert integration["type"] == "git_repo" and "gitCommit" in str(integration)
-    assert sent["command"].splitlines()[-1] == " ".join(mcloud_command())
-
-
-def test_mosaicmls_own_classes_would_refuse_an_unknown_key(tmp_path):
-    from mcli import RunConfig
-
-    path = tmp_path / "mcloud.yaml"
-    path.write_text((ROOT / "mcloud.yaml").read_text() + "platform: r1z1\n")
-    with pytest.raises(Exception, match="platform"):
-        RunConfig.from_file(str(path))
-
-
-def test_the_command_of_mcloud_is_one_that_benchmark_understands(stage, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = mcloud_command()
-    assert words[:2] == ["composer", "benchmark.py"]
-    assert resolve(words[2:], stage).data.synthetic
-    assert "parameters" not in OmegaConf.load(ROOT / "mcloud.yaml")
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)

@@ -39,7 +39,7 @@ class WandbConfig:
     tags: list[str] | None = None
     """Tags."""
     mode: WandbMode = "online"
-    """offline: write to wandb/ in the run's folder; needs no account. Also used if no server answers."""
+    """offline: write to wandb/ in the run's folder; needs no account. Also used without a login, or if no server answers."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ def _wandb_login() -> str | None:
 
 
 def _login_problem() -> str | None:
+    """Say what is wrong with the login, or None. None at all is no problem: the run logs offline, see `wandb_mode`."""
     from wandb.errors import AuthenticationError
 
     try:
-        if _wandb_login() is not None:
-            return None
-        text = f"no login at {_wandb_server()} on this machine."
+        _wandb_login()
+        return None
     except AuthenticationError as error:
         text = f"the login for {_wandb_server()} is not one: {error}"
     return f"{text} Run `wandb login`, set WANDB_API_KEY alone, or say loggers.wandb.mode=offline."
@@ -176,24 +176,25 @@ def reach(config: LoggersConfig, folder: Path) -> WandbMode:
 
 
 def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
-    """Return this start's W&B mode: offline, with a message, if the server does not answer within seconds.
+    """Return this start's W&B mode: offline, with a message, without a login or if the server does not answer within seconds.
 
     Called on one rank only. Raises ConfigError: the server rejects the login.
     """
     if config.wandb is None or config.wandb.mode == "offline":
         return "offline"
     server, login = _wandb_server(), _wandb_login()
-    if (refusal := _refusal(server, login)) is None:
+    refusal = _refusal(server, login) if login else None
+    if login and refusal is None:
         return "online"
     if refusal == "login":
         ways = "Run `wandb login --relogin`, mend WANDB_API_KEY, or say loggers.wandb.mode=offline"
         raise ConfigError([f"loggers.wandb: {server} does not take this machine's login. {ways}."])
-    later = f"wandb sync {folder}/wandb/offline-run-*"
-    log.info(f"loggers.wandb: {server} {refusal}: logged offline. To send it later: {later}")
+    why = f"{server} {refusal}" if login else f"no login at {server} on this machine (WANDB_API_KEY is not set)"
+    log.info(f"loggers.wandb: {why}: logged offline. To send it later: wandb sync {folder}/wandb/offline-run-*")
     return "offline"
 
 
-def _refusal(server: str, login: str | None) -> str | None:
+def _refusal(server: str, login: str) -> str | None:
     """Check the login at W&B's server; return None, `login`, or why there is no answer. In a thread: DNS may be slow."""
     import requests
 
@@ -202,7 +203,7 @@ def _refusal(server: str, login: str | None) -> str | None:
     def ask() -> None:
         try:
             query: dict[str, Any] = {"query": "query Viewer { viewer { id } }"}
-            answer = requests.post(f"{server}/graphql", json=query, auth=("api", login or ""), timeout=SERVER_SEC)
+            answer = requests.post(f"{server}/graphql", json=query, auth=("api", login), timeout=SERVER_SEC)
         except requests.RequestException as error:
             outcome.append(f"cannot be reached ({type(error).__name__})")
             return
