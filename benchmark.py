@@ -31,7 +31,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -75,7 +74,7 @@ from stages.dataset import Stage
 from stages.loader import Loader
 from stages.mixture import buckets_of, opened
 from training import agreement, microbatch, published, remote, sharding, speed
-from training.between import build_samples, build_validation, open_held_out
+from training.between import build_samples, build_validation, catch_up, open_held_out
 from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
 from training.copy_stream import CopyStream
@@ -114,9 +113,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
     # Set up: the device, the other ranks, a name that all of them have.
     assert config.precision is not None and config.run_name is not None
     device = build_device(config.precision)
-    watch = agreement.meet(config, device, DIST_TIMEOUT_SEC)
-    run_name = dist.all_gather_object(config.run_name)[0]  # each rank made one up where none was given
-    config, folder = dataclasses.replace(config, run_name=run_name), Path(config.run_folder, run_name)
+    config, watch = agreement.meet(config, device, DIST_TIMEOUT_SEC)
     config, result = remote.bring_back(config)
     if result is not None:
         return result
@@ -124,7 +121,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
     # Resume: the run's folder is this start's; it resumes from the newest whole checkpoint, or starts from the beginning.
     run = open_run(config)
     with run.or_nothing():
-        logged = ranks.on_rank_zero(lambda: reach(config.loggers, folder))
+        logged = ranks.on_rank_zero(lambda: reach(config.loggers, run.folder))
 
         # Networks: all that is frozen or trained, on the device; what else there is of this run agrees with it.
         networks = build_networks(config, run, device)
@@ -133,9 +130,9 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         health = build_health(config, watch, model, average)
 
         # Data: from where the run stands on. No rank begins a batch before all have theirs, or have heard a signal.
-        losses = build_losses(config, folder, model)
+        losses = build_losses(config, run.folder, model)
         checkpointer = Checkpointer(
-            folder / "checkpoints",
+            run.folder / "checkpoints",
             config.save,
             model=model,
             average=average,
@@ -199,9 +196,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         if not (is_over or target.reached):
             fit(trainer, config, checkpointer, mlperf_log)
         elif not target.reached:  # it was stopped between its last checkpoint and its summary
-            checkpointer.fit_start(trainer.state, trainer.logger)  # a signal is heard here too
-            for missed in filter(None, (validation, samples, evaluation)):
-                missed.catch_up(trainer.state, trainer.logger)
+            catch_up(trainer, checkpointer, validation, samples, evaluation)
     if mlperf_log is not None:
         mlperf_log.stop(target.reached, trainer.state.timestamp.sample.value)
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,11 +50,14 @@ TEXTS = {
 }
 
 
-def meet(config: RunConfig, device: Device, timeout_sec: float) -> Watch:
+def meet(config: RunConfig, device: Device, timeout_sec: float) -> tuple[RunConfig, Watch]:
     """Meet the other ranks, begin to watch them, and see that all are to do the same.
 
     Args:
         timeout_sec: of every collective of the run.
+
+    Returns:
+        The run with one name for all: each rank made one up where none was given.
 
     Raises:
         ConfigError: what differs, or keeps the ranks apart.
@@ -64,7 +68,7 @@ def meet(config: RunConfig, device: Device, timeout_sec: float) -> Watch:
     watch = Watch(config.health.stall_sec)
     watch.begin()
     check(config)
-    return watch
+    return replace(config, run_name=dist.all_gather_object(config.run_name)[0]), watch
 
 
 def check(config: RunConfig) -> None:

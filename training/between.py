@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from composer import Logger
+from composer import Logger, Trainer
 from composer.utils import dist
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from model import LatentDiffusion
 from stages.dataset import Stage
 from stages.mixture import opened
 from stages.stream import BatchStream
+from training.checkpoints import Checkpointer
 from training.eval_callbacks import Pause
 from training.run_config import RunConfig
 from training.samples import Sampler, read_captions, shown
@@ -125,3 +126,10 @@ def build_samples(config: RunConfig, model: Generator, pause: Pause) -> AtPoints
     return pause.at_points(
         "samples", sampler.draw, keep, every_images=given.every_images, from_start=True, is_done=is_done
     )
+
+
+def catch_up(trainer: Trainer, checkpointer: Checkpointer, *points: AtPoints[Any] | None) -> None:
+    """Do what was due at the end of a run that was stopped between its last checkpoint and its summary."""
+    checkpointer.fit_start(trainer.state, trainer.logger)  # a signal is heard here too
+    for missed in filter(None, points):
+        missed.catch_up(trainer.state, trainer.logger)
