@@ -331,7 +331,6 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.latency reports/results/latency_cpu.json docs/pictures/latency.png docs/speed.md
 	$(PY) -m reports.tables reports/results/step.json docs/speed.md
 	$(PY) -m reports.tables reports/results/scale.json docs/data-and-stores.md
-	$(PY) -m reports.tables reports/results/ranks.json docs/health.md
 	$(PY) -m reports.tables reports/results/ranks_lost.json docs/health.md
 	$(PY) -m reports.tables reports/results/families_cpu.json docs/speed.md
 	$(PY) -m reports.tables reports/results/lora_cpu.json docs/weights.md
