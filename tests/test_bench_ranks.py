@@ -77,7 +77,7 @@ def test_both_records_have_a_table(monkeypatch):
         return 100.0 * num * 0.9 ** (num - 1) * batch / (16 * num)
 
     monkeypatch.setattr(ranks, "speed", speed)
-    config = RanksConfig(rounds=2)
+    config = RanksConfig(measure="efficiency", rounds=2)
     found = ranks.efficiency(config)
     assert found["efficiency"] == pytest.approx(0.9) and found["speedup_shared"] == pytest.approx(0.9)
     assert found["all_reduce_exposed_frac"] == 0.05 and found["all_reduce_in_flight_frac"] == 0.25
