@@ -2,7 +2,7 @@
 
 Least squares on log images/s (scipy), with each parameter's prior as one more residual; the rates have none. The covariance
 is that of the Jacobian; an interval is the delta method with Student's t of the residuals. Rows that were held out then say
-how much too narrow that is, and every interval is widened by as much: 90 of 100 held-out rows lie in theirs.
+how much too narrow that is, and every interval is widened by as much, so that about 90 of 100 held-out rows lie in theirs.
 """
 
 from __future__ import annotations
