@@ -50,7 +50,7 @@ PAGES = {
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
-    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters"
+    "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters faults"
 )
 
 
@@ -114,6 +114,7 @@ RUN_BY = {
     "miniature": "tests/test_miniature.py",
     "test": "tests/conftest.py",  # this suite
     "test-store": "tests/store/test_harness.py",
+    "test-faults": "tests/test_faults.py",
     "test-fp8": "tests/test_fp8.py",
     "test-tables": "tests/test_tables.py",
     "test-cluster": "tests/test_engines.py",
