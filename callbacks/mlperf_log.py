@@ -29,7 +29,6 @@ import dataclasses
 import importlib.util
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +110,7 @@ class MLPerfLog(Callback):
         in_training: the run is evaluated during training, so its result is known when training ends.
         evaluations: those of this run so far, in order.
         began: start of the run, in seconds since 1970; None: the start of this process.
-        now: the clock.
+        now: the clock; None: one that only goes forward.
     """
 
     saved_as = "MLPerfLog"  # in checkpoints
@@ -127,7 +126,7 @@ class MLPerfLog(Callback):
         in_training: bool,
         evaluations: Callable[[], Sequence[Line]],
         began: float | None = None,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] | None = None,
     ):
         self.path, self.config, self.header, self.benchmark = folder / NAME, config, dict(header), benchmark
         self.every_images, self.in_training, self.evaluations = every_images, in_training, evaluations

@@ -57,22 +57,28 @@ class _Lines(logging.Handler):
             raise
 
 
+def steady_time() -> Callable[[], float]:
+    """Return a clock of seconds since 1970: the machine's at this moment, from then on one that only goes forward."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 class EventLog:
     """Appends events to a log.
 
     Args:
         path: of the log; made by the first event.
-        now: seconds since 1970.
+        now: seconds since 1970; None: `steady_time`, since a run's time is between two events.
     """
 
-    def __init__(self, path: Path, now: Callable[[], float] = time.time):
+    def __init__(self, path: Path, now: Callable[[], float] | None = None):
         from mlperf_logging.mllog.mllog import MLLogger
 
         logger = logging.Logger(
             "easel.mlperf"
         )  # not in logging's table: two logs of one process have nothing in common
         logger.addHandler(_Lines(path))
-        self.now, self.path = now, path
+        self.now, self.path = now or steady_time(), path
         self._last_ms: int | None = None  # of the last event; None: not read yet
         root = re.escape(str(Path(__file__).resolve().parent.parent))
         # Each line names the place that asks for the event: the checker of seeds compares them there.

@@ -55,7 +55,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
     "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters "
-    "scaling launching health clouds"
+    "scaling launching health clouds faults"
 )
 
 
@@ -123,6 +123,7 @@ RUN_BY = {
     "miniature": "tests/test_miniature.py",
     "test": "tests/conftest.py",  # this suite
     "test-store": "tests/store/test_harness.py",
+    "test-faults": "tests/test_faults.py",
     "test-fp8": "tests/test_fp8.py",
     "test-tables": "tests/test_tables.py",
     "test-cluster": "tests/test_engines.py",

@@ -17,6 +17,7 @@ from callbacks.profile import Profile
 from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
 from callbacks.stalled_data import StalledData
+from callbacks.steady_clock import SteadyClock
 from callbacks.stream_losses import StreamLosses
 from callbacks.throughput import Throughput, peak_tflops
 from cli.limits import ImageSize
@@ -144,12 +145,13 @@ def in_order(
     """Return a run's callbacks in the order in which Composer calls them at each event.
 
     What looks after the run comes first: work belongs to the event that the heartbeat has, and weights that differ are in
-    no record. The profile comes before the rest, so that it covers the others' work. Random numbers are drawn before any
-    callback reads the batch. Gradient norm and clocks come before the record, which writes both. A batch is recorded before
-    it is in a checkpoint, and saved before it is validated, sampled and evaluated, so that what was killed is repeated.
-    Evaluation is the last of these: the target, which needs the newest, may end the run. The MLPerf log needs both.
+    no record. Then the seconds of a batch are put right, before anybody reads them. The profile covers the others' work.
+    Random numbers are drawn before any callback reads the batch. Gradient norm and clocks come before the record, which
+    writes both. A batch is recorded before it is in a checkpoint, and saved before it is validated, sampled and evaluated,
+    so that what was killed is repeated. Evaluation is the last of these: the target, which needs the newest, may end the
+    run. The MLPerf log needs both.
     """
-    found: list[Callback | None] = [*health.callbacks(record.folder, lambda: throughput.running)]
+    found: list[Callback | None] = [*health.callbacks(record.folder, lambda: throughput.running), SteadyClock()]
     found += [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
     found += [validation, samples, evaluation]
     has_lines = evaluation is not None or (validation is not None and "val_loss" in target.metrics)

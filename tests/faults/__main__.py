@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,6 @@ from tests.faults.runs import At, Setting, Skipped, Verdict  # noqa: E402
 APART = "EASEL_FAULTS_APART"
 SCHEMA = 1
 DETAIL_CHARS = 400
-QUICK_SEC = 25.0
 RIGHTS = ("disk_", "oom_", "clock_", "store_")
 """Beginnings of rows that need root, a package or a store."""
 
@@ -89,7 +89,8 @@ def draw(commit: str, recorded: Mapping[str, Mapping[str, Any]], num: int) -> li
     Args:
         recorded: the rows of the committed record.
     """
-    quick = [name for name, row in recorded.items() if row["seconds"] <= QUICK_SEC and not name.startswith(RIGHTS)]
+    usual = statistics.median(row["seconds"] for row in recorded.values())
+    quick = [name for name, row in recorded.items() if row["seconds"] <= usual and not name.startswith(RIGHTS)]
     return sorted(quick, key=lambda name: hashlib.sha256(f"{commit} {name}".encode()).digest())[:num]
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from record.mlperf_events import read_events
 from tests.faults.compare import lines_of
 from tests.faults.runs import END_SEC, ROOT, RUN_SEC, STORE_PREFIX, At, Skipped, Started, Verdict, wait_for
 from tests.store.server import BUCKET
@@ -312,11 +313,21 @@ def clock_back(moment: str, number: int | None, at: At) -> Verdict:
         file.write(struct.pack("l", CLOCK_BACK_SEC))
     if number is None:
         run.go()
-        return at.went_on(run)
+        verdict = at.went_on(run)
+        verdict.problems += shorter_than_its_training(at.folder)
+        return verdict
     run.send(number, "0")
     run.go()
     took = run.ended()
     return at.resumed(run, took)
+
+
+def shorter_than_its_training(run: Path) -> list[str]:
+    """Say where an MLPerf log tells less time than the run's own clocks."""
+    at = {event["key"]: event["time_ms"] for event in read_events(run / "mlperf.log")}
+    told_sec = (at["run_stop"] - at["run_start"]) / 1000
+    known_sec = max(line["seconds_with_eval"] for line in lines_of(run) if line.get("evaluation"))
+    return [] if told_sec > 0.5 * known_sec else [f"mlperf.log: {told_sec:.1f} s, of a training of {known_sec:.1f} s"]
 
 
 # --- older versions ---

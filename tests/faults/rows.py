@@ -272,13 +272,6 @@ ROWS |= {
         "went on",
         end_sec=None,
     ),
-    "clock_back_evaluation": Row(
-        "clock set back by an hour",
-        "evaluation",
-        functools.partial(acts.clock_back, "evaluation", None),
-        "went on",
-        end_sec=None,
-    ),
     "clock_back_and_killed": Row(
         "clock set back by an hour, then SIGKILL of rank 0",
         "mid-epoch",
