@@ -21,6 +21,7 @@ from callbacks.stream_losses import StreamLosses
 from callbacks.throughput import Throughput, peak_tflops
 from cli.limits import ImageSize
 from config import flat
+from ema import EMA
 from model import BatchRandomness, LatentDiffusion
 from record.config_file import ConfigFiles
 from record.environment import device_name
@@ -30,6 +31,7 @@ from training import speed
 from training.checkpoints import Checkpointer
 from training.cost import Cost, has_average_on_device
 from training.run_config import RunConfig
+from training.uploads import Uploads
 from weights.hub_names import parse
 
 
@@ -46,6 +48,29 @@ def build_losses(config: RunConfig, folder: Path, model: LatentDiffusion) -> Los
         streams = StreamLosses(names_of([source.location or "" for source in sources]), model.device)
         model.on_losses = streams.add
     return Losses(folder / "checkpoints", AsyncLosses() if config.async_loss else None, streams)
+
+
+def build_checkpointer(
+    config: RunConfig,
+    folder: Path,
+    model: LatentDiffusion,
+    average: EMA | None,
+    identity: Mapping[str, Any],
+    losses: Losses,
+    resume_from: tuple[Path, Mapping[str, Any]] | None,
+    uploads: Uploads | None,
+) -> Checkpointer:
+    """Build what writes a run's checkpoints; the arguments are its own. No state is written before its losses are read."""
+    return Checkpointer(
+        folder / "checkpoints",
+        config.save,
+        model=model,
+        average=average,
+        identity=identity,
+        before_saving=losses.settle,
+        resume_from=resume_from,
+        uploads=uploads,
+    )
 
 
 def build_record(
