@@ -96,7 +96,15 @@ from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_encoders, kept, open_run
-from training.run_callbacks import build_losses, build_profile, build_record, build_throughput, facts_of, in_order
+from training.run_callbacks import (
+    build_checkpointer,
+    build_losses,
+    build_profile,
+    build_record,
+    build_throughput,
+    facts_of,
+    in_order,
+)
 from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
 
@@ -131,16 +139,8 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
 
         # Data: from where the run stands on. No rank begins a batch before all have theirs, or have heard a signal.
         losses = build_losses(config, run.folder, model)
-        checkpointer = Checkpointer(
-            run.folder / "checkpoints",
-            config.save,
-            model=model,
-            average=average,
-            identity=kept(networks.identity),
-            before_saving=health.before_saving(losses.settle),
-            resume_from=run.checkpoint,
-            uploads=uploads,
-        )
+        ready, identity = health.before_saving(losses.settle), kept(networks.identity)
+        checkpointer = build_checkpointer(config, run.folder, model, average, identity, ready, run.checkpoint, uploads)
         stalled = StalledData(checkpointer.all_ready, config.loggers.stalled_sec)
         data = build_batches(config, networks, run.progress, health.noting(stalled.all_ready))
         held_out = open_held_out(config, model.family, networks.held_out, networks.stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from callbacks.stream_losses import StreamLosses
 from callbacks.throughput import Throughput, peak_tflops
 from cli.limits import ImageSize
 from config import flat
+from ema import EMA
 from model import BatchRandomness, LatentDiffusion
 from record.config_file import ConfigFiles
 from record.environment import device_name
@@ -32,6 +33,7 @@ from training.checkpoints import Checkpointer
 from training.cost import Cost, has_average_on_device
 from training.health import Health
 from training.run_config import RunConfig
+from training.uploads import Uploads
 from weights.hub_names import parse
 
 
@@ -49,6 +51,29 @@ def build_losses(config: RunConfig, folder: Path, model: LatentDiffusion) -> Los
         streams = StreamLosses(names_of([source.location or "" for source in sources]), model.device)
         model.on_losses = streams.add
     return Losses(folder / "checkpoints", AsyncLosses() if config.async_loss else None, streams)
+
+
+def build_checkpointer(
+    config: RunConfig,
+    folder: Path,
+    model: LatentDiffusion,
+    average: EMA | None,
+    identity: Mapping[str, Any],
+    before_saving: Callable[[], None],
+    resume_from: tuple[Path, Mapping[str, Any]] | None,
+    uploads: Uploads | None,
+) -> Checkpointer:
+    """Build what writes a run's checkpoints; the arguments are its own."""
+    return Checkpointer(
+        folder / "checkpoints",
+        config.save,
+        model=model,
+        average=average,
+        identity=identity,
+        before_saving=before_saving,
+        resume_from=resume_from,
+        uploads=uploads,
+    )
 
 
 def build_record(
