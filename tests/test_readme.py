@@ -41,7 +41,6 @@ from prepare.words import split_words
 from record.summary import rounded
 from reports import compare, live, samples, study
 from sweeps.file import read_sweep
-from tests.cluster.__main__ import table as table_of_restarts
 from tests.store.__main__ import table as table_of_faults
 from zoo import FAMILIES, load_family
 from zoo.flux import OBJECTIVES
@@ -280,8 +279,7 @@ def test_every_block_says_whether_it_is_commands_or_text_and_every_command_has_a
     kinds = {found[1] for text in PAGES.values() for found in BLOCK.finditer(text)}
     assert kinds == {"bash", "text"}
     assert [command for _, command in CASES if kind_of(command) == "unknown"] == []
-    assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module", "launched"}
-    assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module", "cloud"}
+    assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module", "launched", "cloud"}
 
 
 # --- the pages ---
@@ -675,11 +673,6 @@ def test_the_other_figures_of_data_and_store_are_those_of_their_records():
     of_adoption = f"| bytes that it reads, of {adopted['many_bytes']:,} | {adopted['adopt_bytes_read']:,} |"
     assert of_adoption in page and f"(load average {adopted['load_average_before']:.1f})" in page
     assert f"samples/s | {record('store_speed')['warm_samples_per_sec']:,.0f} |" in page
-
-
-def test_the_seconds_of_a_restart_are_those_of_the_record():
-    made = record("slurm_restarts")
-    assert table_of_restarts(made) in PAGES["docs/launching.md"] and made["commit"]
 
 
 def test_the_names_that_the_texts_of_keys_give_are_those_of_the_code():
