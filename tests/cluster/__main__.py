@@ -117,7 +117,7 @@ def run_round(cluster: Cluster, kind: str, name: str, words: Sequence[str]) -> d
     time.sleep(2.0)  # its checkpoint is written
     killed = kill(cluster, kind, name, job)
     end = cluster.end_of(job)
-    assert end["JobState"] == "COMPLETED" and end["Restarts"] != "0", cluster.all_said(job)
+    assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), cluster.all_said(job)
     parts = parts_of(cluster.times(job), killed)
     return {"kind": kind, "seconds": round(sum(parts.values()), 2), "parts": parts}
 

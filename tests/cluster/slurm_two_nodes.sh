@@ -47,7 +47,7 @@ at() { # at WHERE CMD...  (must exec, not fork: callers rely on the pid)
     exec ip netns exec "$TAG-$where" nsenter --uts="$D/run/uts.$where" env SLURM_CONF="$D/etc/slurm.conf" \
       sh -c 'mount --bind "$0" /dev/shm && exec "$@"' "$D/shm.$where" "$@"
   else exec env SLURM_CONF="$D/etc/slurm.conf" "$@"; fi; }
-slurm() { (at ctl timeout 20 "$@"); }
+slurm() { (at ctl timeout 90 "$@"); }
 ours() { # what is left of the jobs: netns: whatever still runs in the namespaces; loopback: job processes of this slurm.conf
   local p n keep=" " q=$$
   while [ "${q:-0}" -gt 1 ]; do keep="$keep$q "; q=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$q/status" 2>/dev/null); done   # never our callers
@@ -126,6 +126,8 @@ SchedulerParameters=sched_interval=5,bf_interval=5
 ReturnToService=2
 SlurmdTimeout=$SLURMD_TIMEOUT
 InactiveLimit=0
+# a signal that a busy node does not take in time is sent again a minute later, and would hit the same step of a restarted job
+MessageTimeout=60
 KillWait=$KILLWAIT
 MinJobAge=86400
 JobRequeue=1
