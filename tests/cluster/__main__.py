@@ -37,7 +37,7 @@ SLOW = "tests/cluster/slow_ranks.py"
 AT_BATCH, BATCH_SEC = 5, 0.2
 
 PARTS = {
-    "noticed": ("the kill -> the job's other processes have ended", "ours for a rank, Slurm's for a node"),
+    "noticed": ("the kill -> the job is back in the queue", "ours for a rank, Slurm's for a node"),
     "queue": ("-> the batch script begins again", "Slurm's"),
     "step": ("-> the launchers begin", "Slurm's"),
     "launcher": ("-> rank 0's process begins", "Composer's"),
@@ -80,24 +80,28 @@ def process_of(words: str, what: str, node: str) -> psutil.Process:
     return min(found, key=lambda process: process.create_time())
 
 
-def kill(cluster: Cluster, kind: str, name: str, job: str) -> float:
-    """Kill, and where it was a node give its power back as soon as Slurm has noticed. Returns when, since 1970."""
+def kill(cluster: Cluster, kind: str, name: str, job: str) -> tuple[float, float]:
+    """Kill, and where it was a node give its power back as soon as Slurm has noticed.
+
+    Returns when, and when the job was seen in the queue again, in seconds since 1970.
+    """
     at = time.time()
     if kind == "rank":
         process_of(f"run_name={name} ", "rank", "node2").send_signal(signal.SIGKILL)
-        return at
-    cluster.lose("node2")
+    else:
+        cluster.lose("node2")
     try:
         cluster.until(job, lambda: cluster.job(job)["JobState"] == "PENDING")
+        queued = time.time()
     finally:
-        cluster.revive("node2")
-    return at
+        if kind == "node":
+            cluster.revive("node2")
+    return at, queued
 
 
-def parts_of(times: Sequence[Mapping[str, Any]], killed: float) -> dict[str, float]:
+def parts_of(times: Sequence[Mapping[str, Any]], killed: float, queued: float) -> dict[str, float]:
     """Return the seconds of each part of a job's second start."""
-    first, second = ([line for line in times if line["start"] == start] for start in (0, 1))
-    ends = [line["unix_time"] for line in first if line["at"] == "ended"]
+    second = [line for line in times if line["start"] == 1]
 
     def began(at: str) -> float:
         return min(line["unix_time"] for line in second if line["at"] == at and line.get("rank", 0) == 0)
@@ -105,7 +109,7 @@ def parts_of(times: Sequence[Mapping[str, Any]], killed: float) -> dict[str, flo
     def last(at: str) -> float:
         return max(line["unix_time"] for line in second if line["at"] == at)
 
-    edges = [killed, ends[-1], began("job"), last("launcher"), began("process"), began("imported"), began("checked")]
+    edges = [killed, queued, began("job"), last("launcher"), began("process"), began("imported"), began("checked")]
     edges += [began("met"), began("set_up"), began("batch")]
     return {name: round(b - a, 2) for name, a, b in zip(PARTS, edges, edges[1:], strict=False)}
 
@@ -115,10 +119,14 @@ def run_round(cluster: Cluster, kind: str, name: str, words: Sequence[str]) -> d
     job = cluster.submit([SLOW, str(BATCH_SEC), str(AT_BATCH), *words, f"run_name={name}"], "--nodes=2")
     cluster.until(job, lambda: cluster.batches(job) == AT_BATCH)
     time.sleep(2.0)  # its checkpoint is written
-    killed = kill(cluster, kind, name, job)
+    killed, queued = kill(cluster, kind, name, job)
     end = cluster.end_of(job)
     assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), cluster.all_said(job)
+<<<<<<< HEAD
     parts = parts_of(cluster.times(job), killed)
+=======
+    parts = parts_of(cluster.times(job), killed, queued)
+>>>>>>> slurm
     return {"kind": kind, "seconds": round(sum(parts.values()), 2), "parts": parts}
 
 
