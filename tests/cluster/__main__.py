@@ -122,11 +122,7 @@ def run_round(cluster: Cluster, kind: str, name: str, words: Sequence[str]) -> d
     killed, queued = kill(cluster, kind, name, job)
     end = cluster.end_of(job)
     assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), cluster.all_said(job)
-<<<<<<< HEAD
-    parts = parts_of(cluster.times(job), killed)
-=======
     parts = parts_of(cluster.times(job), killed, queued)
->>>>>>> slurm
     return {"kind": kind, "seconds": round(sum(parts.values()), 2), "parts": parts}
 
 
