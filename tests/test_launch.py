@@ -25,7 +25,7 @@ from test_yamls import resolve as of_a_recipe
 
 import benchmark
 from cli.command_line import parse_command_line
-from config import flat, load, schema_keys
+from config import flat, load
 from preflight import limits
 from preflight.run import quick_problems
 from training.run_config import resolve
@@ -70,14 +70,6 @@ def read(words: list[str]) -> benchmark.RunConfig:
     return load(benchmark.RunConfig, parse_command_line(words, benchmark.ALIASES), check=lambda config: [])
 
 
-COMING = {"save.remote"} - set(schema_keys(benchmark.RunConfig))
-"""A key that is not there yet: empty as soon as the configuration has it."""
-
-
-def known(words: list[str]) -> list[str]:
-    return [word for word in words if word.partition("=")[0] not in COMING]
-
-
 def test_every_file_that_starts_a_run_is_looked_at():
     starts = {path for path in LAUNCH.glob("*.yaml") if "benchmark.py" in path.read_text()}
     assert starts == {path for path in CLOUDS if path.parent == LAUNCH}
@@ -86,7 +78,7 @@ def test_every_file_that_starts_a_run_is_looked_at():
 @pytest.mark.parametrize("path", CLOUDS, ids=lambda path: path.name)
 def test_a_command_names_a_file_of_yamls_and_repeats_nothing_that_it_says(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for yaml_file, *keys in map(known, commands(path)):
+    for yaml_file, *keys in commands(path):
         assert re.fullmatch(r"yamls/\w+\.yaml", yaml_file) and keys
         there, given = flat(read([yaml_file])), flat(read([yaml_file, *keys]))
         names = [key.partition("=")[0] for key in keys]
@@ -102,7 +94,7 @@ def test_a_command_passes_the_checks_of_a_run(path, stage, monkeypatch):
     monkeypatch.setattr(
         limits, "room_problem", lambda *given: None
     )  # with a small batch there is a snapshot to each one
-    for words in map(known, commands(path)):
+    for words in commands(path):
         config = of_a_recipe(words, stage)
         assert config.data.synthetic == (path.name == "mcloud.yaml") and config.run_name == read(words).run_name
 
@@ -122,7 +114,7 @@ def test_each_size_of_a_job_divides_the_batch_and_the_order_of_samples(path, gpu
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", str(gpus))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    for words in map(known, commands(path)):
+    for words in commands(path):
         found = quick_problems(resolve(read(words)), [])
         assert [problem.text for problem in found if BATCH & {*problem.keys}] == []
 
