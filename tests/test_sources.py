@@ -66,7 +66,7 @@ def test_a_tar_with_other_suffixes_is_read_by_its_usual_names_and_says_which(tmp
     assert facts(tmp_path / "out")["taken"] == {"image": "image", "captions": ["caption"], "key": None}
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "taken: image from image, caption from caption, key from the names and rows of files"
-    assert said[-1].startswith("read 3 samples, wrote 3, skipped 0; files of no sample: 3, e.g. k0.cls; in ")
+    assert said[-1].startswith("read 3 samples, wrote 3, skipped 0; files of no sample: 3, e.g. k0.cls; ")
 
 
 def test_a_caption_may_be_a_field_of_the_json_and_several_are_all_kept(tmp_path):
