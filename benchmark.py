@@ -363,7 +363,7 @@ def fit(trainer: Trainer, config: RunConfig, checkpointer: Checkpointer, mlperf_
         config.device_train_microbatch_size,
         config.global_batch_size // dist.get_world_size(),
         savings=savings(config),
-        last_checkpoint=lambda: checkpointer.last_full,
+        last_checkpoint=checkpointer.newest,
     )
     if_aborted = mlperf_log.aborted_by_divergence(trainer.state) if mlperf_log else contextlib.nullcontext()
     with if_out_of_memory, if_aborted:

@@ -136,8 +136,8 @@ TABLE = """
 + pass
 
 26 | training/checkpoints.py | checkpoints | a checkpoint is begun that does not fit into the grace
-- elif waited_sec + needed > self.config.grace_sec:
-+ elif waited_sec - needed > self.config.grace_sec:
+- elif waited_sec + took_sec + needed > self.config.grace_sec:
++ elif waited_sec + took_sec - needed > self.config.grace_sec:
 
 27 | training/checkpoint_content.py | checkpoints | what a checkpoint does not name is not compared with its default
 - if made[key] != value and not

@@ -8,6 +8,7 @@ import re
 import socket
 
 import pytest
+import torch.distributed
 from test_ranks import free_port
 from torch.distributed import HashStore, PrefixStore
 
@@ -24,6 +25,7 @@ def as_rank(monkeypatch):
     for name in ("POLL_SEC", "TELL_SEC", "AGAIN_SEC"):
         monkeypatch.setattr(meeting, name, 0.05)
     monkeypatch.setattr(meeting, "_hosts", [])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # by another test's run: variables count
 
     def be(rank: int, num: int, host: str = "127.0.0.1", port: object = None) -> None:
         own = {"RANK": rank, "WORLD_SIZE": num, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": host}

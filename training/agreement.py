@@ -80,7 +80,7 @@ def check(config: RunConfig) -> None:
     if dist.get_world_size() == 1:
         return
     code = code_digests()
-    found = {"code": _sha(json.dumps(code)), **_versions(), "device": _device(), **_keys(config)}
+    found = {"code": _sha(json.dumps(code)), **_versions(), "device": _kind_of_device(), **_keys(config)}
     differing = _differing(found)
     problems = _code_problems(code) if "code" in differing else []
     for key, said in differing.items():
@@ -124,7 +124,7 @@ def _versions() -> dict[str, str]:
     return {key: str(text) for key, text in {"python_version": platform.python_version(), **versions(), **cuda}.items()}
 
 
-def _device() -> str:
+def _kind_of_device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 

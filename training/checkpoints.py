@@ -265,6 +265,11 @@ class Checkpointer(Callback):
         dist.broadcast_object_list(known)
         return known[0]
 
+    def newest(self) -> Path | None:
+        """Return the newest whole full checkpoint that rank 0 knows of, after the write behind the step; None: none yet."""
+        self._writing.join()
+        return self.last_full
+
     def settle(self) -> float:
         """Wait for the write behind the step; all ranks call it. Returns the seconds that it took on rank 0.
 
