@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90, func_only=True)
+@pytest.mark.timeout(240, func_only=True)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
     """Also where the one that failed is rank 0, with which the store goes; two machines, so that nobody ends the other."""
@@ -41,14 +41,14 @@ def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
         variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", PROGRAM, str(failing)]
         ranks.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert time.monotonic() - began < 45.0
+    said = [rank.communicate(timeout=180)[1] for rank in ranks]
+    assert time.monotonic() - began < 150.0  # two starts on busy cores; in the collective it would be half an hour
     assert ranks[failing].returncode == ranks[1 - failing].returncode == 2
     assert f"rank {failing} has stopped: data: s3://b/x.mds is away" in said[1 - failing]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90, func_only=True)
+@pytest.mark.timeout(240, func_only=True)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_composers_launcher_returns_the_code_whichever_rank_has_failed(failing, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -109,7 +109,7 @@ dist.barrier()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90, func_only=True)
+@pytest.mark.timeout(240, func_only=True)
 def test_one_rank_of_a_machine_works_and_both_have_its_arrays_or_its_refusal(tmp_path):
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
@@ -117,7 +117,7 @@ def test_one_rank_of_a_machine_works_and_both_have_its_arrays_or_its_refusal(tmp
         own = {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
         command = [sys.executable, "-c", ONCE]
         ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, stdout=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=60)[0].splitlines()[-1] for rank in ranks]  # gloo says something, too
+    said = [rank.communicate(timeout=180)[0].splitlines()[-1] for rank in ranks]  # gloo says something, too
     assert said == ["1 x 0 0 data: no such stage", "0 x 0 0 data: no such stage"] and list(tmp_path.iterdir()) == []
 
 
