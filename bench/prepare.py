@@ -1,6 +1,6 @@
 """Measure prepare.shards and prepare.latents as commands: samples a second, where the time goes, Ray, bytes a sample.
 
-    python -m bench.prepare                                  # about ten minutes -> reports/results/prepare_speed.json
+    python -m bench.prepare                                  # about ten minutes -> prepare_speed.json
     python -m bench.prepare num_images=64 num_encoded=16 image_size=64 preset=tiny rounds=1 results=/tmp/prepare.json
 
 local     python -m prepare.shards: tars of rendered JPEGs -> images, by processes
@@ -67,7 +67,7 @@ class PrepareBenchConfig:
     """Turns of each contestant."""
     work: str | None = None
     """Folder for temporary files: 200 kB for each picture. null: the system's."""
-    results: str = "reports/results/prepare_speed.json"
+    results: str = "prepare_speed.json"
     """File of the record; an earlier one is replaced."""
 
 
