@@ -153,8 +153,7 @@ def _check_port(port: int) -> None:
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            one.bind(("", port))
-            one.listen()
+            one.bind(("", port))  # does not listen: a rank that connected here would leave the port taken behind it
         except OSError as error:
             by = _holder(port)
             given = f"MASTER_PORT: {port} cannot be opened on {socket.gethostname()} ({error.strerror}{by})"

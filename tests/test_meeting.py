@@ -135,3 +135,16 @@ def test_many_ranks_are_named_by_some_of_them(monkeypatch):
     assert meeting.named(list(range(10))).endswith("7 (a) and 2 more") and meeting._listed(list(range(9))).endswith(
         "7 and 1 more"
     )
+
+
+def test_the_look_at_the_port_lets_nobody_in(monkeypatch):
+    """Another rank that comes at this moment would leave a connection, and the store could not open the port."""
+    let_in = []
+    monkeypatch.setattr(socket.socket, "listen", lambda self, *given: let_in.append(self.getsockname()))
+    meeting._check_port(free_port())
+    assert let_in == []
+    monkeypatch.undo()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "MASTER_PORT" in refused(ConfigError, meeting._check_port, taken.getsockname()[1])
