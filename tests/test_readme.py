@@ -41,6 +41,7 @@ from prepare.words import split_words
 from record.summary import rounded
 from reports import compare, live, samples, study
 from sweeps.file import read_sweep
+from tests.cluster.__main__ import table as table_of_restarts
 from tests.store.__main__ import table as table_of_faults
 from zoo import FAMILIES, load_family
 from zoo.flux import OBJECTIVES
@@ -197,6 +198,8 @@ def read(module: str, words: list[str]) -> None:
     elif module == "prepare.shapes":
         assert words[:2] == ["--train_encoders", "OUT"]  # tests/test_shapes_training.py runs it
         assert parse(words[2:], TRAINING_NUMBERS, {})[1] == []
+    elif module == "tests.cluster":
+        assert {word.partition("=")[0] for word in words} <= {"rounds", "only", "out"}
     elif module == "reports.mlperf":
         assert words and all(word.startswith(("runs/", "out=")) for word in words)
     elif module == "reports.wandb_dashboard":
@@ -673,6 +676,11 @@ def test_the_other_figures_of_data_and_store_are_those_of_their_records():
     of_adoption = f"| bytes that it reads, of {adopted['many_bytes']:,} | {adopted['adopt_bytes_read']:,} |"
     assert of_adoption in page and f"(load average {adopted['load_average_before']:.1f})" in page
     assert f"samples/s | {record('store_speed')['warm_samples_per_sec']:,.0f} |" in page
+
+
+def test_the_seconds_of_a_restart_are_those_of_the_record():
+    made = record("slurm_restarts")
+    assert table_of_restarts(made) in PAGES["docs/launching.md"] and made["commit"]
 
 
 def test_the_names_that_the_texts_of_keys_give_are_those_of_the_code():
