@@ -103,7 +103,9 @@ def leave(text: str, code: int) -> NoReturn:
     log.error(text, extra=EVERY_RANK)
     for work in _before_leaving:
         work(text)
-    time.sleep(STAY_SEC if dist.get_global_rank() == 0 else POLL_SEC)  # until all have heard
+    # Until all have heard, rank 0 with the store the longest; but gone before the rank that failed is, whose end would
+    # break the main thread's collective first, and so give another code.
+    time.sleep((1.5 if dist.get_global_rank() == 0 else 1.0) * POLL_SEC)
     let_first_leave(STAY_SEC)
     os._exit(code)
 
