@@ -384,7 +384,7 @@ def look(config: LookConfig, place: Place, stage: Stage, out: Path) -> int:
         try:
             show(config, stage, seen, vae, shown_by, out)
         except OSError as error:
-            problems.append(f"OUT: {out} cannot be written: {error}. Give another file.")
+            problems.append(f"OUT: {out} cannot be written: {error.strerror or error}. Give another file.")
         else:
             how = [("moments are shown as", shown_by)] if stage.kind == "moments" else []
             print_facts([*how, ("picture", str(out.absolute()))])

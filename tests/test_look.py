@@ -475,7 +475,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(stage, tmp_path, ca
     monkeypatch.setattr(Path, "replace", lambda self, to: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert look.main([str(stage), str(out), "seed=3"]) == 1
     monkeypatch.setattr(Path, "replace", replace)
-    told = f"OUT: {out} cannot be written: [Errno 28] No space left on device. Give another file."
+    told = f"OUT: {out} cannot be written: No space left on device. Give another file."
     assert capsys.readouterr().err.splitlines()[-1] == told
     assert out.read_bytes() == old and [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
