@@ -67,7 +67,7 @@ class PrepareBenchConfig:
     """Turns of each contestant."""
     work: str | None = None
     """Folder for temporary files: 200 kB for each picture. null: the system's."""
-    results: str = "prepare_speed.json"
+    results: str = "reports/results/prepare_speed.json"
     """File of the record; an earlier one is replaced."""
 
 

@@ -1,7 +1,7 @@
 """What several ranks cost, and how soon one that is lost is missed. Every run is a process a rank, of one thread on a CPU.
 
-    python -m bench.ranks                       # seconds from a signal to the end -> ranks_lost.json
-    python -m bench.ranks measure=efficiency results=ranks.json        # two ranks against one
+    python -m bench.ranks                       # seconds from a signal to the end -> reports/results/ranks_lost.json
+    python -m bench.ranks measure=efficiency results=reports/results/ranks.json     # two ranks against one
 
 efficiency: the miniature's network (yamls/shapes.yaml) on synthetic moments, launched by Composer's launcher, in turns.
 
@@ -66,7 +66,7 @@ class RanksConfig:
     """Turns of each contestant."""
     default_rounds: int = limited(2, 0)
     """Turns of a stopped rank with the default limits, more than two minutes each."""
-    results: str = "ranks_lost.json"
+    results: str = "reports/results/ranks_lost.json"
     """File of the record; an earlier one is replaced."""
 
 
