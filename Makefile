@@ -384,6 +384,7 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.tables reports/results/step.json docs/speed.md
 	$(PY) -m reports.tables reports/results/scale.json docs/data-and-stores.md
 	$(PY) -m reports.tables reports/results/rows_speed.json docs/laion.md
+	$(PY) -m reports.tables reports/results/prepare_speed.json docs/laion.md
 	$(PY) -m reports.tables reports/results/families_cpu.json docs/speed.md
 	$(PY) -m reports.tables reports/results/lora_cpu.json docs/weights.md
 	$(PY) -m reports.tables reports/results/cards.json docs/speed.md
