@@ -391,6 +391,8 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.tables reports/results/video_speed.json docs/benchmarks.md
 	$(PY) -m reports.tables reports/results/states_cpu.json docs/speed.md
 	$(PY) -m reports.tables reports/results/saving.json docs/checkpoints.md
+	$(PY) -m reports.tables reports/results/ranks_lost.json docs/health.md
+	$(PY) -m reports.tables reports/results/ranks.json docs/health.md
 	$(PY) -m reports.study reports/results/shapes_precision.json docs/pictures/precision.png docs/precision.md
 	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
 	$(PY) -m reports.compare reports/nvidia_published.json docs/comparing.md

@@ -113,7 +113,7 @@ def _open_store(limit_sec: float, more: str) -> TCPStore:
         given = f"MASTER_ADDR and MASTER_PORT: '{host}' and '{port}'"
         ways = "composer --master_addr HOST --master_port PORT sets both"
         raise ConfigError([f"{given}, for {dist.get_world_size()} ranks. A name and a port from 1 to 65535; {ways}."])
-    _resolve(host, int(port), min(RESOLVE_SEC, limit_sec))
+    _resolve(host, int(port), limit_sec)
     # torchrun's agent has the store, and stays with it when its ranks are started again.
     is_owner = dist.get_global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if is_owner:
@@ -134,8 +134,14 @@ def _open_store(limit_sec: float, more: str) -> TCPStore:
 
 
 def _resolve(host: str, port: int, limit_sec: float) -> None:
-    """Raise ConfigError where a name leads nowhere, asked again for a while."""
-    began = time.monotonic()
+    """Ask for a name until it leads somewhere.
+
+    Raises:
+        ConfigError: it does not, for half a minute.
+        Failed: on Kubernetes, for `limit_sec`: the name of a pod comes with the pod, which may have to wait for its node.
+    """
+    is_pod, began = "KUBERNETES_SERVICE_HOST" in os.environ, time.monotonic()
+    limit_sec = limit_sec if is_pod else min(RESOLVE_SEC, limit_sec)
     while True:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -144,7 +150,8 @@ def _resolve(host: str, port: int, limit_sec: float) -> None:
             if time.monotonic() - began >= limit_sec:
                 given = f"MASTER_ADDR: '{host}' does not resolve on {socket.gethostname()} ({error.strerror})"
                 ways = "Give rank 0's machine by a name or an address that every machine knows: composer --master_addr"
-                raise ConfigError([f"{given}, asked for {limit_sec:g} s. {ways}."]) from error
+                said = f"{given}, asked for {limit_sec:g} s. {ways}."
+                raise (Failed(said) if is_pod else ConfigError([said])) from error
         time.sleep(1.0)
 
 

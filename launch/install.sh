@@ -14,7 +14,7 @@ fi
 root=(env DEBIAN_FRONTEND=noninteractive)
 [ "$(id -u)" = 0 ] || root=(sudo "${root[@]}")
 apt=("${root[@]}" apt-get -qq -o DPkg::Lock::Timeout=300)  # a machine that has just started may still hold apt's lock
-packages=(ca-certificates g++ gcc git libc6-dev make procps util-linux)  # procps: pkill, for launch/node.sh
+packages=(ca-certificates g++ gcc git libc6-dev make procps util-linux)  # procps: pkill, for launch/ranks.sh
 [ "$1" = rocm ] || packages+=(python3 python3-dev python3-venv)
 
 "${apt[@]}" update

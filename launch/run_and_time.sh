@@ -11,11 +11,11 @@
 # launch/mlperf.py says what the variables mean. It ends with the line RESULT,stable_diffusion,SECONDS,USER,BEGIN, and
 # with the code of the first command that did not end well.
 set -uo pipefail
-trap '' USR1
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=launch/waiting.sh
 source launch/waiting.sh
 first=$([ "${SLURM_NODEID:-0}" = 0 ] && echo yes)
+pass_on() { kill "-$1" "$2" 2>/dev/null || true; }
 say() { [ -z "$first" ] || echo "$@"; }
 
 # A function, so that the shell has read all of it: a checkout may change while a run goes on.

@@ -7,7 +7,6 @@
 # AT_LIMIT        requeue or end: what follows the stop before the time limit; default requeue
 # TASKS           of an array job: folder of NUMBER.sh, which says `commands`, OUTPUT (file of all output) and ENDED (of the code)
 set -uo pipefail
-source launch/waiting.sh
 : "${MAX_RESTARTS:=10}" "${AT_LIMIT:=requeue}" "${LOGDIR:=logs}"
 declare -p SRUN_OPTIONS >/dev/null 2>&1 || SRUN_OPTIONS=()
 restarts=${SLURM_RESTART_COUNT:-0} leaving='' step='' pass_on='' commands=()

@@ -1,14 +1,22 @@
 # shellcheck shell=bash
-# Sourced by the scripts here.
+# Sourced by the scripts that Slurm, a cloud or a person starts on a node.
 
-# Run a command to its own end, and give its code, whatever signals come to this shell meanwhile. Slurm sends SIGTERM to every
-# process of a job: the command has it too. SIGUSR1 is for the ranks alone: Composer's launcher would end of it at once, so it
-# is ignored from here on, and benchmark.py takes it up again in each rank.
+[ -z "${SLURM_JOB_ID:-}" ] || trap '' USR1
+
+# Run a command to its own end, and give its code, whatever signals come to this shell meanwhile.
+#
+# Slurm sends a signal to every process of a job: the command has it too. SIGUSR1 is for the ranks alone: Composer's launcher
+# would end of it at once, so it is ignored above, and benchmark.py takes it up again in each rank.
+# Elsewhere the signal comes to this shell alone, which hands it on by the function `pass_on SIGNAL PROCESS`, Ctrl-C as SIGTERM.
 run_to_its_end() {
   local child code=0 again
   heard=
-  trap 'heard=TERM' TERM
-  trap '' USR1
+  if [ -n "${SLURM_JOB_ID:-}" ]; then
+    trap 'heard=TERM' TERM
+  else
+    trap 'heard=TERM; pass_on TERM "$child"' TERM INT
+    trap 'heard=USR1; pass_on USR1 "$child"' USR1
+  fi
   "$@" &
   child=$!
   wait "$child" || code=$?

@@ -30,7 +30,7 @@ echo "$said"
 [ "$code" = 2 ] && grep -q 'started without --gpus all' <<<"$said"
 
 echo "--- asked for a CPU: the run goes on"
-$engine run --env CUDA_VISIBLE_DEVICES= "$container" -- launch/node.sh -n 2 $run run_name=image | tee "$work/said"
+$engine run --env CUDA_VISIBLE_DEVICES= --env RANKS_PER_NODE=2 "$container" -- launch/ranks.sh $run run_name=image | tee "$work/said"
 grep -q '^images_per_sec=' "$work/said"
 
 echo "--- the record names the commit; torch.compile finds its compiler"

@@ -63,7 +63,7 @@ def commands(path: Path) -> list[list[str]]:
     assert lines
     for words in lines:
         before = words[: words.index("benchmark.py")]
-        assert before in (["composer"], ["launch/node.sh"], ["exec", "launch/node.sh"]), path
+        assert before in (["composer"], ["launch/ranks.sh"], ["exec", "launch/ranks.sh"]), path
     return [words[words.index("benchmark.py") + 1 :] for words in lines]
 
 
@@ -225,7 +225,7 @@ def test_a_pod_that_is_taken_away_does_not_count_and_a_run_that_cannot_work_is_n
 def test_the_nodes_of_skypilot_know_their_rank_and_each_other(tmp_path):
     """The script itself is run, with SkyPilot's variables, up to the launch."""
     given = content(LAUNCH / "skypilot.yaml")
-    script = re.sub(r"^exec launch/node.sh .*", "env", given["run"], flags=re.M)
+    script = re.sub(r"^exec launch/ranks.sh .*", "env", given["run"], flags=re.M)
     (tmp_path / "easel-venv/bin").mkdir(parents=True)
     (tmp_path / "easel-venv/bin/activate").touch()  # what its setup makes
     sky = {"NODE_RANK": "1", "NODE_IPS": "10.0.0.7\n10.0.0.9", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8"}
@@ -245,33 +245,41 @@ def test_the_nodes_of_skypilot_know_their_rank_and_each_other(tmp_path):
     assert given["num_nodes"] == 2 and given["setup"].strip() == "launch/install.sh ~/easel-venv"
 
 
-# --- launch/node.sh ---
+# --- launch/ranks.sh ---
+
+RANK = """
+import os, pathlib, signal, sys, time
+here, number, name = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] + "-" + os.environ["RANK"]
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(number, lambda *_: ((here / f"heard-{name}").touch(), os._exit(128 + number)))
+(here / f"ready-{name}").touch()
+while True:
+    time.sleep(0.1)
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400, func_only=True)
 def test_a_signal_to_the_job_reaches_every_rank_and_their_exit_code_is_that_of_the_job(tmp_path):
-    """With Composer's own launcher, which would die of either signal and leave its ranks alone.
+    """With Composer's own launcher, which would leave its ranks alone or kill them. What Ctrl-C sends comes as SIGTERM.
 
     It sends SIGTERM to the ranks that have not ended yet, which is left unheard here.
     """
+    (tmp_path / "rank.py").write_text(RANK)
+    hears = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGTERM}
+    own = {"RANKS_PER_NODE": "2", "SLURM_JOB_ID": ""}
     with contextlib.ExitStack() as stack:
         jobs = {}
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            name = number.name.removeprefix("SIG")
-            rank = f"trap 'touch heard-{name}-$RANK; exit {128 + number}' {name}; touch ready-{name}-$RANK"
-            script = f"cd {tmp_path}; trap '' TERM; {rank}; while true; do sleep 0.1; done"
-            job = ["launch/node.sh", "-n", "2", "-c", "bash", "-c", script]
-            jobs[number] = stack.enter_context(started(*job, output=subprocess.PIPE))
+        for number, heard in hears.items():
+            job = ["launch/ranks.sh", f"{tmp_path}/rank.py", str(tmp_path), str(int(heard)), number.name]
+            jobs[number] = stack.enter_context(started(*job, output=subprocess.PIPE, **own))
         end = time.monotonic() + 250
-        while len(list(tmp_path.glob("ready-*"))) < 4 and time.monotonic() < end:
+        while len(list(tmp_path.glob("ready-*"))) < 6 and time.monotonic() < end:
             time.sleep(0.1)
         for number, process in jobs.items():
             process.send_signal(number)
-        assert {number: process.wait(timeout=100) for number, process in jobs.items()} == {15: 143, 10: 138}
-    assert {path.name for path in tmp_path.glob("heard-*")} == {
-        f"heard-{n}-{r}" for n in ("TERM", "USR1") for r in "01"
-    }
+        assert {number: process.wait(timeout=100) for number, process in jobs.items()} == {15: 143, 10: 138, 2: 143}
+    assert {path.name for path in tmp_path.glob("heard-*")} == {f"heard-{n.name}-{r}" for n in hears for r in (0, 1)}
 
 
 # --- containers ---

@@ -98,8 +98,12 @@ def test_what_the_variables_cannot_mean_is_said_at_once():
         ({"RANKS_PER_NODE": "many"}, ": RANKS_PER_NODE is 'many'. Possible: a number of ranks.\n"),
         ({"PATH": "/usr/bin:/bin", "RANKS_PER_NODE": "1"}, ": no composer on the PATH. Activate the environment"),
         (
-            {"RANKS_PER_NODE": "1", "NUM_NODES": "2", "MASTER_ADDR": "no.such.name.invalid", "MASTER_PORT": "1"},
-            ": MASTER_ADDR: 'no.such.name.invalid' does not resolve here. Possible: a name or an address that every",
+            {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "12"},
+            ": WORLD_SIZE is '12'. Possible: a multiple of the 8 ranks of a node; or give NUM_NODES.\n",
+        ),
+        (
+            {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"},
+            "MASTER_ADDR or MASTER_PORT is not given, and there are 2 nodes. Give the name of the first",
         ),
         (
             {"RANKS_PER_NODE": "1", "NUM_NODES": "2"},
@@ -109,7 +113,7 @@ def test_what_the_variables_cannot_mean_is_said_at_once():
 )
 def test_a_node_refuses_what_no_launcher_could_use(variables, text):
     environment = {**os.environ, **variables}
-    for name in {"MASTER_ADDR", "MASTER_PORT", "RANK_LOGS"} - variables.keys():
+    for name in {"MASTER_ADDR", "MASTER_PORT", "RANK_LOGS", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} - variables.keys():
         environment.pop(name, None)
     done = subprocess.run(
         ["bash", "launch/ranks.sh", "x=1"], env=environment, capture_output=True, text=True, timeout=120

@@ -21,8 +21,8 @@ from tests.faults.runs import END_SEC, ROOT, RUN_SEC, STORE_PREFIX, At, Skipped,
 from tests.store.server import BUCKET
 
 SLOW_SEC = 3.0
-COLLECTIVE_SEC = 20.0  # in place of half an hour
-STOPPED_SEC = END_SEC + COLLECTIVE_SEC + 30.0  # after which the launcher kills a rank that hears no SIGTERM
+STALL_SEC = 10.0  # health.stall_sec, in place of a quarter of an hour
+STOPPED_SEC = END_SEC + STALL_SEC + 30.0  # after which the launcher kills a rank that hears no SIGTERM
 AWAY_SEC = 6.0
 PATIENCE = ["data.patience_sec=8"]
 OOM_LIMIT_BYTES = 1 << 20
@@ -103,8 +103,9 @@ def slowed(moment: str, to: str, at: At) -> Verdict:
 
 
 def stopped_for_good(moment: str, at: At) -> Verdict:
-    """Stop a rank for ever: the other waits for it in a collective, until that has taken too long."""
-    run = at.start(f"{moment} 0", FAULTS_TIMEOUT=f"{COLLECTIVE_SEC:g}")
+    """Stop a rank for ever: nothing is heard of it, and the other ends."""
+    at.more = [f"health.stall_sec={STALL_SEC:g}"]
+    run = at.start(f"{moment} 0")
     run.halted()
     run.send(signal.SIGSTOP, "1")
     run.go()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.faults import acts
-from tests.faults.acts import AWAY_SEC, COLLECTIVE_SEC, SLOW_SEC, STOPPED_SEC
+from tests.faults.acts import AWAY_SEC, SLOW_SEC, STALL_SEC, STOPPED_SEC
 from tests.faults.runs import END_SEC, At, Verdict
 
 Outcome = Literal["resumed", "went on", "refused"]
@@ -259,16 +259,24 @@ ROWS |= {
         end_sec=None,
     ),
     "stopped_mid_epoch": Row(
-        f"rank 1 stopped for good (SIGSTOP; collectives wait {COLLECTIVE_SEC:.0f} s)",
+        f"rank 1 stopped for good (SIGSTOP; health.stall_sec={STALL_SEC:g})",
         "mid-epoch",
         functools.partial(acts.stopped_for_good, "mid-epoch"),
         "resumed",
+        r"nothing heard of rank 1 .* It is stopped, dead or cut off",
         end_sec=STOPPED_SEC,
     ),
     "clock_back_mid_epoch": Row(
         "clock set back by an hour",
         "mid-epoch",
         functools.partial(acts.clock_back, "mid-epoch", None),
+        "went on",
+        end_sec=None,
+    ),
+    "clock_back_evaluation": Row(
+        "clock set back by an hour",
+        "evaluation",
+        functools.partial(acts.clock_back, "evaluation", None),
         "went on",
         end_sec=None,
     ),

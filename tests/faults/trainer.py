@@ -5,7 +5,6 @@
 FAULTS_FOLDER    each rank writes its process id there (rank-0); who halts writes its own (halted), and waits for a file `go`
 FAULTS_AT        MOMENT RANK, e.g. `mid-epoch 1`: where that rank halts, when it first comes there; none does without it
 FAULTS_POISON    BATCH RANK: this batch's loss is not a number on that rank
-FAULTS_TIMEOUT   seconds that a rank waits for others in a collective, in place of half an hour
 
 Without these it is benchmark.py. Nothing else is changed: signals, kills and full disks come from outside.
 """
@@ -115,6 +114,4 @@ if __name__ == "__main__":
         MOMENTS[moment]()
     if batch := is_mine("FAULTS_POISON"):
         poison(int(batch))
-    if "FAULTS_TIMEOUT" in os.environ:
-        benchmark.DIST_TIMEOUT_SEC = float(os.environ["FAULTS_TIMEOUT"])
     start(functools.partial(benchmark.main, began=psutil.Process().create_time()))
