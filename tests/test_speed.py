@@ -1,6 +1,6 @@
 """training/speed.py: no key changes a step's results beyond rounding, and every network is compiled once.
 
-The proofs over 200 steps of the miniature are in tests/test_miniature_speed.py.
+The proofs over the miniature's own steps are in tests/test_miniature_speed.py.
 """
 
 from __future__ import annotations
