@@ -41,7 +41,6 @@ from preflight.scaling_law import PARAMETERS, Setup, points_of
 from preflight.scaling_parts import (
     errors_of,
     evaluation_check,
-    flux_rows,
     laid_over,
     published,
     row_of,
@@ -222,8 +221,9 @@ def reckoned(words: Words) -> dict[str, Any]:
             raise ConfigError([str(error)]) from error
         tuned, by = _carried(tuned, first.tflop / facts.tflop), f"the record {first.name} of {first.num} {first.device}"
     else:
-        tuned, rate = devices.rated(law, card.series, facts.tflop)
-        by = f"published: {TITLES[card.series]}, at the same TFLOP/s. No record was given"
+        series = card.series_for(setup)
+        tuned, rate = devices.rated(law, series, facts.tflop)
+        by = f"published: {TITLES[series]}, at the same TFLOP/s. No record was given"
     figures, rates = runs.read_figures(), _rates(config)
     checks, share = evaluation_check(law)
     nums = sorted(set(config.gpus))
@@ -242,7 +242,6 @@ def reckoned(words: Words) -> dict[str, Any]:
         "published": published(held),
         "sensitivity": _sensitivity(tuned, rate, setup, facts),
         "targets": targets(law, rows, (tuned, rate, setup, gpu), nums, facts.tflop),
-        "flux": flux_rows(law, rows),
         "laid_over": laid_over(law, over, links if over == given else None),
         "evaluation": {"share": share, "rows": checks},
         "single": single(law, "H200"),

@@ -19,7 +19,7 @@ from scipy.optimize import brentq
 
 from cli.limits import shown
 from preflight.scaling_fit import Interval, Law, jacobian, law_of
-from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, Setup, log_speed, points_of
+from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, Setup, fixed_of, log_speed, points_of
 from preflight.scaling_rows import SETUPS
 from reports.compare_records import ALIKE_FRAC, NOT_RECORDED, RUN, SPEED, WORK, Record, read
 from reports.verdicts import Sample
@@ -39,20 +39,25 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Card:
-    """A kind of GPU: the published series that its speed is taken from without a record, and its usual links."""
+    """A kind of GPU: the published series that its speed is taken from without a record, FLUX's own, and its usual links."""
 
     series: str
     node_link: str
     cluster_link: str
     domain: int = 8
+    flux: str | None = None
+
+    def series_for(self, setup: Setup) -> str:
+        """Return the series of the network that is most like a run's."""
+        return self.flux if self.flux and setup.fixed == "flux" else self.series
 
 
 CARDS = {
     "A100": Card("mosaicml_latents_512", "nvlink3", "infiniband_hdr"),
     "H100": Card("mlperf_h100_v41", "nvlink4", "infiniband_ndr"),
     "H200": Card("mlperf_h200_v41", "nvlink4", "infiniband_ndr"),
-    "B200": Card("mlperf_b200_v50", "nvlink5", "infiniband_ndr"),
-    "GB200": Card("mlperf_gb200", "nvlink5", "infiniband_ndr", 72),
+    "B200": Card("mlperf_b200_v50", "nvlink5", "infiniband_ndr", flux="flux_b200"),
+    "GB200": Card("mlperf_gb200", "nvlink5", "infiniband_ndr", 72, "flux_gb200"),
 }
 """Part of a device's name -> the card."""
 
@@ -84,7 +89,7 @@ class Measured:
         """Return how this run exchanges gradients over these links: an all-reduce of its weights' type."""
         settings = self.record.settings
         wide = 2 if settings.get("precision") == "bf16_params" else 4
-        fixed = "graphs" if settings.get("cuda_graphs") else "plain"
+        fixed = fixed_of(str(self.record.what.get("family")), bool(settings.get("cuda_graphs")))
         links = NODE_LINKS[node_link], CLUSTER_LINKS[cluster_link]
         return Setup(fixed, wide * self.parameters / 1e9, *links, domain, self.microbatch, tflop=self.tflop)
 
@@ -227,8 +232,9 @@ def against(law: Law, run: Measured) -> dict[str, Any] | None:
     if name is None:
         return None
     card = CARDS[name]
-    with_rate, rate = rated(law, card.series, run.tflop)
-    told = with_rate.predict(run.setup(card.node_link, card.cluster_link, card.domain), rate, run.num, run.batch)
+    setup = run.setup(card.node_link, card.cluster_link, card.domain)
+    with_rate, rate = rated(law, card.series_for(setup), run.tflop)
+    told = with_rate.predict(setup, rate, run.num, run.batch)
     value = run.num * run.speed.middle
     said: Mapping[str, Any] = {"name": run.name, "device": run.device, "num": run.num, "global_batch_size": run.batch}
     ends = {"predicted": told.value, "predicted_low": told.low, "predicted_high": told.high}

@@ -16,7 +16,7 @@ from scipy import stats
 from scipy.optimize import least_squares
 
 from preflight.scaling_law import NAMES, PARAMETERS, Array, Points, Setup, log_speed, points_of
-from preflight.scaling_rows import SETUPS, Row, batch_of
+from preflight.scaling_rows import Row, batch_of, setup_of
 
 COVERED = 0.9
 FIRST_NOISE = 0.04  # of log images/s, before the residuals have said what it is
@@ -103,7 +103,7 @@ def jacobian(theta: Array, points: Points, num_rates: int) -> Array:
 
 
 def _points(rows: Sequence[Row], series: Sequence[str]) -> Points:
-    return points_of([(SETUPS[row.series], row.num, batch_of(row) or 0, series.index(row.series)) for row in rows])
+    return points_of([(setup_of(row), row.num, batch_of(row) or 0, series.index(row.series)) for row in rows])
 
 
 def _log_speeds(rows: Sequence[Row]) -> Array:

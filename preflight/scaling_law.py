@@ -10,6 +10,9 @@
     hidden     a share of the last pass's backward pass, which is 2/3 of its time: DDP exchanges in that one alone
     h          a hop between domains, for all buckets together; a tree has log2(n) of them, up and down
 
+Where t devices share the matrices of each layer, each has b images for a t-th of the work: of their batch the t-th part is
+counted. Each has a t-th of G, and exchanges it with the devices that have the same part.
+
 G is the gradient in bytes. Sharded weights are gathered in passes of G bytes each, so `volume` says how many such passes a
 step makes: an all-reduce 2. The maximum is rounded off over `ROUNDED_SEC`, so that a fit has a derivative everywhere.
 Rings: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms; DDP's buckets and overlap: Li et al. 2020,
@@ -56,6 +59,7 @@ PARAMETERS = {
     "fixed_graphs": Prior(2.0, 2.0, "b0 of a pass in a step that is one CUDA graph, images"),
     "fixed_plain": Prior(4.0, 2.0, "b0 of a pass that is launched kernel by kernel, images"),
     "fixed_tpu": Prior(4.0, 2.0, "b0 of a TPU, images"),
+    "fixed_flux": Prior(20.0, 4.0, "b0 of a pass of FLUX.1, images of SD2"),
     "link_share": Prior(0.6, 1.3, "share of an outer link's nominal bandwidth"),
     "mosaicml_online": Prior(3.0, 4.0, "outer link of MosaicML's first benchmark, GB/s a device"),
     "mosaicml_latents": Prior(10.0, 4.0, "outer link of MosaicML's second benchmark, GB/s a device"),
@@ -73,7 +77,7 @@ class Setup:
 
     fixed: which b0. gradient_gb: G, 1e9 bytes. inner, outer: GB/s of a device; outer may name a parameter. domain: devices
     within the inner link. microbatch: images of a pass at most; None: the device batch. volume: see the head of this file.
-    tflop: an image and step.
+    tflop: an image and step. tensor: devices that share each layer.
     """
 
     fixed: str
@@ -84,6 +88,7 @@ class Setup:
     microbatch: int | None = None
     volume: float = 2.0
     tflop: float = REFERENCE_TFLOP
+    tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,11 @@ class Points:
     passes: Array
 
 
+def fixed_of(family: str, has_graphs: bool) -> str:
+    """Return which b0 a run has."""
+    return "flux" if family == "flux" else "graphs" if has_graphs else "plain"
+
+
 def domain_of(setup: Setup, num: int) -> int:
     """Return the devices of a domain: a whole number of domains of one size; of 512 in racks of 72 these are 64."""
     size = min(setup.domain, num)
@@ -116,7 +126,8 @@ def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
     """Return (setup, devices, global batch, place of its rate) as arrays."""
     rows: list[dict[str, Any]] = []
     for setup, num, batch, rate in given:
-        domain, gb = domain_of(setup, num), setup.volume * setup.gradient_gb
+        domain, gb = domain_of(setup, num), setup.volume * setup.gradient_gb / setup.tensor
+        inner = domain / setup.tensor  # devices of a domain that exchange one part with each other
         is_named = isinstance(setup.outer, str)
         microbatch = min(setup.microbatch or np.inf, batch / num)
         rows.append(
@@ -126,8 +137,8 @@ def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
                 "num": float(num),
                 "batch": float(batch),
                 "domain": float(domain),
-                "inner_sec": gb * (1 - 1 / domain) / (INNER_SHARE * setup.inner),
-                "across_gb": gb / domain * (1 - domain / num),
+                "inner_sec": gb * (1 - 1 / inner) / (INNER_SHARE * setup.inner),
+                "across_gb": gb / inner * (1 - domain / num),
                 "outer": 1.0 if is_named else setup.outer,
                 "outer_of": NAMES.index(str(setup.outer) if is_named else "link_share"),
                 "fixed_of": NAMES.index(f"fixed_{setup.fixed}"),

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from preflight import scaling_devices as devices
 from preflight.scaling_fit import Held, Interval, Law
-from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, REFERENCE_TFLOP, Setup
-from preflight.scaling_rows import SETUPS, TITLES, Row
+from preflight.scaling_law import REFERENCE_TFLOP, Setup
+from preflight.scaling_rows import SETUPS, TITLES, Row, setup_of
 from preflight.scaling_run import eval_sec
 from preflight.scaling_target import Choice, Convergence, batches_of, best, choice, convergence
-from reports.verdicts import Sample
 from zoo.mlperf_flux import FLUX
 from zoo.mlperf_rules import Benchmark
 from zoo.mlperf_sd import SD
@@ -33,8 +32,6 @@ EVALUATIONS = (
 )
 """Series, devices, median seconds of an evaluation of 30,000 images in MLPerf's logs. NVIDIA's own of 8 H100 has 1,130 of
 generation and 65 of scoring."""
-FLUX_TFLOP, FLUX_PARAMETERS = 20.3, 11.9e9  # an image and step; NVIDIA's MLPerf 5.1
-FLUX_RATE = (16, 512, 56.5)  # GB200, global batch (32 a device), images/s of a device
 ALONE = 64  # images of a batch on one GPU
 NEAR = 0.1  # by which a network's FLOPs may differ from the benchmark's for its images to the target to hold
 
@@ -130,41 +127,19 @@ def targets(
     law: Law, rows: Sequence[Row], own: tuple[Law, str, Setup, str], nums: Sequence[int], tflop: float
 ) -> list[dict[str, Any]]:
     """Return time and device-hours to the target over the batch: of SD on H100, of FLUX on GB200, and of the run itself."""
-    of_flux, flux = _flux(law)
-    h100 = "mlperf_h100_v41"
+    h100, gb200 = "mlperf_h100_v41", "flux_gb200"
+    of_sd = dict.fromkeys((8, 64, 512, 1024), SETUPS[h100])
+    of_flux = {row.num: setup_of(row) for row in rows if row.series == gb200}
     found = [
-        _target("Stable Diffusion v2, H100 as in MLPerf 4.1", SD, "4.1.0", law, h100, SETUPS[h100], (8, 64, 512, 1024)),
-        _target("FLUX.1, GB200 as in MLPerf 5.1", FLUX, "5.1.0", *of_flux, flux, (16, 72, 512, 1152)),
+        _target("Stable Diffusion v2, H100 as in MLPerf 4.1", SD, "4.1.0", law, h100, of_sd),
+        _target("FLUX.1, GB200 as in MLPerf 5.1", FLUX, "5.1.0", law, gb200, of_flux),
     ]
     found[0]["published"] = [_point(row) for row in rows if row.minutes and row.series.startswith("mlperf_h100")]
-    found[1]["published"] = [_point(row) for row in rows if row.minutes and row.series == "flux_gb200"]
+    found[1]["published"] = [_point(row) for row in rows if row.minutes and row.series == gb200]
     if abs(tflop / REFERENCE_TFLOP - 1) <= NEAR:
         of_run, rate, setup, gpu = own
         title = f"Stable Diffusion v2, this run on {gpu}"
-        found.append({**_target(title, SD, None, of_run, rate, setup, nums), "published": []})
-    return found
-
-
-def _flux(law: Law) -> tuple[tuple[Law, str], Setup]:
-    """Return the law with FLUX's rate on GB200, and how it exchanges gradients: bf16, as an all-reduce."""
-    card, num, batch, each = devices.CARDS["GB200"], *FLUX_RATE
-    links = NODE_LINKS[card.node_link], CLUSTER_LINKS[card.cluster_link]
-    setup = Setup("graphs", 2e-9 * FLUX_PARAMETERS, *links, card.domain, tflop=FLUX_TFLOP)
-    return devices.measured(law, setup, "16 GB200", num, batch, Sample(each, each, each, 0)), setup
-
-
-def flux_rows(law: Law, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the published images/s of FLUX on GB200 beside the prediction at each batch of its reference points."""
-    (of_flux, rate), setup = _flux(law)
-    batches = [point.global_batch_size for point in FLUX.points_of()]
-    found = []
-    for row in rows:
-        if row.series == "flux_gb200" and row.images_per_sec:
-            told = {
-                str(batch): of_flux.predict(setup, rate, row.num, batch).value if batch >= row.num else None
-                for batch in batches
-            }
-            found.append({"num": row.num, "images_per_sec": row.images_per_sec, "predicted": told})
+        found.append({**_target(title, SD, None, of_run, rate, dict.fromkeys(nums, setup)), "published": []})
     return found
 
 
@@ -180,11 +155,11 @@ def _point(row: Row) -> dict[str, Any]:
 
 
 def _target(
-    title: str, benchmark: Benchmark, ruleset: str | None, law: Law, rate: str, setup: Setup, nums: Sequence[int]
+    title: str, benchmark: Benchmark, ruleset: str | None, law: Law, rate: str, setups: Mapping[int, Setup]
 ) -> dict[str, Any]:
     images = convergence(benchmark, ruleset)
     curves = []
-    for num in nums:
+    for num, setup in setups.items():
         tried = [_choice(benchmark, images, law, rate, setup, num, batch) for batch in batches_of(images, num, 64)]
         if (first := best(tried)) is not None:
             curves.append({"num": num, "best": _shown(first), "tried": [_shown(each) for each in tried]})

@@ -8,6 +8,7 @@ What a source does not say is in ASSUMED, not in the file.
 from __future__ import annotations
 
 import csv
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, Setup
 PUBLISHED = Path(__file__).resolve().parent.parent / "reports/scaling_published.csv"
 PARAMETERS_SD2 = 865_910_724
 FLOAT32_GB, FLOAT16_GB = 4e-9 * PARAMETERS_SD2, 2e-9 * PARAMETERS_SD2
+FLUX_TFLOP, FLUX_GB = 20.3, 2e-9 * 11.9e9  # an image and step at 256 px; gradients in bf16
 A100 = (NODE_LINKS["nvlink3"], CLUSTER_LINKS["infiniband_hdr"])
 H100 = (NODE_LINKS["nvlink4"], CLUSTER_LINKS["infiniband_ndr"])
 B200 = (NODE_LINKS["nvlink5"], CLUSTER_LINKS["infiniband_ndr"])
@@ -40,6 +42,9 @@ SETUPS = {
     "mlperf_b200_v50": Setup("graphs", FLOAT16_GB, *B200, 8),
     "mlperf_gb200": Setup("graphs", FLOAT16_GB, *B200, 72),
     "mlperf_tpu_v5p": Setup("tpu", FLOAT32_GB, ICI, ICI, 10**6),
+    "flux_b200": Setup("flux", FLUX_GB, *B200, 8, tflop=FLUX_TFLOP),
+    "flux_gb200": Setup("flux", FLUX_GB, *B200, 72, tflop=FLUX_TFLOP),
+    "flux_gb300": Setup("flux", FLUX_GB, *B200, 72, tflop=FLUX_TFLOP),
 }
 """Series -> how it exchanges gradients, as far as its source says; NVIDIA's in fp16, autocast's in fp32."""
 ASSUMED = {
@@ -66,6 +71,9 @@ TITLES = {
     "mlperf_tpu_trillium": "MLPerf 5.0, TPU Trillium",
     "mlperf_gaudi2": "MLPerf 3.1, Gaudi2",
     "mlperf_l40s": "MLPerf 4.0, L40S",
+    "flux_b200": "MLPerf 5.1, FLUX.1, B200",
+    "flux_gb200": "MLPerf 5.1, FLUX.1, GB200",
+    "flux_gb300": "MLPerf 5.1, FLUX.1, GB300",
 }
 
 
@@ -82,6 +90,7 @@ class Row:
     minutes: float | None
     images: int | None
     source: str
+    tensor: int
     note: str
 
     @property
@@ -104,6 +113,7 @@ def read_rows(path: Path = PUBLISHED) -> list[Row]:
                 float(each["minutes_to_target"]) if each["minutes_to_target"] else None,
                 int(each["images_to_target"]) if each["images_to_target"] else None,
                 each["source"],
+                int(each["tensor_parallel"] or 1),
                 each["note"],
             )
             for each in csv.DictReader(file)
@@ -117,6 +127,11 @@ def fitted(rows: Sequence[Row]) -> list[Row]:
         for row in rows
         if row.series in SETUPS and row.images_per_sec and "not counted twice" not in row.note and batch_of(row)
     ]
+
+
+def setup_of(row: Row) -> Setup:
+    """Return how a row's run exchanges gradients: its series' way, by as many devices for a layer."""
+    return dataclasses.replace(SETUPS[row.series], tensor=row.tensor)
 
 
 def batch_of(row: Row) -> int | None:

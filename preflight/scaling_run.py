@@ -19,7 +19,7 @@ from preflight.plan import images_of
 from preflight.scaling_devices import RESULTS
 from preflight.scaling_failures import daly_sec, overhead_frac
 from preflight.scaling_fit import Interval, Law
-from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, REFERENCE_TFLOP, Setup
+from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, REFERENCE_TFLOP, Setup, fixed_of
 
 GENERATED, STEPS, PASSES = 30_000, 50, 2  # images of an evaluation, steps, with and without the caption
 EVAL_IMAGES = GENERATED * STEPS * PASSES / 3  # forward passes in training images: a backward pass is twice one
@@ -82,7 +82,7 @@ def facts_of(config: Any, cost: Any, name: str, images: int | None) -> Facts:
         config.global_batch_size,
         microbatch if isinstance(microbatch, int) else None,
         images,
-        "graphs" if config.cuda_graphs else "plain",
+        fixed_of(config.model.family, config.cuda_graphs),
         wide,
         # weights gathered twice in the step's precision and gradients scattered in float32, or an all-reduce
         volume=1 + 2 * compute / wide if is_sharded else 2.0,

@@ -45,7 +45,6 @@ def sections_of(record: Record) -> Iterator[Section]:
     yield _rows(record)
     yield _parameters(record)
     yield _sensitivity(record)
-    yield _flux(record)
     yield _evaluation(record)
     yield _laid_over(record)
 
@@ -281,28 +280,6 @@ def _evaluation(record: Record) -> Section:
     title = "30,000 images of 50 steps with guidance, beside MLPerf's logs; by FLOPs: at training's utilisation:"
     note = f"An evaluation delivers {record['evaluation']['share']:.0%} of training's TFLOP/s; the estimates above take that."
     return Section("Evaluation", Table(title, head, "lrrrrr", rows), (note,))
-
-
-def _flux(record: Record) -> Section:
-    rows = record["flux"]
-    batches = list(rows[0]["predicted"])
-    head = ("GPUs", "published, images/s", *(f"predicted at {int(batch):,}" for batch in batches))
-    cells: list[Row] = [
-        (
-            f"{of['num']:,}",
-            f"{of['images_per_sec']:,.0f}",
-            *(_none(of["predicted"][batch], ",.0f") for batch in batches),
-        )
-        for of in rows
-    ]
-    title = (
-        "FLUX.1 on GB200, by the rate of 16 and the shared parameters of SD2; the submissions' batches are not known:"
-    )
-    return Section("The law carried over to FLUX", Table(title, head, "r" * len(head), cells))
-
-
-def _none(value: float | None, digits: str) -> str | None:
-    return None if value is None else format(value, digits)
 
 
 def _laid_over(record: Record) -> Section:

@@ -69,6 +69,15 @@ def test_a_ring_within_a_domain_and_one_across_take_the_bytes_over_the_bandwidth
     assert seconds(FAR, 32, 320, **shared) == pytest.approx(0.1 + within + across, abs=1e-3)
 
 
+def test_devices_that_share_layers_exchange_their_part_with_those_that_have_the_same():
+    """In a domain of 8 where 4 share each layer, each part has 2 holders; over 4 domains 8."""
+    shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 0.5}
+    by_four = dataclasses.replace(FAR, tensor=4)
+    within = 2 * 1.0 / 2 / (INNER_SHARE * 400)
+    across = 2 * 1.0 / 2 * 3 / 4 / (0.5 * 50)
+    assert seconds(by_four, 32, 320, **shared) == pytest.approx(0.1 + within + across, abs=1e-3)
+
+
 def test_what_the_last_backward_pass_is_long_enough_for_is_hidden_and_no_more():
     slow = Setup("graphs", 4.0, 400.0, 1.0, 8)
     shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 1.0}
@@ -132,6 +141,15 @@ def test_minutes_times_speed_are_the_images_of_a_submission():
     sd = [row for row in ROWS if row.images and row.minutes]
     ratios = np.array([row.images / (60 * row.minutes * row.images_per_sec) for row in sd])
     assert len(sd) == 73 and abs(np.median(ratios) - 1) < 0.02 and np.abs(ratios - 1).max() < 0.13
+
+
+def test_rows_of_flux_have_the_batches_of_the_submissions_and_lie_on_the_curve_of_their_images():
+    """Minutes times images/s are the images that the reference points have at that batch, within a tenth."""
+    law, found = convergence(FLUX, "5.1.0"), []
+    for row in (row for row in ROWS if row.series.startswith("flux") and row.batch and row.minutes and row.images_per_sec):
+        found.append(60 * row.minutes * row.images_per_sec / law.images(row.batch).value)
+    assert len(found) == 6 and all(0.9 < ratio < 1.2 for ratio in found), found
+    assert {row.num: row.tensor for row in USED if row.series == "flux_gb200"} == {16: 1, 72: 1, 512: 4, 1152: 4}
 
 
 def test_mosaicmls_days_are_reproduced():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_without_records_and_price_both_are_said(run):
     over = record["laid_over"]["rows"]
     assert [(row["num"], row["perfect"]) for row in over] == [(1, 200.933), (2, 200.933)]  # the same two cores
     assert "predicted" not in over[1] and over[1]["images_per_sec"] == pytest.approx(220.03, abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm of bf16 without a fused kernel
+def test_flux_begins_at_the_published_speed_of_flux_where_there_is_one():
+    """At 32 images a device NVIDIA's GB200 do 56.5 images/s each."""
+    flux = [str(ROOT / "yamls/mlperf_flux_2048.yaml"), "gpus=[64]", "images=7000000"]
+    for gpu, series, least in (("GB200", "FLUX.1, GB200", 50.0), ("H200", "H200", 0.0)):
+        record, printed = made([*flux, f"gpu={gpu}"])
+        assert re.search(rf"speed of a GPU: published: MLPerf [0-9. and]+, {series}, at the same TFLOP/s", printed)
+        each = record["estimates"][0]["images_per_sec"] / 64
+        assert each > least and (gpu != "GB200" or each < 63.0)
 
 
 def test_records_of_gpus_are_where_the_prediction_begins_and_lie_over_it(run, tmp_path):

@@ -296,10 +296,10 @@ class TestRuns:
     def test_a_sweep_is_one_array_job_and_a_later_call_has_its_table(self, cluster, tmp_path):
         """In a copy of the tree without git: code that is no commit is refused."""
         tree = copied(tmp_path / "tree")
-        (tree / "small.yaml").write_text(
-            f"keys: {json.dumps([*TINY_RUN, 'data.synthetic=true', 'model.weights=random', 'max_duration=4ba'])}\n"
-            "points: [{seed: 1}, {seed: 2, max_duration: 6ba}, {optimizer.lr: 1.0e+30}]\n"
-        )
+        keys = json.dumps([*TINY_RUN, "data.synthetic=true", "model.weights=random", "max_duration=4ba"])
+        points = "{seed: 1}, {seed: 2, max_duration: 6ba}, {optimizer.lr: 1.0e+30}"
+        file = tree / "small.yaml"
+        file.write_text(f"keys: {keys}\npoints: [{points}]\n")
         command = ["python", "sweep.py", "small.yaml", f"runs={tmp_path}/runs", "launch=slurm"]
         own, calm = ["sbatch=[--cpus-per-task=1,--nodelist=node1]", "jobs=2"], {"folder": tree, "check": False}
         said = cluster.at(*command, *own, EASEL_COMMIT="b" * 40 + "+changes", **calm)
@@ -308,7 +308,11 @@ class TestRuns:
         said = cluster.at(*command, *own, **commit)
         assert re.search(r"3 runs handed to Slurm as job \d+\n", said), said
         assert "3 runs: 3 pending. The same command shows what has ended by then." in said
-        again = cluster.at("python", "sweep.py", "small.yaml", f"runs={tmp_path}/runs", **commit)
+        local = ["python", "sweep.py", "small.yaml", f"runs={tmp_path}/runs"]
+        assert "3 runs: 3 pending. The same command shows" in cluster.at(*local, **commit)
+        file.write_text(f"keys: {keys}\npoints: [{points}, {{seed: 3}}]\n")
+        again = cluster.at(*local, **commit)
+        file.write_text(f"keys: {keys}\npoints: [{points}]\n")
         assert "3 runs of it in Slurm's queue, so that it goes on there. Give launch=slurm, or cancel them" in again
         cluster_is_idle(cluster)
         said = cluster.at(*command, **commit)
@@ -318,7 +322,7 @@ class TestRuns:
         assert [(row["run"], row["status"]) for row in rows] == [
             ("seed-1", "ok"),
             ("seed-2_max_duration-6ba", "ok"),
-            ("lr-1e-30", "failed"),
+            ("lr-1e+30", "failed"),
         ]
         assert float(rows[1]["images_per_sec_per_device"]) > 0 and "loss" in rows[2]["message"]
         assert not cluster.at("squeue", "--noheader").strip()  # nothing was handed over again
