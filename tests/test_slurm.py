@@ -301,12 +301,13 @@ class TestRuns:
         file = tree / "small.yaml"
         file.write_text(f"keys: {keys}\npoints: [{points}]\n")
         command = ["python", "sweep.py", "small.yaml", f"runs={tmp_path}/runs", "launch=slurm"]
-        own, calm = ["sbatch=[--cpus-per-task=1,--nodelist=node1]", "jobs=2"], {"folder": tree, "check": False}
+        own, calm = ["sbatch=[--cpus-per-task=1,--nodelist=node1,--hold]", "jobs=2"], {"folder": tree, "check": False}
         said = cluster.at(*command, *own, EASEL_COMMIT="b" * 40 + "+changes", **calm)
         assert "launch: the code is " in said and "Commit the changes first." in said
         commit = {"EASEL_COMMIT": "b" * 40, **calm}
         said = cluster.at(*command, *own, **commit)
-        assert re.search(r"3 runs handed to Slurm as job \d+\n", said), said
+        handed = re.search(r"3 runs handed to Slurm as job (\d+)\n", said)
+        assert handed, said
         assert "3 runs: 3 pending. The same command shows what has ended by then." in said
         local = ["python", "sweep.py", "small.yaml", f"runs={tmp_path}/runs"]
         assert "3 runs: 3 pending. The same command shows" in cluster.at(*local, **commit)
@@ -314,6 +315,7 @@ class TestRuns:
         again = cluster.at(*local, **commit)
         file.write_text(f"keys: {keys}\npoints: [{points}]\n")
         assert "3 runs of it in Slurm's queue, so that it goes on there. Give launch=slurm, or cancel them" in again
+        cluster.at("scontrol", "release", handed[1])
         cluster_is_idle(cluster)
         said = cluster.at(*command, **commit)
         logs = "".join(path.read_text() for path in (tmp_path / "runs/sweeps/small/logs").iterdir())

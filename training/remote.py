@@ -30,6 +30,8 @@ from stages.store_errors import address_problem, explain_store_error, scheme_of
 from training import published
 from training.resume import check_begun
 from training.run_config import RunConfig, resolve
+from training.shared_folder import bring_to_all
+from training.sharding import is_sharded
 from training.uploads import REPLACED, Missing, Uploads
 
 ATTEMPTS = 3  # of each request, before the run
@@ -63,6 +65,8 @@ def bring_back(config: RunConfig) -> tuple[RunConfig, dict[str, Any] | None]:
     if config.save.remote is not None:
         folder = Path(config.run_folder, config.run_name or "")
         came, result = ranks.on_rank_zero(lambda: _brought(config, folder))
+        if not is_sharded(config):
+            bring_to_all(folder)
         config = _as_begun(config) if came else config
         if result is not None:
             return config, result

@@ -39,6 +39,7 @@ from training.evaluated import check_evaluations, has_files_of, is_evaluated_ali
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
 from training.run_config import RunConfig, resolve
 from training.shared_folder import check_is_shared
+from training.sharding import is_sharded
 from training.speed import SpeedKeys
 from zoo import load_family
 
@@ -400,8 +401,8 @@ def open_run(config: RunConfig) -> RunState:
     made = [*made, *(path for path in of_cache if path not in made)]
     state = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
     with state.or_nothing():
-        if config.save.every_images:
-            check_is_shared(folder)
+        if config.save.every_images and (config.save.remote is None or is_sharded(config)):
+            check_is_shared(folder)  # else training/remote.py has given each machine what it reads
         content = None if newest is None else outline(newest)
         if newest is not None and content is not None:
             check_whole(content, newest)

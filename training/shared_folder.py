@@ -1,4 +1,8 @@
-"""Whether all machines of a run see one run folder, found out before anything is built."""
+"""Whether all machines of a run see one run folder, and what the others get where they do not.
+
+Every rank reads the run's record and its newest checkpoint when it starts; only rank 0 writes them. With save.remote the store
+has both, so each machine may have a folder of its own: rank 0 sends what it has to those that do not see its folder.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,188 @@ import contextlib
 import platform
 import time
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+import torch.distributed
 from composer.utils import dist
 
 from cli import ranks
 from cli.errors import ConfigError
+from cli.files import whole, write_whole
+from cli.log import log
+from record.checkpoint_files import fault, find_newest
+from record.files import ALL
 
 SEEN = ".seen-"
 SEEN_SEC = 30.0  # a network's file system may keep what it knows of a folder so long
 POLL_SEC = 0.5
+CHECKPOINTS = "checkpoints"
+COPIES = ".sent-by-rank-0"
+"""File of a machine's own folder: the names of the checkpoints that were sent there."""
+CHUNK_BYTES = 64 * 2**20
 
 
 def check_is_shared(folder: Path) -> None:
     """Have each machine look for a file that rank 0 writes into the run's folder. All ranks call it.
 
-    Checkpoints are read by all ranks: a machine without them would end the run at its first resume.
+    Raises:
+        ConfigError: on all ranks, names the machines that do not see it: they would end the run at its first resume.
+    """
+    first, blind = _machines(folder)
+    if names := [name for name in blind if name]:
+        given = f"{' and '.join(names)} {'does' if len(names) == 1 else 'do'} not see what {first} has written into {folder}"
+        possible = "Wanted: a folder that all machines share, or save.every_images=0, which keeps no checkpoints"
+        raise ConfigError([f"run_folder: {given}. {possible}; with save.remote and sharding=off each may have its own."])
+
+
+def bring_to_all(folder: Path) -> None:
+    """Give each machine that does not see rank 0's folder the record and the newest checkpoint. All ranks call it.
 
     Raises:
-        ConfigError: on all ranks, names the machines that do not see it.
+        ConfigError: on all ranks, a machine cannot write them; or every checkpoint is damaged.
     """
-    if ranks.num_nodes() == 1:
+    first, blind = _machines(folder)
+    if not any(blind):
         return
-    token = folder / f"{SEEN}{uuid.uuid4().hex}"
+    newest, record = ranks.on_rank_zero(lambda: (find_newest(folder / CHECKPOINTS), _record_of(folder)))
+    names = ", ".join(name for name in blind if name)
+    log.info(f"run_folder: {names} cannot see that of {first}: the record, and what it resumes from, are sent there.")
+    is_blind = blind[dist.get_global_rank() - dist.get_local_rank()] is not None
+
+    def write_record() -> None:
+        with _said(folder):
+            _clear(folder, record, newest)
+            for name, content in record.items():
+                if not (folder / name).is_file() or (folder / name).read_bytes() != content:
+                    write_whole(folder / name, content)
+
+    ranks.on_one_rank_of_each_machine(write_record if is_blind else lambda: None)
+    if newest is not None:
+        _send(newest, is_wanted=is_blind and dist.get_local_rank() == 0)
+
+
+def _machines(folder: Path) -> tuple[str, list[str | None]]:
+    """Return the name of rank 0's machine; and for each rank None, or its machine's name: it is the first, and blind."""
+    if ranks.num_nodes() == 1:
+        return platform.node(), [None] * dist.get_world_size()
+    token, was_there = folder / f"{SEEN}{uuid.uuid4().hex}", folder.is_dir()
 
     def leave() -> tuple[Path, str]:
-        try:
+        with _said(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"{SEEN}*"):  # by a start that was killed
                 left.unlink(missing_ok=True)
             token.touch()
-        except OSError as error:
-            raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
         return token, platform.node()
-
-    def look() -> None:
-        until = time.monotonic() + SEEN_SEC
-        while not path.exists():
-            if time.monotonic() > until:
-                given = f"{platform.node()} does not see what {first} has written into {folder}"
-                possible = (
-                    "Wanted: a folder that all machines share, or save.every_images=0, which keeps no checkpoints"
-                )
-                raise ConfigError([f"run_folder: {given}. {possible}."])
-            with contextlib.suppress(OSError):
-                list(folder.iterdir())  # has some file systems ask again
-            time.sleep(POLL_SEC)
 
     path, first = ranks.on_rank_zero(leave)
     try:
-        ranks.on_one_rank_of_each_machine(look)
+        found = dist.all_gather_object(None if dist.get_local_rank() or _is_seen(path) else platform.node())
     finally:
         if dist.get_global_rank() == 0:
             path.unlink(missing_ok=True)
+            if not was_there:
+                folder.rmdir()  # a start that is refused leaves nothing
+    return first, found
+
+
+def _is_seen(path: Path) -> bool:
+    until = time.monotonic() + SEEN_SEC
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        with contextlib.suppress(OSError):
+            list(path.parent.iterdir())  # has some file systems ask again
+        time.sleep(POLL_SEC)
+    return True
+
+
+@contextlib.contextmanager
+def _said(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        given = f"{platform.node()}: {folder}: {error.strerror or error}"
+        raise ConfigError([f"run_folder: {given}. Give a folder that this user may write in, with room."]) from error
+
+
+# --- what is sent ---
+
+
+def _record_of(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ALL if (folder / name).is_file()}
+
+
+def _clear(folder: Path, record: Mapping[str, bytes], newest: Path | None) -> None:
+    """Remove what an earlier start has left in a machine's own folder: files that rank 0 has not, and what was sent there."""
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    for name in ALL:
+        if name not in record:
+            (folder / name).unlink(missing_ok=True)
+    sent = folder / COPIES
+    for name in sent.read_text().split() if sent.is_file() else ():
+        if newest is None or name != newest.name:
+            (folder / CHECKPOINTS / Path(name).name).unlink(missing_ok=True)
+
+
+def _send(path: Path, *, is_wanted: bool) -> None:
+    """Send a checkpoint's file from rank 0 to the ranks that want it, in pieces, over the CPU. All ranks call it."""
+    has_it = is_wanted and path.is_file() and fault(path) is None
+    wanting = dist.all_gather_object(is_wanted and not has_it)
+    takers = [rank for rank, wants in enumerate(wanting) if wants]
+    if not takers:
+        return
+    group = torch.distributed.new_group([0, *takers], backend="gloo")
+    problem: list[str] = []
+    if dist.get_global_rank() == 0:
+        size = path.stat().st_size
+        log.info(f"run_folder: {path.name} ({size / 2**30:.3g} GiB) is sent to {len(takers)} machines.")
+        with open(path, "rb") as file:
+            for piece in _pieces(size, group):
+                file.readinto(memoryview(piece.numpy()))
+                torch.distributed.broadcast(piece, 0, group)
+    elif dist.get_global_rank() in takers:
+        try:
+            with _said(path.parent):
+                _take(path, group)
+        except ConfigError as error:
+            problem = list(error.problems)
+    if found := [text for each in dist.all_gather_object(problem) for text in each]:
+        raise ConfigError(found)
+
+
+def _pieces(size: int, group: torch.distributed.ProcessGroup) -> Iterator[torch.Tensor]:
+    """Tell the others a file's size; yield a tensor for each of its pieces."""
+    told = torch.tensor([size])
+    torch.distributed.broadcast(told, 0, group)
+    left = int(told.item())
+    while left:
+        yield torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8)
+        left -= min(left, CHUNK_BYTES)
+
+
+def _take(path: Path, group: torch.distributed.ProcessGroup) -> None:
+    """Write what rank 0 sends. A disk that is full ends no collective: what is left is taken and dropped."""
+    failed: OSError | None = None
+    with contextlib.ExitStack() as stack:
+        try:
+            sent = path.parent.parent / COPIES
+            write_whole(sent, f"{path.name}\n")
+            file = open(stack.enter_context(whole(path)), "wb")  # noqa: SIM115
+            stack.callback(file.close)
+        except OSError as error:
+            failed = error
+        for piece in _pieces(0, group):
+            torch.distributed.broadcast(piece, 0, group)
+            try:
+                if failed is None:
+                    file.write(memoryview(piece.numpy()))
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+    if wrong := fault(path):
+        path.unlink()
+        raise ConfigError([f"run_folder: {platform.node()}: {path} has come damaged ({wrong}). Start again."])
