@@ -26,7 +26,7 @@ from composer.utils import dist
 from torch.distributed import PrefixStore, distributed_c10d
 
 from cli.command import let_first_leave
-from cli.errors import ConfigError
+from cli.errors import ConfigError, Failed
 from cli.log import EVERY_RANK, log
 from cli.private_api import require_private_api
 
@@ -120,17 +120,29 @@ def on_rank_zero(work: Callable[[], Result]) -> Result:
 
     Raises:
         ConfigError: on all ranks, what rank 0 has raised as a ValueError.
+        Failed: on all ranks, where rank 0 has raised that.
     """
     outcome: list[Any] = [None, None]
     if dist.get_global_rank() == 0:
         try:
             outcome[0] = work()
         except ValueError as error:
-            outcome[1] = getattr(error, "problems", None) or str(error).splitlines()
+            outcome[1] = _told(error)
     dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise ConfigError(outcome[1])
+    _raise(outcome[1:])
     return outcome[0]
+
+
+def _told(error: ValueError) -> tuple[bool, list[str]]:
+    """Return an error as another rank can raise it: whether a new start may mend it, and its problems."""
+    return isinstance(error, Failed), getattr(error, "problems", None) or str(error).splitlines()
+
+
+def _raise(told: Sequence[tuple[bool, list[str]] | None]) -> None:
+    """Raise what ranks have told. A new start mends it only if it mends each."""
+    found = [each for each in told if each is not None]
+    if texts := list(dict.fromkeys(text for _, problems in found for text in problems)):
+        raise Failed("\n".join(texts)) if all(may_pass for may_pass, _ in found) else ConfigError(texts)
 
 
 def on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
@@ -138,15 +150,15 @@ def on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
 
     Raises:
         ConfigError: on all ranks, what one of them has raised as a ValueError.
+        Failed: on all ranks, where each that has raised has raised that.
     """
-    problems: list[str] = []
+    told = None
     if dist.get_local_rank() == 0:
         try:
             work()
         except ValueError as error:
-            problems = getattr(error, "problems", None) or str(error).splitlines()
-    if found := dict.fromkeys(text for each in dist.all_gather_object(problems) for text in each):
-        raise ConfigError(list(found))
+            told = _told(error)
+    _raise(dist.all_gather_object(told))
 
 
 def once_a_machine(work: Callable[[], Result]) -> Result:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from streaming.base.util import bytes_to_int
 
+from cli.errors import Failed
 from cli.limits import ImageSize
 from stages.dataset import Stage, holds_another_stage, is_remote
 from stages.mixture import StreamConfig, buckets_of, epoch_samples, opened, unfilled
@@ -21,7 +22,7 @@ Problems = list[tuple[str, str]]
 
 
 def read_source(key: str, source: StreamConfig) -> tuple[Stage | None, Problems]:
-    """Return a stage's facts, or why they cannot be read. `key`: beginning of its keys."""
+    """Return a stage's facts, or why they cannot be read. `key`: beginning of its keys. Raises Failed: its store is away."""
     where, location = f"{key}.remote" if source.remote else f"{key}.local", source.location or ""
     if is_remote(location) and (source.local is None or is_remote(source.local)):
         given = f"{source.local} is not a folder on this machine"
@@ -29,6 +30,8 @@ def read_source(key: str, source: StreamConfig) -> tuple[Stage | None, Problems]
         return None, [(f"{key}.local", text)]
     try:
         stage = source.contents
+    except Failed as error:  # no problem of the configuration: the same command may do well later
+        raise Failed(f"{where}: {error}") from error
     except ValueError as error:
         return None, [(where, str(error))]
     if stage.is_compressed and source.folders[0] is None:

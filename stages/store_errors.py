@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from cli import masking
+from cli.errors import Failed
 
 SECOND_LOOK_SEC = 5.0  # for a connection, and again for an answer
 FILES_OF_A_STAGE = (".mds", ".json")
@@ -57,6 +58,12 @@ CODES = {
     ),
     "SlowDown": ("{endpoint} has too much to do", "Try again later"),
 }
+AWAY = {
+    *("ConnectTimeoutError", "ReadTimeoutError", "EndpointConnectionError", "ConnectionClosedError"),
+    *("ConnectionRefusedError", "ConnectionResetError"),
+}
+"""Names of what clients raise of a store that is not there at the moment; a name that does not resolve is none of them."""
+TOO_MANY = 429  # requests
 MAY_NOT_WRITE = (
     "these credentials may not write there",
     "Ask for s3:PutObject, s3:GetObject, s3:DeleteObject and s3:ListBucket on bucket '{bucket}'",
@@ -171,6 +178,22 @@ def explain_store_error(error: Exception, location: str, done: str = "read") -> 
         what = what.replace(may_not, MAY_NOT_WRITE[0])
         todo = MAY_NOT_WRITE[1].format(bucket=_split(location).netloc)
     return masking.masked(f"{location} cannot be {done}: {what}. {todo}.")
+
+
+def may_pass(error: BaseException) -> bool:
+    """True where the same start may find the store well some minutes later: it is away, silent, or says that it is at fault."""
+    causes = list(_causes(error))
+    names = {type(cause).__name__ for cause in causes}
+    if "NameResolutionError" in names or any(isinstance(cause, ssl.SSLError | socket.gaierror) for cause in causes):
+        return False
+    answers = [cause.response for cause in causes if isinstance(getattr(cause, "response", None), dict)]
+    statuses = [int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0) for answer in answers]
+    return bool(names & AWAY) or any(status >= 500 or status == TOO_MANY for status in statuses)
+
+
+def refusal(error: BaseException, text: str) -> ValueError:
+    """Return what to raise of a store's error: Failed, of which a job is started again, where it may pass."""
+    return Failed(text) if may_pass(error) else ValueError(text)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

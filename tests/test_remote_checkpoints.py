@@ -216,6 +216,10 @@ def test_missing_credentials_and_a_dead_store_are_refused_before_anything_is_bui
         said = refused(capsys, *words_of(tmp_path, "a")).splitlines()[-1]
         assert said.startswith(f"save.remote: {address}/a cannot be written: there are no credentials here. Set ")
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
-    said = refused(capsys, *words_of(tmp_path, "a")).splitlines()[-1]
+    capsys.readouterr()
+    assert main(*words_of(tmp_path, "a")) == 1  # not 2: a job is started again, and the store may be there by then
+    said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"save.remote: {address}/a cannot be written: nothing listens at http://127.0.0.1:9. ")
+    assert main(*words_of(tmp_path, "a", f"data.remote={address}/stage", "save.remote=null")) == 1
+    assert "/stage cannot be read: nothing listens at http://127.0.0.1:9. " in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "a").exists()

@@ -26,7 +26,7 @@ from record.checkpoint_folders import digest_of, remove
 from record.config_file import CONFIG
 from record.files import ALL, STARTS, run_id_of
 from record.run_store import CHECKPOINTS, RunStore, StoredCheckpoint, checkpoints_in, store_errors
-from stages.store_errors import address_problem, explain_store_error, scheme_of
+from stages.store_errors import address_problem, explain_store_error, refusal, scheme_of
 from training import published
 from training.resume import check_begun
 from training.run_config import RunConfig, resolve
@@ -61,6 +61,7 @@ def bring_back(config: RunConfig) -> tuple[RunConfig, dict[str, Any] | None]:
 
     Raises:
         ConfigError: on all ranks: the store cannot be read or written, or has another run of this name.
+        cli.errors.Failed: on all ranks: the store is away.
     """
     if config.save.remote is not None:
         folder = Path(config.run_folder, config.run_name or "")
@@ -140,7 +141,7 @@ def _brought(config: RunConfig, folder: Path) -> tuple[bool, dict[str, Any] | No
         lock.acquire(timeout=0)
         return _fetched(store, store.listed(), folder, config)
     except store_errors() as error:
-        raise ConfigError([f"save.remote: {explain_store_error(error, store.address, 'written')}"]) from error
+        raise refusal(error, f"save.remote: {explain_store_error(error, store.address, 'written')}") from error
     except Timeout as error:
         given = f"another process is training in {folder}"
         raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error

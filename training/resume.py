@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from callbacks.quality_target import TARGET_KEYS, outcome, said
 from cli import errors, masking, ranks
-from cli.errors import ConfigError
+from cli.errors import ConfigError, Failed
 from cli.log import log
 from config import flat
 from data import DataConfig
@@ -337,14 +337,14 @@ class RunState:
         """Remove this start's folders if an error ends it in the context, on whichever rank.
 
         Raises:
-            ConfigError: instead of a ValueError: an impossible start.
+            ConfigError: instead of a ValueError: an impossible start. Failed stays.
         """
         try:
             yield
         except BaseException as error:
             self.release()
             _remove(self.made, self.folder)
-            if isinstance(error, ValueError) and not isinstance(error, ConfigError) and errors.is_foreseen(error):
+            if isinstance(error, ValueError) and not isinstance(error, ConfigError | Failed) and errors.is_foreseen(error):
                 raise ConfigError([str(error)]) from error
             raise
 
