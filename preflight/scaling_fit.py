@@ -1,12 +1,14 @@
 """The law of preflight/scaling_law.py, fitted to the published rows: parameters with their uncertainty, and held-out errors.
 
 Least squares on log images/s (scipy), with each parameter's prior as one more residual; the rates have none. The covariance
-is that of the Jacobian; an interval is the delta method with Student's t of the residuals. Rows that were held out then say
-how much too narrow that is, and every interval is widened by as much, so that about 90 of 100 held-out rows lie in theirs.
+is that of the Jacobian, and that of the fits without one series each (a jackknife): series differ by more than their rows say.
+An interval is the delta method with Student's t of the residuals. Where fewer than 90 of 100 held-out places
+lie in theirs, or of those that were predicted from the smallest of their series alone, all are widened by as much.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +17,24 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import least_squares
 
-from preflight.scaling_law import NAMES, PARAMETERS, Array, Points, Setup, log_speed, points_of
+from preflight.scaling_law import (
+    NAMES,
+    PARAMETERS,
+    SHARES,
+    Array,
+    Points,
+    Setup,
+    log_speed,
+    points_of,
+    to_theta,
+    to_values,
+)
 from preflight.scaling_rows import Row, batch_of, setup_of
 
 COVERED = 0.9
 FIRST_NOISE = 0.04  # of log images/s, before the residuals have said what it is
 STEP = 1e-6
-_MEDIANS = np.log([prior.value for prior in PARAMETERS.values()])
+_MEDIANS = to_theta(np.array([prior.value for prior in PARAMETERS.values()]))
 _DEVIATIONS = np.log([prior.factor for prior in PARAMETERS.values()])
 
 
@@ -71,8 +84,8 @@ class Law:
         """Return a shared parameter with its interval; priors count, so nothing is widened."""
         place = len(self.series) + NAMES.index(name)
         reach = stats.t.ppf((1 + COVERED) / 2, self.freedom) * np.sqrt(self.covariance[place, place])
-        middle = self.theta[place]
-        return Interval(*map(float, np.exp([middle, middle - reach, middle + reach])))
+        shared = self.theta[len(self.series) :] + np.array([[0.0], [-reach], [reach]]) * (np.array(NAMES) == name)
+        return Interval(*map(float, to_values(shared)[:, NAMES.index(name)]))
 
     def as_record(self) -> dict[str, Any]:
         """Return the law for a record; see `law_of`."""
@@ -156,7 +169,8 @@ def _slopes(points: Points, num: int, noise: float) -> Callable[[Array], Array]:
 class Held:
     """A place, predicted by a law that has not seen it.
 
-    measured: geometric mean of its rows. error: predicted / measured - 1. z: of its logarithm, in deviations.
+    measured: geometric mean of its rows. error: predicted / measured - 1. alone: the prediction by a law that has seen the
+    smallest place of this series alone, and all of the others; None: it is the smallest.
     """
 
     series: str
@@ -165,16 +179,18 @@ class Held:
     measured: float
     predicted: Interval
     fitted: float
-    z: float
-    is_largest: bool
-    beyond: float | None = None
-    """Error where the largest place of every series was held out at once."""
+    alone: Interval | None = None
     systems: tuple[str, ...] = field(default=())
 
     @property
     def error(self) -> float:
         """Of the prediction without this place."""
         return self.predicted.value / self.measured - 1
+
+    @property
+    def alone_error(self) -> float | None:
+        """Of the prediction from the smallest place of the series."""
+        return None if self.alone is None else self.alone.value / self.measured - 1
 
 
 def places_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
@@ -186,57 +202,75 @@ def places_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     return {place: of for place, of in found.items() if nums.count(place[0]) > 1}
 
 
+def jackknife(rows: Sequence[Row], whole: Law) -> Array:
+    """Return the covariance (P, P) of the shared parameters over fits without one series each."""
+    shared = []
+    for name in whole.series:
+        law = fit([row for row in rows if row.series != name], whole, whole.noise)
+        shared.append(law.theta[len(law.series) :])
+    off = np.array(shared) - np.mean(shared, axis=0)
+    return (len(shared) - 1) / len(shared) * off.T @ off
+
+
+def with_shared(law: Law, more: Array) -> Law:
+    """Return a law whose shared parameters vary by more (P, P); each rate goes along as the rows ask."""
+    num = len(law.series)
+    along = law.covariance[:num, num:] @ np.linalg.inv(law.covariance[num:, num:])
+    to = np.vstack([along, np.eye(len(NAMES))])
+    return dataclasses.replace(law, covariance=law.covariance + to @ more @ to.T)
+
+
 def held_out(rows: Sequence[Row], whole: Law) -> tuple[Law, list[Held]]:
-    """Leave each place out in turn, and all largest ones at once.
+    """Leave each place out in turn; and of each series all but the smallest.
 
     Returns:
-        the law with intervals as wide as the places that it had not seen ask for, and the places.
+        the law with intervals as wide as the series differ, and the places.
     """
-    places = places_of(rows)
-    largest = {(name, max(num for series, num in places if series == name)) for name, _ in places}
-    small = fit([row for row in rows if row.place not in largest], whole, whole.noise)
+    places, more = places_of(rows), jackknife(rows, whole)
+    smallest = {name: min(num for series, num in places if series == name) for name, _ in places}
+    from_smallest = {
+        name: with_shared(fit([row for row in rows if row.series != name or row.num == num], whole, whole.noise), more)
+        for name, num in smallest.items()
+    }
     found = []
     for place, of in places.items():
-        law = fit([row for row in rows if row.place != place], whole, whole.noise)
-        seen = [_log_ratio(of_law, of) for of_law in (law, whole)]
-        (middle, predicted), (fitted_error, _) = seen
-        points = _points(of, law.series)
-        slope = jacobian(law.theta, points, len(law.series)).mean(axis=0)
-        deviation = np.sqrt(whole.noise**2 + slope @ law.covariance @ slope)
-        beyond = float(np.expm1(_log_ratio(small, of)[0])) if place in largest else None
+        law = with_shared(fit([row for row in rows if row.place != place], whole, whole.noise), more)
+        name, num = place
         found.append(
             Held(
                 *place,
                 batch=batch_of(of[0]) or 0,
                 measured=float(np.exp(_log_speeds(of).mean())),
-                predicted=predicted,
-                fitted=float(np.expm1(fitted_error)),
-                z=float(middle / deviation),
-                is_largest=place in largest,
-                beyond=beyond,
+                predicted=_of_place(law, of),
+                fitted=_of_place(whole, of).value / float(np.exp(_log_speeds(of).mean())) - 1,
+                alone=None if num == smallest[name] else _of_place(from_smallest[name], of),
                 systems=tuple(row.system for row in of),
             )
         )
-    usual = stats.t.ppf((1 + COVERED) / 2, whole.freedom)
-    widened = max(1.0, float(np.quantile([abs(each.z) for each in found], COVERED, method="higher") / usual))
-    law = Law(whole.series, whole.theta, whole.covariance, whole.noise, whole.freedom, widened)
-    return law, [_widened(each, widened) for each in found]
+    kinds = [(each.predicted, each.measured) for each in found], [(each.alone, each.measured) for each in found if each.alone]
+    off = [np.quantile([_beyond(*pair) for pair in pairs], COVERED, method="higher") for pairs in kinds]
+    widened = max(1.0, float(max(off)))
+    return dataclasses.replace(with_shared(whole, more), widened=widened), [_widened(each, widened) for each in found]
 
 
-def _log_ratio(law: Law, of: Sequence[Row]) -> tuple[float, Interval]:
-    """Return log predicted / measured of a place, and the prediction of its first row's batch."""
+def _of_place(law: Law, of: Sequence[Row]) -> Interval:
+    """Return the prediction of a place: the geometric mean over its rows, with the interval of the first."""
     intervals = law.of(law.theta, law.covariance, _points(of, law.series))
-    middle = float(np.mean([np.log(each.value) for each in intervals] - _log_speeds(of)))
     mean = float(np.exp(np.mean([np.log(each.value) for each in intervals])))
-    return middle, intervals[0].times(mean / intervals[0].value)
+    return intervals[0].times(mean / intervals[0].value)
+
+
+def _beyond(told: Interval, measured: float) -> float:
+    """How far a measured value is from the prediction, in halves of its interval."""
+    return float(abs(np.log(measured / told.value)) / np.log(told.high / told.value))
 
 
 def _widened(held: Held, factor: float) -> Held:
-    low, high = (
-        held.predicted.value * (end / held.predicted.value) ** factor
-        for end in (held.predicted.low, held.predicted.high)
-    )
-    return Held(**{**vars(held), "predicted": Interval(held.predicted.value, low, high)})
+    def wide(of: Interval) -> Interval:
+        return Interval(of.value, *(of.value * (end / of.value) ** factor for end in (of.low, of.high)))
+
+    alone = None if held.alone is None else wide(held.alone)
+    return dataclasses.replace(held, predicted=wide(held.predicted), alone=alone)
 
 
 def sensitivity(law: Law, points: Points, num_rates: int) -> dict[str, tuple[float, float]]:
@@ -246,7 +280,11 @@ def sensitivity(law: Law, points: Points, num_rates: int) -> dict[str, tuple[flo
     names = ["rate", *NAMES]
     rate = int(points.rate[0])
     at = [rate, *range(num_rates, len(law.theta))]
+    values = dict(zip(NAMES, to_values(law.theta[num_rates:]), strict=True))
     return {
-        name: (float(slope[place]), float(100 * np.expm1(slope[place] * deviation[place])))
+        name: (
+            float(slope[place] / (1 - values[name] if name in SHARES else 1)),
+            float(100 * np.expm1(slope[place] * deviation[place])),
+        )
         for name, place in zip(names, at, strict=True)
     }

@@ -5,7 +5,7 @@
     N devices in n domains of g, whose inner link is fast; b images a device and step, r images/s of a device
     b0         what a pass takes at any size, in images: kernels too small for the device, the optimizer's step; p passes
     s          the slowest of N devices: sqrt(2 ln N) is what the maximum of N normal variables grows by
-    within     a ring all-reduce in a domain: 2 G (g - 1) / g bytes over the inner link
+    within     a ring all-reduce in a domain: 2 G (g - 1) / g bytes over the inner link, and 2 log2(g) hops for each bucket
     across     the same of each device's share over the outer link: 2 (G / g) (n - 1) / n
     hidden     a share of the last pass's backward pass, which is 2/3 of its time: DDP exchanges in that one alone
     h          a hop between domains, for all buckets together; a tree has log2(n) of them, up and down
@@ -31,6 +31,8 @@ Array = np.ndarray
 
 ROUNDED_SEC = 0.003
 BACKWARD_FRAC = 2 / 3  # of a pass's time: twice the matrix products of the forward pass
+INNER_HOP_SEC = 4e-6  # NCCL's own table (src/graph/tuning.cc): a tree's hop over NVLink, protocol Simple
+BUCKET_GB = 0.025  # of DDP: 25 MB of gradients are exchanged together
 INNER_SHARE = 0.8  # of an inner link's nominal bandwidth, what NCCL's tests reach within a node
 REFERENCE_TFLOP = 2.41  # an image and step of SD2 at 512 px from moments: what b0 is counted in
 NODE_LINKS = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
@@ -48,7 +50,10 @@ CLUSTER_LINKS = {
 
 @dataclass(frozen=True)
 class Prior:
-    """What is taken for a parameter before any row is seen: a log-normal's median, and the factor of one deviation."""
+    """What is taken for a parameter before any row is seen: its median, and by what factor one deviation changes it.
+
+    Of a share the factor is that of its odds, v / (1 - v): no share is above 1.
+    """
 
     value: float
     factor: float
@@ -60,15 +65,17 @@ PARAMETERS = {
     "fixed_plain": Prior(4.0, 2.0, "b0 of a pass that is launched kernel by kernel, images"),
     "fixed_tpu": Prior(4.0, 2.0, "b0 of a TPU, images"),
     "fixed_flux": Prior(20.0, 4.0, "b0 of a pass of FLUX.1, images of SD2"),
-    "link_share": Prior(0.6, 1.3, "share of an outer link's nominal bandwidth"),
+    "link_share": Prior(0.6, 2.0, "share of an outer link's nominal bandwidth"),
     "mosaicml_online": Prior(3.0, 4.0, "outer link of MosaicML's first benchmark, GB/s a device"),
     "mosaicml_latents": Prior(10.0, 4.0, "outer link of MosaicML's second benchmark, GB/s a device"),
     "hop_sec": Prior(1e-3, 5.0, "h: a hop between domains, all buckets, s"),
-    "hidden": Prior(0.8, 1.2, "share of the last backward pass that hides the exchange"),
+    "hidden": Prior(0.8, 2.5, "share of the last backward pass that hides the exchange"),
     "jitter": Prior(0.005, 3.0, "s: deviation of a device's step, of the step"),
 }
-"""What is fitted beside each series' rate. Each is above 0, so its logarithm is what the fit moves."""
+"""What is fitted beside each series' rate. The fit moves the logarithm of each, of a share that of its odds."""
 NAMES = tuple(PARAMETERS)
+SHARES = ("link_share", "hidden")
+_IS_SHARE = np.array([name in SHARES for name in NAMES])
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,18 @@ class Points:
     passes: Array
 
 
+def to_theta(values: Array) -> Array:
+    """Return what the fit moves of parameters (..., P)."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # of what is no share
+        return np.log(np.where(_IS_SHARE, values / (1 - np.where(_IS_SHARE, values, 0.0)), values))
+
+
+def to_values(shared: Array) -> Array:
+    """Return the parameters (..., P) of what the fit moves."""
+    values = np.exp(shared)
+    return np.where(_IS_SHARE, values / (1 + values), values)
+
+
 def fixed_of(family: str, has_graphs: bool) -> str:
     """Return which b0 a run has."""
     return "flux" if family == "flux" else "graphs" if has_graphs else "plain"
@@ -128,6 +147,7 @@ def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
     for setup, num, batch, rate in given:
         domain, gb = domain_of(setup, num), setup.volume * setup.gradient_gb / setup.tensor
         inner = domain / setup.tensor  # devices of a domain that exchange one part with each other
+        hops = np.ceil(setup.gradient_gb / setup.tensor / BUCKET_GB) * 2 * np.log2(inner) * INNER_HOP_SEC
         is_named = isinstance(setup.outer, str)
         microbatch = min(setup.microbatch or np.inf, batch / num)
         rows.append(
@@ -137,7 +157,7 @@ def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
                 "num": float(num),
                 "batch": float(batch),
                 "domain": float(domain),
-                "inner_sec": gb * (1 - 1 / inner) / (INNER_SHARE * setup.inner),
+                "inner_sec": gb * (1 - 1 / inner) / (INNER_SHARE * setup.inner) + hops,
                 "across_gb": gb / inner * (1 - domain / num),
                 "outer": 1.0 if is_named else setup.outer,
                 "outer_of": NAMES.index(str(setup.outer) if is_named else "link_share"),
@@ -154,13 +174,12 @@ def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
     """Return log images/s over all devices.
 
     Args:
-        theta: (..., S + P): logarithms of the S rates, images/s of a device, then of PARAMETERS.
+        theta: (..., S + P): logarithms of the S rates, images/s of a device, then `to_theta` of PARAMETERS.
 
     Returns:
         (..., R).
     """
-    values = np.exp(theta)
-    rate, shared = values[..., points.rate], values[..., num_rates:]
+    rate, shared = np.exp(theta[..., points.rate]), to_values(theta[..., num_rates:])
 
     def of(name: str) -> Array:
         return shared[..., NAMES.index(name), None]
@@ -177,11 +196,12 @@ def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
 
 def parts(theta: Array, points: Points, num_rates: int) -> list[Mapping[str, float]]:
     """Return what a step's time is made of, s: computed, fixed, jitter, exchange that is not hidden, hops; (R) of them."""
-    shared = dict(zip(NAMES, np.exp(theta[num_rates:]), strict=True))
+    values = to_values(theta[num_rates:])
+    shared = dict(zip(NAMES, values, strict=True))
     rate = np.exp(theta)[points.rate]
     step = points.batch / np.exp(log_speed(theta, points, num_rates))
     computed = points.batch / points.num / rate
-    fixed = points.passes * np.exp(theta[num_rates:])[points.fixed_of] * points.scale / rate
+    fixed = points.passes * values[points.fixed_of] * points.scale / rate
     jitter = (computed + fixed) * shared["jitter"] * np.sqrt(2 * np.log(points.num))
     hops = 2 * shared["hop_sec"] * np.log2(points.num / points.domain)
     of = {"computed": computed, "fixed": fixed, "jitter": jitter, "hops": hops}

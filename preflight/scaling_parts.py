@@ -32,6 +32,8 @@ EVALUATIONS = (
 )
 """Series, devices, median seconds of an evaluation of 30,000 images in MLPerf's logs. NVIDIA's own of 8 H100 has 1,130 of
 generation and 65 of scoring."""
+SIZES = ((8, 31), (32, 127), (128, 255), (256, 4096), (8, 4096))
+"""Numbers of devices, least and most, whose errors are told apart; the last are all."""
 ALONE = 64  # images of a batch on one GPU
 NEAR = 0.1  # by which a network's FLOPs may differ from the benchmark's for its images to the target to hold
 
@@ -48,8 +50,7 @@ def row_of(held: Held) -> dict[str, Any]:
         **_ends("predicted", held.predicted),
         "error": held.error,
         "fitted_error": held.fitted,
-        "is_largest": held.is_largest,
-        "beyond_error": held.beyond,
+        **({} if held.alone is None else {**_ends("alone", held.alone), "alone_error": held.alone_error}),
     }
 
 
@@ -58,8 +59,8 @@ def _ends(name: str, of: Interval) -> dict[str, float]:
 
 
 def errors_of(law: Law, held: Sequence[Held], num_rows: int) -> dict[str, Any]:
-    """Return what the errors come to: of places held out one by one, and of the largest of each series at once."""
-    each, largest = np.abs([of.error for of in held]), np.abs([of.beyond for of in held if of.beyond is not None])
+    """Return what the errors come to: of places held out one by one, and of those predicted from the smallest alone."""
+    each = np.abs([of.error for of in held])
     inside = [of.predicted.low <= of.measured <= of.predicted.high for of in held]
     return {
         "rows": num_rows,
@@ -67,13 +68,20 @@ def errors_of(law: Law, held: Sequence[Held], num_rows: int) -> dict[str, Any]:
         "places": len(held),
         "median": float(np.median(each)),
         "worst": float(each.max()),
-        "largest": len(largest),
-        "beyond_median": float(np.median(largest)),
-        "beyond_worst": float(largest.max()),
         "covered": float(np.mean(inside)),
+        "alone": [_alone(held, *ends) for ends in SIZES],
         "noise": law.noise,
         "widened": law.widened,
     }
+
+
+def _alone(held: Sequence[Held], least: int, most: int) -> dict[str, Any]:
+    """Return the errors of places of these numbers of devices, each predicted from the smallest of its series."""
+    own = [(of.alone, of.measured) for of in held if of.alone is not None and least <= of.num <= most]
+    off = [abs(told.value / measured - 1) for told, measured in own]
+    inside = [told.low <= measured <= told.high for told, measured in own]
+    found = {"places": len(own), "median": float(np.median(off)), "worst": max(off), "covered": float(np.mean(inside))}
+    return {"from": least, "to": most, **found}
 
 
 def published(held: Sequence[Held]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def sections_of(record: Record) -> Iterator[Section]:
     yield _around(record)
     yield from _best(record)
     yield _errors(record)
+    yield _sizes(record)
     yield _rows(record)
     yield _parameters(record)
     yield _sensitivity(record)
@@ -181,54 +182,49 @@ def _fastest(points: Sequence[Record]) -> list[Record]:
 
 def _errors(record: Record) -> Section:
     of = record["errors"]
-    head = (
-        "series",
-        "places",
-        "from",
-        "to",
-        "median error, held out",
-        "worst",
-        "median error, fitted",
-        "largest place, beyond the others",
-    )
+    head = ("series", "places", "from", "to", "median error, held out", "worst")
+    head += ("from the smallest alone: median", "worst", "the largest")
     rows: list[Row] = []
     for title in dict.fromkeys(row["title"] for row in record["rows"]):
         own = [row for row in record["rows"] if row["title"] == title]
-        errors, fitted = ([abs(row[key]) for row in own] for key in ("error", "fitted_error"))
-        beyond = next(row["beyond_error"] for row in own if row["is_largest"])
-        nums = [row["num"] for row in own]
-        cells = (f"{statistics.median(errors):.1%}", f"{max(errors):.1%}", f"{statistics.median(fitted):.1%}")
-        rows.append((title, str(len(own)), str(min(nums)), str(max(nums)), *cells, _percent(beyond)))
-    all_of = (
-        f"{of['median']:.1%}",
-        f"{of['worst']:.1%}",
-        None,
-        f"{of['beyond_median']:.1%}, worst {of['beyond_worst']:.1%}",
-    )
-    rows.append(("all", str(of["places"]), None, None, *all_of))
+        errors = [abs(row["error"]) for row in own]
+        alone = [row["alone_error"] for row in own if "alone_error" in row]
+        nums, sizes = [row["num"] for row in own], [abs(error) for error in alone]
+        cells = [statistics.median(errors), max(errors), statistics.median(sizes), max(sizes)]
+        texts = (f"{value:.1%}" for value in cells)
+        rows.append((title, str(len(own)), str(min(nums)), f"{max(nums):,}", *texts, _percent(alone[-1])))
+    whole = of["alone"][-1]
+    cells = [of["median"], of["worst"], whole["median"], whole["worst"]]
+    rows.append(("all", str(of["places"]), None, None, *(f"{value:.1%}" for value in cells), None))
     title = (
         f"{of['rows']} published rows, {of['fitted']} fitted numbers. Each place (a series at a number of devices) was "
     )
-    title += "held out in turn; for the last column the largest of all series at once:"
-    note = (
-        f"The residuals' deviation is {of['noise']:.1%}. Intervals are {of['widened']:.2f} times as wide as the fit's "
-    )
-    note += f"own, so that {of['covered']:.0%} of the held-out places lie in theirs."
-    return Section("Error against published rows", Table(title, head, "lrrrrrrr", rows), (note,))
+    title += "held out in turn; then all places of a series but the smallest, as a run is predicted from one record:"
+    note = f"The residuals' deviation is {of['noise']:.1%}. Of the held-out places {of['covered']:.0%} lie in their interval."
+    if of["widened"] > 1:
+        note += f" For that intervals are {of['widened']:.2f} times as wide as the fits say."
+    return Section("Error against published rows", Table(title, head, "lrrrrrrrr", rows), (note,))
+
+
+def _sizes(record: Record) -> Section:
+    head = ("GPUs", "places", "median error", "worst", "in their interval")
+    rows: list[Row] = [
+        (
+            f"{of['from']:,} to {of['to']:,}",
+            str(of["places"]),
+            f"{of['median']:.1%}",
+            f"{of['worst']:.1%}",
+            f"{of['covered']:.0%}",
+        )
+        for of in record["errors"]["alone"]
+    ]
+    title = "The same by the number of GPUs, each predicted from the smallest place of its series:"
+    return Section("Error by size", Table(title, head, "lrrrr", rows))
 
 
 def _rows(record: Record) -> Section:
-    head = (
-        "series",
-        "GPUs",
-        "global batch",
-        "systems",
-        "published",
-        "predicted without it",
-        "error",
-        "fitted",
-        "beyond",
-    )
+    head = ("series", "GPUs", "global batch", "systems", "published", "predicted without it", "error", "fitted")
+    head += ("from the smallest alone", "error")
     rows: list[Row] = []
     for row in sorted(record["rows"], key=lambda row: (row["title"], row["num"])):
         cells = (
@@ -237,12 +233,11 @@ def _rows(record: Record) -> Section:
             str(row["systems"]),
             f"{row['images_per_sec']:,.0f}",
         )
-        ends = (_percent(row["error"]), _percent(row["fitted_error"]), _percent(row["beyond_error"]))
-        rows.append((row["title"], *cells, _range(row, "predicted", ",.0f"), *ends))
-    title = (
-        "Images/s of every place; of several systems the geometric mean. Beyond: the largest of its series, as above:"
-    )
-    return Section("Every held-out row", Table(title, head, "lrrrrrrrr", rows))
+        ends = (_range(row, "predicted", ",.0f"), _percent(row["error"]), _percent(row["fitted_error"]))
+        alone = (_range(row, "alone", ",.0f"), _percent(row["alone_error"])) if "alone" in row else (None, None)
+        rows.append((row["title"], *cells, *ends, *alone))
+    title = "Images/s of every place; of several systems the geometric mean:"
+    return Section("Every held-out row", Table(title, head, "lrrrrrrrrr", rows))
 
 
 def _parameters(record: Record) -> Section:

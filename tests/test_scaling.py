@@ -14,18 +14,22 @@ from scipy.optimize import minimize_scalar
 from preflight import scaling_failures as failures
 from preflight import scaling_run as runs
 from preflight.scaling_devices import measured, rated
-from preflight.scaling_fit import NAMES, Interval, fit, held_out, jacobian, law_of, places_of
+from preflight.scaling_fit import NAMES, Interval, fit, held_out, jackknife, jacobian, law_of, places_of
 from preflight.scaling_law import (
     BACKWARD_FRAC,
+    INNER_HOP_SEC,
     INNER_SHARE,
     PARAMETERS,
+    SHARES,
     Setup,
     domain_of,
     log_speed,
     parts,
     points_of,
+    to_theta,
+    to_values,
 )
-from preflight.scaling_rows import ASSUMED, SETUPS, TITLES, batch_of, fitted, read_rows
+from preflight.scaling_rows import ASSUMED, SETUPS, TITLES, batch_of, fitted, read_rows, setup_of
 from preflight.scaling_target import batches_of, best, choice, convergence
 from reports.verdicts import Sample
 from zoo.mlperf_flux import FLUX
@@ -36,6 +40,7 @@ ROWS = read_rows()
 USED = fitted(ROWS)
 RECORD = json.loads((ROOT / "reports/results/scaling.json").read_text())
 NOTHING = {"jitter": 1e-12, "hop_sec": 1e-12, "hidden": 1e-9}
+ALL = 1 - 1e-9  # of a share
 FAR = Setup("graphs", 4.0, 400.0, 50.0, 8)
 
 
@@ -46,7 +51,8 @@ def whole():
 
 def theta(rate: float, **shared: float) -> np.ndarray:
     """Logarithms of one rate and of the shared parameters, their priors where nothing is said."""
-    return np.log([rate, *(shared.get(name, prior.value) for name, prior in PARAMETERS.items())])
+    values = [shared.get(name, prior.value) for name, prior in PARAMETERS.items()]
+    return np.append(np.log(rate), to_theta(np.array(values)))
 
 
 def seconds(setup: Setup, num: int, batch: int, rate: float = 100.0, **shared: float) -> float:
@@ -63,7 +69,7 @@ def test_one_device_exchanges_nothing():
 
 def test_a_ring_within_a_domain_and_one_across_take_the_bytes_over_the_bandwidth():
     shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 0.5}
-    within = 2 * 4.0 * 7 / 8 / (INNER_SHARE * 400)
+    within = 2 * 4.0 * 7 / 8 / (INNER_SHARE * 400) + 160 * 2 * 3 * INNER_HOP_SEC  # 160 buckets of 25 MB
     across = 2 * 4.0 / 8 * 3 / 4 / (0.5 * 50)
     assert seconds(FAR, 8, 80, **shared) == pytest.approx(0.1 + within, abs=1e-3)
     assert seconds(FAR, 32, 320, **shared) == pytest.approx(0.1 + within + across, abs=1e-3)
@@ -73,24 +79,24 @@ def test_devices_that_share_layers_exchange_their_part_with_those_that_have_the_
     """In a domain of 8 where 4 share each layer, each part has 2 holders; over 4 domains 8."""
     shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 0.5}
     by_four = dataclasses.replace(FAR, tensor=4)
-    within = 2 * 1.0 / 2 / (INNER_SHARE * 400)
+    within = 2 * 1.0 / 2 / (INNER_SHARE * 400) + 40 * 2 * INNER_HOP_SEC
     across = 2 * 1.0 / 2 * 3 / 4 / (0.5 * 50)
     assert seconds(by_four, 32, 320, **shared) == pytest.approx(0.1 + within + across, abs=1e-3)
 
 
 def test_what_the_last_backward_pass_is_long_enough_for_is_hidden_and_no_more():
     slow = Setup("graphs", 4.0, 400.0, 1.0, 8)
-    shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 1.0}
+    shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": ALL}
     bare = seconds(slow, 32, 32 * 256, **shared)
     for microbatch in (256, 16):  # 1.7 s of backward pass hide all of it, 0.11 s that much
-        hidden = {**shared, "hidden": 1.0}
+        hidden = {**shared, "hidden": ALL}
         less = bare - seconds(dataclasses.replace(slow, microbatch=microbatch), 32, 32 * 256, **hidden)
         exchange = bare - 2.56
         assert less == pytest.approx(min(exchange, BACKWARD_FRAC * microbatch / 100), abs=5e-3)
 
 
 def test_hops_are_the_logarithm_of_the_domains_and_are_not_hidden():
-    shared = {**NOTHING, "fixed_graphs": 1e-9, "link_share": 1e6}
+    shared = {**NOTHING, "fixed_graphs": 1e-9}
     more = {**shared, "hop_sec": 0.01}
     for num, hops in ((8, 0), (16, 1), (64, 3)):
         assert seconds(FAR, num, num, **more) - seconds(FAR, num, num, **shared) == pytest.approx(0.02 * hops, abs=1e-6)
@@ -164,7 +170,7 @@ def test_mosaicmls_days_are_reproduced():
 
 def test_the_fit_finds_the_law_that_rows_were_made_by():
     truth = fit(USED)
-    exact = points_of([(SETUPS[row.series], row.num, batch_of(row), truth.series.index(row.series)) for row in USED])
+    exact = points_of([(setup_of(row), row.num, batch_of(row), truth.series.index(row.series)) for row in USED])
     made = log_speed(truth.theta, exact, len(truth.series))
     draw, inside, num = np.random.default_rng(17), [], len(truth.series)
     for _ in range(20):
@@ -184,12 +190,12 @@ def test_slopes_are_those_of_the_law(whole):
     # dimensions: a faster device, faster links and shorter hops by one factor are a faster step by it, but for its rounding
     faster = law.theta.copy()
     faster[:num] += 0.01
-    faster[num + NAMES.index("link_share")] += 0.01
+    faster[num + NAMES.index("link_share")] += 0.01 / (1 - law.parameter("link_share").value)  # the odds of a share
     faster[num + NAMES.index("hop_sec")] -= 0.01
     inner = dataclasses.replace(SETUPS["mlperf_h100_v41"], inner=SETUPS["mlperf_h100_v41"].inner * math.exp(0.01))
     moved = points_of([(inner, 512, 2048, law.series.index("mlperf_h100_v41"))])
     change = log_speed(faster, moved, num) - log_speed(law.theta, points, num)
-    assert change[0] == pytest.approx(0.01, rel=0.02)
+    assert change[0] == pytest.approx(0.01, rel=0.03)  # hops within a domain stay as they are
     assert slope[law.series.index("mlperf_gb200")] == 0.0 and slope[law.series.index("mlperf_h100_v41")] > 0
 
 
@@ -199,7 +205,7 @@ def test_the_committed_errors_are_those_of_this_fit_and_the_aim_is_met(whole):
     np.testing.assert_allclose(law.theta, RECORD["law"]["theta"], atol=2e-3)
     errors = [abs(each.error) for each in held]
     assert np.median(errors) == pytest.approx(RECORD["errors"]["median"], abs=1e-3) and np.median(errors) < 0.10
-    assert RECORD["errors"]["beyond_median"] < 0.10
+    assert RECORD["errors"]["alone"][-1]["median"] < 0.10
     assert len(law.theta) == RECORD["errors"]["fitted"] < len(USED) / 3
 
 
@@ -210,12 +216,42 @@ def test_ninety_of_a_hundred_held_out_places_lie_in_their_interval(whole):
     assert all(each.predicted.low < each.predicted.value < each.predicted.high for each in held)
 
 
-def test_the_largest_row_of_a_series_is_not_in_the_fit_that_is_held_against_it(whole):
-    _, held = whole
-    largest = [each for each in held if each.is_largest]
-    assert {each.series for each in largest} == set(SETUPS) and all(each.beyond is not None for each in largest)
-    few = [row for row in USED if row.place != ("mosaicml_online_512", 256)]
-    assert len(few) == len(USED) - 1
+def test_what_is_predicted_from_the_smallest_place_knows_no_other_of_its_series(whole):
+    """Each row of the series but the smallest is made ten times as fast: nothing that is predicted without it moves."""
+    law, held = whole
+    name = "mosaicml_latents_512"
+    first = next(each for each in held if each.series == name)
+    others = [
+        dataclasses.replace(row, images_per_sec=10 * row.images_per_sec)
+        if row.series == name and row.num != first.num
+        else row
+        for row in USED
+    ]
+    again = {(each.series, each.num): each for each in held_out(others, law)[1]}
+    own = [each for each in held if each.series == name and each.alone is not None]
+    assert first.alone is None and len(own) == 4
+    for each in own:
+        assert again[name, each.num].alone.value == pytest.approx(each.alone.value, rel=1e-3)
+
+
+def test_the_jackknife_is_that_of_the_fits_without_a_series(whole):
+    """Against scipy's own, of the deviation of one parameter."""
+    law = fit(USED)
+    shared = [fit([row for row in USED if row.series != name], law, law.noise) for name in law.series]
+    logs = [of.theta[len(of.series) + NAMES.index("jitter")] for of in shared]
+    found = jackknife(USED, law)[NAMES.index("jitter"), NAMES.index("jitter")]
+    assert found == pytest.approx((len(logs) - 1) * np.var(logs))
+    wide, narrow = whole[0].parameter("jitter"), law.parameter("jitter")
+    assert wide.low < narrow.low < narrow.high < wide.high
+
+
+def test_no_share_is_above_one(whole):
+    law, _ = whole
+    for name in SHARES:
+        share = law.parameter(name)
+        assert 0 < share.low < share.value < share.high < 1
+    values = np.array([prior.value for prior in PARAMETERS.values()])
+    np.testing.assert_allclose(to_values(to_theta(values)), values)
 
 
 def test_a_law_comes_back_from_its_record(whole):
