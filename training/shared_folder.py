@@ -55,8 +55,16 @@ def bring_to_all(folder: Path) -> None:
     first, blind = _machines(folder)
     if not any(blind):
         return
-    newest, record = ranks.on_rank_zero(lambda: (find_newest(folder / CHECKPOINTS), _record_of(folder)))
     names = ", ".join(name for name in blind if name)
+
+    def to_send() -> tuple[Path | None, dict[str, bytes]]:
+        newest = find_newest(folder / CHECKPOINTS)
+        if newest is not None and newest.is_dir():
+            given = f"{names} cannot see that of {first}, whose newest checkpoint is in parts, of a start with sharding"
+            raise ConfigError([f"run_folder: {given}. Give a folder that all machines share, for this start alone."])
+        return newest, {name: (folder / name).read_bytes() for name in ALL if (folder / name).is_file()}
+
+    newest, record = ranks.on_rank_zero(to_send)
     log.info(f"run_folder: {names} cannot see that of {first}: the record, and what it resumes from, are sent there.")
     is_blind = blind[dist.get_global_rank() - dist.get_local_rank()] is not None
 
@@ -93,7 +101,8 @@ def _machines(folder: Path) -> tuple[str, list[str | None]]:
         if dist.get_global_rank() == 0:
             path.unlink(missing_ok=True)
             if not was_there:
-                folder.rmdir()  # a start that is refused leaves nothing
+                with contextlib.suppress(OSError):  # another process writes there by now
+                    folder.rmdir()  # a start that is refused leaves nothing
     return first, found
 
 
@@ -118,10 +127,6 @@ def _said(folder: Path) -> Iterator[None]:
 
 
 # --- what is sent ---
-
-
-def _record_of(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in ALL if (folder / name).is_file()}
 
 
 def _clear(folder: Path, record: Mapping[str, bytes], newest: Path | None) -> None:
