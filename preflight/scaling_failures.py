@@ -22,6 +22,9 @@ LLAMA_HOURS = 16_384 * 54 * 24 / 419
 """Device-hours a failure: 419 unexpected interruptions in 54 days on 16,384 H100. The Llama 3 Herd of Models,
 arXiv:2407.21783, section 3.3.4."""
 
+NEVER = 30.0
+"""w + d and R over M, together: exp() of it is 1e13. A run that takes so many times its training never ends."""
+
 
 def young_sec(d: float, m: float) -> float:
     """Return Young's w: sqrt(2 d M)."""
@@ -42,8 +45,11 @@ def best_sec(d: float, m: float) -> float:
 
 
 def overhead_frac(w: float, d: float, r: float, m: float) -> float:
-    """Return the expected time of a run over that of its training alone, less 1: checkpoints, lost work and restarts."""
-    if (w + d) / m > 700:  # exp() has no such number; a run like this never ends
+    """Return the expected time of a run over that of its training alone, less 1: checkpoints, lost work and restarts.
+
+    A run without checkpoints is one segment: w its whole training, d 0. inf: it never ends.
+    """
+    if (w + d + r) / m > NEVER or not w:
         return math.inf
     return m * math.exp(r / m) * math.expm1((w + d) / m) / w - 1
 
