@@ -15,16 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.optimize import brentq
 
-from cli.limits import shown
+from cli.limits import given_as, shown
+from model import AUTOCAST_DTYPES, weights_dtype
 from preflight.scaling_fit import Interval, Law, jacobian, law_of
 from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, Setup, fixed_of, log_speed, points_of
 from preflight.scaling_rows import SETUPS
+from record.history import number_of
 from reports.compare_records import ALIKE_FRAC, NOT_RECORDED, RUN, SPEED, WORK, Record, read
 from reports.verdicts import Sample
 
 RESULTS = Path(__file__).resolve().parent.parent / "reports/results"
+MICROBATCH = "device_train_microbatch_size"
+SMALLEST_TFLOP, MOST = 1e-9, 1e13  # of an image and step; of any number of a record
 LAW = RESULTS / "scaling.json"
 """Record with the fitted law."""
 FASTEST = 30.0  # of log rates: what a tiny network's pass takes at any size is thousands of its images
@@ -63,8 +68,49 @@ CARDS = {
 
 
 def card_of(device: str) -> str | None:
-    """Return the name of the card that a device's name has, the longest that fits; None: none known."""
-    return max((name for name in CARDS if name in device), key=len, default=None)
+    """Return the name of the card that a device's name has as a whole word; None: none known. GH200 is no H200."""
+    words = re.findall(r"[A-Za-z0-9]+", device)
+    return next((name for name in CARDS if name in words), None)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a run exchanges.
+
+    gradient_bytes: of a parameter. volume: passes of so many bytes over all parameters. each_pass: it is exchanged in each
+    microbatch's pass, not once in a step.
+    """
+
+    gradient_bytes: int = 4
+    volume: float = 2.0
+    each_pass: bool = False
+
+    def batch(self, setup: Setup, num: int, batch: float) -> float:
+        """Return the global batch that the law is asked for in place of the run's.
+
+        Where each pass exchanges, and hides what it can behind its own backward pass, a step of p passes is p steps of one.
+        """
+        most = setup.microbatch
+        return batch / math.ceil(batch / num / most - 1e-9) if self.each_pass and most else batch
+
+
+AS_DDP = Exchange()
+
+
+def exchange_of(precision: str, sharding: str) -> Exchange:
+    """Return what a run exchanges.
+
+    Without sharding DDP makes one all-reduce in the last pass: twice the gradients, in the weights' type. Sharded weights
+    (training/sharding.py: reshard_after_forward) are gathered before each block's forward pass and again before its
+    backward pass, in the type that is computed in, and gradients are scattered in float32: all three in each microbatch's
+    pass, since nothing there puts the scattering off. `hybrid` scatters within a machine, then has an all-reduce in float32
+    between machines: as many bytes in bf16 and bf16_params; in float32 this is too much by a half between machines.
+    """
+    wide = weights_dtype(precision).itemsize
+    if sharding == "off":
+        return Exchange(wide)
+    compute = AUTOCAST_DTYPES.get(precision, torch.float32).itemsize
+    return Exchange(wide, (2 * compute + 4) / wide, True)
 
 
 @dataclass(frozen=True)
@@ -85,29 +131,58 @@ class Measured:
     def is_cpu(self) -> bool:
         return self.device.startswith("CPU")
 
-    def setup(self, node_link: str, cluster_link: str, domain: int) -> Setup:
-        """Return how this run exchanges gradients over these links: an all-reduce of its weights' type."""
+    @property
+    def exchange(self) -> Exchange:
+        """What it exchanges; records that were made before there was sharding have none."""
         settings = self.record.settings
-        wide = 2 if settings.get("precision") == "bf16_params" else 4
-        fixed = fixed_of(str(self.record.what.get("family")), bool(settings.get("cuda_graphs")))
-        links = NODE_LINKS[node_link], CLUSTER_LINKS[cluster_link]
-        return Setup(fixed, wide * self.parameters / 1e9, *links, domain, self.microbatch, tflop=self.tflop)
+        return exchange_of(str(settings.get("precision")), str(settings.get("sharding") or "off"))
+
+    def setup(self, node_link: str, cluster_link: str, domain: int) -> Setup:
+        """Return how this run exchanges gradients over these links."""
+        of = self.exchange
+        fixed = fixed_of(str(self.record.what.get("family")), bool(self.record.settings.get("cuda_graphs")))
+        gb, links = of.gradient_bytes * self.parameters / 1e9, (NODE_LINKS[node_link], CLUSTER_LINKS[cluster_link])
+        return Setup(fixed, gb, *links, domain, self.microbatch, of.volume, self.tflop)
+
+    def usual_setup(self) -> Setup:
+        """Return the same over its card's usual links. Raises KeyError: the card is not known."""
+        card = CARDS[card_of(self.device) or ""]
+        return self.setup(card.node_link, card.cluster_link, card.domain)
+
+    def tuned(self, law: Law, setup: Setup) -> tuple[Law, str]:
+        """Return the law with the rate at which it gives this record, and its name; see `measured`."""
+        return measured(law, setup, self.name, self.num, self.exchange.batch(setup, self.num, self.batch), self.speed)
+
+    def predict(self, law: Law, rate: str, setup: Setup, num: int, batch: int) -> Interval:
+        """Return images/s of this run on `num` devices."""
+        return law.predict(setup, rate, num, self.exchange.batch(setup, num, batch))
 
 
 def read_measured(place: str) -> Measured:
-    """Read a record. Raises ValueError: it is none of a run, or has no FLOPs."""
-    record = read(place)
+    """Read a record. Raises ValueError: it is none of a run, or has no FLOPs, or a number that none can be."""
+    record, where = read(place), shown(place, 300)
     if record.kind != RUN:
-        raise ValueError(f"{shown(place, 300)}: is of {record.kind}, no run. Give runs/NAME, or a rung's record.")
-    tflop, parameters = (record.what.get(key) for key in (WORK, "trained_parameters"))
-    if not isinstance(tflop, int | float) or not isinstance(parameters, int):
-        raise ValueError(f"{shown(place, 300)}: it has no {WORK} or trained_parameters. Give a run of this version.")
-    num = record.machine["num_devices"]
-    microbatch = record.settings.get("device_train_microbatch_size")
-    batch = round(record.what["device_batch_size"] * num)
-    size = microbatch if isinstance(microbatch, int) else None
+        raise ValueError(f"{where}: is of {record.kind}, no run. Give runs/NAME, or a rung's record.")
+    if any(record.what.get(key) in (None, NOT_RECORDED) for key in (WORK, "trained_parameters")):
+        raise ValueError(f"{where}: it has no {WORK} or trained_parameters. Give a run of this version.")
+    tflop = _positive(where, WORK, record.what[WORK], whole=False)
+    parameters = int(_positive(where, "trained_parameters", record.what["trained_parameters"]))
+    num = int(_positive(where, "num_devices", record.machine["num_devices"]))
+    microbatch = record.settings.get(MICROBATCH)
+    size = None if microbatch in (None, "auto") else int(_positive(where, MICROBATCH, microbatch))
+    batch = int(_positive(where, "global_batch_size", round(record.what["device_batch_size"] * num)))
     device = str(record.machine.get("device"))
     return Measured(record.name, device, num, batch, size, record.figures[SPEED], tflop, parameters, record)
+
+
+def _positive(where: str, key: str, given: Any, whole: bool = True) -> float:
+    """Return a record's number. Raises ValueError: it is none that a run can have."""
+    value = number_of({key: given}, key)
+    least, kind = (1, "a whole number") if whole else (SMALLEST_TFLOP, "a number")
+    if value is None or not least <= value <= MOST or (whole and value != int(value)):
+        possible = f"{kind} from {least:g} to {MOST:.0e}"
+        raise ValueError(f"{where}: its {key} is {given_as(given)}. Possible: {possible}. Give a record of a run.")
+    return value
 
 
 def problems_of(records: Sequence[Measured]) -> list[str]:
@@ -142,7 +217,7 @@ def rated(law: Law, series: str, tflop: float) -> tuple[Law, str]:
     ), name
 
 
-def measured(law: Law, setup: Setup, name: str, num: int, batch: int, speed: Sample) -> tuple[Law, str]:
+def measured(law: Law, setup: Setup, name: str, num: int, batch: float, speed: Sample) -> tuple[Law, str]:
     """Return the law with the rate at which it gives what was measured, and its name.
 
     Its uncertainty is that of the shared parameters and of the median.
@@ -196,45 +271,49 @@ def expected(place: str, num: int, batch: int, law: Law | None = None) -> Interv
         ValueError: no record of a run; or one of a CPU, or of a card that has no links here.
     """
     run, law = read_measured(place), law or kept_law()
-    name = card_of(run.device)
-    if name is None:
+    if card_of(run.device) is None:
         said = f"a record of {shown(run.device)}. Possible: {', '.join(CARDS)}: the law is fitted to GPUs"
         raise ValueError(f"{said}. Give measure.expected_images_per_sec.")
-    card = CARDS[name]
-    setup = run.setup(card.node_link, card.cluster_link, card.domain)
-    with_rate, rate = measured(law, setup, run.name, run.num, run.batch, run.speed)
-    return with_rate.predict(setup, rate, num, batch)
+    setup = run.usual_setup()
+    with_rate, rate = run.tuned(law, setup)
+    return run.predict(with_rate, rate, setup, num, batch)
 
 
 # --- the first records of GPUs ---
 
 
-def gpu_records(folder: Path = RESULTS) -> list[Measured]:
-    """Return the records of runs on a GPU that a folder has, sorted by path; what is no such record is passed over."""
-    found = []
+def gpu_records(folder: Path = RESULTS) -> tuple[list[Measured], list[dict[str, str]]]:
+    """Return the records of runs on a GPU that a folder has, sorted by path, and what was passed over: `name`, `why`.
+
+    A record of a CPU, or of something else than a run, is neither.
+    """
+    found, passed_over = [], []
     for path in sorted(folder.rglob("*.json")):
         try:
-            content = json.loads(path.read_bytes())
-            if (
-                isinstance(content, dict)
-                and SPEED in content
-                and not str(content.get("device", "CPU")).startswith("CPU")
-            ):
-                found.append(read_measured(str(path)))
-        except ValueError:
+            if not _is_of_gpu(json.loads(path.read_bytes())):
+                continue
+            run = read_measured(str(path))
+        except (OSError, ValueError, RecursionError) as error:
+            why = str(error).removeprefix(f"{shown(str(path), 300)}: ")
+            passed_over.append({"name": path.relative_to(folder).as_posix(), "why": why})
             continue
-    return found
+        if card_of(run.device) is None:
+            why = f"no published series of {shown(run.device)}"
+            passed_over.append({"name": path.relative_to(folder).as_posix(), "why": why})
+        else:
+            found.append(run)
+    return found, passed_over
 
 
-def against(law: Law, run: Measured) -> dict[str, Any] | None:
-    """Set a record of a GPU against what the law says of its card without it; None: the card is not known."""
-    name = card_of(run.device)
-    if name is None:
-        return None
-    card = CARDS[name]
-    setup = run.setup(card.node_link, card.cluster_link, card.domain)
-    with_rate, rate = rated(law, card.series_for(setup), run.tflop)
-    told = with_rate.predict(setup, rate, run.num, run.batch)
+def _is_of_gpu(content: Any) -> bool:
+    return isinstance(content, dict) and SPEED in content and not str(content.get("device", "CPU")).startswith("CPU")
+
+
+def against(law: Law, run: Measured) -> dict[str, Any]:
+    """Set a record of a GPU against what the law says of its card without it."""
+    setup = run.usual_setup()
+    with_rate, rate = rated(law, CARDS[card_of(run.device) or ""].series_for(setup), run.tflop)
+    told = run.predict(with_rate, rate, setup, run.num, run.batch)
     value = run.num * run.speed.middle
     said: Mapping[str, Any] = {"name": run.name, "device": run.device, "num": run.num, "global_batch_size": run.batch}
     ends = {"predicted": told.value, "predicted_low": told.low, "predicted_high": told.high}
