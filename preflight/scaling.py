@@ -16,6 +16,8 @@ Exit code: 0, or 2 where words, records or keys are not possible.
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
 import math
 import re
 import sys
@@ -29,19 +31,20 @@ from cli.command import command
 from cli.command_line import Problem, parse_command_line
 from cli.errors import ConfigError, Refused
 from cli.files import write_json
-from cli.limits import kind_of_path, limited, of_form
+from cli.limits import kind_of_path, limited, of_form, shown
 from config import as_written, load, to_yaml
 from preflight import scaling_devices as devices
 from preflight import scaling_run as runs
 from preflight.limits import unwritable
 from preflight.run import cost_of
 from preflight.scaling_failures import LLAMA_HOURS
-from preflight.scaling_fit import NAMES, Law, fit, held_out, sensitivity
+from preflight.scaling_fit import NAMES, Held, Law, fit, held_out, sensitivity
 from preflight.scaling_law import PARAMETERS, Setup, points_of
 from preflight.scaling_parts import (
     errors_of,
     evaluation_check,
     laid_over,
+    mosaicml,
     published,
     row_of,
     single,
@@ -62,7 +65,14 @@ AT = 1024
 
 
 def _is_date(text: str) -> str | None:
-    return text if re.fullmatch(r"20\d\d(-[01]\d(-[0-3]\d)?)?", text) else None
+    """Return a year, month or day, of which there is one."""
+    if not re.fullmatch(r"20\d\d(-\d\d){0,2}", text):
+        return None
+    try:
+        datetime.date.fromisoformat(f"{text}-01-01"[:10] if len(text) == 4 else f"{text}-01"[:10])
+    except ValueError:
+        return None
+    return text
 
 
 @dataclass(frozen=True)
@@ -118,8 +128,13 @@ def problems_of(config: ScalingConfig) -> list[Problem]:
         given, missing = ("price_per_gpu_hour", "price_date")[:: 1 if config.price_date is None else -1]
         text = f"{given} is given, {missing} is not. A price is of a day: give both, or neither."
         found.append(Problem(f"{missing}: {text}", (missing,)))
-    folder = Path(config.results).parent
-    if text := unwritable(folder):
+    folder, kind = Path(config.results).parent, kind_of_path(config.results)
+    if kind not in (None, "file"):
+        text = (
+            f"{shown(config.results, 300)} is a {kind}. Possible: a file, e.g. {Path(config.results) / 'scaling.json'}."
+        )
+        found.append(Problem(f"results: {text} Give one.", ("results",)))
+    elif text := unwritable(folder):
         found.append(Problem(f"results: {text}", ("results",)))
     return found
 
@@ -149,15 +164,15 @@ def read_words(argv: Sequence[str]) -> Words:
     return Words(yamls[0] if yamls else str(RECIPE), places, config, line.print_config)
 
 
-def facts_of(words: Words) -> runs.Facts:
-    """Return the facts of the run of a YAML, traced without a GPU. Raises ConfigError: it is no run."""
+def facts_of(words: Words) -> tuple[runs.Facts, dict[str, Any]]:
+    """Return the facts of the run of a YAML, traced without a GPU, and its settings. Raises ConfigError: it is no run."""
     run = load(RunConfig, parse_command_line([words.yaml], ALIASES), check=lambda config: [])
     if run.precision is None:
         run = dataclasses.replace(run, precision="bf16")  # null is float32 on a CPU, and this is about GPUs
     name = Path(words.yaml).stem
     try:
         resolved = resolve(run)
-        return runs.facts_of(resolved, cost_of(resolved), name, words.config.images)
+        return runs.facts_of(resolved, cost_of(resolved), name, words.config.images), runs.settings_of(resolved)
     except ValueError as error:
         raise ConfigError([f"{words.yaml}: {error}"]) from error
 
@@ -202,51 +217,75 @@ def overlaid(words: Words, given: Sequence[devices.Measured]) -> list[devices.Me
     return sorted(found, key=lambda record: record.num)
 
 
+@functools.cache
+def _fitted() -> tuple[Law, list[Held], int]:
+    """Return the law, its held-out places, and the number of rows that it is fitted to."""
+    law, held = held_out(used := fitted(read_rows()), fit(used))
+    return law, held, len(used)
+
+
 def reckoned(words: Words) -> dict[str, Any]:
     """Return the record of the command: the law and its errors, the run's rows, the published ones beside them."""
     config = words.config
     given = records_of(words.places, config.gpu)
-    over, facts = overlaid(words, given), facts_of(words)
-    rows = read_rows()
-    law, held = held_out(used := fitted(rows), fit(used))
+    over, (facts, settings) = overlaid(words, given), facts_of(words)
+    law, held, used = _fitted()
     gpu = config.gpu or (devices.card_of(given[0].device) if given else None) or "H200"
     card = devices.CARDS[gpu]
     links = (config.node_link or card.node_link, config.cluster_link or card.cluster_link, config.domain or card.domain)
     setup = facts.setup(*links)
-    if given:
-        first = given[0]
-        try:
-            tuned, rate = devices.measured(law, first.setup(*links), first.name, first.num, first.batch, first.speed)
-        except ValueError as error:
-            raise ConfigError([str(error)]) from error
-        tuned, by = _carried(tuned, first.tflop / facts.tflop), f"the record {first.name} of {first.num} {first.device}"
-    else:
-        series = card.series_for(setup)
-        tuned, rate = devices.rated(law, series, facts.tflop)
-        by = f"published: {TITLES[series]}, at the same TFLOP/s. No record was given"
-    figures, rates = runs.read_figures(), _rates(config)
+    tuned, rate, by = _rated(law, given, card, links, facts)
     checks, share = evaluation_check(law)
     nums = sorted(set(config.gpus))
-    estimates = [runs.estimate(tuned, rate, setup, facts, num, rates, figures, share) for num in nums]
+    base, *estimates = _estimates(config, tuned, rate, setup, facts, [runs.GPUS_A_NODE, *nums], share)
+    run = {**dataclasses.asdict(facts), "gpu": gpu, "links": list(links), "rate": by}
+    known, passed_over = devices.gpu_records()
     return {
         "schema": SCHEMA,
         **environment(),
         "measured": "scaling",
         "config": as_written(config),
-        "run": {**dataclasses.asdict(facts), "gpu": gpu, "links": list(links), "rate": by},
+        "run": {**run, "differs": runs.differences(settings, given[0]) if given else []},
         "law": law.as_record(),
         "parameters": _parameters(law),
         "rows": [row_of(each) for each in held],
-        "errors": errors_of(law, held, len(used)),
+        "errors": errors_of(law, held, used),
+        "base": base,
         "estimates": estimates,
-        "published": published(held),
+        "published": {**mosaicml(held, facts.images), **published(held)},
         "sensitivity": _sensitivity(tuned, rate, setup, facts),
-        "targets": targets(law, rows, (tuned, rate, setup, gpu), nums, facts.tflop),
+        "targets": targets(law, read_rows(), (tuned, rate, setup, gpu, facts), nums, config.price_per_gpu_hour),
         "laid_over": laid_over(law, over, links if over == given else None),
         "evaluation": {"share": share, "rows": checks},
         "single": single(law, "H200"),
-        "gpu_records": [said for run in devices.gpu_records() if (said := devices.against(law, run))],
+        "gpu_records": [devices.against(law, run) for run in known],
+        "passed_over": passed_over,
     }
+
+
+def _rated(
+    law: Law, given: Sequence[devices.Measured], card: devices.Card, links: tuple[str, str, int], facts: runs.Facts
+) -> tuple[Law, str, str]:
+    """Return the law with the rate of the run, its name, and what it is by: the first record, or the card's series."""
+    if not given:
+        series = card.series_for(facts.setup(*links))
+        tuned, rate = devices.rated(law, series, facts.tflop)
+        return tuned, rate, f"published: {TITLES[series]}, at the same TFLOP/s. No record was given"
+    first = given[0]
+    try:
+        tuned, rate = first.tuned(law, first.setup(*links))
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    return _carried(tuned, first.tflop / facts.tflop), rate, f"the record {first.name} of {first.num} {first.device}"
+
+
+def _estimates(
+    config: ScalingConfig, law: Law, rate: str, setup: Setup, facts: runs.Facts, nums: Sequence[int], share: float
+) -> list[dict[str, Any]]:
+    """Return a row for each number of GPUs; times: the speed over that of the first one, a node."""
+    figures, rates = runs.read_figures(), _rates(config)
+    rows = [runs.estimate(law, rate, setup, facts, num, rates, figures, share) for num in nums]
+    return [{**row, **runs.over_one_node(law, rate, setup, facts, row, rows[0])} for row in rows]
 
 
 def _carried(law: Law, factor: float) -> Law:
@@ -279,7 +318,7 @@ def _parameters(law: Law) -> list[dict[str, Any]]:
 
 
 def _sensitivity(law: Law, rate: str, setup: Setup, facts: runs.Facts) -> dict[str, Any]:
-    place, batch = law.series.index(rate), max(facts.batch, AT)
+    place, batch = law.series.index(rate), facts.exchange.batch(setup, AT, max(facts.batch, AT))
     of = sensitivity(law, points_of([(setup, AT, batch, place)]), len(law.series))
     return {
         "num": AT,
@@ -288,9 +327,11 @@ def _sensitivity(law: Law, rate: str, setup: Setup, facts: runs.Facts) -> dict[s
 
 
 def rounded_all(value: Any) -> Any:
-    """Round every number of a record to six digits."""
+    """Round every number of a record to six digits; null where there is none: a time without an end."""
     if isinstance(value, dict):
         return {key: of if key == "law" else rounded_all(of) for key, of in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return [rounded_all(of) for of in value] if isinstance(value, list | tuple) else rounded(value)
 
 

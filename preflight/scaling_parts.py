@@ -13,14 +13,14 @@ from preflight import scaling_devices as devices
 from preflight.scaling_fit import Held, Interval, Law
 from preflight.scaling_law import REFERENCE_TFLOP, Setup
 from preflight.scaling_rows import SETUPS, TITLES, Row, setup_of
-from preflight.scaling_run import eval_sec
+from preflight.scaling_run import Facts, eval_sec
 from preflight.scaling_target import Choice, Convergence, batches_of, best, choice, convergence
 from zoo.mlperf_flux import FLUX
 from zoo.mlperf_rules import Benchmark
 from zoo.mlperf_sd import SD
 
 MOSAICML_IMAGES = (
-    2_867_200_000  # 1,126,400,000 at 256 px and 1,740,800,000 at 512: their days are these at the rate of 512
+    2_867_200_000  # 1,126,400,000 at 256 px and 1,740,800,000 at 512: their own days are these at the rate of 512
 )
 MOSAICML_PRICE = 160_000 / 79_000  # USD an A100-hour: their "$160k, 79k A100-hours", of January 2023
 EVALUATIONS = (
@@ -85,21 +85,26 @@ def _alone(held: Sequence[Held], least: int, most: int) -> dict[str, Any]:
 
 
 def published(held: Sequence[Held]) -> dict[str, Any]:
-    """Return MosaicML's rows with their days and money, and NVIDIA's with their speed-up; each with the prediction."""
+    """Return NVIDIA's rows with their speed-up, each with the prediction."""
     of = {name: [each for each in held if each.series == name] for name in SETUPS}
-    mosaicml = []
-    for each in of["mosaicml_online_512"]:
-        hours = MOSAICML_IMAGES / each.measured / 3600
-        cost = each.num * hours * MOSAICML_PRICE
-        row = {"num": each.num, "days": hours / 24, "gpu_hours": each.num * hours, "cost": cost}
-        mosaicml.append({**row, "images_per_sec": each.measured, **_ends("predicted", each.predicted)})
     nvidia = []
     for name in ("nemo_a100", "nemo_h100"):
         first = of[name][0].measured
         for each in of[name]:
             row = {"title": TITLES[name], "nodes": each.num // 8, "images_per_sec": each.measured}
             nvidia.append({**row, "times": each.measured / first, **_ends("predicted", each.predicted)})
-    return {"mosaicml_images": MOSAICML_IMAGES, "mosaicml": mosaicml, "nvidia": nvidia}
+    return {"nvidia": nvidia}
+
+
+def mosaicml(held: Sequence[Held], images: int) -> dict[str, Any]:
+    """Return MosaicML's rows, each with the prediction; days, device-hours and money of so many images at their rate."""
+    rows = []
+    for each in (each for each in held if each.series == "mosaicml_online_512"):
+        hours = images / each.measured / 3600
+        cost = each.num * hours * MOSAICML_PRICE
+        row = {"num": each.num, "days": hours / 24, "gpu_hours": each.num * hours, "cost": cost}
+        rows.append({**row, "images_per_sec": each.measured, **_ends("predicted", each.predicted)})
+    return {"mosaicml_images": MOSAICML_IMAGES, "mosaicml": rows}
 
 
 def evaluation_check(law: Law) -> tuple[list[dict[str, Any]], float]:
@@ -132,27 +137,46 @@ def single(law: Law, gpu: str) -> dict[str, Any]:
 
 
 def targets(
-    law: Law, rows: Sequence[Row], own: tuple[Law, str, Setup, str], nums: Sequence[int], tflop: float
+    law: Law, rows: Sequence[Row], own: tuple[Law, str, Setup, str, Facts], nums: Sequence[int], price: float | None
 ) -> list[dict[str, Any]]:
-    """Return time and device-hours to the target over the batch: of SD on H100, of FLUX on GB200, and of the run itself."""
+    """Return time, device-hours and money to the target over the batch: of SD on H100, of FLUX on GB200, and of the run.
+
+    Args:
+        own: the run's law, rate, setup, GPU and facts; price: of an hour of that GPU.
+    """
     h100, gb200 = "mlperf_h100_v41", "flux_gb200"
+    of_run, rate, setup, gpu, facts = own
     of_sd = dict.fromkeys((8, 64, 512, 1024), SETUPS[h100])
     of_flux = {row.num: setup_of(row) for row in rows if row.series == gb200}
+    prices = {name: price if gpu == name else None for name in ("H100", "GB200")}
+    named = "Stable Diffusion v2, H100 as in MLPerf 4.1", "FLUX.1, GB200 as in MLPerf 5.1"
     found = [
-        _target("Stable Diffusion v2, H100 as in MLPerf 4.1", SD, "4.1.0", law, h100, of_sd),
-        _target("FLUX.1, GB200 as in MLPerf 5.1", FLUX, "5.1.0", law, gb200, of_flux),
+        _target(named[0], SD, "4.1.0", Tried(law, h100, of_sd, price=prices["H100"])),
+        _target(named[1], FLUX, "5.1.0", Tried(law, gb200, of_flux, price=prices["GB200"])),
     ]
     found[0]["published"] = [_point(row) for row in rows if row.minutes and row.series.startswith("mlperf_h100")]
     found[1]["published"] = [_point(row) for row in rows if row.minutes and row.series == gb200]
-    if abs(tflop / REFERENCE_TFLOP - 1) <= NEAR:
-        of_run, rate, setup, gpu = own
+    if abs(facts.tflop / REFERENCE_TFLOP - 1) <= NEAR:
         title = f"Stable Diffusion v2, this run on {gpu}"
-        found.append({**_target(title, SD, None, of_run, rate, dict.fromkeys(nums, setup)), "published": []})
+        tried = Tried(of_run, rate, dict.fromkeys(nums, setup), facts.exchange, price)
+        found.append({**_target(title, SD, None, tried), "published": []})
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """Whose batches are tried: a device as fast as `rate`, its setup by the number of devices, and the price of its hour."""
+
+    law: Law
+    rate: str
+    setups: Mapping[int, Setup]
+    exchange: devices.Exchange = devices.AS_DDP
+    price: float | None = None
 
 
 def _point(row: Row) -> dict[str, Any]:
     return {
+        "title": TITLES[row.series],
         "system": row.system,
         "device": row.device,
         "num": row.num,
@@ -162,15 +186,14 @@ def _point(row: Row) -> dict[str, Any]:
     }
 
 
-def _target(
-    title: str, benchmark: Benchmark, ruleset: str | None, law: Law, rate: str, setups: Mapping[int, Setup]
-) -> dict[str, Any]:
+def _target(title: str, benchmark: Benchmark, ruleset: str | None, of: Tried) -> dict[str, Any]:
     images = convergence(benchmark, ruleset)
     curves = []
-    for num, setup in setups.items():
-        tried = [_choice(benchmark, images, law, rate, setup, num, batch) for batch in batches_of(images, num, 64)]
+    for num in of.setups:
+        tried = [_choice(benchmark, images, of, num, batch) for batch in batches_of(images, num, 64)]
         if (first := best(tried)) is not None:
-            curves.append({"num": num, "best": _shown(first), "tried": [_shown(each) for each in tried]})
+            shown = [_shown(each, of.price) for each in tried]
+            curves.append({"num": num, "best": _shown(first, of.price), "tried": shown})
     e, c = images.parameters()
     points = [
         {
@@ -187,17 +210,18 @@ def _target(
     return {
         "title": title,
         "benchmark": benchmark.name,
+        "target": benchmark.target_said,
         "ruleset": ruleset,
+        "price": of.price,
         "images": law_of,
         "points": points,
         "curves": curves,
     }
 
 
-def _choice(
-    benchmark: Benchmark, images: Convergence, law: Law, rate: str, setup: Setup, num: int, batch: int
-) -> Choice:
-    speed = law.predict(setup, rate, num, batch)
+def _choice(benchmark: Benchmark, images: Convergence, of: Tried, num: int, batch: int) -> Choice:
+    setup = of.setups[num]
+    speed = of.law.predict(setup, of.rate, num, of.exchange.batch(setup, num, batch))
     counts = benchmark is FLUX  # its evaluations are in the time; those of SD may be made afterwards
     each = benchmark.eval_samples / 3 / speed.value  # one forward pass a sample, a third of a training step
 
@@ -207,13 +231,15 @@ def _choice(
     return choice(num, batch, speed, images.images(batch), extra)
 
 
-def _shown(of: Choice) -> dict[str, Any]:
+def _shown(of: Choice, price: float | None) -> dict[str, Any]:
+    hours = of.seconds.times(of.num / 3600)
     return {
         "global_batch_size": of.batch,
         "images_per_sec": of.images_per_sec.value,
         "images": of.images.value,
         **_ends("minutes", of.seconds.times(1 / 60)),
-        "device_hours": of.num * of.seconds.value / 3600,
+        **_ends("device_hours", hours),
+        **({} if price is None else _ends("cost", hours.times(price))),
     }
 
 
@@ -234,10 +260,9 @@ def laid_over(law: Law, records: Sequence[devices.Measured], links: tuple[str, s
         row |= {"images_per_sec": speed, "least": run.num * run.speed.least, "greatest": run.num * run.speed.greatest}
         row["perfect"] = first.num * first.speed.middle * _cores(run) / _cores(first)
         if card is not None and not first.is_cpu:
-            of = devices.CARDS[card]
-            setup = first.setup(*(links or (of.node_link, of.cluster_link, of.domain)))
-            tuned, rate = devices.measured(law, setup, first.name, first.num, first.batch, first.speed)
-            row |= _ends("predicted", tuned.predict(setup, rate, run.num, run.batch))
+            setup = first.setup(*links) if links else first.usual_setup()
+            tuned, rate = first.tuned(law, setup)
+            row |= _ends("predicted", run.predict(tuned, rate, setup, run.num, run.batch))
         rows.append(row)
     what = "CPU processes that share one machine's cores, joined by gloo" if first.is_cpu else str(first.device)
     return {"what": what, "is_cpu": first.is_cpu, "rows": rows}
