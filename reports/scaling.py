@@ -50,9 +50,34 @@ def sections_of(record: Record) -> Iterator[Section]:
     yield _laid_over(record)
 
 
+def _number(value: float | None, digits: int = 0, never: str = "never") -> str:
+    """A figure with so many decimals, three digits where it is below 10 or huge; null is a time without an end."""
+    if value is None:
+        return never
+    if value and (abs(value) < 10 or abs(value) >= 1e12):
+        return f"{value:#.3g}"
+    return f"{value:,.{digits}f}" if value else "0"
+
+
+def _ends(of: Record, name: str, digits: int = 0, factor: float = 1.0) -> str:
+    """A figure with its interval, as `_number` shows it; `never` alone where none of it has an end."""
+    given = [of[f"{name}{end}"] for end in ("", "_low", "_high")]
+    texts = [_number(None if value is None else factor * value, digits) for value in given]
+    return texts[0] if len(set(given)) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
+
+
+def _share(value: float | None) -> str:
+    return "never ends" if value is None else f"{100 * value:.3g}%" if value >= 100 else f"{value:.1%}"
+
+
 def _range(of: Record, name: str, digits: str, factor: float = 1.0) -> str:
     middle, low, high = (format(factor * of[f"{name}{end}"], digits) for end in ("", "_low", "_high"))
     return f"{middle} ({low} to {high})"
+
+
+def _efficiency(row: Record) -> str:
+    middle, low, high = (f"{row[f'times{end}'] * 8 / row['num']:.0%}" for end in ("", "_low", "_high"))
+    return middle if row["times_low"] == row["times_high"] else f"{middle} ({low} to {high})"
 
 
 def _percent(value: float | None) -> str | None:
@@ -65,55 +90,61 @@ def _percent(value: float | None) -> str | None:
 def _mosaicml(record: Record) -> Section:
     """MosaicML's columns: GPUs, images/s, days, GPU-hours, cost; theirs beside ours."""
     run, theirs = record["run"], {row["num"]: row for row in record["published"]["mosaicml"]}
-    price, date = (record["config"][key] for key in ("price_per_gpu_hour", "price_date"))
-    first = record["estimates"][0]
+    price = record["config"]["price_per_gpu_hour"]
     head = ("GPUs", "images/s", "efficiency", "days", "GPU-hours")
     head += () if price is None else (f"cost, at {price:g} an hour",)
     head += ("MosaicML: images/s", "of it predicted", "days", "GPU-hours", "cost, USD")
     rows: list[Row] = []
     for row in record["estimates"]:
         raised = "" if row["global_batch_size"] == run["batch"] else f", batch {row['global_batch_size']:,}"
-        efficiency = row["images_per_sec"] / first["images_per_sec"] * first["num"] / row["num"]
-        cells: list[str | None] = [
-            f"{row['num']:,}{raised}",
-            _range(row, "images_per_sec", ",.0f"),
-            f"{efficiency:.0%}",
-        ]
-        cells += [_range(row, "days", ",.2f"), f"{row['gpu_hours']:,.0f}"]
-        cells += [] if price is None else [f"{row['cost']:,.0f}"]
+        cells: list[str | None] = [f"{row['num']:,}{raised}", _ends(row, "images_per_sec"), _efficiency(row)]
+        cells += [_ends(row, "days", 2), _ends(row, "gpu_hours")]
+        cells += [] if price is None else [_ends(row, "cost")]
         of = theirs.get(row["num"])
         if of is None:
             cells += [None] * 5
         else:
-            cells += [f"{of['images_per_sec']:,.1f}", _range(of, "predicted", ",.0f"), f"{of['days']:,.1f}"]
-            cells += [f"{of['gpu_hours']:,.0f}", f"{of['cost']:,.0f}"]
+            cells += [_number(of["images_per_sec"], 1), _ends(of, "predicted"), _number(of["days"], 1)]
+            cells += [_number(of["gpu_hours"]), _number(of["cost"])]
         rows.append(tuple(cells))
     title = f"{run['name']}: {run['images']:,} images at a global batch of {run['batch']:,} on {run['gpu']}; "
     title += f"speed of a GPU: {run['rate']}:"
-    notes = ["No price was given, so there is no cost: price_per_gpu_hour and price_date."] if price is None else []
-    if price is not None:
+    return Section("MosaicML's table", Table(title, head, "l" + "r" * (len(head) - 1), rows), _of_table(record))
+
+
+def _of_table(record: Record) -> tuple[str, ...]:
+    """The lines below MosaicML's table: what differs from the run, what efficiency is of, and whose days and money."""
+    run, images, notes = record["run"], record["published"]["mosaicml_images"], []
+    price, date = (record["config"][key] for key in ("price_per_gpu_hour", "price_date"))
+    if run["differs"]:
+        notes.append(f"The record differs from the run in: {', '.join(run['differs'])}; its TFLOP/s is carried over.")
+    node = _ends(record["base"], "images_per_sec")
+    notes.append(f"Efficiency is that over one node of 8 GPUs, at {node} images/s.")
+    if any(row["global_batch_size"] != run["batch"] for row in record["estimates"]):
+        notes.append(
+            "A row with a batch trains with another batch than the run: one image a GPU, as many images in all."
+        )
+    if price is None:
+        notes.append("No price was given, so there is no cost: price_per_gpu_hour and price_date.")
+    else:
         notes.append(
             f"The price of a GPU-hour is of {date}. MosaicML's is 160,000 USD over 79,000 A100-hours, January 2023."
         )
-    images = record["published"]["mosaicml_images"]
-    notes.append(
-        f"MosaicML's days are {images:,} images at that rate. Its rows are of A100, with the encoders in the step."
-    )
-    return Section("MosaicML's table", Table(title, head, "l" + "r" * (len(head) - 1), rows), tuple(notes))
+    said = f"MosaicML's days, hours and cost are those of {run['images']:,} images at its rate."
+    said += "" if run["images"] == images else f" It trained {images:,} in all."
+    return (*notes, f"{said} Its rows are of A100, with the encoders in the step.")
 
 
 def _nvidia(record: Record) -> Section:
     head = ("of", "nodes", "images/s", "times one node", "efficiency", "predicted without this row")
-    run, first = record["run"], record["estimates"][0]
+    run = record["run"]
     rows: list[Row] = []
     for row in record["estimates"]:
-        nodes = row["num"] / 8
-        times = row["images_per_sec"] / first["images_per_sec"] * first["num"] / 8
-        cells = (f"{row['images_per_sec']:,.0f}", f"{times:.1f}", f"{times / nodes:.0%}")
-        rows.append((f"{run['name']}, {run['gpu']}", f"{nodes:g}", *cells, None))
+        cells = (_number(row["images_per_sec"]), _ends(row, "times", 1), _efficiency(row))
+        rows.append((f"{run['name']}, {run['gpu']}", f"{row['num'] / 8:g}", *cells, None))
     for row in record["published"]["nvidia"]:
-        cells = (f"{row['images_per_sec']:,.0f}", f"{row['times']:.1f}", f"{row['times'] / row['nodes']:.0%}")
-        rows.append((row["title"], str(row["nodes"]), *cells, _range(row, "predicted", ",.0f")))
+        cells = (_number(row["images_per_sec"]), _number(row["times"], 1), f"{row['times'] / row['nodes']:.0%}")
+        rows.append((row["title"], str(row["nodes"]), *cells, _ends(row, "predicted")))
     title = "The speed-up against one node of 8; NVIDIA's own rows below:"
     return Section("NVIDIA's table", Table(title, head, "lrrrrr", rows))
 
@@ -123,57 +154,79 @@ def _nvidia(record: Record) -> Section:
 
 def _around(record: Record) -> Section:
     """Failures, checkpoints, evaluations and data."""
-    run = record["run"]
-    head = ("GPUs", "a failure every", "best cadence", "its cost", "training, h", "evaluations, h")
-    head += ("MB/s a node", "cores a node", "limit")
+    run, config = record["run"], record["config"]
+    has_own = bool(run["save_images"])
+    head: tuple[str, ...] = ("GPUs", "a failure every", "best cadence", "its cost")
+    head += (f"at save.every_images={run['save_images']}",) if has_own else ()
+    head += ("training, h", "evaluations, h", "MB/s a node", "cores a node", "limit")
     rows: list[Row] = []
     for row in record["estimates"]:
-        data = (
-            f"{row[key]:,.{digits}f}" if row[key] is not None else None
-            for key, digits in (("node_mb_per_sec", 0), ("node_cores", 1))
-        )
-        cells = (f"{row['mtbf_hours']:,.0f} h", f"{row['save_every_sec'] / 60:,.0f} min", f"{row['overhead_frac']:.1%}")
-        rows.append(
-            (f"{row['num']:,}", *cells, f"{row['train_hours']:,.1f}", f"{row['eval_hours']:,.1f}", *data, row["limit"])
-        )
-    config = record["config"]
-    title = f"A checkpoint of {run['checkpoint_gib']:.1f} GiB at {config['write_gib_per_sec']:g} GiB/s, "
+        every = _minutes(row["save_every_sec"]) if run["checkpoint_gib"] else "saves none"
+        cells = [f"{row['num']:,}", f"{_number(row['mtbf_hours'])} h", every, _share(row["overhead_frac"])]
+        if has_own:
+            cells.append(f"{_minutes(row['own_every_sec'])}: {_share(row['own_frac'])}")
+        cells += [_number(row[key], 1) for key in ("train_hours", "eval_hours")]
+        data = (row["node_mb_per_sec"], 0), (row["node_cores"], 1)
+        rows.append((*cells, *(None if of is None else _number(of, digits) for of, digits in data), row["limit"]))
+    saved = f"A checkpoint of {run['checkpoint_gib']:.1f} GiB at {config['write_gib_per_sec']:g} GiB/s, "
+    title = saved if run["checkpoint_gib"] else "The run saves no checkpoints, so that a failure loses all of it; "
     title += f"{config['resume_sec']:g} s to resume, {config['mtbf_hours']:,.0f} GPU-hours a failure; "
     title += f"{run['num_evals']} evaluations in training:"
-    return Section("Failures, checkpoints, evaluation and data", Table(title, head, "r" * 8 + "l", rows))
+    table = Table(title, head, "r" * (len(head) - 1) + "l", rows)
+    return Section("Failures, checkpoints, evaluation and data", table, _of_samples(run))
+
+
+def _of_samples(run: Record) -> tuple[str, ...]:
+    """What bytes and processor time of a sample are by."""
+    if run["stage"] == "images":
+        return (
+            f"Bytes and processor time of an image are those measured at 512 px, times its area: {run['area']:.3g}.",
+        )
+    if run["stage"] is None:
+        return ()
+    said = (
+        f"Bytes of a sample: as measured of SD2 at 512 px, with {run['floats']:.3g} times its moments and text states."
+    )
+    return (f"{said} Its processor time is that of SD2 at 512 px.",)
+
+
+def _minutes(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{_number(seconds / 60)} min"
 
 
 def _best(record: Record) -> Iterator[Section]:
     for target in record["targets"]:
-        head = (
-            "GPUs",
-            "best global batch",
-            "images",
-            "minutes to the target",
-            "GPU-hours",
-            "published, minutes at batch",
-        )
+        price = target["price"]
+        head = ("GPUs", "best global batch", "images", "minutes to the target", "GPU-hours")
+        head += () if price is None else (f"cost, at {price:g} an hour",)
+        rounds = {point["title"] for point in target["published"]}
         rows: list[Row] = []
         for curve in target["curves"]:
             of = curve["best"]
             said = [point for point in target["published"] if point["num"] == curve["num"]]
-            shown = ", ".join(
-                f"{point['minutes']:.2f} at {point['global_batch_size'] or '?'}" for point in _fastest(said)
-            )
+            shown = ", ".join(_submitted(point, len(rounds) > 1) for point in _fastest(said))
             edge = ", the last tried" if of["global_batch_size"] == curve["tried"][-1]["global_batch_size"] else ""
-            cells = (f"{of['global_batch_size']:,}{edge}", f"{of['images']:,.0f}", _range(of, "minutes", ",.1f"))
-            rows.append((f"{curve['num']:,}", *cells, f"{of['device_hours']:,.1f}", shown or None))
+            cells = [f"{of['global_batch_size']:,}{edge}", f"{of['images']:,.0f}", _ends(of, "minutes", 1)]
+            cells += [_ends(of, "device_hours", 1)] + ([] if price is None else [_ends(of, "cost")])
+            rows.append((f"{curve['num']:,}", *cells, shown or None))
         images = target["images"]
         e, c = _range(images, "e", ",.2f", 1e-6), _range(images, "c", ",.0f")
-        title = f"{target['title']}, ruleset {target['ruleset']}: images = E (1 + batch / C), E {e} million, C {c}:"
-        yield Section(f"The best batch: {target['title']}", Table(title, head, "rrrrrr", rows))
+        title = f"{target['title']}, ruleset {target['ruleset']}; target: {target['target']}; "
+        title += f"images = E (1 + batch / C), E {e} million, C {c}:"
+        table = Table(title, (*head, "published, minutes at batch"), "r" * (len(head) + 1), rows)
+        yield Section(f"The best batch: {target['title']}", table)
+
+
+def _submitted(point: Record, has_rounds: bool) -> str:
+    of_round = f" ({point['title'].split(',')[0]})" if has_rounds else ""
+    return f"{point['minutes']:.2f} at {point['global_batch_size'] or '?'}{of_round}"
 
 
 def _fastest(points: Sequence[Record]) -> list[Record]:
-    """The fastest of each batch."""
+    """The fastest of each round and batch."""
     found: dict[Any, Record] = {}
     for point in sorted(points, key=lambda each: -each["minutes"]):
-        found[point["global_batch_size"]] = point
+        found[point["title"], point["global_batch_size"]] = point
     return list(found.values())
 
 
@@ -301,18 +354,21 @@ def _laid_over(record: Record) -> Section:
 
 
 def _of_gpus(record: Record) -> list[str]:
-    """Say how far the law's prediction for a GPU is from the records of one, or that there is none yet."""
-    if not record["gpu_records"]:
-        of = record["single"]
-        told = (
-            f"A single {of['gpu']} at a batch of {of['global_batch_size']}: {_range(of, 'predicted', ',.1f')} images/s."
-        )
-        return [f"{told} The comparison waits for the first record of a GPU under reports/results: there is none yet."]
-    return [
+    """Say how far the law's prediction for a GPU is from records of one, or that there is none; and what was passed over."""
+    told = [
         f"{of['num']} {of['device']}, record {of['name']}: {of['measured']:,.1f} images/s measured, "
         f"{_range(of, 'predicted', ',.1f')} predicted, {_percent(of['error'])}."
         for of in record["gpu_records"]
     ]
+    over = [f"{of['name']} was passed over: {of['why'].removesuffix('.')}." for of in record["passed_over"]]
+    if not told:
+        of, none = record["single"], "none can be compared" if over else "there is none yet"
+        ends = _range(of, "predicted", ",.1f")
+        told = [
+            f"A single {of['gpu']} at a batch of {of['global_batch_size']}: {ends} images/s. "
+            f"The comparison waits for the first record of a GPU under reports/results: {none}."
+        ]
+    return told + over
 
 
 # --- the whole ---
