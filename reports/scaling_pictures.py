@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 DPI = 110
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666", "#1b9e9e", "#c0392b", "#7570b3", "#4d4d4d")
+MARKS = ("o", "s", "^", "D", "v")
+"""Of the rounds of published results, the newest first."""
 SHOWN = (
     "mosaicml_online_512",
     "mosaicml_latents_256",
@@ -36,8 +38,8 @@ def draw(record: Mapping[str, Any], folder: Path) -> list[Path]:
     _draw_run(axes[1], record)
     figure.savefig(folder / SPEED, dpi=DPI)
     pyplot.close(figure)
-    drawn = [target for target in record["targets"] if target["published"]]
-    figure, grid = pyplot.subplots(2, len(drawn), figsize=(14, 10), layout="constrained", squeeze=False)
+    drawn = [target for target in record["targets"] if target["curves"]]
+    figure, grid = pyplot.subplots(2, len(drawn), figsize=(7 * len(drawn), 10), layout="constrained", squeeze=False)
     for column, target in enumerate(drawn):
         _draw_target(grid[0][column], target, "minutes", "minutes to the target")
         _draw_target(grid[1][column], target, "device_hours", "device-hours to the target")
@@ -93,8 +95,8 @@ def _draw_run(axes: Axes, record: Mapping[str, Any]) -> None:
     rows, run = record["estimates"], record["run"]
     nums = [row["num"] for row in rows]
     ends = [[row[f"images_per_sec{end}"] for row in rows] for end in ("", "_low", "_high")]
-    perfect = [rows[0]["images_per_sec"] * num / nums[0] for num in nums]
-    axes.plot(nums, perfect, "--", color="#000000", linewidth=0.8, label="perfect, from the first row")
+    perfect = [record["base"]["images_per_sec"] * num / record["base"]["num"] for num in nums]
+    axes.plot(nums, perfect, "--", color="#000000", linewidth=0.8, label="perfect, from one node of 8")
     axes.fill_between(nums, ends[1], ends[2], color=COLOURS[0], alpha=0.2, label="90 %")
     axes.plot(nums, ends[0], "-", color=COLOURS[0], marker="x", label=f"predicted: {run['name']} on {run['gpu']}")
     theirs = record["published"]["mosaicml"]
@@ -116,33 +118,38 @@ def _draw_run(axes: Axes, record: Mapping[str, Any]) -> None:
 
 
 def _draw_target(axes: Axes, target: Mapping[str, Any], key: str, label: str) -> None:
-    """A curve for each number of devices, its best batch, and the published results."""
+    """A curve for each number of devices, its best batch, and the published results, each round by its mark."""
     from matplotlib.ticker import NullLocator
 
-    shown = False
-    for curve, colour in zip(target["curves"], COLOURS, strict=False):
-        tried, of = curve["tried"], curve["best"]
+    titles = sorted({point["title"] for point in target["published"]}, reverse=True)
+    marks = dict(zip(titles, MARKS, strict=False))
+    for place, curve in enumerate(target["curves"]):
+        tried, of, colour = curve["tried"], curve["best"], COLOURS[place % len(COLOURS)]
         batches = [each["global_batch_size"] for each in tried]
         axes.plot(batches, [each[key] for each in tried], "-", color=colour, label=f"{curve['num']:,} devices")
-        if key == "minutes":
-            low, high = ([each[f"minutes_{end}"] for each in tried] for end in ("low", "high"))
-            axes.fill_between(batches, low, high, color=colour, alpha=0.12, linewidth=0)
+        low, high = ([each[f"{key}_{end}"] for each in tried] for end in ("low", "high"))
+        axes.fill_between(batches, low, high, color=colour, alpha=0.12, linewidth=0)
         axes.plot([of["global_batch_size"]], [of[key]], "*", color=colour, markersize=13)
-        for point in target["published"]:
-            if point["num"] == curve["num"]:
-                if point["global_batch_size"]:
-                    axes.plot([point["global_batch_size"]], [point[key]], "o", color=colour, markerfacecolor="none")
-                else:
-                    axes.axhline(point[key], color=colour, linestyle=":", linewidth=1)
-                    shown = True
+        for point in (point for point in target["published"] if point["num"] == curve["num"]):
+            if point["global_batch_size"]:
+                mark = marks[point["title"]]
+                axes.plot([point["global_batch_size"]], [point[key]], mark, color=colour, markerfacecolor="none")
+            else:
+                axes.axhline(point[key], color=colour, linestyle=":", linewidth=1)
+    nums = [curve["num"] for curve in target["curves"]]
+    of_curves = [point for point in target["published"] if point["num"] in nums]
+    for title, mark in marks.items():
+        if any(point["title"] == title and point["global_batch_size"] for point in of_curves):
+            axes.plot([], [], mark, color="#000000", markerfacecolor="none", label=f"published: {title}")
+    if any(not point["global_batch_size"] for point in of_curves):
+        axes.plot([], [], ":", color="#000000", linewidth=1, label="published, batch not known")
     axes.set_xscale("log", base=2)
     _plain_log(axes)
     ticks = [point["global_batch_size"] for point in target["points"]]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.3, which="both")
-    published = "dotted: published, batch not known" if shown else "rings: published"
-    axes.set_xlabel(f"global batch; star: the best; {published}")
+    axes.set_xlabel("global batch; star: the best; band: 90 %")
     axes.set_ylabel(label)
-    axes.set_title(target["title"], fontsize=10)
+    axes.set_title(f"{target['title']}\nTarget: {target['target']}", fontsize=10)
     axes.legend(fontsize=8)
