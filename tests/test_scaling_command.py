@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,14 @@ from test_plan import lines
 
 from preflight import plan, scaling
 from preflight import scaling_devices as devices
+from preflight import scaling_failures as failures
+from preflight import scaling_run as runs
+from preflight.scaling_law import Setup
 from reports import scaling as report
 
 RESULTS = ROOT / "reports/results"
 EMOJI = tuple(str(RESULTS / f"emoji_cpu_{name}.json") for name in ("1_rank", "2_ranks"))
+FACTS = runs.Facts("run", 2.41, 865_910_724, 2048, 16, 10**9, stage="moments")
 TINY = "model:\n  preset: tiny\nimage_size: 64\nglobal_batch_size: 64\nmax_duration: 1000ba\ndata:\n  synthetic: true\n"
 
 
@@ -126,7 +132,209 @@ def test_what_is_no_record_is_refused(tmp_path, capsys):
     )
 
 
+def test_efficiency_is_that_over_one_node_whatever_the_numbers_of_gpus():
+    """And it has an interval, which is narrower than that of the two speeds divided: what they share cancels out."""
+    few, printed = made(["gpus=[1024,4096]"])
+    many, _ = made(["gpus=[8,1024]"])
+    row, node = few["estimates"][0], many["estimates"][0]
+    assert few["base"]["images_per_sec"] == node["images_per_sec"] and node["times"] == node["times_high"] == 1.0
+    assert row["times"] == pytest.approx(row["images_per_sec"] / node["images_per_sec"], rel=1e-5) and row["times"] < 64
+    assert (
+        f"{row['times'] / 128:.0%} ({row['times_low'] / 128:.0%} to" in printed
+        and "100%" not in printed.split("===")[1]
+    )
+    assert row["times_low"] < row["times"] < row["times_high"]
+    divided = row["images_per_sec_high"] / node["images_per_sec_low"]
+    assert row["times_high"] < divided
+    assert "Efficiency is that over one node of 8 GPUs, at" in printed
+
+
+def test_a_run_without_checkpoints_is_one_segment_and_says_so(run):
+    record, printed = made([run, "gpus=[8]", "mtbf_hours=1", "images=3000000"])
+    [row] = record["estimates"]
+    hours = row["train_hours"]
+    expected = failures.overhead_frac(3600 * hours, 0.0, 300.0, 3600 * row["mtbf_hours"])
+    assert row["overhead_frac"] == pytest.approx(expected, rel=1e-3) and expected > 1
+    assert row["days"] == pytest.approx(hours / 24 * (1 + expected), rel=1e-3)
+    assert "saves none" in printed and "The run saves no checkpoints, so that a failure loses all of it;" in printed
+    assert "at save.every_images" not in printed
+    record, printed = made([run, "gpus=[8]", "mtbf_hours=1", "images=64000000"])
+    assert record["estimates"][0]["days"] is None and "  never  " in printed and "never ends" in printed
+
+
+def test_the_runs_own_cadence_is_priced_beside_the_best(run, tmp_path):
+    saving = tmp_path / "saving.yaml"
+    saving.write_text(Path(run).read_text() + "save:\n  every_images: 1280\n")
+    record, printed = made([str(saving), "gpus=[8]", "images=64000000000"])
+    [row] = record["estimates"]
+    assert row["own_every_sec"] == pytest.approx(1280 / row["images_per_sec"], rel=1e-4)
+    between = 3600 * row["mtbf_hours"]
+    assert row["own_frac"] == pytest.approx(
+        failures.overhead_frac(row["own_every_sec"], row["save_sec"], 300.0, between), rel=1e-3
+    )
+    assert row["own_frac"] > row["overhead_frac"] and "at save.every_images=1280" in printed
+
+
+@pytest.mark.parametrize(
+    "words", [["resume_sec=1e12"], ["mtbf_hours=1", "resume_sec=1000"], ["write_gib_per_sec=1e-9"]]
+)
+def test_a_run_that_never_ends_is_said_to_and_its_record_is_json(words):
+    record, printed = made(["gpus=[4096]", "price_per_gpu_hour=2", "price_date=2026", *words])
+    [row] = record["estimates"]
+    assert [row[key] for key in ("days", "gpu_hours", "cost", "overhead_frac")] == [None] * 4
+    assert "never" in printed and "inf" not in printed.split("=== The best batch")[0]
+    json.dumps(record, allow_nan=False)
+
+
+def test_gpu_hours_and_money_have_the_interval_of_the_speed():
+    record, printed = made(["gpus=[8,64]", "gpu=H100", "price_per_gpu_hour=2", "price_date=2026-11"])
+    for row in record["estimates"]:
+        for end, other in (("low", "high"), ("high", "low")):
+            hours = row["train_hours"] * row["images_per_sec"] / row[f"images_per_sec_{other}"] + row["eval_hours"]
+            assert row[f"gpu_hours_{end}"] == pytest.approx(row["num"] * hours * (1 + row["overhead_frac"]), rel=1e-4)
+            assert row[f"cost_{end}"] == pytest.approx(2 * row[f"gpu_hours_{end}"], rel=1e-5)
+    has_price = {target["title"]: target["price"] for target in record["targets"]}
+    assert list(has_price.values()) == [2.0, None, 2.0]  # a price is of this GPU: not of GB200
+    best = record["targets"][2]["curves"][0]["best"]
+    assert best["cost_low"] == pytest.approx(2 * best["device_hours_low"], rel=1e-5)
+    assert best["cost_low"] < best["cost"] < best["cost_high"]
+    assert printed.count("cost, at 2 an hour") == 3
+
+
+def test_mosaicmls_days_are_those_of_the_runs_images():
+    record, printed = made(["gpus=[8]", "images=2867200000"])
+    [row] = [each for each in record["published"]["mosaicml"] if each["num"] == 8]
+    assert row["days"] == pytest.approx(258.9, abs=0.1) and "It trained" not in printed
+    half, printed = made(["gpus=[8]", "images=1433600000"])
+    assert half["published"]["mosaicml"][0]["days"] == pytest.approx(row["days"] / 2, rel=1e-5)
+    said = "MosaicML's days, hours and cost are those of 1,433,600,000 images at its rate. It trained 2,867,200,000 in all."
+    assert said in printed
+
+
+def test_tiny_runs_have_three_digits_and_raised_batches_are_said(run):
+    record, printed = made([run, "gpus=[8,128]", "store_mb_per_sec=0.001"])
+    days = record["estimates"][0]["days"]
+    assert 0 < days < 0.01 and f"{days:#.3g} (" in printed and " 0.00 " not in printed
+    assert "128, batch 128" in printed
+    assert (
+        "A row with a batch trains with another batch than the run: one image a GPU, as many images in all." in printed
+    )
+    _, printed = made([str(ROOT / "yamls/mosaicml_512.yaml"), "gpus=[8]", "store_mb_per_sec=1e-4"])
+    assert "0.00152 " in printed.split("===")[1] and "trains with another batch" not in printed
+
+
+def test_bytes_of_a_sample_are_those_of_its_size(tmp_path):
+    found, place = {}, tmp_path / "tiny.yaml"
+    for side in (512, 256):
+        place.write_text(
+            TINY.replace("image_size: 64", f"image_size: {side}").replace(
+                "synthetic: true", "stage: moments\n  remote: some"
+            )
+        )
+        record, printed = made([str(place), "gpus=[8]"])
+        row = record["estimates"][0]
+        found[side] = row["node_mb_per_sec"] / row["images_per_sec"] * 1e6
+    assert found[512] == pytest.approx(65_771.6, rel=1e-4)
+    assert found[256] == pytest.approx(65_536 / 4 + 235.6, rel=1e-3)
+    assert "with 0.25 times its moments and text states" in printed
+    facts = dataclasses.replace(FACTS, stage="images", area=0.25)
+    assert runs.figures_of(facts, {"images": {"bytes": 40_000.0, "cpu_sec": 0.004}}) == {"bytes": 1e4, "cpu_sec": 0.001}
+
+
+def test_the_target_picture_names_its_rounds_its_target_and_has_the_runs_own_curves(monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
+    record, _ = made(["gpus=[8,64]"])
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: drawn.append(self))
+    report.draw(record, tmp_path)
+    _, target = drawn
+    titles = [axes.get_title() for axes in target.axes]
+    assert len(titles) == 6 and "this run on H200" in titles[2]
+    assert "Target: FID 90 or less and CLIP 0.15 or more" in titles[0] and "validation loss 0.586 or less" in titles[1]
+    legend = target.axes[0].get_legend()
+    assert legend is not None
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert [text for text in texts if "MLPerf" in text] == [
+        f"published: MLPerf {n}, H100" for n in ("4.1", "4.0", "3.1")
+    ]
+
+
+# --- how a run exchanges ---
+
+
+def test_a_record_and_a_yaml_exchange_by_one_rule(run, tmp_path):
+    sharded = tmp_path / "sharded.yaml"
+    sharded.write_text(Path(run).read_text() + "sharding: full\ndevice_train_microbatch_size: 2\nprecision: fp32\n")
+    facts, _ = scaling.facts_of(scaling.read_words([str(sharded)]))
+    record = devices.read_measured(a_record(tmp_path, "a", 8, sharding="full", precision="fp32"))
+    links = "nvlink4", "infiniband_ndr", 8
+    assert facts.exchange == record.exchange == devices.Exchange(4, 3.0, True)
+    assert facts.setup(*links).volume == record.setup(*links).volume == 3.0
+    plain = devices.read_measured(a_record(tmp_path, "b", 8))
+    assert plain.exchange == devices.Exchange(4, 2.0, False)
+
+
+def test_sharded_weights_are_exchanged_in_each_pass():
+    """Two gathers in the step's type and a scattering in float32, 8 bytes in bf16; p passes are p steps of one."""
+    assert devices.exchange_of("bf16", "full") == devices.Exchange(4, 2.0, True)
+    assert devices.exchange_of("bf16_params", "hybrid") == devices.Exchange(2, 4.0, True)
+    assert devices.exchange_of("bf16_params", "off") == devices.Exchange(2, 2.0, False)
+    setup = Setup("plain", 4.0, 450.0, 50.0, 8, microbatch=16)
+    sharded, whole = devices.exchange_of("bf16", "full"), devices.exchange_of("bf16", "off")
+    assert sharded.batch(setup, 64, 2048) == 1024 and whole.batch(setup, 64, 2048) == 2048
+    assert sharded.batch(setup, 64, 512) == 512 and sharded.batch(setup, 64, 64 * 40) == pytest.approx(64 * 40 / 3)
+    law = devices.kept_law()
+    slow = dataclasses.replace(setup, outer=1.0)
+    speeds = [law.predict(slow, "mlperf_h100_v41", 64, of.batch(slow, 64, 8192)).value for of in (sharded, whole)]
+    assert speeds[0] < speeds[1] / 3
+
+
+def test_what_differs_between_the_record_and_the_run_is_named(run, tmp_path):
+    place = a_record(tmp_path, "a", family="flux", compile="blocks", sharding="off")
+    _, printed = made([str(ROOT / "yamls/mosaicml_512.yaml"), place, "gpus=[8]"])
+    note = next(line for line in printed.splitlines() if line.startswith("The record differs from the run in: "))
+    assert note.endswith("; its TFLOP/s is carried over.")
+    assert "family (flux, here sd2)" in note and "compile (blocks, here whole)" in note and "sharding" not in note
+    assert "device_train_microbatch_size (64, here" in note and "image_size" not in note
+    _, printed = made([str(ROOT / "yamls/mosaicml_256.yaml"), place, "gpus=[8]"])
+    assert "image_size (512 x 512, here 256 x 256)" in printed
+    _, printed = made([run, "gpus=[8]"])
+    assert "The record differs" not in printed
+
+
 # --- the first record of a GPU ---
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA L40S", None),
+        ("CPU AMD EPYC, 2 threads", None),
+    ],
+)
+def test_a_card_is_a_whole_word_of_a_devices_name(device, card):
+    assert devices.card_of(device) == card
+
+
+def test_records_of_gpus_that_cannot_be_compared_are_listed_with_the_reason(run, tmp_path, monkeypatch):
+    a_record(tmp_path, "ours", device="NVIDIA L40S")
+    a_record(tmp_path, "wrong", tflop_per_image=0)
+    a_record(tmp_path, "cpu", device="CPU AMD EPYC, 2 threads")
+    (tmp_path / "torn.json").write_text('{"device": "NVIDIA H2')
+    monkeypatch.setattr(devices.gpu_records, "__defaults__", (tmp_path,))
+    record, printed = made([run, "gpus=[8]"])
+    assert [of["name"] for of in record["passed_over"]] == ["ours.json", "torn.json", "wrong.json"]
+    assert "ours.json was passed over: no published series of NVIDIA L40S." in printed
+    assert (
+        "wrong.json was passed over: its tflop_per_image is 0." in printed and "torn.json was passed over:" in printed
+    )
+    assert "under reports/results: none can be compared." in printed and "there is none yet" not in printed
 
 
 def test_the_error_against_a_gpus_record_is_told_as_soon_as_there_is_one(run, tmp_path, monkeypatch):
@@ -193,6 +401,8 @@ def test_a_record_that_is_faster_than_its_links_is_refused_with_the_links(run, t
             "price_date: price_per_gpu_hour is given, price_date is not. A price is of a day: give both,",
         ),
         ("price_date=2026", "price_per_gpu_hour: price_date is given, price_per_gpu_hour is not."),
+        ("price_date=2026-02-31", "price_date is '2026-02-31'. Possible: a date: 2026, 2026-11 or 2026-11-25"),
+        ("price_date=2026-13", "price_date is '2026-13'. Possible: a date"),
         ("gpus=[0]", "gpus: [0]. Possible: numbers from 1 to 65,536, e.g. [8,64,512]."),
     ],
 )
@@ -211,6 +421,35 @@ def test_what_cannot_be_read_is_refused(run, tmp_path, capsys):
     assert "old.json: it has no tflop_per_image or trained_parameters." in refused(
         [run, str(tmp_path / "old.json")], capsys
     )
+
+
+def test_a_folder_is_no_file_of_results(run, tmp_path, capsys):
+    message = f"results: {tmp_path} is a folder. Possible: a file, e.g. {tmp_path / 'scaling.json'}. Give one."
+    assert message in refused([run, f"results={tmp_path}"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "tflop_per_image",
+            0,
+            "its tflop_per_image is 0. Possible: a number from 1e-09 to 1e+13. Give a record of a run.",
+        ),
+        ("tflop_per_image", -2.4, "its tflop_per_image is -2.4. Possible: a number"),
+        ("tflop_per_image", math.nan, "its tflop_per_image is nan. Possible: a number"),
+        ("trained_parameters", 0, "its trained_parameters is 0. Possible: a whole number from 1 to 1e+13."),
+        ("trained_parameters", -1, "its trained_parameters is -1. Possible: a whole number"),
+        ("device_train_microbatch_size", 0, "its device_train_microbatch_size is 0. Possible: a whole number"),
+        ("device_train_microbatch_size", -4, "its device_train_microbatch_size is -4. Possible: a whole number"),
+        ("device_train_microbatch_size", math.nan, "its device_train_microbatch_size is nan. Possible: a whole number"),
+    ],
+)
+def test_a_record_with_a_number_that_no_run_has_is_refused_by_name(run, tmp_path, capsys, key, value, message):
+    place = a_record(tmp_path, "a", **{key: value})
+    assert f"a.json: {message}" in refused([run, place], capsys)
+    with pytest.raises(ValueError, match=key):  # which --print_config prints
+        devices.expected(place, 8, 256)
 
 
 # --- --print_config ---
