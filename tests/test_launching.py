@@ -74,10 +74,12 @@ def test_a_submissions_variables_become_words_and_words_count_last(tmp_path):
     alone = {name: value for name, value in given.items() if name != "SEED"}
     assert "seed=12" in mlperf.commands_of({**alone, "RANDOM_SEED": "12"}, [])[0]
     assert "seed=31" in mlperf.commands_of({**alone, "SLURM_JOB_ID": "31"}, [])[0]  # the same on all nodes
+    del alone["DGXNNODES"]
+    assert "global_batch_size=512" in mlperf.commands_of({**alone, "SLURM_JOB_NUM_NODES": "2"}, [])[0]
 
 
 def test_what_the_variables_cannot_mean_is_said_at_once():
-    given = {"DGXNNODES": "two", "BATCHSIZE": "0", "SLURM_JOB_NUM_NODES": "4", "DATADIR": "/nowhere"}
+    given = {"DGXNNODES": "two", "BATCHSIZE": "0", "SLURM_JOB_NUM_NODES": "4", "DATADIR": "/nowhere", "DGXNGPU": "8"}
     with pytest.raises(ConfigError) as error:
         mlperf.commands_of(given, [])
     assert error.value.problems == [
@@ -86,8 +88,14 @@ def test_what_the_variables_cannot_mean_is_said_at_once():
         "DATADIR: /nowhere is no folder. Wanted: what the recipes have in datasets/.",
     ]
     with pytest.raises(ConfigError) as error:
-        mlperf.commands_of({"DGXNNODES": "2", "SLURM_JOB_NUM_NODES": "4"}, [])
+        mlperf.commands_of({"DGXNNODES": "2", "DGXNGPU": "8", "SLURM_JOB_NUM_NODES": "4"}, [])
     assert str(error.value) == "DGXNNODES is 2, but the job has 4 nodes. Give sbatch --nodes=2."
+    for unset in ({}, {"YAML": "yamls/shapes.yaml"}):
+        with pytest.raises(ConfigError) as error:
+            mlperf.commands_of({"BATCHSIZE": "256", **unset}, [])
+        assert str(error.value) == (
+            "DGXNGPU is not given. Give the ranks of a node, of which the batch is made, or source a launch/config_*.sh."
+        )
     with pytest.raises(ConfigError) as error:
         mlperf.commands_of({"DGXNGPU": "8", "BATCHSIZE": "31"}, [])
     assert str(error.value).startswith(
@@ -193,3 +201,30 @@ def test_both_batch_scripts_have_what_a_restart_needs_and_differ_in_the_containe
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@180", "--ntasks-per-node=1"} <= {
         line.split()[1] for line in plain
     }
+
+
+def test_the_container_sees_each_folder_under_its_whole_name(tmp_path):
+    """A relative name is one of the checkout, and a link keeps its own name: what the ranks are given has it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "data").symlink_to("real")
+    for name, text in {"srun": 'echo "$* RANK_LOGS=$RANK_LOGS"', "scontrol": "echo job"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n[ $1 != --help ] || exec echo --container-image\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    slurm = {"SUBMIT_DIR": str(tmp_path), "JOB_ID": "7", "JOB_NODELIST": "n1", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "2"}
+    own = {f"SLURM_{name}": value for name, value in slurm.items()} | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    own |= {"CONT": "easel.sqsh", "LOGDIR": "data/logs", "DATADIR": f"{tmp_path}/data", "NEMOLOGS": "../runs"}
+    done = subprocess.run(
+        ["bash", "launch/slurm_container.sbatch", "run_name=a"],
+        env={**os.environ, **own},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done
+    [mounts] = re.findall(r"--container-mounts=(\S+)", done.stdout)
+    places = [tmp_path, tmp_path / "data", tmp_path.parent / "runs", tmp_path / "data/logs"]
+    assert mounts == ",".join(f"{place}:{place}" for place in places)
+    assert f'RANK_LOGS={tmp_path}/data/logs/7' in done.stdout
