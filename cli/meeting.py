@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 MEET_SEC = 600.0  # of a machine that comes late: its container may have to be fetched
 RESOLVE_SEC = 30.0  # a cluster's names may come up after its machines
+ANSWER_SEC = 60.0  # of a store that has taken a connection: many thousand ranks may come to it at once
+CONNECT_SEC = 5.0
 SAY_SEC = 30.0
 POLL_SEC = 0.5
 TELL_SEC = 4 * POLL_SEC  # of a rank that leaves: the store must be there until the others have read why
@@ -115,22 +118,75 @@ def _open_store(limit_sec: float, more: str) -> TCPStore:
         raise ConfigError([f"{given}, for {dist.get_world_size()} ranks. A name and a port from 1 to 65535; {ways}."])
     _resolve(host, int(port), limit_sec)
     # torchrun's agent has the store, and stays with it when its ranks are started again.
-    is_owner = dist.get_global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if is_owner:
+    if dist.get_global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port(int(port))
-    else:
-        _reach(host, int(port), limit_sec, more)
-    try:
-        return TCPStore(
-            host,
-            int(port),
-            dist.get_world_size(),
-            is_master=is_owner,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=limit_sec),
+        return _open_own(host, int(port), limit_sec)
+    if reason := _reach(host, int(port), limit_sec):
+        given = f"MASTER_ADDR: nothing answers at {host}:{port} ({reason}) for {limit_sec:g} s, as {_self()} sees it"
+        raise Failed(
+            f"{given}: rank 0 has not come. Start it with this address and port, let the port through{more}."
         )
-    except DistNetworkError as error:  # between our look and torch's another process was faster
-        raise Failed(f"MASTER_PORT: {host}:{port}: {error}. Start again, with another port.") from error
+    return _connected(host, int(port), limit_sec)
+
+
+def _open_own(host: str, port: int, limit_sec: float) -> TCPStore:
+    """Open the store of rank 0, whose address may be that of a network before it: a service, or a translated one.
+
+    Raises:
+        ConfigError: the address is not this machine's, and nothing has answered there for half a minute.
+        Failed: the same on Kubernetes, for `limit_sec`: the name of a pod may lead to the one before it for a while.
+    """
+    if _is_here(host):
+        return _connected(host, port, limit_sec, is_owner=True)
+    own, mark = _connected("127.0.0.1", port, limit_sec, is_owner=True), f"easel/own/{socket.gethostname()}/{os.getpid()}"
+    own.set(mark, "")
+    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    limit_sec = limit_sec if is_pod else min(RESOLVE_SEC, limit_sec)
+    if reason := _reach(host, port, limit_sec):
+        given = f"MASTER_ADDR: '{host}' leads to another machine than {socket.gethostname()}, which has rank 0"
+        seen = f"nothing answers at {host}:{port} ({reason}) for {limit_sec:g} s"
+        ways = "If rank 0 is on the other one, give this one its own NODE_RANK (composer --node_rank)"
+        said = f"{given}, and {seen}. Give an address of this machine. {ways}."
+        raise Failed(said) if is_pod else ConfigError([said])
+    there = _connected(host, port, limit_sec)
+    return own if there.check([mark]) else there  # another rank 0's, which is told that this one came too
+
+
+def _is_here(host: str) -> bool:
+    """True where a name leads to an address of this machine."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as one:
+            one.bind(address)
+            return True
+    return False
+
+
+def _connected(host: str, port: int, limit_sec: float, *, is_owner: bool = False) -> TCPStore:
+    """Build the store, in a thread: torch waits without an end for the first word of one that listens and says nothing."""
+    answer_sec = min(limit_sec, ANSWER_SEC)
+    built: list[TCPStore | RuntimeError] = []
+
+    def build() -> None:
+        limit = datetime.timedelta(seconds=answer_sec)
+        num = dist.get_world_size()
+        try:
+            built.append(TCPStore(host, port, num, is_master=is_owner, wait_for_workers=False, timeout=limit))
+        except RuntimeError as error:
+            built.append(error)
+
+    thread = threading.Thread(target=build, daemon=True)
+    thread.start()
+    thread.join(answer_sec)
+    result = built[0] if built else f"no word for {answer_sec:g} s"
+    if isinstance(result, TCPStore):
+        result.set_timeout(datetime.timedelta(seconds=limit_sec))
+        return result
+    reason = str(result).splitlines()[0]  # what follows are frames of C++
+    if is_owner:  # between our look and torch's another process was faster
+        raise Failed(f"MASTER_PORT: {host}:{port}: {reason}. Start again, with another port.")
+    given = f"MASTER_PORT: what answers at {host}:{port} is not rank 0 ({reason}), as {_self()} sees it"
+    why = "Something else holds the port there, or rank 0 has just ended"
+    raise Failed(f"{given}. {why}. Start all machines again, with another port.")
 
 
 def _resolve(host: str, port: int, limit_sec: float) -> None:
@@ -178,21 +234,17 @@ def _holder(port: int) -> str:
     return ""
 
 
-def _reach(host: str, port: int, limit_sec: float, more: str) -> None:
-    """Wait for rank 0's store. Raises Failed: it has not answered."""
+def _reach(host: str, port: int, limit_sec: float) -> str | None:
+    """Wait for rank 0's store. Return why it cannot be reached, where it has not answered for `limit_sec`."""
     began = said_at = time.monotonic()
     while True:
         try:
-            socket.create_connection((host, port), timeout=5.0).close()
-            return
+            socket.create_connection((host, port), timeout=min(CONNECT_SEC, limit_sec)).close()
+            return None
         except OSError as error:
             now, reason = time.monotonic(), error.strerror or "no answer"
         if now - began > limit_sec:
-            given = f"MASTER_ADDR: nothing answers at {host}:{port} ({reason}) for {limit_sec:g} s"
-            raise Failed(
-                f"{given}, as {_self()} sees it: rank 0 has not come. Start it with this address and port, let the port "
-                f"through{more}."
-            )
+            return reason
         if now - said_at > SAY_SEC and dist.get_local_rank() == 0:
             said_at = now
             log.info(

@@ -44,7 +44,8 @@ def commands_of(given: Mapping[str, str], words: Sequence[str]) -> list[list[str
     """
     if problems := _problems(given):
         raise ConfigError(problems)
-    nodes, gpus, each = (int(given.get(name, "1")) for name in ("DGXNNODES", "DGXNGPU", "BATCHSIZE"))
+    nodes = int(given.get("DGXNNODES") or given.get("SLURM_JOB_NUM_NODES") or 1)
+    gpus, each = int(given["DGXNGPU"]), int(given.get("BATCHSIZE", "1"))
     batch = nodes * gpus * each
     yaml = given.get("YAML") or f"yamls/mlperf_{batch}.yaml"
     if not Path(yaml).is_file():
@@ -77,6 +78,9 @@ def _problems(given: Mapping[str, str]) -> list[str]:
     for name in NUMBERS:
         if name in given and not (given[name].isdigit() and (int(given[name]) or name.endswith(("SEED", "STEPS")))):
             found.append(f"{name} is '{given[name]}'. Possible: a whole number.")
+    if "DGXNGPU" not in given:  # launch/ranks.sh would count them, and the recipe would be that of another batch
+        what = "Give the ranks of a node, of which the batch is made, or source a launch/config_*.sh"
+        found.append(f"DGXNGPU is not given. {what}.")
     has, wanted = given.get("SLURM_JOB_NUM_NODES"), given.get("DGXNNODES")
     if has and wanted and wanted.isdigit() and has != wanted:
         found.append(f"DGXNNODES is {wanted}, but the job has {has} nodes. Give sbatch --nodes={wanted}.")

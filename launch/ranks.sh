@@ -10,7 +10,7 @@
 #
 # Composer's launcher gives its ranks 30 seconds after SIGTERM, too little for some checkpoints, and dies of SIGUSR1 without a
 # word to them. Here the ranks hear both, write a checkpoint at the next batch edge and end. Exit code: the launcher's; 143 and
-# 138 say that the run was stopped so, 2 that it cannot run.
+# 138 say that the run was stopped so, also before its ranks could hear it, 2 that it cannot run.
 set -uo pipefail
 # shellcheck source=launch/waiting.sh
 source "$(dirname "${BASH_SOURCE[0]}")/waiting.sh"
@@ -19,6 +19,7 @@ node=${NODE_RANK:-${SLURM_NODEID:-0}}
 pass_on() { pkill "-$1" -P "$2" || kill -TERM "$2" 2>/dev/null || true; }  # no rank was started yet: the launcher itself
 leave() { [ -z "${RANK_LOGS:-}" ] || echo "$1" >"$RANK_LOGS/code.$node"; exit "$1"; }
 refuse() { echo "$here: $*" >&2; leave 2; }
+whole() { [[ $1 =~ ^[0-9]{1,6}$ ]] && echo $((10#$1)); }  # 08 would be octal to the shell's arithmetic
 
 count_gpus() {
   if command -v nvidia-smi >/dev/null; then nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU '
@@ -29,21 +30,34 @@ count_gpus() {
 main() {
   case ${1:-} in *.py) ;; *) set -- benchmark.py "$@";; esac
 
-  local ranks nodes words code left
-  ranks=${RANKS_PER_NODE:-${LOCAL_WORLD_SIZE:-${DGXNGPU:-${SLURM_GPUS_ON_NODE:-$(count_gpus)}}}}
-  case ${ranks:=1} in 0) ranks=1;; *[!0-9]*) refuse "RANKS_PER_NODE is '$ranks'. Possible: a number of ranks.";; esac
-  nodes=${NUM_NODES:-${SLURM_STEP_NUM_NODES:-1}}
+  local given ranks nodes port rank words code left
+  given=${RANKS_PER_NODE:-${LOCAL_WORLD_SIZE:-${DGXNGPU:-${SLURM_GPUS_ON_NODE:-$(count_gpus)}}}}
+  ranks=$(whole "${given:-1}") || refuse "RANKS_PER_NODE is '$given'. Possible: a number of ranks."
+  [ "$ranks" -gt 0 ] || ranks=1
+  given=${NUM_NODES:-${SLURM_STEP_NUM_NODES:-1}}
   if [ -z "${NUM_NODES:-}" ] && [ -n "${WORLD_SIZE:-}" ]; then
-    case $WORLD_SIZE in *[!0-9]*) nodes=0;; *) nodes=$((WORLD_SIZE % ranks ? 0 : WORLD_SIZE / ranks));; esac
-    [ "$nodes" -gt 0 ] || refuse "WORLD_SIZE is '$WORLD_SIZE'. Possible: a multiple of the $ranks ranks of a node; or give NUM_NODES."
+    given=$(whole "$WORLD_SIZE") && given=$((given % ranks ? 0 : given / ranks))
+    [ "${given:-0}" -gt 0 ] || refuse "WORLD_SIZE is '$WORLD_SIZE'. Possible: a multiple of the $ranks ranks of a node; or give NUM_NODES."
+  fi
+  nodes=$(whole "$given") && [ "$nodes" -gt 0 ] || refuse "NUM_NODES is '$given'. Possible: a number of nodes, from 1 on."
+  if [ "$nodes" -gt 1 ] || [ -n "${NODE_RANK:-}" ]; then
+    rank=$(whole "$node") && [ "$rank" -lt "$nodes" ] ||
+      refuse "NODE_RANK is '$node'. Possible: from 0 to $((nodes - 1)), the number of nodes being $nodes. NUM_NODES sets it."
+    node=$rank
+  fi
+  port=${MASTER_PORT:-}
+  if [ -n "$port" ]; then
+    port=$(whole "$port") && [ "$port" -gt 0 ] && [ "$port" -lt 65536 ] || refuse "MASTER_PORT is '$MASTER_PORT'. Possible: a number from 1 to 65535."
   fi
 
   command -v composer >/dev/null || refuse "no composer on the PATH. Activate the environment before sbatch, as docs/launching.md says."
   words=(--nproc "$ranks")
   if [ "$nodes" -gt 1 ]; then
-    [ -n "${MASTER_ADDR:-}" ] && [ -n "${MASTER_PORT:-}" ] ||
+    [ -n "${MASTER_ADDR:-}" ] && [ -n "$port" ] ||
       refuse "MASTER_ADDR or MASTER_PORT is not given, and there are $nodes nodes. Give the name of the first, and a free port of it."
-    words+=(--world_size $((nodes * ranks)) --node_rank "$node" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT")
+    [ -n "${NODE_RANK:-${SLURM_NODEID:-}}" ] ||
+      refuse "NODE_RANK is not given, and there are $nodes nodes. Give each its own: 0 on that of MASTER_ADDR, up to $((nodes - 1))."
+    words+=(--world_size $((nodes * ranks)) --node_rank "$node" --master_addr "$MASTER_ADDR" --master_port "$port")
   fi
   if [ -n "${RANK_LOGS:-}" ]; then
     words+=(--stdout "$RANK_LOGS/rank{rank}.txt" --stderr "$RANK_LOGS/rank{rank}.txt")
@@ -53,6 +67,12 @@ main() {
 
   run_to_its_end composer "${words[@]}" "$@"
   code=$?
+  # What a signal ended before it was heard: a rank that loads its libraries, whose -15 or -10 is the launcher's code, or the launcher.
+  case ${heard:-none}.$code in
+    none.*) ;;
+    *.246 | USR1.241 | USR1.143) code=138;;
+    *.241) code=143;;
+  esac
   # A launcher that was killed leaves its ranks, which would train on, and hold the GPUs. All are in the group of Slurm's task.
   if [ "$code" != 0 ] && [ -n "${SLURM_TASK_PID:-}" ] && command -v pgrep >/dev/null; then
     for left in $(pgrep -g "$SLURM_TASK_PID" || true); do

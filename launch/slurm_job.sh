@@ -43,7 +43,7 @@ say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restarts: $restarts of $MAX_RESTA
 if scontrol show job -o "$SLURM_JOB_ID" | grep -q ' Requeue=0'; then
   say "this job was submitted without --requeue: when a node is lost, a rank dies or the time is up it ends, and nobody starts it again; the same sbatch command then resumes the run from its last checkpoint"
 fi
-RANK_LOGS=$(realpath -m "$LOGDIR/$SLURM_JOB_ID")
+RANK_LOGS=$(realpath -ms "$LOGDIR/$SLURM_JOB_ID")
 mkdir -p "$RANK_LOGS" || refuse "LOGDIR: $RANK_LOGS cannot be made. Give LOGDIR=FOLDER before sbatch."
 export RANK_LOGS
 mark job

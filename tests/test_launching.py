@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,10 +74,12 @@ def test_a_submissions_variables_become_words_and_words_count_last(tmp_path):
     alone = {name: value for name, value in given.items() if name != "SEED"}
     assert "seed=12" in mlperf.commands_of({**alone, "RANDOM_SEED": "12"}, [])[0]
     assert "seed=31" in mlperf.commands_of({**alone, "SLURM_JOB_ID": "31"}, [])[0]  # the same on all nodes
+    del alone["DGXNNODES"]
+    assert "global_batch_size=512" in mlperf.commands_of({**alone, "SLURM_JOB_NUM_NODES": "2"}, [])[0]
 
 
 def test_what_the_variables_cannot_mean_is_said_at_once():
-    given = {"DGXNNODES": "two", "BATCHSIZE": "0", "SLURM_JOB_NUM_NODES": "4", "DATADIR": "/nowhere"}
+    given = {"DGXNNODES": "two", "BATCHSIZE": "0", "SLURM_JOB_NUM_NODES": "4", "DATADIR": "/nowhere", "DGXNGPU": "8"}
     with pytest.raises(ConfigError) as error:
         mlperf.commands_of(given, [])
     assert error.value.problems == [
@@ -83,13 +88,22 @@ def test_what_the_variables_cannot_mean_is_said_at_once():
         "DATADIR: /nowhere is no folder. Wanted: what the recipes have in datasets/.",
     ]
     with pytest.raises(ConfigError) as error:
-        mlperf.commands_of({"DGXNNODES": "2", "SLURM_JOB_NUM_NODES": "4"}, [])
+        mlperf.commands_of({"DGXNNODES": "2", "DGXNGPU": "8", "SLURM_JOB_NUM_NODES": "4"}, [])
     assert str(error.value) == "DGXNNODES is 2, but the job has 4 nodes. Give sbatch --nodes=2."
+    for unset in ({}, {"YAML": "yamls/shapes.yaml"}):
+        with pytest.raises(ConfigError) as error:
+            mlperf.commands_of({"BATCHSIZE": "256", **unset}, [])
+        assert str(error.value) == (
+            "DGXNGPU is not given. Give the ranks of a node, of which the batch is made, or source a launch/config_*.sh."
+        )
     with pytest.raises(ConfigError) as error:
         mlperf.commands_of({"DGXNGPU": "8", "BATCHSIZE": "31"}, [])
     assert str(error.value).startswith(
         "DGXNNODES x DGXNGPU x BATCHSIZE = 1 x 8 x 31 = 248: there is no yamls/mlperf_248.yaml. Known: mlperf_1024.yaml,"
     )
+
+
+TWO = {"RANKS_PER_NODE": "1", "NUM_NODES": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
@@ -109,16 +123,73 @@ def test_what_the_variables_cannot_mean_is_said_at_once():
             {"RANKS_PER_NODE": "1", "NUM_NODES": "2"},
             "MASTER_ADDR or MASTER_PORT is not given, and there are 2 nodes. Give the name of the first",
         ),
+        ({"NUM_NODES": "two"}, ": NUM_NODES is 'two'. Possible: a number of nodes, from 1 on.\n"),
+        ({"NUM_NODES": "0"}, ": NUM_NODES is '0'. Possible: a number of nodes, from 1 on.\n"),
+        ({**TWO, "NODE_RANK": "2"}, ": NODE_RANK is '2'. Possible: from 0 to 1, the number of nodes being 2. NUM_NODES sets it.\n"),
+        ({**TWO, "NODE_RANK": "x"}, ": NODE_RANK is 'x'. Possible: from 0 to 1, the number of nodes being 2. NUM_NODES sets it.\n"),
+        ({"NODE_RANK": "1"}, ": NODE_RANK is '1'. Possible: from 0 to 0, the number of nodes being 1. NUM_NODES sets it.\n"),
+        (TWO, ": NODE_RANK is not given, and there are 2 nodes. Give each its own: 0 on that of MASTER_ADDR, up to 1.\n"),
+        ({"MASTER_PORT": "abc"}, ": MASTER_PORT is 'abc'. Possible: a number from 1 to 65535.\n"),
+        ({**TWO, "MASTER_PORT": "65536"}, ": MASTER_PORT is '65536'. Possible: a number from 1 to 65535.\n"),
     ],
 )
 def test_a_node_refuses_what_no_launcher_could_use(variables, text):
-    environment = {**os.environ, **variables}
-    for name in {"MASTER_ADDR", "MASTER_PORT", "RANK_LOGS", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} - variables.keys():
-        environment.pop(name, None)
-    done = subprocess.run(
-        ["bash", "launch/ranks.sh", "x=1"], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = launched("x=1", **variables)
     assert done.returncode == 2 and text in done.stderr, done
+
+
+def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What ranks.sh does with these variables, and with none of another launcher's."""
+    others = {"RANK_LOGS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in others} | variables
+    return subprocess.run(
+        ["bash", "launch/ranks.sh", *words], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_numbers_with_zeros_before_them_are_decimal(tmp_path):
+    """The names of machines have such numbers; the shell's arithmetic would read 08 as octal."""
+    (tmp_path / "composer").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "composer").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = launched("x=1", **path, **{**TWO, "NUM_NODES": "010", "NODE_RANK": "08", "RANKS_PER_NODE": "08"})
+    assert done.stdout == (
+        "--nproc 8 --world_size 80 --node_rank 8 --master_addr n0 --master_port 29500 benchmark.py x=1\n"
+    ), done
+
+
+# Composer's launcher, as far as signals go: it waits for its rank and ends with what poll() gives, as -15 or -10.
+LAUNCHER = """#!{python}
+import pathlib, subprocess, sys, time
+here = pathlib.Path({here!r})
+if "no_rank" in sys.argv:
+    (here / "ready").touch()
+    time.sleep(60)
+rank = subprocess.Popen(["sleep", "60"])
+(here / "ready").touch()
+sys.exit(rank.wait())
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["no_rank"]], ids=["ranks import", "no rank yet"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 143)])
+def test_a_signal_before_the_ranks_can_hear_it_gives_its_code_too(number, code, words, tmp_path):
+    (tmp_path / "composer").write_text(LAUNCHER.format(python=sys.executable, here=str(tmp_path)))
+    (tmp_path / "composer").chmod(0o755)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RANKS_PER_NODE": "1", "SLURM_JOB_ID": ""}
+    with subprocess.Popen(["bash", "launch/ranks.sh", *words], env={**os.environ, **own}) as process:
+        until = time.monotonic() + 30
+        while not (tmp_path / "ready").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == code
+
+
+def test_a_rank_that_ends_of_a_signal_which_the_job_was_not_sent_keeps_its_code(tmp_path):
+    (tmp_path / "composer").write_text("#!/bin/sh\nexit 241\n")
+    (tmp_path / "composer").chmod(0o755)
+    done = launched(PATH=f"{tmp_path}:{os.environ['PATH']}", RANKS_PER_NODE="1")
+    assert done.returncode == 241, done
 
 
 def test_both_batch_scripts_have_what_a_restart_needs_and_differ_in_the_container_alone():
@@ -130,3 +201,30 @@ def test_both_batch_scripts_have_what_a_restart_needs_and_differ_in_the_containe
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@180", "--ntasks-per-node=1"} <= {
         line.split()[1] for line in plain
     }
+
+
+def test_the_container_sees_each_folder_under_its_whole_name(tmp_path):
+    """A relative name is one of the checkout, and a link keeps its own name: what the ranks are given has it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "data").symlink_to("real")
+    for name, text in {"srun": 'echo "$* RANK_LOGS=$RANK_LOGS"', "scontrol": "echo job"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n[ $1 != --help ] || exec echo --container-image\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    slurm = {"SUBMIT_DIR": str(tmp_path), "JOB_ID": "7", "JOB_NODELIST": "n1", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "2"}
+    own = {f"SLURM_{name}": value for name, value in slurm.items()} | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    own |= {"CONT": "easel.sqsh", "LOGDIR": "data/logs", "DATADIR": f"{tmp_path}/data", "NEMOLOGS": "../runs"}
+    done = subprocess.run(
+        ["bash", "launch/slurm_container.sbatch", "run_name=a"],
+        env={**os.environ, **own},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done
+    [mounts] = re.findall(r"--container-mounts=(\S+)", done.stdout)
+    places = [tmp_path, tmp_path / "data", tmp_path.parent / "runs", tmp_path / "data/logs"]
+    assert mounts == ",".join(f"{place}:{place}" for place in places)
+    assert f'RANK_LOGS={tmp_path}/data/logs/7' in done.stdout

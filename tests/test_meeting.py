@@ -87,6 +87,50 @@ def test_where_rank_0_has_not_come_the_others_say_so(as_rank):
     )
 
 
+def test_a_port_where_something_else_listens_is_given_up_and_named(as_rank):
+    """It takes the connection and never answers: torch's store would wait without an end."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        as_rank(1, 2, port=other.getsockname()[1])
+        assert refused(Failed, meeting._open_store, 0.3, "") == (
+            f"MASTER_PORT: what answers at {place} is not rank 0 (no word for 0.3 s), as rank 1 ({HOST}) sees it. Something "
+            "else holds the port there, or rank 0 has just ended. Start all machines again, with another port."
+        )
+
+
+@pytest.mark.parametrize("is_pod", [False, True])
+def test_rank_0_whose_address_is_another_machines_is_told_so(is_pod, as_rank, monkeypatch, capfd):
+    """An address of RFC 5737, which nobody has. The name of a pod may lead to the one before it for a while."""
+    as_rank(0, 2, "192.0.2.7")
+    if is_pod:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    said = refused(Failed if is_pod else ConfigError, meeting._open_store, 0.3, "")
+    place = f"192.0.2.7:{os.environ['MASTER_PORT']}"
+    assert re.fullmatch(
+        rf"MASTER_ADDR: '192.0.2.7' leads to another machine than {re.escape(HOST)}, which has rank 0, and nothing answers at "
+        rf"{place} \([^)]+\) for 0.3 s. Give an address of this machine. If rank 0 is on the other one, give this one its own "
+        r"NODE_RANK \(composer --node_rank\)\.",
+        said,
+    )
+    assert "192.0.2.7" not in capfd.readouterr().err
+
+
+def test_rank_0_may_have_an_address_of_the_network_before_it(as_rank, monkeypatch):
+    """A service, or a translated address: no interface here has it, but it leads here."""
+    as_rank(0, 2)
+    monkeypatch.setattr(meeting, "_is_here", lambda host: False)
+    store = meeting._open_store(5.0, "")
+    store.set("seen", "yes")
+    as_rank(1, 2, port=os.environ["MASTER_PORT"])
+    assert meeting._open_store(5.0, "").get("seen") == b"yes"
+
+
+def test_the_addresses_of_this_machine_are_known():
+    assert meeting._is_here("127.0.0.1") and meeting._is_here("localhost") and not meeting._is_here("192.0.2.7")
+
+
 def test_rank_0_says_how_many_came_and_which_are_missing(as_rank):
     as_rank(0, 4)
     store = meeting._open_store(5.0, "")
