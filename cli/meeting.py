@@ -123,9 +123,7 @@ def _open_store(limit_sec: float, more: str) -> TCPStore:
         return _open_own(host, int(port), limit_sec)
     if reason := _reach(host, int(port), limit_sec):
         given = f"MASTER_ADDR: nothing answers at {host}:{port} ({reason}) for {limit_sec:g} s, as {_self()} sees it"
-        raise Failed(
-            f"{given}: rank 0 has not come. Start it with this address and port, let the port through{more}."
-        )
+        raise Failed(f"{given}: rank 0 has not come. Start it with this address and port, let the port through{more}.")
     return _connected(host, int(port), limit_sec)
 
 
@@ -138,7 +136,8 @@ def _open_own(host: str, port: int, limit_sec: float) -> TCPStore:
     """
     if _is_here(host):
         return _connected(host, port, limit_sec, is_owner=True)
-    own, mark = _connected("127.0.0.1", port, limit_sec, is_owner=True), f"easel/own/{socket.gethostname()}/{os.getpid()}"
+    own = _connected("127.0.0.1", port, limit_sec, is_owner=True)
+    mark = f"easel/own/{socket.gethostname()}/{os.getpid()}"
     own.set(mark, "")
     is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     limit_sec = limit_sec if is_pod else min(RESOLVE_SEC, limit_sec)

@@ -125,10 +125,22 @@ TWO = {"RANKS_PER_NODE": "1", "NUM_NODES": "2", "MASTER_ADDR": "n0", "MASTER_POR
         ),
         ({"NUM_NODES": "two"}, ": NUM_NODES is 'two'. Possible: a number of nodes, from 1 on.\n"),
         ({"NUM_NODES": "0"}, ": NUM_NODES is '0'. Possible: a number of nodes, from 1 on.\n"),
-        ({**TWO, "NODE_RANK": "2"}, ": NODE_RANK is '2'. Possible: from 0 to 1, the number of nodes being 2. NUM_NODES sets it.\n"),
-        ({**TWO, "NODE_RANK": "x"}, ": NODE_RANK is 'x'. Possible: from 0 to 1, the number of nodes being 2. NUM_NODES sets it.\n"),
-        ({"NODE_RANK": "1"}, ": NODE_RANK is '1'. Possible: from 0 to 0, the number of nodes being 1. NUM_NODES sets it.\n"),
-        (TWO, ": NODE_RANK is not given, and there are 2 nodes. Give each its own: 0 on that of MASTER_ADDR, up to 1.\n"),
+        (
+            {**TWO, "NODE_RANK": "2"},
+            ": NODE_RANK is '2'. Possible: from 0 to 1, the number of nodes being 2. NUM_NODES sets it.\n",
+        ),
+        (
+            {**TWO, "NODE_RANK": "x"},
+            ": NODE_RANK is 'x'. Possible: from 0 to 1, the number of nodes being 2. NUM_NODES sets it.\n",
+        ),
+        (
+            {"NODE_RANK": "1"},
+            ": NODE_RANK is '1'. Possible: from 0 to 0, the number of nodes being 1. NUM_NODES sets it.\n",
+        ),
+        (
+            TWO,
+            ": NODE_RANK is not given, and there are 2 nodes. Give each its own: 0 on that of MASTER_ADDR, up to 1.\n",
+        ),
         ({"MASTER_PORT": "abc"}, ": MASTER_PORT is 'abc'. Possible: a number from 1 to 65535.\n"),
         ({**TWO, "MASTER_PORT": "65536"}, ": MASTER_PORT is '65536'. Possible: a number from 1 to 65535.\n"),
     ],
@@ -212,7 +224,13 @@ def test_the_container_sees_each_folder_under_its_whole_name(tmp_path):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n[ $1 != --help ] || exec echo --container-image\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    slurm = {"SUBMIT_DIR": str(tmp_path), "JOB_ID": "7", "JOB_NODELIST": "n1", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "2"}
+    slurm = {
+        "SUBMIT_DIR": str(tmp_path),
+        "JOB_ID": "7",
+        "JOB_NODELIST": "n1",
+        "JOB_NUM_NODES": "1",
+        "CPUS_ON_NODE": "2",
+    }
     own = {f"SLURM_{name}": value for name, value in slurm.items()} | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     own |= {"CONT": "easel.sqsh", "LOGDIR": "data/logs", "DATADIR": f"{tmp_path}/data", "NEMOLOGS": "../runs"}
     done = subprocess.run(
@@ -227,4 +245,4 @@ def test_the_container_sees_each_folder_under_its_whole_name(tmp_path):
     [mounts] = re.findall(r"--container-mounts=(\S+)", done.stdout)
     places = [tmp_path, tmp_path / "data", tmp_path.parent / "runs", tmp_path / "data/logs"]
     assert mounts == ",".join(f"{place}:{place}" for place in places)
-    assert f'RANK_LOGS={tmp_path}/data/logs/7' in done.stdout
+    assert f"RANK_LOGS={tmp_path}/data/logs/7" in done.stdout

@@ -109,9 +109,9 @@ def test_rank_0_whose_address_is_another_machines_is_told_so(is_pod, as_rank, mo
     said = refused(Failed if is_pod else ConfigError, meeting._open_store, 0.3, "")
     place = f"192.0.2.7:{os.environ['MASTER_PORT']}"
     assert re.fullmatch(
-        rf"MASTER_ADDR: '192.0.2.7' leads to another machine than {re.escape(HOST)}, which has rank 0, and nothing answers at "
-        rf"{place} \([^)]+\) for 0.3 s. Give an address of this machine. If rank 0 is on the other one, give this one its own "
-        r"NODE_RANK \(composer --node_rank\)\.",
+        rf"MASTER_ADDR: '192.0.2.7' leads to another machine than {re.escape(HOST)}, which has rank 0, and nothing answers "
+        rf"at {place} \([^)]+\) for 0.3 s. Give an address of this machine. If rank 0 is on the other one, give this one its "
+        r"own NODE_RANK \(composer --node_rank\)\.",
         said,
     )
     assert "192.0.2.7" not in capfd.readouterr().err
