@@ -1,7 +1,8 @@
 """The law of preflight/scaling_law.py, fitted to the published rows: parameters with their uncertainty, and held-out errors.
 
-Least squares on log images/s (scipy), with each parameter's prior as one more residual; the rates have none. The covariance
-is that of the Jacobian, and that of the fits without one series each (a jackknife): series differ by more than their rows say.
+Least squares on log images/s (scipy), with each parameter's prior as one more residual; the rates have none. The
+covariance is that of the Jacobian, and that of the fits without one series each (a jackknife): series differ by more than
+their rows say.
 An interval is the delta method with Student's t of the residuals. Where fewer than 90 of 100 held-out places
 lie in theirs, or of those that were predicted from the smallest of their series alone, all are widened by as much.
 """
@@ -247,7 +248,10 @@ def held_out(rows: Sequence[Row], whole: Law) -> tuple[Law, list[Held]]:
                 systems=tuple(row.system for row in of),
             )
         )
-    kinds = [(each.predicted, each.measured) for each in found], [(each.alone, each.measured) for each in found if each.alone]
+    kinds = (
+        [(each.predicted, each.measured) for each in found],
+        [(each.alone, each.measured) for each in found if each.alone],
+    )
     off = [np.quantile([_beyond(*pair) for pair in pairs], COVERED, method="higher") for pairs in kinds]
     widened = max(1.0, float(max(off)))
     return dataclasses.replace(with_shared(whole, more), widened=widened), [_widened(each, widened) for each in found]

@@ -181,7 +181,7 @@ def explain_store_error(error: Exception, location: str, done: str = "read") -> 
 
 
 def may_pass(error: BaseException) -> bool:
-    """True where the same start may find the store well some minutes later: it is away, silent, or says that it is at fault."""
+    """True where the same start may find the store well later: it is away, silent, or says that it is at fault."""
     causes = list(_causes(error))
     names = {type(cause).__name__ for cause in causes}
     if "NameResolutionError" in names or any(isinstance(cause, ssl.SSLError | socket.gaierror) for cause in causes):

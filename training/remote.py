@@ -30,8 +30,8 @@ from stages.store_errors import address_problem, explain_store_error, refusal, s
 from training import published
 from training.resume import check_begun
 from training.run_config import RunConfig, resolve
-from training.shared_folder import bring_to_all
 from training.sharding import is_sharded
+from training.shared_folder import bring_to_all
 from training.uploads import REPLACED, Missing, Uploads
 
 ATTEMPTS = 3  # of each request, before the run

@@ -38,8 +38,8 @@ from training.checkpoint_content import Progress, disagreements
 from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
 from training.run_config import RunConfig, resolve
-from training.shared_folder import check_is_shared
 from training.sharding import is_sharded
+from training.shared_folder import check_is_shared
 from training.speed import SpeedKeys
 from zoo import load_family
 
@@ -344,7 +344,11 @@ class RunState:
         except BaseException as error:
             self.release()
             _remove(self.made, self.folder)
-            if isinstance(error, ValueError) and not isinstance(error, ConfigError | Failed) and errors.is_foreseen(error):
+            if (
+                isinstance(error, ValueError)
+                and not isinstance(error, ConfigError | Failed)
+                and errors.is_foreseen(error)
+            ):
                 raise ConfigError([str(error)]) from error
             raise
 

@@ -1,7 +1,7 @@
 """Whether all machines of a run see one run folder, and what the others get where they do not.
 
-Every rank reads the run's record and its newest checkpoint when it starts; only rank 0 writes them. With save.remote the store
-has both, so each machine may have a folder of its own: rank 0 sends what it has to those that do not see its folder.
+Every rank reads the run's record and its newest checkpoint when it starts; only rank 0 writes them. With save.remote the
+store has both, so each machine may have a folder of its own: rank 0 sends what it has to those that do not see its folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def check_is_shared(folder: Path) -> None:
     if names := [name for name in blind if name]:
         given = f"{' and '.join(names)} {'does' if len(names) == 1 else 'do'} not see what {first} has written into {folder}"
         possible = "Wanted: a folder that all machines share, or save.every_images=0, which keeps no checkpoints"
-        raise ConfigError([f"run_folder: {given}. {possible}; with save.remote and sharding=off each may have its own."])
+        raise ConfigError(
+            [f"run_folder: {given}. {possible}; with save.remote and sharding=off each may have its own."]
+        )
 
 
 def bring_to_all(folder: Path) -> None:
@@ -155,7 +157,7 @@ def _send(path: Path, *, is_wanted: bool) -> None:
         log.info(f"run_folder: {path.name} ({size / 2**30:.3g} GiB) is sent to {len(takers)} machines.")
         with open(path, "rb") as file:
             for piece in _pieces(size, group):
-                file.readinto(memoryview(piece.numpy()))
+                file.readinto(piece.numpy().data)
                 torch.distributed.broadcast(piece, 0, group)
     elif dist.get_global_rank() in takers:
         try:
@@ -192,7 +194,7 @@ def _take(path: Path, group: torch.distributed.ProcessGroup) -> None:
             torch.distributed.broadcast(piece, 0, group)
             try:
                 if failed is None:
-                    file.write(memoryview(piece.numpy()))
+                    file.write(piece.numpy().data)
             except OSError as error:
                 failed = error
         if failed is not None:
