@@ -211,8 +211,8 @@ def _best(record: Record) -> Iterator[Section]:
             rows.append((f"{curve['num']:,}", *cells, shown or None))
         images = target["images"]
         e, c = _range(images, "e", ",.2f", 1e-6), _range(images, "c", ",.0f")
-        title = f"{target['title']}, ruleset {target['ruleset']}; target: {target['target']}; "
-        title += f"images = E (1 + batch / C), E {e} million, C {c}:"
+        title = f"By ruleset {target['ruleset']}. The target is {target['target']}. "
+        title += f"Images to it are E (1 + batch / C). E: {e} million. C: {c}:"
         table = Table(title, (*head, "published, minutes at batch"), "r" * (len(head) + 1), rows)
         yield Section(f"The best batch: {target['title']}", table)
 
@@ -249,10 +249,8 @@ def _errors(record: Record) -> Section:
     whole = of["alone"][-1]
     cells = [of["median"], of["worst"], whole["median"], whole["worst"]]
     rows.append(("all", str(of["places"]), None, None, *(f"{value:.1%}" for value in cells), None))
-    title = (
-        f"{of['rows']} published rows, {of['fitted']} fitted numbers. Each place (a series at a number of devices) was "
-    )
-    title += "held out in turn; then all places of a series but the smallest, as a run is predicted from one record:"
+    title = f"{of['rows']} published rows, {of['fitted']} fitted numbers. A place is a series at a number of devices; each was "
+    title += "held out in turn. Then all of a series but the smallest were, as a run is predicted from one record:"
     note = f"The residuals' deviation is {of['noise']:.1%}. Of the held-out places {of['covered']:.0%} lie in their interval."
     if of["widened"] > 1:
         note += f" For that intervals are {of['widened']:.2f} times as wide as the fits say."
