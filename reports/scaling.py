@@ -250,7 +250,9 @@ def _errors(record: Record) -> Section:
     cells = [of["median"], of["worst"], whole["median"], whole["worst"]]
     rows.append(("all", str(of["places"]), None, None, *(f"{value:.1%}" for value in cells), None))
     title = f"{of['rows']} published rows, {of['fitted']} fitted numbers. A place is a series at a number of devices. "
-    title += "Each was held out in turn. Then all of a series but the smallest were, as a run is predicted from one record:"
+    title += (
+        "Each was held out in turn. Then all of a series but the smallest were, as a run is predicted from one record:"
+    )
     note = f"The residuals' deviation is {of['noise']:.1%}. {of['covered']:.0%} of the held-out places lie in their interval."
     if of["widened"] > 1:
         note += f" For that intervals are {of['widened']:.2f} times as wide as the fits say."
