@@ -260,11 +260,13 @@ while True:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400, func_only=True)
-def test_a_signal_to_the_job_reaches_every_rank_and_their_exit_code_is_that_of_the_job(tmp_path):
+def test_a_signal_to_the_job_reaches_every_rank_and_their_exit_code_is_that_of_the_job(tmp_path, monkeypatch):
     """With Composer's own launcher, which would leave its ranks alone or kill them. What Ctrl-C sends comes as SIGTERM.
 
     It sends SIGTERM to the ranks that have not ended yet, which is left unheard here.
     """
+    for name in TOLD:  # what runs in the tests' own process have set
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "rank.py").write_text(RANK)
     hears = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGTERM}
     own = {"RANKS_PER_NODE": "2", "SLURM_JOB_ID": ""}
