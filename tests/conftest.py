@@ -169,7 +169,7 @@ PART_1 = {
 }
 """Tests that stream, whose shared memory is the machine's, are all in one half."""
 
-SLOW_IN_PART_2 = {"end_to_end", "evaluation", "sharding", "unfinished", "validation", "yamls"}
+SLOW_IN_PART_2 = {"evaluation", "unfinished", "validation", "yamls"}
 """Those of them whose slow tests are in the other half where that has shared memory of its own: so both take equally long."""
 
 
