@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -182,8 +181,10 @@ class Store(Place):
         super().__init__(address.rstrip("/"), Path(tempfile.gettempdir(), f"easel-{os.getuid()}-{digest}"))
         self.prefix = urlparse(self.address).path.lstrip("/") + "/"
 
+        self._client_of: tuple[int, Any] = (0, None)
+
     def __reduce__(self) -> tuple[type[Store], tuple[str]]:
-        return Store, (self.address,)  # each worker process needs its own clients: a shared socket would mix answers
+        return Store, (self.address,)
 
     def make_scratch(self) -> None:
         # Its name is predictable: in a folder that everybody can write to, check that it is ours.
@@ -191,8 +192,14 @@ class Store(Place):
         if self.scratch.is_symlink() or self.scratch.stat().st_uid != os.getuid():
             raise PermissionError(f"{self.scratch} belongs to another user")
 
-    @cached_property
+    @property
     def _uploader(self) -> Any:
+        """This process's client: a forked worker that took its parent's would read the answers of others."""
+        if self._client_of[0] != os.getpid():
+            self._client_of = (os.getpid(), self._new_uploader())
+        return self._client_of[1]
+
+    def _new_uploader(self) -> Any:
         with tempfile.TemporaryDirectory() as empty:  # it requires an empty folder; each put gives the real one
             return upload.CloudUploader.get((empty, self.address), keep_local=True, retry=NUM_TRIES)
 

@@ -53,6 +53,7 @@ class BriefS3Downloader(S3Downloader):
         super().__init__()
         self.attempts = attempts
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def clean_up(self) -> None:
         with self._lock:
@@ -115,8 +116,9 @@ class BriefS3Downloader(S3Downloader):
     def _client(self, timeout: float, unsigned: bool = False) -> Any:
         """Return the client of this process; the first thread makes it. `unsigned`: make it anew, without credentials."""
         with self._lock:
-            if self._s3_client is None or unsigned:
+            if self._s3_client is None or unsigned or self._process != os.getpid():  # a forked one has its own sockets
                 self._create_s3_client(unsigned, timeout)
+                self._process = os.getpid()
             return self._s3_client
 
     def _create_s3_client(self, unsigned: bool = False, timeout: float = READ_TIMEOUT_SEC) -> None:

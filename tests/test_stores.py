@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import multiprocessing
 import os
 import signal
 import threading
@@ -12,7 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 from paramiko import SSHException
 
-from stages.stores import client_of
+from prepare.places import open_place
+from stages.stores import BriefS3Downloader, client_of
 from tests.store.extras import Skipped, sftp_server
 from tests.store.server import end, free_ports, start_relay
 
@@ -159,3 +161,65 @@ def test_a_session_that_never_begins_is_left_after_the_limit(tmp_path, monkeypat
             client.clean_up()
     except Skipped as reason:
         pytest.skip(str(reason))
+
+
+# --- forked workers ---
+
+EMPTY = (
+    b'<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+    b"<IsTruncated>false</IsTruncated><KeyCount>0</KeyCount></ListBucketResult>"
+)
+
+
+@pytest.fixture
+def keeps_alive(monkeypatch):
+    """A server that keeps connections, as stores do and moto does not; yields what it has been asked through: ports."""
+    asked: list[int] = []
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            asked.append(self.client_address[1])
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(EMPTY)))
+            self.end_headers()
+            self.wfile.write(EMPTY)
+
+        def do_HEAD(self) -> None:
+            asked.append(self.client_address[1])
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *said: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        yield asked
+        server.shutdown()
+
+
+def in_a_fork(work) -> None:
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("kind", ["place", "download"])
+def test_a_forked_worker_asks_through_a_connection_of_its_own(keeps_alive, kind):
+    """Through its parent's it would read the answers that are another worker's: an object would be missing, or another."""
+    place, client = open_place("s3://bucket/stage"), BriefS3Downloader()
+    asks = {"place": place.names, "download": lambda: client.list_objects("s3://bucket/stage", 10.0)}[kind]
+    asks()
+    asks()
+    assert len(set(keeps_alive)) == 1  # the connection is kept
+    for _ in range(2):
+        in_a_fork(asks)
+    asks()
+    assert len(set(keeps_alive)) == 3 and keeps_alive[-1] == keeps_alive[0]
