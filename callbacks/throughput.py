@@ -67,7 +67,7 @@ class MeasureConfig:
     expected_images_per_sec: float | None = limited(None, 0.0, above=True)
     """Speed over all ranks, used by --print_config to estimate the time. null: no estimate."""
     expected_record: str | None = None
-    """Record of this run on other GPUs, from which --print_config reckons the speed of its ranks. null: none."""
+    """Record of this run on other GPUs, or a kind of GPU, as H200; --print_config reckons its speed from it. null: none."""
 
     def is_edge(self, batch: int) -> bool:
         """True if a window ends after this many batches of the run; the same in every start."""

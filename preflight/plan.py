@@ -24,6 +24,7 @@ from zoo.mlperf_rules import Benchmark, ReferencePoint
 from zoo.model_config import model_problems
 
 if TYPE_CHECKING:
+    from preflight.scaling_devices import Planned
     from training.cost import Cost
 
 RATE_KEY, RECORD_KEY = "measure.expected_images_per_sec", "measure.expected_record"
@@ -97,7 +98,7 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         *_on_host(cost),
         *cards.lines(cost, values),
         f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
-        *_duration(values, speed := _speed(values, num_ranks)),
+        *_duration(values, speed := _speed(values, num_ranks, cost)),
         *_target(values, speed.rate),
     ]
     return "".join(f"# {line}\n" for line in lines)
@@ -156,7 +157,7 @@ class _Speed:
     ends: tuple[float, float] | None = None
 
 
-def _speed(values: Mapping[str, Any], num_ranks: int) -> _Speed:
+def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
     rate, place = values[RATE_KEY], values.get(RECORD_KEY)
     if rate is not None and math.isfinite(rate) and rate > 0.0:
         return _Speed(rate, f"time: of training alone, at {rate:g} images/s ({RATE_KEY})")
@@ -164,14 +165,34 @@ def _speed(values: Mapping[str, Any], num_ranks: int) -> _Speed:
         return _Speed(None, f"time: give {RATE_KEY} (over all ranks) for an estimate")
     from preflight import scaling_devices  # it loads scipy, which no start of a run is to wait for
 
+    source = f"{RECORD_KEY}={place}"
     try:
-        told = scaling_devices.expected(place, num_ranks, values["global_batch_size"])
+        if place in scaling_devices.CARDS:
+            told, series = _planned(values, cost).on(place, num_ranks)
+            source += f", by the published speed of {series}"
+        else:
+            told = scaling_devices.expected(place, num_ranks, values["global_batch_size"])
     except ValueError as error:
         return _Speed(None, f"time: {RECORD_KEY}: {error}")
     ends = f"({_short(told.low)} to {_short(told.high)})"
-    how = f"reckoned for {count(num_ranks, 'rank')} from {RECORD_KEY}={place}, see docs/scaling.md"
+    how = f"reckoned for {count(num_ranks, 'rank')} from {source}, see docs/scaling.md"
     line = f"time: of training alone, at {_short(told.value)} images/s {ends}, {how}"
     return _Speed(told.value, line, (told.low, told.high))
+
+
+def _planned(values: Mapping[str, Any], cost: Cost) -> Planned:
+    from preflight.scaling_devices import Planned
+
+    return Planned(
+        values["model.family"],
+        cost.flops_per_image / 1e12,
+        cost.trained_parameters,
+        values["global_batch_size"],
+        values["device_train_microbatch_size"],
+        values["precision"] or "bf16",
+        values.get("sharding", "off"),
+        bool(values.get("cuda_graphs")),
+    )
 
 
 def _duration(values: Mapping[str, Any], speed: _Speed) -> list[str]:

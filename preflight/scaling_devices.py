@@ -279,6 +279,32 @@ def expected(place: str, num: int, batch: int, law: Law | None = None) -> Interv
     return run.predict(with_rate, rate, setup, num, batch)
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A run that was not measured anywhere. tflop: an image and step. parameters: trained. batch: global."""
+
+    family: str
+    tflop: float
+    parameters: int
+    batch: int
+    microbatch: int
+    precision: str
+    sharding: str
+    has_graphs: bool
+
+    def on(self, gpu: str, num: int, law: Law | None = None) -> tuple[Interval, str]:
+        """Return images/s on `num` GPUs of a kind over its usual links, and the published series that has the speed."""
+        card, law, of = CARDS[gpu], law or kept_law(), exchange_of(self.precision, self.sharding)
+        gb, links = (
+            of.gradient_bytes * self.parameters / 1e9,
+            (NODE_LINKS[card.node_link], CLUSTER_LINKS[card.cluster_link]),
+        )
+        fixed = fixed_of(self.family, self.has_graphs)
+        setup = Setup(fixed, gb, *links, card.domain, self.microbatch, of.volume, self.tflop)
+        with_rate, rate = rated(law, series := card.series_for(setup), self.tflop)
+        return with_rate.predict(setup, rate, num, of.batch(setup, num, self.batch)), series
+
+
 # --- the first records of GPUs ---
 
 

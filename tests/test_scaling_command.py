@@ -468,6 +468,14 @@ def test_print_config_reckons_its_ranks_from_a_record_with_an_interval(tmp_path)
     assert any("mean" in line and "minutes" in line for line in printed)  # to the target, too
 
 
+def test_print_config_takes_a_kind_of_gpu_for_its_published_speed():
+    """Without a record, and on a machine without one."""
+    printed = lines(measure__expected_record="H200", max_duration="2000ba")
+    [line] = [line for line in printed if line.startswith("time: of training alone, at ")]
+    assert "from measure.expected_record=H200, by the published speed of mlperf_h200_v41, see docs/scaling.md" in line
+    assert re.search(r"at [\d,.]+ images/s \([\d,.]+ to [\d,.]+\), reckoned for 8 ranks", line), line
+
+
 def test_print_config_says_why_a_record_gives_no_speed():
     printed = lines(measure__expected_record=EMOJI[0])
     message = (
