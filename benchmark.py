@@ -122,7 +122,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
     assert config.precision is not None and config.run_name is not None
     device = build_device(config.precision)
     config, watch = agreement.meet(config, device, DIST_TIMEOUT_SEC)
-    config, result = remote.bring_back(config)
+    config, result = remote.bring_back(config, uploads)
     if result is not None:
         return result
 
@@ -415,10 +415,12 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         say_what_is_later(command_line.yaml)
         if left_out is not None:
             log.info(left_out)
-        config = resolve(published.as_begun(config))
+        asks_all = remote.asks_all(config)  # machines may have a folder each: rank 0 tells what its own has
+        config = resolve(config if asks_all else published.as_begun(config))
         asked_for_cpu()
         with remote.uploading(config) as uploads:
-            result = remote.finished_here(config, uploads) or train(config, began, uploads)
+            result = None if asks_all else remote.finished_here(config, uploads)
+            result = result or train(config, began, uploads)
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)

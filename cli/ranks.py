@@ -141,7 +141,8 @@ def _told(error: ValueError) -> tuple[bool, list[str]]:
 def _raise(told: Sequence[tuple[bool, list[str]] | None]) -> None:
     """Raise what ranks have told. A new start mends it only if it mends each."""
     found = [each for each in told if each is not None]
-    if texts := list(dict.fromkeys(text for _, problems in found for text in problems)):
+    if found:
+        texts = list(dict.fromkeys(text for _, problems in found for text in problems))
         raise Failed("\n".join(texts)) if all(may_pass for may_pass, _ in found) else ConfigError(texts)
 
 

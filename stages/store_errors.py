@@ -60,10 +60,12 @@ CODES = {
 }
 AWAY = {
     *("ConnectTimeoutError", "ReadTimeoutError", "EndpointConnectionError", "ConnectionClosedError"),
-    *("ConnectionRefusedError", "ConnectionResetError"),
+    *("ConnectionRefusedError", "ConnectionResetError", "TimeoutError", "NoValidConnectionsError"),
+    *("ResponseStreamingError", "IncompleteReadError"),
 }
 """Names of what clients raise of a store that is not there at the moment; a name that does not resolve is none of them."""
-TOO_MANY = 429  # requests
+PASSING = {429, 500, 502, 503, 504}
+"""Answers of a store that has too much to do, or is at fault at the moment."""
 MAY_NOT_WRITE = (
     "these credentials may not write there",
     "Ask for s3:PutObject, s3:GetObject, s3:DeleteObject and s3:ListBucket on bucket '{bucket}'",
@@ -188,7 +190,8 @@ def may_pass(error: BaseException) -> bool:
         return False
     answers = [cause.response for cause in causes if isinstance(getattr(cause, "response", None), dict)]
     statuses = [int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0) for answer in answers]
-    return bool(names & AWAY) or any(status >= 500 or status == TOO_MANY for status in statuses)
+    codes = [str(answer.get("Error", {}).get("Code")) for answer in answers]
+    return bool(names & AWAY) or bool(PASSING.intersection(statuses)) or "RequestTimeout" in codes
 
 
 def refusal(error: BaseException, text: str) -> ValueError:
@@ -207,6 +210,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield at
         inside = getattr(at, "kwargs", None)
         under = [inside.get("error") if isinstance(inside, dict) else None, getattr(at, "reason", None)]
+        under += [getattr(at, "last_exception", None)]  # boto3's, of a download that was tried several times
         waiting += [e for e in (*under, *at.args, at.__cause__, at.__context__) if isinstance(e, BaseException)]
 
 

@@ -18,31 +18,41 @@ def test_machines_with_a_folder_each_go_on_from_the_store_and_from_rank_0(bucket
     own = ["run_folder=runs", "global_batch_size=8", "save.every_images=24", "save.keep=4"]
     words = words_of(tmp_path, "a", *own, f"save.remote={address}", "save.patience_sec=60")
 
-    def go(name: str, duration: str) -> str:
+    def go(first: str, second: str, duration: str, code: int = 0) -> str:
         """Both machines, each in its folder; what they have said."""
-        folders = [tmp_path / name / str(rank) for rank in (0, 1)]
+        folders = [tmp_path / name for name in (first, second)]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         commands = [["tests/in_folder.py", str(folder), *words, f"max_duration={duration}"] for folder in folders]
         with machines(*commands) as ranks:
             said = "".join(said_by(*ranks))
-        assert [rank.returncode for rank in ranks] == [0, 0], said
+        assert [rank.returncode for rank in ranks] == [code, code], said
         return said
 
-    go("whole", "6ba")
-    end = newest(tmp_path / "whole/0/runs", "a")
-    assert numbers(address, "a", FULL) == [6, 3] and not list((tmp_path / "whole/1/runs/a").glob("checkpoints/*"))
+    def remove(*parts: str) -> None:
+        for name in stored(address, "a"):
+            if any(part in name for part in parts):
+                client.delete_object(Bucket="easel", Key=f"{address.removeprefix('s3://easel/')}/a/{name}")
+
+    go("a", "b", "6ba")
+    end = newest(tmp_path / "a/runs", "a")
+    assert numbers(address, "a", FULL) == [6, 3] and not list((tmp_path / "b/runs/a").glob("checkpoints/*"))
 
     # Lost: both disks, and what was written last.
-    for name in stored(address, "a"):
-        if name == "summary.json" or "full-ba000000000006" in name:
-            client.delete_object(Bucket="easel", Key=f"{address.removeprefix('s3://easel/')}/a/{name}")
-    said = go("again", "6ba")
+    remove("summary.json", "full-ba000000000006")
+    said = go("c", "d", "6ba")
     assert "run_folder: " in said and "are sent there" in said and "resumes from batch 3, " in said
-    assert same_training(newest(tmp_path / "again/0/runs", "a"), end)
-    assert [line["batch"] for line in read_lines(tmp_path / "again/0/runs/a" / METRICS)] == list(range(1, 7))
+    assert same_training(newest(tmp_path / "c/runs", "a"), end)
+    assert [line["batch"] for line in read_lines(tmp_path / "c/runs/a" / METRICS)] == list(range(1, 7))
 
-    # The same machines once more: the copy that was sent before goes, the record is rank 0's.
-    assert "resumes from batch 6, " in go("again", "7ba")
-    copies = listed(tmp_path / "again/1/runs/a/checkpoints", FULL)
-    assert [path.name for path in copies] == [listed(tmp_path / "again/0/runs/a/checkpoints", FULL)[1].name]
+    # The same machines once more: the copy that was sent before goes, the record is rank 0's. Then it is finished.
+    assert "resumes from batch 6, " in go("c", "d", "7ba")
+    copies = listed(tmp_path / "d/runs/a/checkpoints", FULL)
+    assert [path.name for path in copies] == [listed(tmp_path / "c/runs/a/checkpoints", FULL)[1].name]
+    assert "is finished" in go("c", "d", "7ba")
+
+    # A store that has lost all, and a first machine that has nothing: the other one's checkpoints are not passed over.
+    remove("")
+    said = go("e", "c", "8ba", code=2)
+    assert "full-ba000000000007" in said and " has no checkpoint. Make " in said
+    assert newest(tmp_path / "c/runs", "a")["progress"]["batch"] == 7

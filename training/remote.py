@@ -53,8 +53,16 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
     return []
 
 
-def bring_back(config: RunConfig) -> tuple[RunConfig, dict[str, Any] | None]:
+def asks_all(config: RunConfig) -> bool:
+    """True where a run's folder is read when the ranks have met: each machine may have one of its own."""
+    return config.save.remote is not None and ranks.num_nodes() > 1
+
+
+def bring_back(config: RunConfig, uploads: Uploads | None = None) -> tuple[RunConfig, dict[str, Any] | None]:
     """Bring what a resolved run takes to this machine: from its store, and from the hub. All ranks call it.
+
+    Args:
+        uploads: of rank 0; of a finished run it brings what the store has not.
 
     Returns:
         the configuration, with what the run was begun with; the result, of a run that is finished, else None.
@@ -66,10 +74,12 @@ def bring_back(config: RunConfig) -> tuple[RunConfig, dict[str, Any] | None]:
     if config.save.remote is not None:
         folder = Path(config.run_folder, config.run_name or "")
         came, result = ranks.on_rank_zero(lambda: _brought(config, folder))
-        if not is_sharded(config):
+        if result is None and not is_sharded(config):
             bring_to_all(folder)
-        config = _as_begun(config) if came else config
+        config = _as_begun(config) if came or asks_all(config) else config
         if result is not None:
+            if not came:
+                start(uploads)
             return config, result
     return published.fetched(config), None
 
@@ -167,7 +177,7 @@ def _fetched(
     if not any(name in there for name in (CONFIG, STARTS)) or (has_record and not _is_newer(there, newest)):
         if damaged is not None:
             raise damaged
-        return False, None
+        return False, check_begun(_as_begun(config), folder) if asks_all(config) else None
     whole, _ = checkpoints_in(there)
     try:
         _fetch_record(store, there, folder)

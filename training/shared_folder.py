@@ -21,15 +21,13 @@ from cli import ranks
 from cli.errors import ConfigError
 from cli.files import whole, write_whole
 from cli.log import log
-from record.checkpoint_files import fault, find_newest
+from record.checkpoint_files import FULL, fault, find_newest, listed, number_of
 from record.files import ALL
 
 SEEN = ".seen-"
-SEEN_SEC = 30.0  # a network's file system may keep what it knows of a folder so long
-POLL_SEC = 0.5
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, REPLACED = "checkpoints", "replaced"
 COPIES = ".sent-by-rank-0"
-"""File of a machine's own folder: the names of the checkpoints that were sent there."""
+"""File of a machine's own folder: the name of the checkpoint that was sent there."""
 CHUNK_BYTES = 64 * 2**20
 
 
@@ -72,11 +70,10 @@ def bring_to_all(folder: Path) -> None:
 
     def write_record() -> None:
         with _said(folder):
-            _clear(folder, record, newest)
-            for name, content in record.items():
-                if not (folder / name).is_file() or (folder / name).read_bytes() != content:
-                    write_whole(folder / name, content)
+            _replace(folder, record, newest)
 
+    # All look before one writes.
+    ranks.on_one_rank_of_each_machine((lambda: _check_is_no_newer(folder, newest, first)) if is_blind else lambda: None)
     ranks.on_one_rank_of_each_machine(write_record if is_blind else lambda: None)
     if newest is not None:
         _send(newest, is_wanted=is_blind and dist.get_local_rank() == 0)
@@ -86,19 +83,28 @@ def _machines(folder: Path) -> tuple[str, list[str | None]]:
     """Return the name of rank 0's machine; and for each rank None, or its machine's name: it is the first, and blind."""
     if ranks.num_nodes() == 1:
         return platform.node(), [None] * dist.get_world_size()
-    token, was_there = folder / f"{SEEN}{uuid.uuid4().hex}", folder.is_dir()
+    word, was_there = uuid.uuid4().hex, folder.is_dir()
 
-    def leave() -> tuple[Path, str]:
+    def leave() -> tuple[Path, str, str]:
+        token = folder / f"{SEEN}{uuid.uuid4().hex}"
         with _said(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"{SEEN}*"):  # by a start that was killed
                 left.unlink(missing_ok=True)
-            token.touch()
-        return token, platform.node()
+            token.write_text(word)
+        return token, word, platform.node()
 
-    path, first = ranks.on_rank_zero(leave)
+    path, word, first = ranks.on_rank_zero(leave)
+    seen: list[bool] = []
+
+    def look() -> None:
+        if dist.get_global_rank():
+            with _said(folder):
+                seen.append(_is_seen(path, word))
+
     try:
-        found = dist.all_gather_object(None if dist.get_local_rank() or _is_seen(path) else platform.node())
+        ranks.on_one_rank_of_each_machine(look)
+        found = dist.all_gather_object(platform.node() if seen == [False] else None)
     finally:
         if dist.get_global_rank() == 0:
             path.unlink(missing_ok=True)
@@ -108,15 +114,21 @@ def _machines(folder: Path) -> tuple[str, list[str | None]]:
     return first, found
 
 
-def _is_seen(path: Path) -> bool:
-    until = time.monotonic() + SEEN_SEC
-    while not path.exists():
-        if time.monotonic() > until:
-            return False
+def _is_seen(path: Path, word: str) -> bool:
+    """True where a file of rank 0's is this machine's too. Its name cannot be taken then: a network's file system asks its
+    server for that, where it may say for a minute that a new file is not there.
+    """
+    was_there = path.parent.is_dir()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        return path.read_text() == word  # else of another machine that does not see rank 0's, but this one's
+    path.unlink(missing_ok=True)
+    if not was_there:
         with contextlib.suppress(OSError):
-            list(path.parent.iterdir())  # has some file systems ask again
-        time.sleep(POLL_SEC)
-    return True
+            path.parent.rmdir()
+    return False
 
 
 @contextlib.contextmanager
@@ -131,14 +143,34 @@ def _said(folder: Path) -> Iterator[None]:
 # --- what is sent ---
 
 
-def _clear(folder: Path, record: Mapping[str, bytes], newest: Path | None) -> None:
-    """Remove what an earlier start has left in a machine's own folder: files that rank 0 has not, and what was sent there."""
+def _sent(folder: Path) -> set[str]:
+    """Return the names of the checkpoints that rank 0 has sent to this machine's own folder."""
+    file = folder / COPIES
+    return set(file.read_text().split()) if file.is_file() else set()
+
+
+def _check_is_no_newer(folder: Path, newest: Path | None, first: str) -> None:
+    """Raises ConfigError: this machine was the first one, and has checkpoints that neither rank 0 nor the store knows."""
+    own = [path for path in listed(folder / CHECKPOINTS, FULL) if path.name not in _sent(folder)]
+    if own and (newest is None or number_of(own[0]) > number_of(newest)):
+        has = f"batch {number_of(newest)}" if newest is not None else "no checkpoint"
+        given = f"{platform.node()} has {own[0]}, of batch {number_of(own[0])}, and rank 0 on {first} has {has}"
+        todo = f"Make {platform.node()} the first machine, so that it goes on from there, or move that folder away"
+        raise ConfigError([f"run_folder: {given}. {todo}."])
+
+
+def _replace(folder: Path, record: Mapping[str, bytes], newest: Path | None) -> None:
+    """Bring a machine's own folder to rank 0's record. What it had and rank 0 has not is kept in `replaced`."""
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    kept = folder / REPLACED / time.strftime("%Y%m%d-%H%M%S")
     for name in ALL:
-        if name not in record:
-            (folder / name).unlink(missing_ok=True)
-    sent = folder / COPIES
-    for name in sent.read_text().split() if sent.is_file() else ():
+        path = folder / name
+        if path.is_file() and path.read_bytes() != record.get(name):
+            kept.mkdir(parents=True, exist_ok=True)
+            path.replace(kept / name)
+        if name in record and not path.exists():
+            write_whole(path, record[name])
+    for name in _sent(folder):
         if newest is None or name != newest.name:
             (folder / CHECKPOINTS / Path(name).name).unlink(missing_ok=True)
 

@@ -23,6 +23,7 @@ import torch
 from composer.utils import dist
 from torch import Tensor
 
+from cli.errors import Failed
 from cli.limits import limited
 from cli.log import EVERY_RANK, log
 from cli.masking import printable
@@ -105,6 +106,8 @@ class ValidationConfig:
                 return [("validation.local", text)]
         try:
             stage = self.held_out.contents
+        except Failed as error:  # its store is away
+            raise Failed(f"validation.remote: {error}") from error
         except ValueError as error:
             return [("validation.remote", str(error))]
         if stage.buckets:
