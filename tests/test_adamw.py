@@ -211,6 +211,7 @@ def of_a_rank(rank: int, folder: str, states: str, dtype: torch.dtype) -> None:
         kept |= {f"{n}.{name}": v.full_tensor() for name, v in state.items() if isinstance(v, DTensor)}
     if rank == 0:
         torch.save({**kept, "norm": norm}, f"{folder}/kept.pt")
+    torch.distributed.barrier()  # gloo's threads end a process whose peer has left before
     torch.distributed.destroy_process_group()
 
 
@@ -250,6 +251,7 @@ def of_a_copy(rank: int, folder: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    torch.distributed.barrier()  # gloo's threads end a process whose peer has left before
     torch.distributed.destroy_process_group()
 
 
