@@ -137,6 +137,7 @@ def test_killed_and_its_folder_gone_two_ranks_with_parts_of_the_weights_go_on_fr
 
 def test_the_mlperf_log_goes_on_too_with_one_beginning(miniature, bucket, tmp_path):
     more = ["mlperf.enabled=true", "eval.when=after", "eval.every_images=24", f"save.remote={bucket[0]}"]
+    more += ["save.snapshot_every_images=null", "target.fid=1", "target.clip=0.99"]
     words = [word for word in miniature.small(tmp_path, "a") if word != "mlperf.enabled=false"]
     assert main(*words, *more, "max_duration=5ba") == 0
     shutil.rmtree(tmp_path / "a")
