@@ -24,7 +24,7 @@ from zoo.mlperf_rules import Benchmark, ReferencePoint
 from zoo.model_config import model_problems
 
 if TYPE_CHECKING:
-    from preflight.scaling_devices import Planned
+    from preflight.scaling_devices import Step
     from training.cost import Cost
 
 RATE_KEY, RECORD_KEY = "measure.expected_images_per_sec", "measure.expected_record"
@@ -165,13 +165,13 @@ def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
         return _Speed(None, f"time: give {RATE_KEY} (over all ranks) for an estimate")
     from preflight import scaling_devices  # it loads scipy, which no start of a run is to wait for
 
-    source = f"{RECORD_KEY}={place}"
+    source, batch = f"{RECORD_KEY}={place}", values["global_batch_size"]
     try:
-        if place in scaling_devices.CARDS:
-            told, series = _planned(values, cost).on(place, num_ranks)
-            source += f", by the published speed of {series}"
+        if card := scaling_devices.CARDS.get(place):
+            told = _step(values, cost).published(scaling_devices.kept_law(), card, num_ranks, batch)
+            source += ", its published speed"
         else:
-            told = scaling_devices.expected(place, num_ranks, values["global_batch_size"])
+            told = scaling_devices.expected(place, num_ranks, batch)
     except ValueError as error:
         return _Speed(None, f"time: {RECORD_KEY}: {error}")
     ends = f"({_short(told.low)} to {_short(told.high)})"
@@ -180,18 +180,17 @@ def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
     return _Speed(told.value, line, (told.low, told.high))
 
 
-def _planned(values: Mapping[str, Any], cost: Cost) -> Planned:
-    from preflight.scaling_devices import Planned
+def _step(values: Mapping[str, Any], cost: Cost) -> Step:
+    """Return the step of a planned run."""
+    from preflight.scaling_devices import Step, exchange_of
+    from preflight.scaling_law import fixed_of
 
-    return Planned(
-        values["model.family"],
+    return Step(
+        fixed_of(values["model.family"], bool(values.get("cuda_graphs"))),
         cost.flops_per_image / 1e12,
         cost.trained_parameters,
-        values["global_batch_size"],
         values["device_train_microbatch_size"],
-        values["precision"] or "bf16",
-        values.get("sharding", "off"),
-        bool(values.get("cuda_graphs")),
+        exchange_of(values["precision"] or "bf16", values.get("sharding", "off")),
     )
 
 

@@ -69,7 +69,7 @@ def _is_date(text: str) -> str | None:
     if not re.fullmatch(r"20\d\d(-\d\d){0,2}", text):
         return None
     try:
-        datetime.date.fromisoformat(f"{text}-01-01"[:10] if len(text) == 4 else f"{text}-01"[:10])
+        datetime.date.fromisoformat(f"{text}-01-01"[:10])
     except ValueError:
         return None
     return text
@@ -233,7 +233,7 @@ def reckoned(words: Words) -> dict[str, Any]:
     gpu = config.gpu or (devices.card_of(given[0].device) if given else None) or "H200"
     card = devices.CARDS[gpu]
     links = (config.node_link or card.node_link, config.cluster_link or card.cluster_link, config.domain or card.domain)
-    setup = facts.setup(*links)
+    setup = facts.step.over(*links)
     tuned, rate, by = _rated(law, given, card, links, facts)
     checks, share = evaluation_check(law)
     nums = sorted(set(config.gpus))
@@ -268,12 +268,12 @@ def _rated(
 ) -> tuple[Law, str, str]:
     """Return the law with the rate of the run, its name, and what it is by: the first record, or the card's series."""
     if not given:
-        series = card.series_for(facts.setup(*links))
+        series = card.series_for(facts.step.over(*links))
         tuned, rate = devices.rated(law, series, facts.tflop)
         return tuned, rate, f"published: {TITLES[series]}, at the same TFLOP/s. No record was given"
     first = given[0]
     try:
-        tuned, rate = first.tuned(law, first.setup(*links))
+        tuned, rate = first.tuned(law, first.step.over(*links))
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     return _carried(tuned, first.tflop / facts.tflop), rate, f"the record {first.name} of {first.num} {first.device}"
@@ -318,7 +318,7 @@ def _parameters(law: Law) -> list[dict[str, Any]]:
 
 
 def _sensitivity(law: Law, rate: str, setup: Setup, facts: runs.Facts) -> dict[str, Any]:
-    place, batch = law.series.index(rate), facts.exchange.batch(setup, AT, max(facts.batch, AT))
+    place, batch = law.series.index(rate), facts.step.exchange.batch(setup, AT, max(facts.batch, AT))
     of = sensitivity(law, points_of([(setup, AT, batch, place)]), len(law.series))
     return {
         "num": AT,

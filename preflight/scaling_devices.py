@@ -114,6 +114,40 @@ def exchange_of(precision: str, sharding: str) -> Exchange:
 
 
 @dataclass(frozen=True)
+class Step:
+    """A step of a run, as far as its time goes. fixed: which b0. tflop: an image and step. parameters: trained.
+
+    microbatch: images of a pass at most; None: the device batch.
+    """
+
+    fixed: str
+    tflop: float
+    parameters: int
+    microbatch: int | None
+    exchange: Exchange
+
+    def over(self, node_link: str, cluster_link: str, domain: int) -> Setup:
+        """Return how it exchanges over these links."""
+        gb, volume = self.exchange.gradient_bytes * self.parameters / 1e9, self.exchange.volume
+        links = NODE_LINKS[node_link], CLUSTER_LINKS[cluster_link]
+        return Setup(self.fixed, gb, *links, domain, self.microbatch, volume, self.tflop)
+
+    def on(self, card: Card) -> Setup:
+        """Return the same over a card's usual links."""
+        return self.over(card.node_link, card.cluster_link, card.domain)
+
+    def predict(self, law: Law, rate: str, setup: Setup, num: int, batch: int) -> Interval:
+        """Return images/s on `num` devices at a global batch."""
+        return law.predict(setup, rate, num, self.exchange.batch(setup, num, batch))
+
+    def published(self, law: Law, card: Card, num: int, batch: int) -> Interval:
+        """Return images/s on `num` devices of a card as fast as its published series, over its usual links."""
+        setup = self.on(card)
+        with_rate, rate = rated(law, card.series_for(setup), self.tflop)
+        return self.predict(with_rate, rate, setup, num, batch)
+
+
+@dataclass(frozen=True)
 class Measured:
     """A record: a run on `num` devices. speed: images/s of a device."""
 
@@ -132,30 +166,22 @@ class Measured:
         return self.device.startswith("CPU")
 
     @property
-    def exchange(self) -> Exchange:
-        """What it exchanges; records that were made before there was sharding have none."""
-        settings = self.record.settings
-        return exchange_of(str(settings.get("precision")), str(settings.get("sharding") or "off"))
+    def step(self) -> Step:
+        """Its step; records that were made before there was sharding have none."""
+        of, settings = self.record.what, self.record.settings
+        fixed = fixed_of(str(of.get("family")), bool(settings.get("cuda_graphs")))
+        exchange = exchange_of(str(settings.get("precision")), str(settings.get("sharding") or "off"))
+        return Step(fixed, self.tflop, self.parameters, self.microbatch, exchange)
 
-    def setup(self, node_link: str, cluster_link: str, domain: int) -> Setup:
-        """Return how this run exchanges gradients over these links."""
-        of = self.exchange
-        fixed = fixed_of(str(self.record.what.get("family")), bool(self.record.settings.get("cuda_graphs")))
-        gb, links = of.gradient_bytes * self.parameters / 1e9, (NODE_LINKS[node_link], CLUSTER_LINKS[cluster_link])
-        return Setup(fixed, gb, *links, domain, self.microbatch, of.volume, self.tflop)
-
-    def usual_setup(self) -> Setup:
-        """Return the same over its card's usual links. Raises KeyError: the card is not known."""
-        card = CARDS[card_of(self.device) or ""]
-        return self.setup(card.node_link, card.cluster_link, card.domain)
+    @property
+    def card(self) -> Card:
+        """Its card. Raises KeyError: it is not known."""
+        return CARDS[card_of(self.device) or ""]
 
     def tuned(self, law: Law, setup: Setup) -> tuple[Law, str]:
         """Return the law with the rate at which it gives this record, and its name; see `measured`."""
-        return measured(law, setup, self.name, self.num, self.exchange.batch(setup, self.num, self.batch), self.speed)
-
-    def predict(self, law: Law, rate: str, setup: Setup, num: int, batch: int) -> Interval:
-        """Return images/s of this run on `num` devices."""
-        return law.predict(setup, rate, num, self.exchange.batch(setup, num, batch))
+        batch = self.step.exchange.batch(setup, self.num, self.batch)
+        return measured(law, setup, self.name, self.num, batch, self.speed)
 
 
 def read_measured(place: str) -> Measured:
@@ -274,35 +300,9 @@ def expected(place: str, num: int, batch: int, law: Law | None = None) -> Interv
     if card_of(run.device) is None:
         said = f"a record of {shown(run.device)}. Possible: {', '.join(CARDS)}: the law is fitted to GPUs"
         raise ValueError(f"{said}. Give measure.expected_images_per_sec.")
-    setup = run.usual_setup()
+    setup = run.step.on(run.card)
     with_rate, rate = run.tuned(law, setup)
-    return run.predict(with_rate, rate, setup, num, batch)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A run that was not measured anywhere. tflop: an image and step. parameters: trained. batch: global."""
-
-    family: str
-    tflop: float
-    parameters: int
-    batch: int
-    microbatch: int
-    precision: str
-    sharding: str
-    has_graphs: bool
-
-    def on(self, gpu: str, num: int, law: Law | None = None) -> tuple[Interval, str]:
-        """Return images/s on `num` GPUs of a kind over its usual links, and the published series that has the speed."""
-        card, law, of = CARDS[gpu], law or kept_law(), exchange_of(self.precision, self.sharding)
-        gb, links = (
-            of.gradient_bytes * self.parameters / 1e9,
-            (NODE_LINKS[card.node_link], CLUSTER_LINKS[card.cluster_link]),
-        )
-        fixed = fixed_of(self.family, self.has_graphs)
-        setup = Setup(fixed, gb, *links, card.domain, self.microbatch, of.volume, self.tflop)
-        with_rate, rate = rated(law, series := card.series_for(setup), self.tflop)
-        return with_rate.predict(setup, rate, num, of.batch(setup, num, self.batch)), series
+    return run.step.predict(with_rate, rate, setup, num, batch)
 
 
 # --- the first records of GPUs ---
@@ -337,9 +337,7 @@ def _is_of_gpu(content: Any) -> bool:
 
 def against(law: Law, run: Measured) -> dict[str, Any]:
     """Set a record of a GPU against what the law says of its card without it."""
-    setup = run.usual_setup()
-    with_rate, rate = rated(law, CARDS[card_of(run.device) or ""].series_for(setup), run.tflop)
-    told = run.predict(with_rate, rate, setup, run.num, run.batch)
+    told = run.step.published(law, run.card, run.num, run.batch)
     value = run.num * run.speed.middle
     said: Mapping[str, Any] = {"name": run.name, "device": run.device, "num": run.num, "global_batch_size": run.batch}
     ends = {"predicted": told.value, "predicted_low": told.low, "predicted_high": told.high}

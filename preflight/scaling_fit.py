@@ -1,10 +1,12 @@
 """The law of preflight/scaling_law.py, fitted to the published rows: parameters with their uncertainty, and held-out errors.
 
 Least squares on log images/s (scipy), with each parameter's prior as one more residual; the rates have none. The
-covariance is that of the Jacobian, and that of the fits without one series each (a jackknife): series differ by more than
-their rows say.
-An interval is the delta method with Student's t of the residuals. Where fewer than 90 of 100 held-out places
-lie in theirs, or of those that were predicted from the smallest of their series alone, all are widened by as much.
+covariance is the sum of two: that of the Jacobian, and that of the fits without one series each (a jackknife), since series
+differ by more than their rows say. An interval is the delta method with Student's t of the residuals.
+
+Places are predicted by fits that have not seen them, in two ways: without the place alone, and from the smallest place of
+their series alone. Where fewer than 90 of 100 lie in their interval in one of the ways, all intervals are widened until they
+do. The two covariances and the noise are of all rows.
 """
 
 from __future__ import annotations
@@ -236,14 +238,14 @@ def held_out(rows: Sequence[Row], whole: Law) -> tuple[Law, list[Held]]:
     found = []
     for place, of in places.items():
         law = with_shared(fit([row for row in rows if row.place != place], whole, whole.noise), more)
-        name, num = place
+        (name, num), measured = place, float(np.exp(_log_speeds(of).mean()))
         found.append(
             Held(
                 *place,
                 batch=batch_of(of[0]) or 0,
-                measured=float(np.exp(_log_speeds(of).mean())),
+                measured=measured,
                 predicted=_of_place(law, of),
-                fitted=_of_place(whole, of).value / float(np.exp(_log_speeds(of).mean())) - 1,
+                fitted=_of_place(whole, of).value / measured - 1,
                 alone=None if num == smallest[name] else _of_place(from_smallest[name], of),
                 systems=tuple(row.system for row in of),
             )

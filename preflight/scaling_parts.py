@@ -158,7 +158,7 @@ def targets(
     found[1]["published"] = [_point(row) for row in rows if row.minutes and row.series == gb200]
     if abs(facts.tflop / REFERENCE_TFLOP - 1) <= NEAR:
         title = f"Stable Diffusion v2, this run on {gpu}"
-        tried = Tried(of_run, rate, dict.fromkeys(nums, setup), facts.exchange, price)
+        tried = Tried(of_run, rate, dict.fromkeys(nums, setup), facts.step.exchange, price)
         found.append({**_target(title, SD, None, tried), "published": []})
     return found
 
@@ -260,9 +260,9 @@ def laid_over(law: Law, records: Sequence[devices.Measured], links: tuple[str, s
         row |= {"images_per_sec": speed, "least": run.num * run.speed.least, "greatest": run.num * run.speed.greatest}
         row["perfect"] = first.num * first.speed.middle * _cores(run) / _cores(first)
         if card is not None and not first.is_cpu:
-            setup = first.setup(*links) if links else first.usual_setup()
+            setup = first.step.over(*links) if links else first.step.on(first.card)
             tuned, rate = first.tuned(law, setup)
-            row |= _ends("predicted", run.predict(tuned, rate, setup, run.num, run.batch))
+            row |= _ends("predicted", run.step.predict(tuned, rate, setup, run.num, run.batch))
         rows.append(row)
     what = "CPU processes that share one machine's cores, joined by gloo" if first.is_cpu else str(first.device)
     return {"what": what, "is_cpu": first.is_cpu, "rows": rows}

@@ -17,10 +17,10 @@ from scipy import stats
 
 from cli.limits import shown
 from preflight.plan import images_of
-from preflight.scaling_devices import MICROBATCH, RESULTS, SETTINGS, Exchange, Measured, exchange_of
+from preflight.scaling_devices import MICROBATCH, RESULTS, SETTINGS, Exchange, Measured, Step, exchange_of
 from preflight.scaling_failures import daly_sec, overhead_frac
 from preflight.scaling_fit import COVERED, Interval, Law, jacobian
-from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, REFERENCE_TFLOP, Setup, fixed_of, points_of
+from preflight.scaling_law import REFERENCE_TFLOP, Setup, fixed_of, points_of
 from reports.compare_records import NOT_RECORDED
 from zoo import load_family
 
@@ -65,19 +65,10 @@ class Facts:
     floats: float = 1.0
 
     @property
-    def exchange(self) -> Exchange:
-        """What it exchanges."""
-        return Exchange(self.gradient_bytes, self.volume, self.each_pass)
-
-    def predict(self, law: Law, rate: str, setup: Setup, num: int, batch: int) -> Interval:
-        """Return images/s of the run on `num` devices, by the law alone."""
-        return law.predict(setup, rate, num, self.exchange.batch(setup, num, batch))
-
-    def setup(self, node_link: str, cluster_link: str, domain: int) -> Setup:
-        """Return how the run exchanges gradients over these links."""
-        gb = self.gradient_bytes * self.parameters / 1e9
-        links = NODE_LINKS[node_link], CLUSTER_LINKS[cluster_link]
-        return Setup(self.fixed, gb, *links, domain, self.microbatch, self.volume, self.tflop)
+    def step(self) -> Step:
+        """Its step."""
+        exchange = Exchange(self.gradient_bytes, self.volume, self.each_pass)
+        return Step(self.fixed, self.tflop, self.parameters, self.microbatch, exchange)
 
 
 def facts_of(config: Any, cost: Any, name: str, images: int | None) -> Facts:
@@ -257,7 +248,7 @@ def _speed(
     law: Law, rate: str, setup: Setup, facts: Facts, num: int, limits: Mapping[str, float]
 ) -> tuple[Interval, str | None]:
     """Return images/s on N devices, and what limits them where data do; limits: of a node."""
-    speed, nodes = facts.predict(law, rate, setup, num, max(facts.batch, num)), max(1, num / GPUS_A_NODE)
+    speed, nodes = facts.step.predict(law, rate, setup, num, max(facts.batch, num)), max(1, num / GPUS_A_NODE)
     limit = min(limits, key=limits.__getitem__, default=None)
     if limit is None or (most := nodes * limits[limit]) >= speed.value:
         return speed, None
@@ -283,7 +274,7 @@ def over_one_node(
     if row["limit"] or base["limit"]:
         low, high = _over(ends[1], base["images_per_sec_high"]), _over(ends[2], base["images_per_sec_low"])
         return _ends("times", Interval(times, low, high))
-    place, exchange = law.series.index(rate), facts.exchange
+    place, exchange = law.series.index(rate), facts.step.exchange
     of = [
         (setup, each["num"], exchange.batch(setup, each["num"], each["global_batch_size"]), place)
         for each in (row, base)

@@ -150,13 +150,13 @@ def test_minutes_times_speed_are_the_images_of_a_submission():
 
 
 def test_rows_of_flux_have_the_batches_of_the_submissions_and_lie_on_the_curve_of_their_images():
-    """Minutes times images/s are the images that the reference points have at that batch, within a tenth."""
+    """Minutes times images/s are the images of the reference points at that batch; validations are in the minutes too."""
     law, found = convergence(FLUX, "5.1.0"), []
     for row in (
         row for row in ROWS if row.series.startswith("flux") and row.batch and row.minutes and row.images_per_sec
     ):
         found.append(60 * row.minutes * row.images_per_sec / law.images(row.batch).value)
-    assert len(found) == 6 and all(0.9 < ratio < 1.2 for ratio in found), found
+    assert len(found) == 6 and all(1.0 < ratio < 1.15 for ratio in found), found
     assert {row.num: row.tensor for row in USED if row.series == "flux_gb200"} == {16: 1, 72: 1, 512: 4, 1152: 4}
 
 
@@ -331,7 +331,7 @@ FIGURES = {"moments": {"bytes": 65_772.0, "cpu_sec": 44e-6}}
 def row(whole, num: int, facts: runs.Facts = FACTS, **changed) -> dict:
     law, _ = whole
     tuned, rate = rated(law, "mlperf_h200_v41", facts.tflop)
-    setup = facts.setup("nvlink4", "infiniband_ndr", 8)
+    setup = facts.step.over("nvlink4", "infiniband_ndr", 8)
     return runs.estimate(tuned, rate, setup, facts, num, dataclasses.replace(RATES, **changed), FIGURES)
 
 
