@@ -415,12 +415,10 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         say_what_is_later(command_line.yaml)
         if left_out is not None:
             log.info(left_out)
-        asks_all = remote.asks_all(config)  # machines may have a folder each: rank 0 tells what its own has
-        config = resolve(config if asks_all else published.as_begun(config))
+        config = resolve(remote.as_begun(config))
         asked_for_cpu()
         with remote.uploading(config) as uploads:
-            result = None if asks_all else remote.finished_here(config, uploads)
-            result = result or train(config, began, uploads)
+            result = remote.finished_here(config, uploads) or train(config, began, uploads)
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)

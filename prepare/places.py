@@ -180,11 +180,10 @@ class Store(Place):
         digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
         super().__init__(address.rstrip("/"), Path(tempfile.gettempdir(), f"easel-{os.getuid()}-{digest}"))
         self.prefix = urlparse(self.address).path.lstrip("/") + "/"
-
         self._client_of: tuple[int, Any] = (0, None)
 
     def __reduce__(self) -> tuple[type[Store], tuple[str]]:
-        return Store, (self.address,)
+        return Store, (self.address,)  # a client cannot be pickled
 
     def make_scratch(self) -> None:
         # Its name is predictable: in a folder that everybody can write to, check that it is ours.

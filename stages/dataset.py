@@ -44,7 +44,7 @@ from stages.index_file import (
     parsed_object,
 )
 from stages.shard_table import NO_SHARDS, ShardTable, fingerprints
-from stages.store_errors import address_problem, explain_store_error, may_pass, refusal, scheme_of
+from stages.store_errors import address_problem, explain_store_error, refusal, scheme_of
 from stages.stores import download_once, stored_size
 
 FACTS_FILE = "dataset.json"
@@ -358,8 +358,7 @@ def _text_of(location: str, name: str, or_adopt: str = "", fetched: Fetched | No
                 download_once(place, f"{folder}/{name}", STORE_SILENCE_SEC)
                 size = Path(folder, name).stat().st_size
         except Exception as error:  # each store's client has exceptions of its own
-            text = explain_store_error(error, location)
-            raise refusal(error, text if may_pass(error) else f"{text}{or_adopt}") from error
+            raise refusal(error, f"{explain_store_error(error, location)}{or_adopt}") from error
         check_memory(place, size)
         if fetched is not None:
             fetched[location.rstrip("/")] = open(Path(folder, name), "rb")  # noqa: SIM115 (until it is taken)

@@ -18,7 +18,7 @@ from torch import Tensor
 from stages.dataset import EMPTY_DIGEST, FACTS_FILE, Stage, is_remote, read_json, split_place
 from stages.fetch import HASH
 from stages.mixture import StreamConfig
-from stages.store_errors import explain_store_error
+from stages.store_errors import explain_store_error, refusal
 from stages.stores import download_once
 
 EMPTY_FILE = "empty_text.safetensors"
@@ -64,5 +64,5 @@ def _fetched(source: str) -> bytes:
         try:
             download_once(source, f"{folder}/{EMPTY_FILE}")
         except Exception as error:  # each store's client has exceptions of its own
-            raise ValueError(explain_store_error(error, source)) from error
+            raise refusal(error, explain_store_error(error, source)) from error
         return Path(folder, EMPTY_FILE).read_bytes()

@@ -18,7 +18,7 @@ import xxhash
 from cli.files import whole
 from stages.dataset import KEYS_DIGEST, Stage, is_remote
 from stages.fetch import HASH, file_digest
-from stages.store_errors import explain_store_error
+from stages.store_errors import explain_store_error, refusal
 from stages.stores import download_once
 
 KEYS_FILE = "keys.u64"
@@ -71,7 +71,7 @@ def _fetched(location: str, wanted: str, folder: str | None) -> Path:
             with whole(path) as temporary:
                 download_once(source, str(temporary))
         except Exception as error:  # each store's client has exceptions of its own
-            raise ValueError(explain_store_error(error, source)) from error
+            raise refusal(error, explain_store_error(error, source)) from error
     try:
         found = file_digest(path)
     except OSError as error:

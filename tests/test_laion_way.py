@@ -18,9 +18,9 @@ from internet import internet, write_table
 from tests.store.server import BUCKET, Store
 
 pytest.importorskip("img2dataset")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600, func_only=True)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900, func_only=True)]
 
-LIMIT_SEC = 1200
+LIMIT_SEC = 400
 YAML = """
 workers: 2
 ranks: 2

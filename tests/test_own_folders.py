@@ -51,8 +51,8 @@ def test_machines_with_a_folder_each_go_on_from_the_store_and_from_rank_0(bucket
     assert [path.name for path in copies] == [listed(tmp_path / "c/runs/a/checkpoints", FULL)[1].name]
     assert "is finished" in go("c", "d", "7ba")
 
-    # A store that has lost all, and a first machine that has nothing: the other one's checkpoints are not passed over.
+    # A store that has lost all, and a first machine that has nothing: the other one's copy is not passed over.
     remove("")
-    said = go("e", "c", "8ba", code=2)
-    assert "full-ba000000000007" in said and " has no checkpoint. Make " in said
-    assert newest(tmp_path / "c/runs", "a")["progress"]["batch"] == 7
+    said = go("e", "d", "8ba", code=2)
+    assert "full-ba000000000006" in said and " has no checkpoint. Make " in said
+    assert newest(tmp_path / "d/runs", "a")["progress"]["batch"] == 6

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,15 @@ from cli.log import log
 from record.checkpoint_files import FULL, WEIGHTS, find_newest, listed, number_of
 from record.checkpoint_folders import digest_of, remove
 from record.config_file import CONFIG
-from record.files import ALL, STARTS, run_id_of
+from record.files import STARTS, run_id_of
 from record.run_store import CHECKPOINTS, RunStore, StoredCheckpoint, checkpoints_in, store_errors
 from stages.store_errors import address_problem, explain_store_error, refusal, scheme_of
 from training import published
 from training.resume import check_begun
 from training.run_config import RunConfig, resolve
 from training.sharding import is_sharded
-from training.shared_folder import bring_to_all
-from training.uploads import REPLACED, Missing, Uploads
+from training.shared_folder import bring_to_all, replace_record
+from training.uploads import Missing, Uploads
 
 ATTEMPTS = 3  # of each request, before the run
 
@@ -54,8 +53,13 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def asks_all(config: RunConfig) -> bool:
-    """True where a run's folder is read when the ranks have met: each machine may have one of its own."""
+    """True where no machine reads its run folder before the ranks have met: each may have one of its own."""
     return config.save.remote is not None and ranks.num_nodes() > 1
+
+
+def as_begun(config: RunConfig) -> RunConfig:
+    """Return the configuration with what its run was begun with, as far as this machine alone may ask its folder."""
+    return config if asks_all(config) else published.as_begun(config)
 
 
 def bring_back(config: RunConfig, uploads: Uploads | None = None) -> tuple[RunConfig, dict[str, Any] | None]:
@@ -124,6 +128,8 @@ def finished_here(config: RunConfig, uploads: Uploads | None) -> dict[str, Any] 
         ConfigError: the run was begun with another configuration, or the store has another run.
         Missing: the store does not answer.
     """
+    if asks_all(config):
+        return None
     folder = Path(config.run_folder, config.run_name or "")
     result = check_begun(config, folder)
     if result is not None and uploads is not None:
@@ -236,7 +242,7 @@ def _fetch_record(store: RunStore, there: Mapping[str, int], folder: Path) -> No
     Raises:
         ConfigError: one is not as it was put; nothing has been changed then.
     """
-    aside, kept = folder / ".record.tmp", folder / REPLACED / time.strftime("%Y%m%d-%H%M%S")
+    aside = folder / ".record.tmp"
     names = [name for name in there if _is_of_record(name)]
     log.info(f"save.remote: {store.address} is newer than {folder}: {len(names)} files of its record are fetched.")
     remove(aside)
@@ -249,14 +255,7 @@ def _fetch_record(store: RunStore, there: Mapping[str, int], folder: Path) -> No
                 raise ConfigError(
                     [f"save.remote: {given}. Bring back a copy, or remove it: what it said is then lost."]
                 )
-        for name in {*names, *ALL}:
-            old, new = folder / name, aside / name
-            if old.is_file() and (not new.is_file() or old.read_bytes() != new.read_bytes()):
-                kept.mkdir(parents=True, exist_ok=True)
-                old.replace(kept / old.name)
-            if new.is_file():
-                old.parent.mkdir(parents=True, exist_ok=True)
-                new.replace(old)
+        replace_record(folder, aside, names)
     finally:
         remove(aside)
 

@@ -10,7 +10,7 @@ import contextlib
 import platform
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,10 +22,12 @@ from cli.errors import ConfigError
 from cli.files import whole, write_whole
 from cli.log import log
 from record.checkpoint_files import FULL, fault, find_newest, listed, number_of
+from record.checkpoint_folders import remove
 from record.files import ALL
+from training.uploads import REPLACED
 
 SEEN = ".seen-"
-CHECKPOINTS, REPLACED = "checkpoints", "replaced"
+CHECKPOINTS = "checkpoints"
 COPIES = ".sent-by-rank-0"
 """File of a machine's own folder: the name of the checkpoint that was sent there."""
 CHUNK_BYTES = 64 * 2**20
@@ -70,7 +72,7 @@ def bring_to_all(folder: Path) -> None:
 
     def write_record() -> None:
         with _said(folder):
-            _replace(folder, record, newest)
+            _write(folder, record, newest)
 
     # All look before one writes.
     ranks.on_one_rank_of_each_machine((lambda: _check_is_no_newer(folder, newest, first)) if is_blind else lambda: None)
@@ -115,15 +117,17 @@ def _machines(folder: Path) -> tuple[str, list[str | None]]:
 
 
 def _is_seen(path: Path, word: str) -> bool:
-    """True where a file of rank 0's is this machine's too. Its name cannot be taken then: a network's file system asks its
-    server for that, where it may say for a minute that a new file is not there.
+    """True where rank 0's file is seen from here.
+
+    A network's file system may say for a minute that a new file is not there. So the file is created, as one that must not
+    exist yet: that its server has to decide.
     """
     was_there = path.parent.is_dir()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.open("x").close()
     except FileExistsError:
-        return path.read_text() == word  # else of another machine that does not see rank 0's, but this one's
+        return path.read_text() == word  # another word: two machines have one folder, and it is not rank 0's
     path.unlink(missing_ok=True)
     if not was_there:
         with contextlib.suppress(OSError):
@@ -150,26 +154,40 @@ def _sent(folder: Path) -> set[str]:
 
 
 def _check_is_no_newer(folder: Path, newest: Path | None, first: str) -> None:
-    """Raises ConfigError: this machine was the first one, and has checkpoints that neither rank 0 nor the store knows."""
-    own = [path for path in listed(folder / CHECKPOINTS, FULL) if path.name not in _sent(folder)]
-    if own and (newest is None or number_of(own[0]) > number_of(newest)):
+    """Raises ConfigError: this machine has a checkpoint, its own or a copy, which rank 0 and the store have lost."""
+    own = next(iter(listed(folder / CHECKPOINTS, FULL)), None)
+    if own is not None and (newest is None or number_of(own) > number_of(newest)):
         has = f"batch {number_of(newest)}" if newest is not None else "no checkpoint"
-        given = f"{platform.node()} has {own[0]}, of batch {number_of(own[0])}, and rank 0 on {first} has {has}"
+        given = f"{platform.node()} has {own}, of batch {number_of(own)}, and rank 0 on {first} has {has}"
         todo = f"Make {platform.node()} the first machine, so that it goes on from there, or move that folder away"
         raise ConfigError([f"run_folder: {given}. {todo}."])
 
 
-def _replace(folder: Path, record: Mapping[str, bytes], newest: Path | None) -> None:
-    """Bring a machine's own folder to rank 0's record. What it had and rank 0 has not is kept in `replaced`."""
-    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+def replace_record(folder: Path, aside: Path, names: Collection[str]) -> None:
+    """Give a run's folder these files, which lie aside. What its record had instead is kept in the folder `replaced`."""
     kept = folder / REPLACED / time.strftime("%Y%m%d-%H%M%S")
-    for name in ALL:
-        path = folder / name
-        if path.is_file() and path.read_bytes() != record.get(name):
+    for name in {*names, *ALL}:
+        old, new = folder / name, aside / name
+        if old.is_file() and (not new.is_file() or old.read_bytes() != new.read_bytes()):
             kept.mkdir(parents=True, exist_ok=True)
-            path.replace(kept / name)
-        if name in record and not path.exists():
-            write_whole(path, record[name])
+            old.replace(kept / old.name)
+        if new.is_file():
+            old.parent.mkdir(parents=True, exist_ok=True)
+            new.replace(old)
+
+
+def _write(folder: Path, record: Mapping[str, bytes], newest: Path | None) -> None:
+    """Bring a machine's own folder to rank 0's record, and remove what was sent there for an earlier start."""
+    aside = folder / ".record.tmp"
+    remove(aside)
+    try:
+        aside.mkdir(parents=True)
+        for name, content in record.items():
+            (aside / name).write_bytes(content)
+        replace_record(folder, aside, record)
+    finally:
+        remove(aside)
+    (folder / CHECKPOINTS).mkdir(exist_ok=True)
     for name in _sent(folder):
         if newest is None or name != newest.name:
             (folder / CHECKPOINTS / Path(name).name).unlink(missing_ok=True)
