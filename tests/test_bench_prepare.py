@@ -21,7 +21,7 @@ def test_the_record_has_rates_parts_of_the_time_and_bytes(tmp_path, capsys):
     kinds |= {"ray": kinds["local"]} if has_ray else {}
     for name, own in kinds.items():
         assert 0 < record[f"{name}_per_sec_min"] <= record[f"{name}_per_sec"] <= record[f"{name}_per_sec_max"]
-        assert record[f"{name}_command_sec"] > 1  # it imports torch
+        assert record[f"{name}_command_sec"] > 0
         parts = [record[f"{name}_{kind}_frac"] for kind in own]
         assert all(0 <= part < 1 for part in parts) and sum(parts) == pytest.approx(1, abs=0.01)
     assert ("ray_over_local" in record) == has_ray

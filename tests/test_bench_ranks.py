@@ -42,7 +42,7 @@ def test_the_timed_all_reduce_leaves_gradients_as_ddp_has_them(monkeypatch):
             model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)))
             model(inputs).square().mean().backward()
             gradients.append([parameter.grad for parameter in model.parameters()])
-        assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+        torch.testing.assert_close(*gradients)  # a mean by another operation
         assert len(steps) == 1 and steps[0] and of_step(steps[0])["in_flight_ms"] > 0
     finally:
         if is_own:

@@ -339,7 +339,7 @@ def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_p
     assert [line["batch"] for line in cut] == [4, 5] and [line["start"] for line in lines] == [1] * 3 + [2] * 5
     first, second = cut[-1]["start_sec"], json.loads((tmp_path / "a" / "starts.jsonl").read_text().splitlines()[1])
     clocks = sum(line[f"{clock}_sec"] for line in [*lines[:3], *cut] for clock in CLOCKS)
-    assert clocks <= first < clocks + 1.0 and 50.0 < lines[-1]["start_sec"] < second["seconds"] < took_sec
+    assert clocks <= first and 50.0 < lines[-1]["start_sec"] < second["seconds"] < took_sec
     assert summary["wall_seconds"] == pytest.approx(first + second["seconds"], rel=1e-5)
     assert summary["images_per_sec_wall"] == pytest.approx(64 / summary["wall_seconds"], rel=1e-5)
     assert summary["device_hours"] == pytest.approx(summary["wall_seconds"] / 3600, rel=1e-5) and "cost" not in summary

@@ -43,11 +43,12 @@ def unit(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("height", "width"), [(512, 512), (100, 150), (300, 224), (224, 224), (64, 64)])
-def test_preprocessing_is_open_clips_own_bit_for_bit(pair, height, width):
+def test_preprocessing_is_open_clips_own(pair, height, width):
     given = images(3, height, width)
     transform = image_transform_v2(PreprocessCfg(), is_train=False)
     expected = torch.stack([transform(to_pil_image(one)) for one in given])
-    assert torch.equal(pair.preprocess(given), expected)
+    # Both resize bytes with Pillow; one step of a byte is 0.015 here, a rounding of the normalization 2e-7.
+    torch.testing.assert_close(pair.preprocess(given), expected, rtol=0.0, atol=1e-6)
 
 
 def test_features_and_cosines_are_open_clips(pair):
@@ -142,7 +143,9 @@ def test_the_config_beside_a_file_says_architecture_and_normalisation(tmp_path):
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     given = images(1, 80, 80)
     transform = image_transform_v2(PreprocessCfg(size=64, mean=half, std=half), is_train=False)
-    assert torch.equal(load_clip(path).preprocess(given)[0], transform(to_pil_image(given[0])))
+    torch.testing.assert_close(
+        load_clip(path).preprocess(given)[0], transform(to_pil_image(given[0])), rtol=0.0, atol=1e-6
+    )
     for content in ("{", "[]", "{}", '{"model_cfg": 3}'):
         (tmp_path / "open_clip_config.json").write_text(content)
         with pytest.raises(ValueError) as caught:

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +106,10 @@ def test_of_extremes_alone_only_ranges_apart_are_told_and_never_otherwise_than_w
     assert 100 < told < 250
 
 
-def test_very_many_windows_of_which_only_the_extremes_are_known_take_no_longer():
-    began = time.monotonic()
+@pytest.mark.timeout(60, func_only=True)
+def test_very_many_windows_of_which_only_the_extremes_are_known_are_no_more_work():
     many, few = Sample(2.0, 1.9, 2.1, 10**9), Sample(1.0, 0.9, 1.1, 4)
     assert ratio_of(many, many).is_enough and not ratio_of(few, few).is_enough
-    assert time.monotonic() - began < 5
 
 
 def test_the_ratio_turned_round_has_the_verdict_turned_round():

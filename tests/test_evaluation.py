@@ -62,7 +62,7 @@ def result_of(output: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in output.splitlines()[-1].split())
 
 
-EVALUATION_SEC = 5.0  # at least: six small batches take a tenth of it, and less than it on a busy machine
+EVALUATION_SEC = 5.0  # at least
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,18 @@ def test_points_are_whole_batches_and_evaluation_is_no_training_time(miniature, 
     assert first["fid"] != second["fid"] and first["clip"] != second["clip"] and first["num_images"] == NUM_PROMPTS
     assert (first["inception"], first["clip_model"]) == ("shapes-reader", "shapes-CLIP")
     assert 0 < first["seconds"] < second["seconds"]
-    assert second["seconds"] < first["seconds"] + first["eval_sec"]  # else it would be in there
     both = first["eval_sec"] + second["eval_sec"]
     assert second["seconds_with_eval"] == pytest.approx(second["seconds"] + both, rel=1e-9)
     windows = [json.loads(line) for line in (watched / "metrics.jsonl").read_text().splitlines()]
     windows = [line for line in windows if not line.get("evaluation")]
     assert sum(line["eval_sec"] for line in windows) == pytest.approx(first["eval_sec"], rel=0.1)
-    assert sum(line["train_sec"] for line in windows) < EVALUATION_SEC < first["eval_sec"]
+    # Whatever the load: only half an evaluation, which is far more than the gaps between two clocks, is allowed.
+    train, rest = (sum(line[f"{clock}_sec"] for line in windows) for clock in ("train", "data_wait"))
+    rest += sum(line["other_sec"] for line in windows)
+    assert (
+        train - EVALUATION_SEC / 2 < second["seconds"] < train + rest + EVALUATION_SEC / 2
+        and first["eval_sec"] > EVALUATION_SEC
+    )
     assert [path.name for path in sorted((watched / "samples").glob("*.png"))] == [
         "im000000000024.png",
         "im000000000048.png",
@@ -422,7 +427,7 @@ def test_an_evaluation_that_is_owed_at_the_end_is_made_and_logged(words_of, watc
     assert benchmark.main(words_of(tmp_path, "watched", "eval.when=in_training")) == 0
     assert [figures(line) for line in evaluations(run)] == [figures(line) for line in evaluations(watched)]
     made, first_made = evaluations(run)[-1], evaluations(watched)[-1]
-    assert made["seconds"] == pytest.approx(first_made["seconds"], abs=0.5)
+    assert made["seconds"] == pytest.approx(first_made["seconds"], abs=EVALUATION_SEC / 2)
     assert [value for _, value in logged.data["eval/fid"]] == [made["fid"]]
     assert (run / "summary.json").is_file()
 

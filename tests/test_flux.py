@@ -114,7 +114,7 @@ def test_text_states_are_those_of_transformers_own_classes():
     with torch.no_grad():
         ours = model.family.encode_text(model.frozen, tokens)
         expected = theirs(input_ids=tokens["t5_tokens"]).last_hidden_state
-    assert torch.equal(ours["text"], expected)
+    torch.testing.assert_close(ours["text"], expected)  # another graph
     assert [name for name in model.frozen["t5"].state_dict() if "token" in name or "shared" in name] == [
         "shared.weight"
     ]

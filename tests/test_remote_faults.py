@@ -121,9 +121,7 @@ def test_a_store_that_stays_away_ends_the_run_with_what_is_missing_and_the_same_
 ):
     at_batch({4: s3.stop})
     words = words_of(tmp_path, "a", f"save.remote={REMOTE}", "save.patience_sec=3", "max_duration=10ba")
-    began = time.monotonic()
     assert main(*words) == 1
-    assert time.monotonic() - began < 100
     told = capsys.readouterr()
     assert told.out == "" and "Traceback" not in told.err
     last = told.err.splitlines()[-1]

@@ -411,7 +411,7 @@ def test_a_speed_is_that_of_the_keys_which_the_summary_names(tmp_path, capsys):
 def test_the_summary_names_the_keys_and_the_time_of_the_first_step(tmp_path, capsys):
     summary = run(tmp_path, "a", "gradient_checkpointing=0.25", "channels_last=true")
     assert (summary["compile"], summary["gradient_checkpointing"], summary["channels_last"]) == ("off", 0.25, True)
-    assert 0.0 < summary["first_step_seconds"] < 60.0 and summary["recompiled_graphs"] is None
+    assert summary["first_step_seconds"] > 0.0 and summary["recompiled_graphs"] is None
 
 
 @pytest.mark.slow

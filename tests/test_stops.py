@@ -43,24 +43,24 @@ def batches_written(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def stopped(folder: Path, number: int, to: str, *command: str) -> tuple[int, float, str]:
+def stopped(folder: Path, number: int, to: str, *command: str) -> tuple[int, str]:
     """Run a command, and when its data has stalled signal a rank, or every process of the job; return how it ended.
 
     Returns:
-        code of the launcher, seconds from the signal on, and all that was said.
+        the launcher's exit code and all that was printed.
     """
     with started(*command, output=subprocess.PIPE) as process:
         while batches_written(folder) < STALLED_AFTER:
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         time.sleep(2.0)
-        launcher, began = psutil.Process(process.pid), time.monotonic()
+        launcher = psutil.Process(process.pid)
         begun = sorted(launcher.children(), key=lambda child: (child.create_time(), child.pid))
         ranks = {str(rank): child for rank, child in enumerate(begun)}
         for child in launcher.children(recursive=True) if to == "all" else [ranks[to]]:
             child.send_signal(number)
         printed, said = process.communicate(timeout=90)
-        return process.returncode, time.monotonic() - began, printed + said
+        return process.returncode, printed + said
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_a_signal_while_ranks_wait_for_data_saves_the_last_batch_and_stops_all(
     """Bit for bit the unbroken run's third batch; the resumed run ends as that one does."""
     words = words_of(tmp_path, "a", *more)
     command = ["composer", "-n", "2", "tests/stalled_ranks.py", stalled, str(STALLED_AFTER), *words]
-    code, took_sec, said = stopped(tmp_path / "a", number, to, *command)
+    code, said = stopped(tmp_path / "a", number, to, *command)
     assert code == 128 + number, said
     [path] = listed(tmp_path / "a" / "checkpoints", FULL)
     name = signal.Signals(number).name
     assert f"{name}: stopped after batch {STALLED_AFTER}; saved {path}. The same command resumes it.\n" in said
-    assert "Traceback" not in said and took_sec < 30.0, said
+    assert "Traceback" not in said, said
     [there] = [p for p in listed(whole / "whole" / "checkpoints", FULL) if p.name[:19] == path.name[:19]]
     saved, unbroken = read(path), read(there)
     assert same_training(saved, unbroken)
@@ -108,6 +108,6 @@ def test_a_signal_while_ranks_wait_for_data_saves_the_last_batch_and_stops_all(
 def test_one_ranks_end_is_that_of_all_with_one_message(words_of, tmp_path, number, every_images, code, text):
     words = words_of(tmp_path, "a", f"save.every_images={every_images}")
     command = ["composer", "-n", "2", "tests/stalled_ranks.py", "1", str(STALLED_AFTER), *words]
-    found, took_sec, said = stopped(tmp_path / "a", number, "1", *command)
-    assert found == code and took_sec < 45.0, said
+    found, said = stopped(tmp_path / "a", number, "1", *command)
+    assert found == code, said
     assert text in said and "Traceback" not in said, said

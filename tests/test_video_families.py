@@ -314,7 +314,7 @@ def test_states_of_a_first_frame_are_those_of_clip_before_its_last_layer():
     )
     with torch.no_grad():
         expected = theirs(pixel_values=given, output_hidden_states=True).hidden_states[-2]
-        assert torch.equal(own.vision_model(pixel_values=given).last_hidden_state, expected)
+        torch.testing.assert_close(own.vision_model(pixel_values=given).last_hidden_state, expected)  # another graph
         assert own(pixels.float() / 127.5 - 1).shape == expected.shape == (1, 5, 8)
 
 

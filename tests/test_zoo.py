@@ -119,8 +119,8 @@ def test_sd15_sees_captions_filled_up_with_the_end_mark():
     padded[0, 4:], padded[1, 2:], padded[3, 3:] = END_TOKEN, END_TOKEN, END_TOKEN
     with torch.no_grad():
         states = family.encode_text({"text": text}, {"tokens": tokens})["text"]
-        assert torch.equal(states, text(input_ids=padded).last_hidden_state)
-        assert not torch.equal(states, text(input_ids=tokens).last_hidden_state)
+        torch.testing.assert_close(states, text(input_ids=padded).last_hidden_state)  # another graph
+        assert not torch.allclose(states, text(input_ids=tokens).last_hidden_state, atol=1e-3)
 
 
 @pytest.mark.parametrize("variant", ARCHITECTURES)
@@ -141,7 +141,7 @@ def test_sd2_posterior_draw_equals_diffusers():
     noise = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(1))
     posterior = DiagonalGaussianDistribution(moments)
     expected = (posterior.mean + posterior.std * noise) * LATENT_SCALE
-    assert torch.equal(family.sample_latents(moments, noise), expected)
+    torch.testing.assert_close(family.sample_latents(moments, noise), expected)  # the same law, written otherwise
 
 
 def test_sd2_tokens_are_those_of_open_clip_and_fit_into_uint16():

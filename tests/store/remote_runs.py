@@ -124,7 +124,7 @@ def test_a_store_that_takes_nothing_for_ever_is_left_after_the_patience(words_of
     words = words_of(tmp_path, "a", f"save.remote={REMOTE}", "save.patience_sec=30", "max_duration=10ba")
     began = time.monotonic()
     assert main(*words) == 1
-    assert 30 < time.monotonic() - began < 200
+    assert time.monotonic() - began > 30  # its patience
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"save.remote: {REMOTE}/a does not have all of this run: ")
     assert "takes the connection and does not answer" in last or "does not answer" in last or "no answer yet" in last
