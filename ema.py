@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +54,11 @@ class EMAConfig:
     """model: on the model's device. cpu: in host memory, for a full GPU; then set `every` well above 1."""
     every: int = limited(1, 1)
     """Batches between two updates."""
+
+    def resolved(self) -> EMAConfig:
+        """Replace null by its value."""
+        is_given = (self.half_life, self.decay, self.sigma_rel) != (None, None, None)
+        return self if is_given or not self.enabled else replace(self, decay=DEFAULT_DECAY)
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together."""

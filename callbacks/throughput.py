@@ -40,17 +40,37 @@ CLOCKS = ("train", "data_wait", "eval", "other")
 OWN = ("forward", "data")
 """What a rank does for itself, before it waits for the others: see callbacks/own_clocks.py."""
 
-# Peak TFLOP/s of dense matrix products, by part of the device's name: the makers' published figures, without sparsity.
-# Not measured here. summary.json names the peak that MFU used, and `measure.peak_tflops` overrides it.
+# Peak TFLOP/s of dense matrix products, by the name that torch.cuda.get_device_name() gives: NVIDIA's and AMD's data sheets,
+# without sparsity. Not measured here. A name that is not in the table has no peak: an H100 NVL has five sixths of an H100's.
+# summary.json names the peak that MFU used, and `measure.peak_tflops` overrides it.
+_A100 = {"bf16": 311.9, "fp16": 311.9, "tf32": 156.0, "fp32": 19.5}
+_H100 = {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9}
+_NVL = {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60.0}
+_MI300X = {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4}
+_B200 = {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0}
+_GB200 = {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0}
 PEAK_TFLOPS = {
-    "GB200": {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0, "fp32": 80.0},
-    "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0, "fp32": 75.0},
-    "H200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "H100 PCIe": {"bf16": 756.4, "fp16": 756.4, "tf32": 378.2, "fp32": 51.2},
-    "H100": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
-    "A100": {"bf16": 311.9, "fp16": 311.9, "tf32": 156.0, "fp32": 19.5},
-    "L40S": {"bf16": 362.1, "fp16": 362.1, "tf32": 183.2, "fp32": 91.6},
-    "MI300X": {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4},
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA L40S": {"bf16": 362.1, "fp16": 362.1, "tf32": 183.2, "fp32": 91.6},
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA H100 PCIe": {"bf16": 756.4, "fp16": 756.4, "tf32": 378.2, "fp32": 51.2},
+    "NVIDIA H100 NVL": _NVL,
+    "NVIDIA GH200 480GB": _H100,
+    "NVIDIA H200": _H100,
+    "NVIDIA H200 NVL": _NVL,
+    "NVIDIA B200": _B200,
+    "NVIDIA B300 SXM6 AC": _B200,  # its additional operations are in FP4
+    "NVIDIA GB200": _GB200,
+    "NVIDIA GB300": _GB200,
+    "AMD Instinct MI300X": _MI300X,
+    "AMD Instinct MI300X VF": _MI300X,  # in a virtual machine
+    "AMD Instinct MI325X": _MI300X,  # the same compute units, with more memory
+    "AMD Instinct MI325X VF": _MI300X,
+    "AMD Instinct MI355X": {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3},  # CDNA 4 has no TF32
+    "AMD Instinct MI355X VF": {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3},
 }
 
 
@@ -77,8 +97,7 @@ class MeasureConfig:
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Return a known device's peak in TFLOP/s, else None: no MFU is better than one based on a guess."""
-    known = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in device_name), {})
-    return known.get("bf16" if precision == "bf16_params" else precision)
+    return PEAK_TFLOPS.get(device_name, {}).get("bf16" if precision == "bf16_params" else precision)
 
 
 class Throughput(Callback):

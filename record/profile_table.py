@@ -48,13 +48,13 @@ KERNELS = tuple(
         ("communication", r"nccl|rccl"),
         ("copy", r"nchwtonhwc|nhwctonchw|transpose|memcpy|memset|copy_kernel|copy_device|catarraybatchedcopy"),
         ("optimizer", r"multi_tensor_apply|adam|foreach"),
-        ("attention", r"sdpa|fmha|flash|attention|attn|softmax"),
+        ("attention", r"sdpa|fmha|flash|attention|attn|softmax|bwd_kernel_d|bwd_preprocess"),
         (
             "norm",
             r"(group|layer|batch|rms)_?norm|rowwisemoments|gammabeta|welford|fusedparams|internalgradients|bn_[fb]w",
         ),
-        ("convolution", r"conv|implicit_gemm|fprop|dgrad|wgrad|winograd|scudnn|fft2d"),
-        ("matrix_product", r"gemm|nvjet|gemv|cublas|cutlass|splitk|matmul|dot_kernel"),
+        ("convolution", r"conv|implicit_gemm|igemm_|fprop|dgrad|wgrad|winograd|scudnn|fft2d"),
+        ("matrix_product", r"gemm|cijk_|nvjet|gemv|cublas|cutlass|splitk|matmul|dot_kernel"),
         ("pointwise", r"elementwise|reduce|distribution|index|gather|scatter|upsample|fill|arange|cub::"),
     )
 )
@@ -66,7 +66,7 @@ OPERATORS = tuple(
     for kind, pattern in (
         (
             "optimizer",
-            r"_fused_adam|_foreach",
+            r"_fused_adam|_foreach|^optimizer[.]update$",
         ),  # not Optimizer.step: Composer computes the loss and its gradients in it
         ("communication", r"c10d::|nccl:|gloo:"),
         ("attention", r"scaled_dot_product|scaleddotproduct|attention|softmax"),
@@ -105,14 +105,13 @@ def kind_of_kernel(name: str, launched_by: Sequence[str] = ()) -> str:
         name: as the profiler has it.
         launched_by: the operator that launched it and those around that, the outermost first.
     """
-    lower = name.lower()
+    lower, around = name.lower(), _kind_around(launched_by)
     if found := TRITON.search(lower):
         kind = _kind_of_triton(*found.groups())
     else:
         kind = next((kind for kind, pattern in KERNELS if pattern.search(lower)), "other")
-    if kind in ("pointwise", "other"):
-        return _kind_around(launched_by) or kind
-    return kind
+    is_unspecific = kind in ("pointwise", "other") or (around == "optimizer" and kind != "communication")
+    return around or kind if is_unspecific else kind
 
 
 def _kind_of_triton(loop: str, operators: str) -> str:

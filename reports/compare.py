@@ -43,7 +43,7 @@ from reports.page_compare import ABSENT, OWN_KEYS, differing
 from reports.page_text import figure, plain
 from reports.record_table import Row, Table
 from reports.tables import in_markdown
-from reports.verdicts import ALIKE, MORE, Ratio, Sample, ratio_of
+from reports.verdicts import LESS, MORE, Ratio, Sample, ratio_of
 
 MOST_RECORDS = 16
 OF_NO_SPEED = ("loggers.", "cost.")
@@ -154,7 +154,7 @@ def better(key: str) -> int:
 def said_of(key: str, ratio: Ratio) -> str:
     """Return the verdict on a figure in words."""
     side = better(key)
-    if ratio.verdict == ALIKE or not side:
+    if ratio.verdict not in (MORE, LESS) or not side:
         return ratio.verdict
     return "faster" if (ratio.verdict == MORE) == (side > 0) else "slower"
 
@@ -248,7 +248,7 @@ def _too_few(records: Sequence[Record]) -> bool:
     ratios = [
         ratio_of(record.figures[key], first.figures[key]) for record in records[1:] for key in common(record, first)
     ]
-    return not all(ratio.is_enough for ratio in ratios)
+    return not all(ratio.is_enough or ratio.is_one_start for ratio in ratios)
 
 
 def _own(path: Path) -> Path:

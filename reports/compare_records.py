@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cli.command_line import RENAMED
 from cli.limits import given_as, kind_of_path, shown, text_possible
 from record.files import METRICS, SUMMARY
-from record.history import FLAGS, History, Line, is_run, number_of, read_history
-from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS, WINDOWS
+from record.history import History, Line, is_run, number_of, read_history
+from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS
 from reports.verdicts import Sample, sample_of
 
 SPEED = "images_per_sec_per_device"
@@ -157,10 +155,6 @@ def _run(where: str, path: Path, name: str, content: Line, history: History | No
         said = f"its median {middle:g} is not between its extremes {sample.least:g} and {sample.greatest:g}"
         raise ValueError(f"{where}: {said}. Give a record that nobody has changed.")
     remarks = [_of_commit(content)]
-    if speeds := [float(speed) / num for speed in (_speeds(history) if history else _windows(where, content))]:
-        sample = sample_of(speeds, "window")
-    else:
-        remarks.append("only its least and greatest window are known: a run's folder has them all")
     if content.get("history_lost"):
         remarks.append("a part of its record was lost")
     derived = {**content, "device_batch_size": batch / num}
@@ -175,25 +169,6 @@ def _run(where: str, path: Path, name: str, content: Line, history: History | No
         config={} if history is None else history.config,
         remarks=tuple(filter(None, remarks)),
     )
-
-
-def _speeds(history: History) -> np.ndarray:
-    """Return images/s of the windows that the summary's median is of: those of starts like the last one. float64 (N,)."""
-    keys = ("device", "num_devices", "how")
-    last = history.starts[-1] if history.starts else {}
-    other = [int(start["start"]) for start in history.starts if any(start.get(key) != last.get(key) for key in keys)]
-    windows = history.windows
-    is_counted = (sum(windows[flag] for flag in FLAGS) == 0.0) & ~np.isin(windows["start"], other)
-    speeds = windows["images_per_sec"][is_counted]
-    return speeds[np.isfinite(speeds) & (speeds > 0.0)]
-
-
-def _windows(where: str, content: Line) -> list[float]:
-    """Return images/s of all windows, as a rung's record has them; older ones have none."""
-    speeds = content.get(WINDOWS) or []
-    if isinstance(speeds, list) and all(_is_above_zero(speed) for speed in speeds):
-        return speeds
-    raise ValueError(f"{where}: its {WINDOWS} are no numbers above 0. Give a record that nobody has changed.")
 
 
 def _is_above_zero(value: Any) -> bool:

@@ -3,7 +3,8 @@
 Each figure was measured several times: in the windows of a run, the rounds of a contest, or in repeated runs. The spread of
 a ratio is the interval that belongs to the rank test of Mann and Whitney (1947), as Hodges and Lehmann (1963) have it: of
 all ratios between a value of the one and a value of the other, it leaves out at either end as many as chance may put there.
-Where only the least and the greatest value are known, none is left out. docs/comparing.md has the rule in plain words.
+Where only the least and the greatest value are known, or each side is one start's windows, none is left out.
+docs/comparing.md has the rule in plain words.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Literal
 import numpy as np
 
 CHANCE = 0.01
-"""How often figures that do not differ may be told apart if their values are independent. A run's windows are not quite."""
-MOST_PARTS = 10
-"""Windows that follow each other meet the same machine; so a long run counts as that many parts, each by its median."""
+"""How often figures that do not differ may be told apart."""
+MOST_COUNTED = 10
+"""Values of a sample of which only the extremes are known; more of them make the rule no stricter."""
 MORE, LESS, ALIKE = "more", "less", "cannot be told apart"
+ONE_START = f"{ALIKE} from one start each"
+"""Two starts of the same run may differ by more than the windows of each: of two runs started once there is no verdict."""
 
 Unit = Literal["window", "round", "run"]
 
@@ -39,14 +42,6 @@ class Sample:
     """In the order in which they were measured; empty: the record does not have them."""
     unit: Unit = "window"
 
-    @property
-    def parts(self) -> list[float]:
-        """Values that may be held to be independent: of windows the medians of at most MOST_PARTS parts."""
-        if self.unit != "window":
-            return list(self.values)
-        pieces = np.array_split(np.array(self.values), min(MOST_PARTS, len(self.values)))
-        return [float(np.median(piece)) for piece in pieces]
-
 
 def sample_of(values: Sequence[float], unit: Unit) -> Sample:
     """Return the sample of values that are known."""
@@ -63,10 +58,14 @@ class Ratio:
     greatest: float
     is_enough: bool
     """False: of so few values nothing can be said."""
+    is_one_start: bool = False
+    """Each side's values are the windows of one start."""
 
     @property
     def verdict(self) -> str:
-        """MORE or LESS where the whole spread says so, else ALIKE."""
+        """MORE or LESS where the whole spread says so, else ALIKE; ONE_START where each side was started once."""
+        if self.is_one_start:
+            return ONE_START
         if not self.is_enough or self.least <= 1.0 <= self.greatest:
             return ALIKE
         return MORE if self.least > 1.0 else LESS
@@ -74,16 +73,16 @@ class Ratio:
 
 def ratio_of(other: Sample, first: Sample) -> Ratio:
     """Return the ratio of a figure to the first one, with its spread."""
+    is_one_start = first.unit == other.unit == "window"
     if first.unit != other.unit:
         first, other = _as_run(first), _as_run(other)
     value = other.middle / first.middle
-    if not (first.values and other.values):
-        nums = [min(sample.num, MOST_PARTS) for sample in (first, other)]  # more are no more to the rule
+    if is_one_start or not (first.values and other.values):
+        nums = [min(sample.num, MOST_COUNTED) for sample in (first, other)]
         is_enough = min(nums) > 0 and left_out(*nums) > 0
-        return Ratio(value, other.least / first.greatest, other.greatest / first.least, is_enough)
-    ones, others = first.parts, other.parts
-    ratios = sorted(b / a for a in ones for b in others)
-    out = left_out(len(ones), len(others))
+        return Ratio(value, other.least / first.greatest, other.greatest / first.least, is_enough, is_one_start)
+    ratios = sorted(b / a for a in first.values for b in other.values)
+    out = left_out(first.num, other.num)
     end = max(out - 1, 0)
     return Ratio(value, ratios[end], ratios[-1 - end], out > 0)
 

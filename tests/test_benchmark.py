@@ -59,8 +59,9 @@ def test_the_variant_of_the_benchmark_alone_is_trained_as_the_benchmark_says():
     given = resolved("model.variant=mlperf", "global_batch_size=384", "optimizer.lr=1e-5", "schedule.warmup_images=0")
     assert (given.optimizer.lr, given.optimizer.lr_per_image) == (1e-5, None)
     assert (given.schedule.warmup_batches, given.schedule.warmup_images) == (None, 0)
-    stock = resolved("global_batch_size=384")
-    assert (stock.optimizer.lr_per_image, stock.schedule.warmup_batches) == (None, None)
+    stock = resolved("global_batch_size=384", "ema.enabled=true", "optimizer.states=bf16")
+    assert (stock.optimizer.lr, stock.optimizer.lr_per_image, stock.schedule.warmup_batches) == (1e-4, None, 0)
+    assert (stock.optimizer.rounding, stock.ema.decay) == ("stochastic", 0.9999)
     assert stock.save.snapshot_every_images == 512_000
 
 
@@ -193,6 +194,7 @@ def test_print_config_shows_the_resolved_run_and_starts_nothing(tmp_path, capsys
         "precision: fp32" in printed
         and "device_train_microbatch_size: 8" in printed
         and "prediction: epsilon" in printed
+        and "lr: 0.0001" in printed
     )
     assert main(str(path), "--print_config") == 0
     assert capsys.readouterr().out == printed

@@ -104,6 +104,9 @@ def test_what_it_needs_is_said(monkeypatch):
     assert "this is a Tesla V100. Use precision=bf16." in fp8.problem(compiled=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert fp8.problem(compiled=True) is None
+    with monkeypatch.context() as amd:  # an MI300X, whose capability is (9, 4)
+        amd.setattr(torch.version, "hip", "7.2")
+        assert fp8.problem(compiled=True).startswith("needs an NVIDIA GPU with float8")
     assert "Say compile=whole, or use precision=bf16." in fp8.problem(compiled=False)
     monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None)
     for torch_version, which in (

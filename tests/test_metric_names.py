@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from composer import Logger, Timestamp
 from composer.loggers import LoggerDestination
 from conftest import TINY_RUN, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,6 +24,7 @@ from record.summary import rounded
 from reports import wandb_dashboard
 from stages import batch_wait
 from stages.stream import BatchStream
+from training.destinations import TensorboardLogger
 
 OFFLINE = ["loggers.wandb.project=p", "loggers.wandb.mode=offline"]
 
@@ -95,8 +98,8 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
     assert (title, level) == ("target reached", "WARN") and text.startswith("reached with FID ")
     assert list((tmp_path / "one" / "wandb").rglob("*.png"))
 
-    [folder] = {path.parent for path in (tmp_path / "one" / "tensorboard").rglob("events*")}
-    events = EventAccumulator(str(folder)).Reload()
+    [path] = (tmp_path / "one" / "tensorboard").rglob("events*")
+    events = EventAccumulator(str(path)).Reload()
     tags = {*events.Tags()["scalars"], *events.Tags()["images"]}
     texts = {"result/target"}
     assert {tag for tag in tags if not tag.startswith("_hparams_")} == logged.names() - texts
@@ -172,3 +175,17 @@ def test_a_run_whose_data_stalls_tells_it(miniature, tmp_path, monkeypatch):
     words = miniature.small(tmp_path, "slow", "loggers.stalled_sec=1", "save.every_images=8", "max_duration=3ba")
     assert benchmark.main(words) == 0
     assert {title for title, _ in told.alerts} == {"data has stalled"}
+
+
+def test_a_start_has_one_file_of_tensorboards_however_often_it_is_flushed(tmp_path):
+    """Composer begins a new one every 100 batches: 29 of one start were seen."""
+    destination, state = TensorboardLogger(log_dir=str(tmp_path)), SimpleNamespace(run_name="a", timestamp=Timestamp())
+    destination.init(state, Logger(state))
+    for batch in range(250):
+        destination.writer.add_scalar("loss", batch, batch)
+        state.timestamp = state.timestamp.to_next_batch()
+        destination.batch_end(state, None)
+    destination.log_result({"target": "none", "loss": 0.5})
+    destination.close(state, None)
+    [path] = tmp_path.rglob("events*")
+    assert len(EventAccumulator(str(path)).Reload().Scalars("loss")) == 250

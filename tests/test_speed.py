@@ -6,6 +6,7 @@ The proofs over the miniature's own steps are in tests/test_miniature_speed.py.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -498,6 +499,7 @@ def test_xformers_that_does_not_load_is_named_without_an_import(monkeypatch, tmp
 
 
 def test_what_a_gpu_lacks_for_an_attention_is_said(monkeypatch):
+    speed.attention_problem.cache_clear()
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
     assert speed.attention_problem("xformers", "bf16", True).startswith("is not installed: it has no release for every")
     for attention in ("flash", "cudnn"):
@@ -505,7 +507,38 @@ def test_what_a_gpu_lacks_for_an_attention_is_said(monkeypatch):
         assert said == "computes in 16 bits, the run in fp32. Use precision=bf16, or attention=efficient."
 
 
+@pytest.mark.parametrize(
+    ("precision", "has_mask", "hip", "has_gpu", "chosen"),
+    [
+        ("bf16", False, None, True, "cudnn"),
+        ("bf16", False, "7.2", True, "auto"),
+        ("bf16", True, None, True, "auto"),
+        ("fp32", False, None, True, "auto"),
+        ("bf16", False, None, False, "auto"),
+    ],
+    ids=["NVIDIA", "AMD", "mask", "float32", "CPU"],
+)
+def test_auto_is_cudnns_attention_where_there_is_one(monkeypatch, precision, has_mask, hip, has_gpu, chosen):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    lacks_float32 = lambda name, precision, is_gpu: "computes in 16 bits" if precision == "fp32" else None  # noqa: E731
+    monkeypatch.setattr(speed, "attention_problem", lacks_float32)
+    assert speed.resolve_attention("auto", precision, has_mask=has_mask) == chosen
+    assert speed.resolve_attention("math", precision, has_mask=has_mask) == "math"
+
+
+@pytest.mark.parametrize("hip", [None, "7.2"])
+def test_on_an_amd_gpu_miopen_is_told_of_channels_last(monkeypatch, hip):
+    monkeypatch.delenv("PYTORCH_MIOPEN_SUGGEST_NHWC", raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    speed.use_channels_last(SimpleNamespace(denoiser=Small(), frozen={}, memory_format=torch.contiguous_format))
+    assert os.environ.get("PYTORCH_MIOPEN_SUGGEST_NHWC") == (hip and "1")
+    monkeypatch.delenv("PYTORCH_MIOPEN_SUGGEST_NHWC", raising=False)
+
+
 def test_a_back_end_that_fails_on_this_gpu_is_named_with_its_reason(monkeypatch):
+    speed.attention_problem.cache_clear()
+
     def fail(*_, **__):
         raise RuntimeError("no kernel image is available.\nCUDA kernel errors might be")
 

@@ -180,6 +180,10 @@ def test_a_run_of_nothing_but_warmup_has_no_speed(monkeypatch):
 
 def test_peaks_are_those_of_the_data_sheets_and_unknown_devices_have_none():
     assert peak_tflops("NVIDIA H200", "bf16") == 989.4
+    assert peak_tflops("NVIDIA H100 NVL", "bf16") == peak_tflops("NVIDIA H200 NVL", "bf16") == 835.5
+    assert peak_tflops("NVIDIA B300 SXM6 AC", "bf16") == 2250.0 and peak_tflops("NVIDIA GB300", "bf16") == 2500.0
+    assert peak_tflops("AMD Instinct MI325X", "bf16") == 1307.4 and peak_tflops("AMD Instinct MI355X", "tf32") is None
+    assert peak_tflops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None  # a seventh of the card: names match whole
     assert peak_tflops("NVIDIA H100 PCIe", "bf16") == 756.4 and peak_tflops("NVIDIA H100 80GB HBM3", "tf32") == 494.7
     assert peak_tflops("NVIDIA A100-SXM4-40GB", "fp32") == 19.5
     assert peak_tflops("CPU x", "fp32") is None and peak_tflops("NVIDIA GeForce RTX 4090", "bf16") is None

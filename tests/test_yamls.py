@@ -270,14 +270,15 @@ def test_recipes_for_gpus_have_the_keys_of_speed_of_the_ladders_top_rung():
     top = [rung for rung in read_ladder(str(ROOT / "yamls/ladders/sd2_512.yaml")).rungs if rung.over is None][-1]
     speed = {key: value for key, _, value in (word.partition("=") for word in top.keys) if key in SPEED}
     assert speed["compile"] == "whole" and len(speed) >= 5
+    assert speed.pop("attention") == "cudnn"  # the default, where the GPU has it
     for path in RUNS:
         text = path.read_text()
         has = {key: value.partition(" ")[0] for key, _, value in (line.partition(": ") for line in text.splitlines())}
         if not path.name.startswith("shapes"):  # for a CPU
             wanted = {k: v for k, v in speed.items() if k != "channels_last" or path.name not in TRANSFORMERS}
             wanted |= {"compile": "blocks"} if "sharding" in has else {}  # it gathers block by block
-            wanted = {k: v for k, v in wanted.items() if k != "attention" or path.name not in VIDEO}  # it takes no mask
             assert {key: has.get(key) for key in wanted} == wanted and "predicted, not measured" in text, path.name
+            assert "attention" not in has, path.name
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)

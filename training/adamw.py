@@ -32,6 +32,7 @@ from weights.parts import is_part, number_of_part, part
 if TYPE_CHECKING:
     from training.optimizer import OptimizerConfig
 
+UPDATE = "optimizer.update"  # range of a profile that record/profile_table.py counts as the optimizer's
 SMALL = 4096  # numbers of a tensor; torchao 0.16.0, optim/adam.py
 BLOCK = 256  # numbers that share a scale; the same
 PIECE = 2**23  # numbers that are updated at once: it bounds what a step takes beside the states
@@ -93,11 +94,12 @@ class SmallAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, index, group)
-                index += 1
+        with torch.profiler.record_function(UPDATE):  # not around the closure, in which Composer computes the gradients
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, index, group)
+                    index += 1
         return loss
 
     def _update(self, parameter: Tensor, index: int, group: Mapping[str, Any]) -> None:

@@ -17,9 +17,11 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 from PIL import Image
 
+from cli.private_api import require_private_api
 from record.metric_names import as_sent
 
 RESULT = "result/"
+require_private_api(composer.loggers.TensorboardLogger, "_flush", why="loggers.tensorboard: one file a start")
 
 
 class Destination(LoggerDestination):
@@ -108,12 +110,22 @@ class WandBLogger(Destination, composer.loggers.WandBLogger):
 
 
 class TensorboardLogger(Destination, composer.loggers.TensorboardLogger):
-    """Composer's logger, whose other ranks leave no empty files, and whose hyperparameters are written."""
+    """Composer's logger with one file a start: none of other ranks, and none for each flush. It writes hyperparameters."""
 
     def init(self, state: State, logger: Logger) -> None:
         """Open the file."""
         if is_first_rank():
             super().init(state, logger)
+
+    def _flush(self, logger: Logger) -> None:
+        if self.writer is not None:  # Composer's closes it, to upload it, and so begins another file
+            self.writer.flush()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Close the file."""
+        if self.writer is not None:
+            self.writer.close()
+        self.writer = None
 
     def log_images(
         self,
@@ -147,6 +159,12 @@ class TensorboardLogger(Destination, composer.loggers.TensorboardLogger):
         """Write it with the hyperparameters, for the page HPARAMS."""
         if self.writer is None:
             return
-        with warnings.catch_warnings():
+        from torch.utils.tensorboard.summary import hparams
+
+        figures = figures_of(result)
+        with warnings.catch_warnings():  # torch's add_hparams does the same in a file of its own
             warnings.simplefilter("ignore")
-            self.writer.add_hparams({**self.hyperparameters, **texts_of(result)}, figures_of(result), run_name=".")
+            for summary in hparams({**self.hyperparameters, **texts_of(result)}, figures):
+                self.writer.file_writer.add_summary(summary)
+            for name, value in figures.items():
+                self.writer.add_scalar(name, value)

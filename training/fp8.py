@@ -44,11 +44,9 @@ def problem(compiled: bool) -> str | None:
         return "needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."
     if text := torchao_problem("precision=bf16"):
         return text
-    if torch.cuda.get_device_capability() < CAPABILITY:
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < CAPABILITY:
         name = torch.cuda.get_device_name()
-        return (
-            f"needs a GPU with float8 (Ada, Hopper or newer; AMD: not tried), and this is a {name}. Use precision=bf16."
-        )
+        return f"needs an NVIDIA GPU with float8 (Ada, Hopper or newer), and this is a {name}. Use precision=bf16."
     if not compiled:
         return "without compile its casts take longer than they save. Say compile=whole, or use precision=bf16."
     return None

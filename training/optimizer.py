@@ -15,6 +15,7 @@ from torch import nn
 from cli.limits import exclusive, limited
 from training.adamw import SmallAdamW, has_small_weights
 
+DEFAULT_LR = 1e-4
 WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not exactly zero
 
 
@@ -48,15 +49,27 @@ class OptimizerConfig:
         """(key, message) for keys that do not go together."""
         return exclusive("optimizer", self, "lr", "lr_per_image")
 
-    def resolved(self, lr_per_image: float | None) -> OptimizerConfig:
-        """Take this rate, if there is one."""
-        return self if lr_per_image is None else dataclasses.replace(self, lr_per_image=lr_per_image)
+    def resolved(self, lr_per_image: float | None, precision: str) -> OptimizerConfig:
+        """Replace null by its value.
+
+        Args:
+            lr_per_image: the rate of a benchmark, where neither `lr` nor `lr_per_image` is given; None: there is none.
+            precision: of the run.
+        """
+        lr_per_image = self.lr_per_image if lr_per_image is None else lr_per_image
+        rounds = self.states == "bf16" or precision == "bf16_params"
+        return dataclasses.replace(
+            self,
+            lr=DEFAULT_LR if self.lr is None and lr_per_image is None else self.lr,
+            lr_per_image=lr_per_image,
+            rounding="stochastic" if self.rounding is None and rounds else self.rounding,
+        )
 
     def learning_rate(self, global_batch_size: int) -> float:
         """Return the rate after warm-up."""
         if self.lr_per_image is not None:
             return self.lr_per_image * global_batch_size
-        return 1e-4 if self.lr is None else self.lr
+        return DEFAULT_LR if self.lr is None else self.lr
 
 
 @dataclass(frozen=True)
@@ -88,8 +101,8 @@ class ScheduleConfig:
                 found.append((f"schedule.{key}", text))
         return found
 
-    def resolved(self, warmup_batches: int | None) -> ScheduleConfig:
-        """Take this warm-up where none was given."""
+    def resolved(self, warmup_batches: int) -> ScheduleConfig:
+        """Use this warm-up if none is given."""
         is_given = (self.warmup_batches, self.warmup_images) != (None, None)
         return self if is_given else dataclasses.replace(self, warmup_batches=warmup_batches)
 

@@ -40,7 +40,7 @@ from zoo.lora import LoraConfig
 from zoo.mlperf_sd import SD, WARMUP_BATCHES
 from zoo.model_config import ModelConfig, own_frames
 from zoo.objectives import ObjectiveConfig
-from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
+from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, Family, as_size
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,7 @@ def resolve(config: Config) -> Config:
     family = load_family(model.family, model.preset, model.variant)
     objective = config.objective.resolved(family.objective)
     assert objective.prediction is not None
+    precision = config.precision or ("bf16" if torch.cuda.is_available() else "fp32")
     evaluation = config.eval.resolved(batch, prediction=objective.prediction, has_ema=config.ema.enabled)
     every = 0 if config.data.synthetic else DEFAULT_EVERY_IMAGES
     if evaluation.when != "off":  # a checkpoint before each evaluation, which may take longer than training to it
@@ -177,7 +178,8 @@ def resolve(config: Config) -> Config:
         validation=config.validation.resolved(batch),
         samples=config.samples.resolved(batch),
         data=config.data.on_nodes(ranks.num_nodes()),
-        precision=config.precision or ("bf16" if torch.cuda.is_available() else "fp32"),
+        precision=precision,
+        attention=speed.resolve_attention(config.attention, precision, has_mask=_has_mask(family, config.size)),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         num_frames=config.size[2] if len(config.size) > 2 else None,
         model=dataclasses.replace(
@@ -187,10 +189,15 @@ def resolve(config: Config) -> Config:
         ),
         lora=config.lora.resolved(family.lora_targets),
         objective=objective,
-        optimizer=config.optimizer.resolved(SD.lr_per_image(batch) if wants_own_rate(config) else None),
+        optimizer=config.optimizer.resolved(SD.lr_per_image(batch) if wants_own_rate(config) else None, precision),
+        ema=config.ema.resolved(),
         mlperf=config.mlperf.resolved(mlperf.logged_as(config.model.family, config.model.variant)),
-        schedule=config.schedule.resolved(WARMUP_BATCHES if _is_sd(config) else None),
+        schedule=config.schedule.resolved(WARMUP_BATCHES if _is_sd(config) else 0),
     )
+
+
+def _has_mask(family: Family, size: Sequence[int]) -> bool:
+    return "mask" in family.columns("moments", size, stored_text=True)
 
 
 def _new_name(config: RunConfig) -> str:

@@ -66,7 +66,7 @@ class SpeedKeys:
     channels_last: bool = False
     """Use NHWC tensors in and between convolutions."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"] = "auto"
-    """Attention kernel; auto: torch's choice."""
+    """Attention kernel. auto: cudnn on an NVIDIA GPU that runs it, for a family without masks; else torch's choice."""
     gradient_checkpointing: float = limited(0.0, 0.0, 1.0)
     """Fraction of the denoiser's blocks that are recomputed in the backward pass, instead of keeping their activations. 0
     to 1."""
@@ -155,6 +155,19 @@ def xformers_problem() -> str | None:
     return f"does not load: it is built for torch {built['torch']}, here is {torch.__version__}. Use attention=auto."
 
 
+def resolve_attention(attention: str, precision: str | None, *, has_mask: bool) -> str:
+    """Return the attention kernel that `auto` stands for on this machine; `auto` itself stands for torch's choice.
+
+    Args:
+        has_mask: the family's attention takes a mask, for which cuDNN has no kernel.
+    """
+    # ROCm has no cuDNN; torch chooses AOTriton's flash attention there.
+    if attention != "auto" or has_mask or not torch.cuda.is_available() or torch.version.hip is not None:
+        return attention
+    return "auto" if attention_problem("cudnn", precision, is_gpu=True) else "cudnn"
+
+
+@functools.cache
 def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> str | None:
     """Say why an attention back-end is not possible here, or None. On a GPU it is tried on a small input."""
     if attention == "auto":
@@ -221,6 +234,10 @@ def use_channels_last(model: Network) -> None:
     So the classes of these layers in this model are replaced. Names do not change, and other models are not affected.
     """
     model.memory_format = torch.channels_last
+    if (
+        torch.version.hip is not None
+    ):  # without it torch converts each input to NCHW for MIOpen (pytorch pull request 63617)
+        os.environ.setdefault("PYTORCH_MIOPEN_SUGGEST_NHWC", "1")
     for network in (model.denoiser, *model.frozen.values()):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types leave it out
     from diffusers.models import Transformer2DModel
