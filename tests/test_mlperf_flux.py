@@ -34,7 +34,7 @@ from training.evaluated import measured
 from training.run_config import build, resolve
 from training.validation import Validator, eighths_of
 from zoo.mlperf import BENCHMARKS, benchmark_of, logged_as
-from zoo.mlperf_flux import FLUX
+from zoo.mlperf_flux import FLUX, evaluation_frequency
 from zoo.mlperf_sd import SD
 from zoo.sampling import prompt_generator
 
@@ -68,10 +68,14 @@ def test_reference_points_are_those_of_the_official_checker(ruleset):
 @pytest.mark.parametrize("ruleset", FLUX.rulesets)
 def test_interval_and_target_are_those_that_the_checker_compares(ruleset):
     lines = (CHECKERS / f"compliance_checker/training_{ruleset}/closed_flux1.yaml").read_text()
-    assert f"v['value'] == {FLUX.every_images}" in lines
+    rounded = f"int(math.ceil({FLUX.every_images} / v['value'])) * v['value']" in lines
+    assert rounded or f"v['value'] == {FLUX.every_images}" in lines
     assert f"v['value'] <= {FLUX.target['val_loss']} " in lines
-    for batch in (512, 4096, 500):
-        assert FLUX.interval(batch) == 262_144  # exact, where SD's is rounded up
+    intervals = {512: 262_144, 4096: 262_144, 500: 262_500, 2304: 262_656}  # CEIL(262144 / batch) x batch
+    for batch, images in intervals.items():
+        assert FLUX.interval(batch) == images
+        assert evaluation_frequency(images, batch, ruleset) == (images if rounded else 262_144)
+    assert evaluation_frequency(16, 8, ruleset) == 16  # of a run that has not the rules' interval
 
 
 def test_each_network_has_its_benchmark_and_reports_know_the_same():
@@ -149,7 +153,7 @@ DEVIATIONS = {
     "image_size": ("512", "512; the reference: 256"),
     "model.weights": ("random", "random; the reference: its published weights"),
     "model.denoiser": ("runs/other", "runs/other; the reference: null"),
-    "global_batch_size": ("500", None),
+    "validation.every_images": ("262145", "263168; the rules: 262144"),
 }
 
 
@@ -157,8 +161,15 @@ DEVIATIONS = {
 def test_the_closed_division_refuses_each_deviation_by_name(key):
     value, text = DEVIATIONS[key]
     found = FLUX.not_closed(flat(resolve(recipe(RECIPES[0], f"{key}={value}"))))
-    # An interval that is no whole number of batches is rounded up, and is then another one than the rules'.
-    assert found == [f"{key}: {text}" if text else "validation.every_images: 262500; the rules: 262144"]
+    assert found == [f"{key}: {text}"]
+
+
+@pytest.mark.parametrize("batch", [500, 2304])
+def test_the_closed_division_takes_any_global_batch_and_validates_after_whole_ones(batch):
+    """The rules: every CEIL(262144 / batch) batches. Submissions on 72 GPUs have 2304."""
+    config = resolve(recipe(RECIPES[0], f"global_batch_size={batch}", "device_train_microbatch_size=4"))
+    assert FLUX.not_closed(flat(config)) == []
+    assert config.validation.every_images == FLUX.interval(batch) == -(-262_144 // batch) * batch
 
 
 # --- the validation ---
@@ -449,14 +460,14 @@ def damaged(log: Path, folder: Path, key: str) -> Path:
 # --- the closed division's log, by fixtures that say that they are none ---
 
 
-def header(batch: int, seed: int, **changes: object) -> dict[str, object]:
-    point = FLUX.reference_point(batch)
+def header(batch: int, seed: int, ruleset: str, **changes: object) -> dict[str, object]:
+    point = FLUX.reference_point(batch) or FLUX.nearest(batch)[0]
     return {
         "seed": seed,
         "fixture": FIXTURE,
         "train_samples": FLUX.train_samples,
         "eval_samples": FLUX.eval_samples,
-        "evaluation_frequency": FLUX.every_images,
+        "evaluation_frequency": evaluation_frequency(FLUX.interval(batch), batch, ruleset),
         "gradient_accumulation_steps": 1,
         "global_batch_size": batch,
         "opt_name": "adamw",
@@ -472,13 +483,22 @@ def header(batch: int, seed: int, **changes: object) -> dict[str, object]:
 
 
 def fixture(
-    folder: Path, images: int, *, seed: int, ruleset: str = "6.0.0", loss: float = 0.585, **changes: object
+    folder: Path,
+    images: int,
+    *,
+    seed: int,
+    ruleset: str = "6.0.0",
+    loss: float = 0.585,
+    batch: int = 512,
+    **changes: object,
 ) -> Path:
     """A log that ends at so many images; the losses are made up."""
-    drive = Drive(folder, closed(ruleset), header(512, seed, **changes), benchmark=FLUX)
+    every = FLUX.interval(batch)
+    given = header(batch, seed, ruleset, **changes)
+    drive = Drive(folder, closed(ruleset), given, benchmark=FLUX, every_images=every)
     points = [
         {"images": at, "val_loss": loss if at == images else 0.7, "eval_sec": 10.0}
-        for at in range(FLUX.every_images, images + 1, FLUX.every_images)
+        for at in range(every, images + 1, every)
     ]
     drive.start()
     for point in points:
@@ -501,6 +521,19 @@ def test_the_checker_accepts_the_closed_constants_and_refuses_others(tmp_path, r
     missed = fixture(tmp_path / "missed", 2 * FLUX.every_images, seed=1, ruleset=ruleset, loss=0.5861)
     assert "eval_accuracy" in check(missed, ruleset)
     assert check(damaged(log, tmp_path, "evaluation_frequency"), ruleset) is not None
+
+
+@pytest.mark.parametrize("ruleset", FLUX.rulesets)
+def test_ten_runs_at_a_batch_that_does_not_divide_the_interval_are_a_submission(tmp_path, ruleset):
+    """2304 on 72 GPUs: each log before the compliance checker, all before that of reference points, which interpolates."""
+    points = [FLUX.reference_point(batch, ruleset).mean_images for batch in (2048, 4096)]
+    images = FLUX.interval(2304) * round((points[0] + (points[1] - points[0]) / 8) / FLUX.interval(2304))
+    for seed in range(10):
+        log = fixture(tmp_path / str(seed), images, seed=seed, ruleset=ruleset, batch=2304)
+        assert check(log, ruleset) is None
+        log.rename(tmp_path / f"result_{seed}.txt")
+    passed, said, _ = reference_points(tmp_path, ruleset)
+    assert passed, said
 
 
 @pytest.mark.parametrize("ruleset", FLUX.rulesets)

@@ -39,6 +39,7 @@ from training.run_config import RunConfig
 from training.samples import shown
 from training.speed import GraphCounter
 from zoo import mlperf
+from zoo.mlperf_flux import evaluation_frequency
 
 
 def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
@@ -169,7 +170,7 @@ def build_mlperf_log(
     given, batch, ranks = config.optimizer, config.global_batch_size, dist.get_world_size()
     assert config.device_train_microbatch_size != "auto"  # it has been found
     benchmark = mlperf.logged_as(config.model.family, config.model.variant)
-    is_of_loss = "val_loss" in benchmark.target
+    is_of_loss, ruleset = "val_loss" in benchmark.target, config.mlperf.ruleset or benchmark.newest
     if is_of_loss:
         assert held_out is not None and config.validation.every_images is not None
         every = config.validation.every_images
@@ -182,7 +183,7 @@ def build_mlperf_log(
         "seed": config.seed,
         "train_samples": sum(stage.num_samples for stage in stages),  # synthetic ones are drawn, not sampled
         "eval_samples": eval_samples,
-        **({"evaluation_frequency": every} if is_of_loss else {}),
+        **({"evaluation_frequency": evaluation_frequency(every, batch, ruleset)} if is_of_loss else {}),
         "gradient_accumulation_steps": math.ceil(batch / ranks / (config.device_train_microbatch_size or batch)),
         "global_batch_size": batch,
         "number_of_nodes": ranks // dist.get_local_world_size(),
