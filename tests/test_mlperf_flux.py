@@ -30,6 +30,7 @@ from reports import mlperf as report
 from reports.mlperf_runs import RULES, check, read_run, reference_points
 from stages.dataset import read_stage, write_facts
 from stages.mixture import opened
+from training.eval_callbacks import describe_computation
 from training.evaluated import measured
 from training.run_config import build, resolve
 from training.validation import Validator, eighths_of
@@ -93,10 +94,17 @@ def test_each_network_has_its_benchmark_and_reports_know_the_same():
         assert [*rules.target] == [*each.target]
 
 
+def test_rulesets_are_all_that_the_checker_has_for_the_benchmark():
+    there = {path.parent.name.removeprefix("training_") for path in CHECKERS.rglob("training_*/closed_flux1.yaml")}
+    assert {*FLUX.rulesets} == there
+    for ruleset in there:
+        assert MLPerfConfig(ruleset=ruleset).problems(FLUX) == []
+
+
 @pytest.mark.parametrize(
     ("ruleset", "of", "text"),
     [
-        ("5.0.0", FLUX, "5.0.0 has no flux1, the benchmark of model.family=flux. Possible: 5.1.0, 6.0.0."),
+        ("5.0.0", FLUX, "5.0.0 has no flux1, the benchmark of model.family=flux. Possible: 5.1.0, 6.0.0, 6.1.0."),
         (
             "6.0.0",
             SD,
@@ -110,10 +118,28 @@ def test_a_ruleset_of_the_other_benchmark_is_refused(ruleset, of, text):
 
 
 def test_the_default_ruleset_is_the_newest_and_asks_who_and_on_what():
-    assert (MLPerfConfig().resolved(FLUX).ruleset, MLPerfConfig().resolved(SD).ruleset) == ("6.0.0", "5.0.0")
+    assert (MLPerfConfig().resolved(FLUX).ruleset, MLPerfConfig().resolved(SD).ruleset) == ("6.1.0", "5.0.0")
     assert MLPerfConfig(enabled=True).problems(FLUX) == [
-        (f"mlperf.{key}", "not given; ruleset 6.0.0 asks for it. Give it.") for key in ("org", "platform")
+        (f"mlperf.{key}", "not given; ruleset 6.1.0 asks for it. Give it.") for key in ("org", "platform")
     ]
+
+
+@pytest.mark.parametrize(
+    ("precision", "sharding", "linear", "attention", "sent"),
+    [
+        ("fp32", "full", "fp32", "fp32", "fp32"),
+        ("tf32", "full", "tf32", "tf32", "fp32"),
+        ("bf16", "off", "bfloat16", "bfloat16", "fp32"),
+        ("bf16", "hybrid", "bfloat16", "bfloat16", "bfloat16"),
+        ("fp16", "off", "fp16", "fp16", "fp32"),
+        ("bf16_params", "off", "bfloat16", "bfloat16", "bfloat16"),
+        ("fp8", "off", "fp8", "bfloat16", "fp32"),
+    ],
+)
+def test_a_log_says_in_which_precision_a_run_computes_and_sends(precision, sharding, linear, attention, sent):
+    found = describe_computation(recipe(RECIPES[0], f"precision={precision}", f"sharding={sharding}"))
+    given = [found[f"lowest_numerical_precision_in_{where}"] for where in ("linear", "attn", "comm")]
+    assert given == [linear, attention, sent] and found["micro_batch_size"] == 16
 
 
 # --- recipes ---
@@ -129,7 +155,7 @@ def test_a_recipe_is_the_benchmark_at_a_reference_point(path):
     config = recipe(path)
     values, batch = flat(resolve(config)), config.global_batch_size
     assert path.name == f"mlperf_flux_{batch}.yaml" and FLUX.not_closed(values) == []
-    assert FLUX.deviations(values) == [] and config.mlperf.resolved(FLUX).ruleset == "6.0.0"
+    assert FLUX.deviations(values) == [] and config.mlperf.resolved(FLUX).ruleset == "6.1.0"
     point = FLUX.reference_point(batch)
     assert int(config.max_duration.removesuffix("sp")) == point.slowest_images + 2 * FLUX.every_images
     assert values["validation.num_samples"] == FLUX.eval_samples
@@ -435,7 +461,7 @@ def test_the_report_names_the_loss_and_no_fid(ran, tmp_path, capsys):
     said = capsys.readouterr().out
     assert re.search(r"aimed \(batch 8, 20 images a validation\) at 32 images: val_loss=[\d.]+\. The reference", said)
     assert "FID" not in said and not (tmp_path / "out/band.png").exists()
-    assert "run=aimed left out: MLPerf's checker (6.0.0) refuses its log: Failed checks for averaged" in said
+    assert "run=aimed left out: MLPerf's checker (6.1.0) refuses its log: Failed checks for averaged" in said
     shutil.copytree(ran / "aimed", tmp_path / "well")
     trained_well(ran / "aimed/mlperf.log", tmp_path).rename(tmp_path / "well/mlperf.log")
     assert report.main([str(tmp_path / "well"), f"out={tmp_path / 'out'}"]) == 0
@@ -467,9 +493,9 @@ def header(batch: int, seed: int, ruleset: str, **changes: object) -> dict[str, 
         "fixture": FIXTURE,
         "train_samples": FLUX.train_samples,
         "eval_samples": FLUX.eval_samples,
-        "evaluation_frequency": evaluation_frequency(FLUX.interval(batch), batch, ruleset),
         "gradient_accumulation_steps": 1,
         "global_batch_size": batch,
+        "evaluation_frequency": evaluation_frequency(FLUX.interval(batch), batch, ruleset),
         "opt_name": "adamw",
         "opt_adamw_beta_1": 0.9,
         "opt_adamw_beta_2": 0.95,
@@ -478,6 +504,7 @@ def header(batch: int, seed: int, ruleset: str, **changes: object) -> dict[str, 
         "opt_base_learning_rate": point.lr,
         "opt_learning_rate_warmup_steps": point.warmup_batches,
         "opt_gradient_clip_norm": 1.0,
+        **describe_computation(recipe(ROOT / "yamls/mlperf_flux_512.yaml")),
         **changes,
     }
 
@@ -487,7 +514,7 @@ def fixture(
     images: int,
     *,
     seed: int,
-    ruleset: str = "6.0.0",
+    ruleset: str = "6.1.0",
     loss: float = 0.585,
     batch: int = 512,
     **changes: object,
@@ -552,7 +579,7 @@ def test_the_checker_of_reference_points_passes_ten_of_the_references_own_and_re
 
 def test_a_fixture_is_left_out_of_a_result_for_that(tmp_path):
     log = fixture(tmp_path / "r", 4 * FLUX.every_images, seed=1)
-    section = {"enabled": True, "division": "closed", "ruleset": "6.0.0", "org": "Fixture", "platform": "no_machine"}
+    section = {"enabled": True, "division": "closed", "ruleset": "6.1.0", "org": "Fixture", "platform": "no_machine"}
     given = {"global_batch_size": 512, "model": {"family": "flux"}, "mlperf": section, "target": {"val_loss": 0.586}}
     (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
     assert read_run(tmp_path / "r").problem() == f"a fixture: {FIXTURE}"
@@ -569,7 +596,7 @@ def test_a_report_asks_for_no_scores_of_a_run_to_a_loss(tmp_path):
     log = fixture(tmp_path / "r", 4 * FLUX.every_images, seed=1)
     lines = [line for line in log.read_text().splitlines(keepends=True) if '"fixture"' not in line]
     given = {"global_batch_size": 512, "model": {"family": "flux"}, "target": {"val_loss": 0.586}}
-    given |= {"eval": {"clip": "random"}, "mlperf": {"ruleset": "6.0.0", "division": "closed"}}
+    given |= {"eval": {"clip": "random"}, "mlperf": {"ruleset": "6.1.0", "division": "closed"}}
     (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
     log.write_text("".join(lines))
     assert read_run(tmp_path / "r").problem() is None and read_run(tmp_path / "r").foreign_scores == []
