@@ -220,6 +220,7 @@ def words_of(stages: dict[str, Path], folder: Path, name: str, *more: str) -> li
         *("model.family=flux", "model.variant=mlperf", "model.preset=tiny", "model.weights=random", "image_size=32"),
         *("global_batch_size=8", "device_train_microbatch_size=4", "max_duration=6ba", "optimizer.lr=1e-3"),
         *("optimizer.betas=[0.9, 0.95]", "optimizer.weight_decay=0.1", "optimizer.clip_norm=1.0", "seed=7"),
+        "schedule.warmup_batches=3",
         *("data.stage=moments", f"data.remote={stages['train']}", "data.workers=0", "measure.warmup_batches=0"),
         *(f"validation.remote={stages['held_out']}", "validation.every_images=16", "validation.times=eighths"),
         *("loggers.progress_bar=false", f"run_folder={folder}", f"run_name={name}", *more),
@@ -448,6 +449,8 @@ def test_the_checker_objects_to_the_log_of_a_tiny_run_for_its_loss_alone(ran, ru
     assert values["submission_benchmark"] == "flux1" and values["submission_division"] == "open"
     assert (values["train_samples"], values["eval_samples"], values["evaluation_frequency"]) == (48, 20, 16)
     assert (values["opt_gradient_clip_norm"], values["gradient_accumulation_steps"], values["seed"]) == (1.0, 2, 7)
+    rates = [event["value"] for event in events if event["key"] == "lr_abs"]  # of the second batch and the fourth
+    assert rates == [pytest.approx(1e-3 * 2 / 4), 1e-3]
     losses = [(e["value"], e["metadata"]["samples_count"]) for e in events if e["key"] == "eval_accuracy"]
     assert losses == [(line["val_loss"], line["images"]) for line in validations(ran / "aimed")]
     assert events[-1]["key"] == "run_stop" and events[-1]["metadata"]["status"] == "success"

@@ -49,6 +49,7 @@ FLUX = Benchmark(
     target={"val_loss": TARGET_VAL_LOSS},
     target_said=f"validation loss {TARGET_VAL_LOSS:g} or less",
     every_images=EVERY_IMAGES,
+    warmup_start=lambda num_batches: 1 / (num_batches + 1),  # its schedule counts from 1: (n + 1) / (W + 1)
     evaluated_by=("validation.remote", None),
     fixed={
         "image_size": 256,

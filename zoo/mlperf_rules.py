@@ -12,7 +12,7 @@ the samples that each run took to the target. A submission that converges in cle
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,8 @@ class Benchmark:
     target_said: str
     every_images: int
     """Images between two evaluations, before `interval` rounds them up to whole batches."""
+    warmup_start: Callable[[int], float]
+    """Batches of warm-up -> the learning rate's factor at the first of them."""
     evaluated_by: tuple[str, Any]
     """The key that says whether a run is evaluated, and its value where it is not."""
     fixed: Mapping[str, Any]
