@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -21,8 +22,9 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import flat, load
 from data import DataConfig, open_stages
+from preflight import cards
 from preflight.mlperf import closed_data_problems
-from preflight.run import quick_problems
+from preflight.run import cost_of, quick_problems
 from prepare import latents, shards
 from record.files import evaluations_of
 from record.mlperf_events import OPEN_LOSS, read_events
@@ -162,6 +164,22 @@ def test_a_recipe_is_the_benchmark_at_a_reference_point(path):
     text = " ".join(path.read_text().replace("#", " ").split())
     assert f"the target at {point.mean_images:,.0f} images" in text
     assert f"({point.fastest_images:,} to {point.slowest_images:,})" in text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch, of bf16 on a CPU: the network is only traced
+def test_a_recipe_fits_on_the_gpus_that_it_names():
+    """By the plan of 64 GPUs on eight machines, without encoders."""
+    found = {}
+    for path in RECIPES:
+        config = resolve(recipe(path))
+        cost = dataclasses.replace(cards.on_gpus(cost_of(config), flat(config)), frozen_gib=0.0)
+        each = cards.over(cost, 64, config.sharding)
+        gib = int(re.search(r"64 GPUs of (\d+) GiB", path.read_text())[1])
+        assert config.device_train_microbatch_size <= cards.images_a_pass(each, gib, ema=False)
+        assert config.global_batch_size % (64 * config.device_train_microbatch_size) == 0
+        found[config.global_batch_size] = gib
+    assert found == {512: 80, 1024: 139, 2048: 139, 4096: 139}  # docs/mlperf.md says so
 
 
 def test_there_is_a_recipe_for_every_reference_point():
