@@ -107,6 +107,7 @@ from training.run_callbacks import (
 )
 from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
+from zoo.mlperf import benchmark_of
 
 gc.freeze()  # what is loaded stays
 gc.enable()
@@ -311,7 +312,8 @@ def build_learning(
     batch = config.global_batch_size
     optimizer = build_optimizer(config.optimizer, model, batch, seed=config.seed)
     num_batches = total_batches(config.max_duration, global_batch_size=batch, epoch_batches=epoch_batches)
-    schedule = build_schedule(config.schedule, optimizer, global_batch_size=batch, num_batches=num_batches)
+    of = benchmark_of(config.model.family, config.model.variant)
+    schedule = build_schedule(config.schedule, optimizer, of, global_batch_size=batch, num_batches=num_batches)
     if run.checkpoint is not None:
         restore(run.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
     return Learning(optimizer, schedule, average, num_batches)

@@ -61,7 +61,7 @@ class MLPerfConfig:
     """Write mlperf.log."""
     division: Literal["closed", "open"] = "open"
     """closed: a run is refused if any constant differs from the benchmark's."""
-    ruleset: Literal["4.0.0", "4.1.0", "5.0.0", "5.1.0", "6.0.0"] | None = None
+    ruleset: Literal["4.0.0", "4.1.0", "5.0.0", "5.1.0", "6.0.0", "6.1.0"] | None = None
     """MLPerf's ruleset: to 5.0.0 for Stable Diffusion, from 5.1.0 on for FLUX.1. null: the newest of the benchmark."""
     org: str | None = None
     """The submitter's name. Required by every ruleset but 5.0.0. null: not stated."""

@@ -215,9 +215,9 @@ def _target(values: Mapping[str, Any], rate: float | None) -> list[str]:
     if benchmark is None:
         return [f"images to a target: there are no reference points for model.variant={values['model.variant']}"]
     batch, every = values["global_batch_size"], benchmark.interval(values["global_batch_size"])
-    in_batches = f"{count(every // batch, 'batch', 'batches')} ({count(every, 'image')})"
+    one_every = f"{count(every // batch, 'batch', 'batches')} ({count(every, 'image')})"
     lines = [
-        f"target: {benchmark.target_said}; one every {in_batches if every % batch == 0 else count(every, 'image')}",
+        f"target: {benchmark.target_said}; one every {one_every}",
         *_images_to_target(benchmark, values, rate),
     ]
     if deviations := benchmark.deviations(values, _ruleset(benchmark, values)):

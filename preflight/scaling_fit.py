@@ -5,8 +5,9 @@ covariance is the sum of two: that of the Jacobian, and that of the fits without
 differ by more than their rows say. An interval is the delta method with Student's t of the residuals.
 
 Places are predicted by fits that have not seen them, in two ways: without the place alone, and from the smallest place of
-their series alone. Where fewer than 90 of 100 lie in their interval in one of the ways, all intervals are widened until they
-do. The two covariances and the noise are of all rows.
+their series alone. What those fits say is too narrow for many domains, where clusters differ most. So a deviation is added
+that grows by the same amount with each doubling of the domains: the least with which 90 of 100 lie in their interval, in both
+ways, of all places and of those from 256 devices on. The two covariances and the noise are of all rows.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from preflight.scaling_law import (
     Array,
     Points,
     Setup,
+    doublings_of,
     log_speed,
     points_of,
     to_theta,
@@ -35,6 +37,8 @@ from preflight.scaling_law import (
 from preflight.scaling_rows import Row, batch_of, setup_of
 
 COVERED = 0.9
+LARGE = 256
+"""Devices from which on places have to be covered by themselves, too."""
 FIRST_NOISE = 0.04  # of log images/s, before the residuals have said what it is
 STEP = 1e-6
 _MEDIANS = to_theta(np.array([prior.value for prior in PARAMETERS.values()]))
@@ -59,7 +63,7 @@ class Law:
     """A fitted law.
 
     theta: (S + P,), logarithms of rates and parameters. covariance: (S + P, S + P). noise: deviation of log images/s.
-    freedom: rows less what was fitted. widened: by how much intervals are wider than the fit says.
+    freedom: rows less what was fitted. by_doubling: what is added to that deviation with each doubling of the domains.
     """
 
     series: tuple[str, ...]
@@ -67,7 +71,7 @@ class Law:
     covariance: Array
     noise: float
     freedom: int
-    widened: float = 1.0
+    by_doubling: float = 0.0
 
     def predict(self, setup: Setup, series: str, num: int, batch: float) -> Interval:
         """Return images/s over all devices of a setup whose device is as fast as a series'."""
@@ -77,16 +81,21 @@ class Law:
         """Return the prediction of each point, for parameters (S + P,) and their covariance."""
         num_rates = len(theta) - len(NAMES)
         middle, slope = log_speed(theta, points, num_rates), jacobian(theta, points, num_rates)
-        deviation = np.sqrt(self.noise**2 + np.einsum("ri,ij,rj->r", slope, covariance, slope))
-        reach = self.widened * stats.t.ppf((1 + COVERED) / 2, self.freedom) * deviation
+        grown = self.by_doubling * doublings_of(points)
+        deviation = np.sqrt(self.noise**2 + np.einsum("ri,ij,rj->r", slope, covariance, slope) + grown**2)
+        reach = self.reach(deviation)
         return [
             Interval(*map(float, np.exp([m, m - r, m + r]))) for m, r in zip(middle, np.atleast_1d(reach), strict=True)
         ]
 
+    def reach(self, deviation: Array) -> Array:
+        """Return how far an interval goes to each side."""
+        return stats.t.ppf((1 + COVERED) / 2, self.freedom) * deviation
+
     def parameter(self, name: str) -> Interval:
-        """Return a shared parameter with its interval; priors count, so nothing is widened."""
+        """Return a shared parameter with its interval; priors count."""
         place = len(self.series) + NAMES.index(name)
-        reach = stats.t.ppf((1 + COVERED) / 2, self.freedom) * np.sqrt(self.covariance[place, place])
+        reach = self.reach(np.sqrt(self.covariance[place, place]))
         shared = self.theta[len(self.series) :] + np.array([[0.0], [-reach], [reach]]) * (np.array(NAMES) == name)
         return Interval(*map(float, to_values(shared)[:, NAMES.index(name)]))
 
@@ -99,7 +108,7 @@ class Law:
             "covariance": [[float(f"{value:.6g}") for value in row] for row in self.covariance],
             "noise": float(f"{self.noise:.6g}"),
             "freedom": self.freedom,
-            "widened": float(f"{self.widened:.6g}"),
+            "by_doubling": float(f"{self.by_doubling:.6g}"),
         }
 
 
@@ -108,7 +117,7 @@ def law_of(record: Mapping[str, Any]) -> Law:
     if tuple(record["names"]) != NAMES:
         raise ValueError("the record's law has other parameters. Make it anew: python -m preflight.scaling.")
     arrays = (np.array(record["theta"]), np.array(record["covariance"]))
-    return Law(tuple(record["series"]), *arrays, record["noise"], record["freedom"], record["widened"])
+    return Law(tuple(record["series"]), *arrays, record["noise"], record["freedom"], record["by_doubling"])
 
 
 def jacobian(theta: Array, points: Points, num_rates: int) -> Array:
@@ -173,7 +182,7 @@ class Held:
     """A place, predicted by a law that has not seen it.
 
     measured: geometric mean of its rows. error: predicted / measured - 1. alone: the prediction by a law that has seen the
-    smallest place of this series alone, and all of the others; None: it is the smallest.
+    smallest place of this series alone, and all of the others; None: it is the smallest. doublings: log2 of its domains.
     """
 
     series: str
@@ -182,6 +191,7 @@ class Held:
     measured: float
     predicted: Interval
     fitted: float
+    doublings: float
     alone: Interval | None = None
     systems: tuple[str, ...] = field(default=())
 
@@ -246,17 +256,36 @@ def held_out(rows: Sequence[Row], whole: Law) -> tuple[Law, list[Held]]:
                 measured=measured,
                 predicted=_of_place(law, of),
                 fitted=_of_place(whole, of).value / measured - 1,
+                doublings=float(doublings_of(_points(of[:1], whole.series))[0]),
                 alone=None if num == smallest[name] else _of_place(from_smallest[name], of),
                 systems=tuple(row.system for row in of),
             )
         )
-    kinds = (
-        [(each.predicted, each.measured) for each in found],
-        [(each.alone, each.measured) for each in found if each.alone],
+    by_doubling = _by_doubling(found, whole)
+    return (
+        dataclasses.replace(with_shared(whole, more), by_doubling=by_doubling),
+        [_grown(each, by_doubling, whole) for each in found],
     )
-    off = [np.quantile([_beyond(*pair) for pair in pairs], COVERED, method="higher") for pairs in kinds]
-    widened = max(1.0, float(max(off)))
-    return dataclasses.replace(with_shared(whole, more), widened=widened), [_widened(each, widened) for each in found]
+
+
+def _by_doubling(held: Sequence[Held], law: Law) -> float:
+    """Return the least deviation for each doubling of the domains with which intervals hold what they are said to."""
+    of_groups = []
+    for least in (0, LARGE):
+        large = [each for each in held if each.num >= least]
+        for pairs in (
+            [(each.predicted, each) for each in large],
+            [(each.alone, each) for each in large if each.alone is not None],
+        ):
+            needed = [_needed(told, each, law) for told, each in pairs]
+            of_groups.append(float(np.quantile(needed, COVERED, method="higher")))
+    return max(of_groups)
+
+
+def _needed(told: Interval, held: Held, law: Law) -> float:
+    """Return how much for each doubling one place needs; in one domain nothing is added, so it needs nothing."""
+    own, wanted = (np.log(value / told.value) / law.reach(1.0) for value in (told.high, held.measured))
+    return float(np.sqrt(max(0.0, wanted**2 - own**2)) / held.doublings) if held.doublings else 0.0
 
 
 def _of_place(law: Law, of: Sequence[Row]) -> Interval:
@@ -266,14 +295,13 @@ def _of_place(law: Law, of: Sequence[Row]) -> Interval:
     return intervals[0].times(mean / intervals[0].value)
 
 
-def _beyond(told: Interval, measured: float) -> float:
-    """How far a measured value is from the prediction, in halves of its interval."""
-    return float(abs(np.log(measured / told.value)) / np.log(told.high / told.value))
+def _grown(held: Held, by_doubling: float, law: Law) -> Held:
+    """Return a place with the intervals of a law whose deviation grows."""
 
-
-def _widened(held: Held, factor: float) -> Held:
     def wide(of: Interval) -> Interval:
-        return Interval(of.value, *(of.value * (end / of.value) ** factor for end in (of.low, of.high)))
+        own = np.log(of.high / of.value) / law.reach(1.0)
+        factor = float(np.exp(law.reach(np.hypot(own, by_doubling * held.doublings))))
+        return Interval(of.value, of.value / factor, of.value * factor)
 
     alone = None if held.alone is None else wide(held.alone)
     return dataclasses.replace(held, predicted=wide(held.predicted), alone=alone)

@@ -170,6 +170,11 @@ def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
     return Points(**{key: np.array([row[key] for row in rows], int if key in whole else float) for key in rows[0]})
 
 
+def doublings_of(points: Points) -> Array:  # -> (R,)
+    """Return log2 of the domains of each point: 0 where one joins all devices."""
+    return np.log2(points.num / points.domain)
+
+
 def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
     """Return log images/s over all devices.
 
@@ -184,14 +189,13 @@ def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
     def of(name: str) -> Array:
         return shared[..., NAMES.index(name), None]
 
-    num_domains = points.num / points.domain
     fixed = shared[..., points.fixed_of] * points.scale
     jitter = 1 + of("jitter") * np.sqrt(2 * np.log(points.num))
     computed = (points.batch / points.num + points.passes * fixed) / rate * jitter
     exchanged = points.inner_sec + points.across_gb / (points.outer * shared[..., points.outer_of])
     seen = exchanged - of("hidden") * BACKWARD_FRAC * (points.microbatch + fixed) / rate
     seen = (seen + np.sqrt(seen**2 + ROUNDED_SEC**2)) / 2 * (points.num > 1)
-    return np.log(points.batch) - np.log(computed + seen + 2 * of("hop_sec") * np.log2(num_domains))
+    return np.log(points.batch) - np.log(computed + seen + 2 * of("hop_sec") * doublings_of(points))
 
 
 def parts(theta: Array, points: Points, num_rates: int) -> list[Mapping[str, float]]:
@@ -203,7 +207,7 @@ def parts(theta: Array, points: Points, num_rates: int) -> list[Mapping[str, flo
     computed = points.batch / points.num / rate
     fixed = points.passes * values[points.fixed_of] * points.scale / rate
     jitter = (computed + fixed) * shared["jitter"] * np.sqrt(2 * np.log(points.num))
-    hops = 2 * shared["hop_sec"] * np.log2(points.num / points.domain)
+    hops = 2 * shared["hop_sec"] * doublings_of(points)
     of = {"computed": computed, "fixed": fixed, "jitter": jitter, "hops": hops}
     of["exchange"] = step - sum(of.values())
     return [{name: float(values[row]) for name, values in of.items()} for row in range(len(step))]

@@ -71,7 +71,7 @@ def errors_of(law: Law, held: Sequence[Held], num_rows: int) -> dict[str, Any]:
         "covered": float(np.mean(inside)),
         "alone": [_alone(held, *ends) for ends in SIZES],
         "noise": law.noise,
-        "widened": law.widened,
+        "by_doubling": law.by_doubling,
     }
 
 

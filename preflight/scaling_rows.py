@@ -45,6 +45,7 @@ SETUPS = {
     "flux_b200": Setup("flux", FLUX_GB, *B200, 8, tflop=FLUX_TFLOP),
     "flux_gb200": Setup("flux", FLUX_GB, *B200, 72, tflop=FLUX_TFLOP),
     "flux_gb300": Setup("flux", FLUX_GB, *B200, 72, tflop=FLUX_TFLOP),
+    "flux_gb300_v60": Setup("flux", FLUX_GB, *B200, 72, tflop=FLUX_TFLOP),
 }
 """Series -> how it exchanges gradients, as far as its source says; NVIDIA's in fp16, autocast's in fp32."""
 ASSUMED = {
@@ -74,6 +75,7 @@ TITLES = {
     "flux_b200": "MLPerf 5.1, FLUX.1, B200",
     "flux_gb200": "MLPerf 5.1, FLUX.1, GB200",
     "flux_gb300": "MLPerf 5.1, FLUX.1, GB300",
+    "flux_gb300_v60": "MLPerf 6.0, FLUX.1, GB300",
 }
 
 

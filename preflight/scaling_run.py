@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from cli.limits import shown
 from preflight.plan import images_of
 from preflight.scaling_devices import MICROBATCH, RESULTS, SETTINGS, Exchange, Measured, Step, exchange_of
 from preflight.scaling_failures import daly_sec, overhead_frac
-from preflight.scaling_fit import COVERED, Interval, Law, jacobian
-from preflight.scaling_law import REFERENCE_TFLOP, Setup, fixed_of, points_of
+from preflight.scaling_fit import Interval, Law, jacobian
+from preflight.scaling_law import REFERENCE_TFLOP, Setup, doublings_of, fixed_of, points_of
 from reports.compare_records import NOT_RECORDED
 from zoo import load_family
 
@@ -279,9 +278,11 @@ def over_one_node(
         (setup, each["num"], exchange.batch(setup, each["num"], each["global_batch_size"]), place)
         for each in (row, base)
     ]
-    one, other = jacobian(law.theta, points_of(of), len(law.series))
-    deviation = np.sqrt(2 * law.noise**2 + (one - other) @ law.covariance @ (one - other))  # each has its own noise
-    reach = float(np.exp(law.widened * stats.t.ppf((1 + COVERED) / 2, law.freedom) * deviation))
+    points = points_of(of)
+    one, other = jacobian(law.theta, points, len(law.series))
+    grown = law.by_doubling * np.diff(doublings_of(points))[0]
+    deviation = np.sqrt(2 * law.noise**2 + (one - other) @ law.covariance @ (one - other) + grown**2)  # a noise each
+    reach = float(np.exp(law.reach(deviation)))
     return _ends("times", Interval(times, times / reach, times * reach))
 
 

@@ -34,7 +34,7 @@ RULES = {
     "stable_diffusion": Rules(
         ("4.0.0", "4.1.0", "5.0.0"), 6_513_144, 30_000, {"fid": AT_MOST, "clip": AT_LEAST}, is_late=True
     ),
-    "flux1": Rules(("5.1.0", "6.0.0"), 1_099_776, 29_696, {"val_loss": AT_MOST}, is_late=False),
+    "flux1": Rules(("5.1.0", "6.0.0", "6.1.0"), 1_099_776, 29_696, {"val_loss": AT_MOST}, is_late=False),
 }
 NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
 """The benchmark's networks, as the line of an evaluation names them."""

@@ -77,6 +77,7 @@ class Drive:
         *,
         images_per_sec: float = 1000.0,
         benchmark: Benchmark = SD,
+        every_images: int | None = None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.time, self.images_per_sec, self.evaluations = BEGAN + 60.0, images_per_sec, []
@@ -85,7 +86,7 @@ class Drive:
             config,
             header,
             benchmark=benchmark.name,
-            every_images=benchmark.every_images,
+            every_images=every_images or benchmark.every_images,
             in_training=True,
             evaluations=lambda: self.evaluations,
             began=BEGAN,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_RUN
+from conftest import ROOT, TINY_RUN
 from test_prepare import rows, skipped
 
 import benchmark
 from data import DataConfig, build_data
 from model import LatentDiffusion
 from prepare import shards
+from prepare.downloads import read_manifest
 from prepare.flux_encodings import as_float16
 from prepare.samples import Row, Sample, Taken
 from prepare.sources import Source
@@ -34,6 +36,7 @@ from zoo.objectives import ObjectiveConfig
 with_pyarrow = pytest.mark.skipif(
     importlib.util.find_spec("pyarrow") is None, reason="pyarrow: make test-tables has it"
 )
+GROUPS = read_manifest()
 SHAPES = {
     "full": {"mean": (16, 32, 32), "logvar": (16, 32, 32), "t5_encodings": (256, 4096), "clip_encodings": (768,)},
     "tiny": {"mean": (16, 8, 8), "logvar": (16, 8, 8), "t5_encodings": (256, 16), "clip_encodings": (8,)},
@@ -288,6 +291,35 @@ def test_a_run_from_preprocessed_samples_builds_no_encoder(given, tmp_path, caps
     capsys.readouterr()
     assert run(tmp_path, "b", *words, "--print_config") == 0
     assert " trained, 0 frozen\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_path_of_the_docs_runs_with_tiny_samples(given, tmp_path, monkeypatch, capsys):
+    """docs/mlperf.md: from the folders of its downloads to a recipe, which is changed in its sizes and speed alone."""
+    monkeypatch.setattr("model.build_encoders", lambda *given: pytest.fail("an encoder was built"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "datasets").mkdir()
+    write_empty(Path(GROUPS["flux_empty"].folder), "tiny")
+    section = (ROOT / "docs/mlperf.md").read_text().partition("## FLUX.1")[2]
+    made = {}
+    for line in re.findall("python -m prepare.shards (datasets/.*_preprocessed .*)", section):
+        source, out, *words = line.split()
+        samples = preprocessed("tiny", 16, timestep="coco" in source)
+        for sample in samples:
+            sample["__key__"] += Path(source).name  # no sample of one is in the other
+        assert given(samples, Path(out), *words) == 0
+        made[source] = out
+    assert set(made) == {GROUPS[name].folder for name in ("flux_cc12m", "flux_coco")}
+    [recipe] = re.findall(r"composer -n 8 --world_size 64 .* benchmark.py (\S+)", section)
+    sizes = ["model.preset=tiny", "image_size=64", "global_batch_size=4", "device_train_microbatch_size=2"]
+    sizes += ["max_duration=4ba", "validation.every_images=8", "data.workers=0", "loggers.progress_bar=false"]
+    sizes += ["precision=fp32", "compile=off"]  # of bf16 torch warns on a CPU, and compiling takes minutes
+    capsys.readouterr()
+    assert benchmark.main([str(ROOT / recipe), "run_name=path", *sizes, "--print_config"]) == 0
+    assert " trained, 0 frozen\n" in capsys.readouterr().out
+    assert benchmark.main([str(ROOT / recipe), "run_name=path", *sizes]) == 0, capsys.readouterr().err
+    lines = map(json.loads, Path("runs/path/metrics.jsonl").read_text().splitlines())
+    assert [line["images"] for line in lines if line.get("validation")] == [0, 8, 16]
 
 
 def test_an_encoder_is_built_where_a_run_needs_it(given, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -21,8 +22,9 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import flat, load
 from data import DataConfig, open_stages
+from preflight import cards
 from preflight.mlperf import closed_data_problems
-from preflight.run import quick_problems
+from preflight.run import cost_of, quick_problems
 from prepare import latents, shards
 from record.files import evaluations_of
 from record.mlperf_events import OPEN_LOSS, read_events
@@ -30,11 +32,12 @@ from reports import mlperf as report
 from reports.mlperf_runs import RULES, check, read_run, reference_points
 from stages.dataset import read_stage, write_facts
 from stages.mixture import opened
+from training.eval_callbacks import describe_computation
 from training.evaluated import measured
 from training.run_config import build, resolve
 from training.validation import Validator, eighths_of
 from zoo.mlperf import BENCHMARKS, benchmark_of, logged_as
-from zoo.mlperf_flux import FLUX
+from zoo.mlperf_flux import FLUX, evaluation_frequency
 from zoo.mlperf_sd import SD
 from zoo.sampling import prompt_generator
 
@@ -68,10 +71,14 @@ def test_reference_points_are_those_of_the_official_checker(ruleset):
 @pytest.mark.parametrize("ruleset", FLUX.rulesets)
 def test_interval_and_target_are_those_that_the_checker_compares(ruleset):
     lines = (CHECKERS / f"compliance_checker/training_{ruleset}/closed_flux1.yaml").read_text()
-    assert f"v['value'] == {FLUX.every_images}" in lines
+    rounded = f"int(math.ceil({FLUX.every_images} / v['value'])) * v['value']" in lines
+    assert rounded or f"v['value'] == {FLUX.every_images}" in lines
     assert f"v['value'] <= {FLUX.target['val_loss']} " in lines
-    for batch in (512, 4096, 500):
-        assert FLUX.interval(batch) == 262_144  # exact, where SD's is rounded up
+    intervals = {512: 262_144, 4096: 262_144, 500: 262_500, 2304: 262_656}  # CEIL(262144 / batch) x batch
+    for batch, images in intervals.items():
+        assert FLUX.interval(batch) == images
+        assert evaluation_frequency(images, batch, ruleset) == (images if rounded else 262_144)
+    assert evaluation_frequency(16, 8, ruleset) == 16  # of a run that has not the rules' interval
 
 
 def test_each_network_has_its_benchmark_and_reports_know_the_same():
@@ -89,10 +96,17 @@ def test_each_network_has_its_benchmark_and_reports_know_the_same():
         assert [*rules.target] == [*each.target]
 
 
+def test_rulesets_are_all_that_the_checker_has_for_the_benchmark():
+    there = {path.parent.name.removeprefix("training_") for path in CHECKERS.rglob("training_*/closed_flux1.yaml")}
+    assert {*FLUX.rulesets} == there
+    for ruleset in there:
+        assert MLPerfConfig(ruleset=ruleset).problems(FLUX) == []
+
+
 @pytest.mark.parametrize(
     ("ruleset", "of", "text"),
     [
-        ("5.0.0", FLUX, "5.0.0 has no flux1, the benchmark of model.family=flux. Possible: 5.1.0, 6.0.0."),
+        ("5.0.0", FLUX, "5.0.0 has no flux1, the benchmark of model.family=flux. Possible: 5.1.0, 6.0.0, 6.1.0."),
         (
             "6.0.0",
             SD,
@@ -106,10 +120,28 @@ def test_a_ruleset_of_the_other_benchmark_is_refused(ruleset, of, text):
 
 
 def test_the_default_ruleset_is_the_newest_and_asks_who_and_on_what():
-    assert (MLPerfConfig().resolved(FLUX).ruleset, MLPerfConfig().resolved(SD).ruleset) == ("6.0.0", "5.0.0")
+    assert (MLPerfConfig().resolved(FLUX).ruleset, MLPerfConfig().resolved(SD).ruleset) == ("6.1.0", "5.0.0")
     assert MLPerfConfig(enabled=True).problems(FLUX) == [
-        (f"mlperf.{key}", "not given; ruleset 6.0.0 asks for it. Give it.") for key in ("org", "platform")
+        (f"mlperf.{key}", "not given; ruleset 6.1.0 asks for it. Give it.") for key in ("org", "platform")
     ]
+
+
+@pytest.mark.parametrize(
+    ("precision", "sharding", "linear", "attention", "sent"),
+    [
+        ("fp32", "full", "fp32", "fp32", "fp32"),
+        ("tf32", "full", "tf32", "tf32", "fp32"),
+        ("bf16", "off", "bfloat16", "bfloat16", "fp32"),
+        ("bf16", "hybrid", "bfloat16", "bfloat16", "bfloat16"),
+        ("fp16", "off", "fp16", "fp16", "fp32"),
+        ("bf16_params", "off", "bfloat16", "bfloat16", "bfloat16"),
+        ("fp8", "off", "fp8", "bfloat16", "fp32"),
+    ],
+)
+def test_a_log_says_in_which_precision_a_run_computes_and_sends(precision, sharding, linear, attention, sent):
+    found = describe_computation(recipe(RECIPES[0], f"precision={precision}", f"sharding={sharding}"))
+    given = [found[f"lowest_numerical_precision_in_{where}"] for where in ("linear", "attn", "comm")]
+    assert given == [linear, attention, sent] and found["micro_batch_size"] == 16
 
 
 # --- recipes ---
@@ -125,13 +157,29 @@ def test_a_recipe_is_the_benchmark_at_a_reference_point(path):
     config = recipe(path)
     values, batch = flat(resolve(config)), config.global_batch_size
     assert path.name == f"mlperf_flux_{batch}.yaml" and FLUX.not_closed(values) == []
-    assert FLUX.deviations(values) == [] and config.mlperf.resolved(FLUX).ruleset == "6.0.0"
+    assert FLUX.deviations(values) == [] and config.mlperf.resolved(FLUX).ruleset == "6.1.0"
     point = FLUX.reference_point(batch)
     assert int(config.max_duration.removesuffix("sp")) == point.slowest_images + 2 * FLUX.every_images
     assert values["validation.num_samples"] == FLUX.eval_samples
     text = " ".join(path.read_text().replace("#", " ").split())
     assert f"the target at {point.mean_images:,.0f} images" in text
     assert f"({point.fastest_images:,} to {point.slowest_images:,})" in text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch, of bf16 on a CPU: the network is only traced
+def test_a_recipe_fits_on_the_gpus_that_it_names():
+    """By the plan of 64 GPUs on eight machines, without encoders."""
+    found = {}
+    for path in RECIPES:
+        config = resolve(recipe(path))
+        cost = dataclasses.replace(cards.on_gpus(cost_of(config), flat(config)), frozen_gib=0.0)
+        each = cards.over(cost, 64, config.sharding)
+        gib = int(re.search(r"64 GPUs of (\d+) GiB", path.read_text())[1])
+        assert config.device_train_microbatch_size <= cards.images_a_pass(each, gib, ema=False)
+        assert config.global_batch_size % (64 * config.device_train_microbatch_size) == 0
+        found[config.global_batch_size] = gib
+    assert found == {512: 80, 1024: 139, 2048: 139, 4096: 139}  # docs/mlperf.md says so
 
 
 def test_there_is_a_recipe_for_every_reference_point():
@@ -149,7 +197,7 @@ DEVIATIONS = {
     "image_size": ("512", "512; the reference: 256"),
     "model.weights": ("random", "random; the reference: its published weights"),
     "model.denoiser": ("runs/other", "runs/other; the reference: null"),
-    "global_batch_size": ("500", None),
+    "validation.every_images": ("262145", "263168; the rules: 262144"),
 }
 
 
@@ -157,8 +205,15 @@ DEVIATIONS = {
 def test_the_closed_division_refuses_each_deviation_by_name(key):
     value, text = DEVIATIONS[key]
     found = FLUX.not_closed(flat(resolve(recipe(RECIPES[0], f"{key}={value}"))))
-    # An interval that is no whole number of batches is rounded up, and is then another one than the rules'.
-    assert found == [f"{key}: {text}" if text else "validation.every_images: 262500; the rules: 262144"]
+    assert found == [f"{key}: {text}"]
+
+
+@pytest.mark.parametrize("batch", [500, 2304])
+def test_the_closed_division_takes_any_global_batch_and_validates_after_whole_ones(batch):
+    """The rules: every CEIL(262144 / batch) batches. Submissions on 72 GPUs have 2304."""
+    config = resolve(recipe(RECIPES[0], f"global_batch_size={batch}", "device_train_microbatch_size=4"))
+    assert FLUX.not_closed(flat(config)) == []
+    assert config.validation.every_images == FLUX.interval(batch) == -(-262_144 // batch) * batch
 
 
 # --- the validation ---
@@ -183,6 +238,7 @@ def words_of(stages: dict[str, Path], folder: Path, name: str, *more: str) -> li
         *("model.family=flux", "model.variant=mlperf", "model.preset=tiny", "model.weights=random", "image_size=32"),
         *("global_batch_size=8", "device_train_microbatch_size=4", "max_duration=6ba", "optimizer.lr=1e-3"),
         *("optimizer.betas=[0.9, 0.95]", "optimizer.weight_decay=0.1", "optimizer.clip_norm=1.0", "seed=7"),
+        "schedule.warmup_batches=3",
         *("data.stage=moments", f"data.remote={stages['train']}", "data.workers=0", "measure.warmup_batches=0"),
         *(f"validation.remote={stages['held_out']}", "validation.every_images=16", "validation.times=eighths"),
         *("loggers.progress_bar=false", f"run_folder={folder}", f"run_name={name}", *more),
@@ -411,6 +467,8 @@ def test_the_checker_objects_to_the_log_of_a_tiny_run_for_its_loss_alone(ran, ru
     assert values["submission_benchmark"] == "flux1" and values["submission_division"] == "open"
     assert (values["train_samples"], values["eval_samples"], values["evaluation_frequency"]) == (48, 20, 16)
     assert (values["opt_gradient_clip_norm"], values["gradient_accumulation_steps"], values["seed"]) == (1.0, 2, 7)
+    rates = [event["value"] for event in events if event["key"] == "lr_abs"]  # of the second batch and the fourth
+    assert rates == [pytest.approx(1e-3 * 2 / 4), 1e-3]
     losses = [(e["value"], e["metadata"]["samples_count"]) for e in events if e["key"] == "eval_accuracy"]
     assert losses == [(line["val_loss"], line["images"]) for line in validations(ran / "aimed")]
     assert events[-1]["key"] == "run_stop" and events[-1]["metadata"]["status"] == "success"
@@ -424,7 +482,7 @@ def test_the_report_names_the_loss_and_no_fid(ran, tmp_path, capsys):
     said = capsys.readouterr().out
     assert re.search(r"aimed \(batch 8, 20 images a validation\) at 32 images: val_loss=[\d.]+\. The reference", said)
     assert "FID" not in said and not (tmp_path / "out/band.png").exists()
-    assert "run=aimed left out: MLPerf's checker (6.0.0) refuses its log: Failed checks for averaged" in said
+    assert "run=aimed left out: MLPerf's checker (6.1.0) refuses its log: Failed checks for averaged" in said
     shutil.copytree(ran / "aimed", tmp_path / "well")
     trained_well(ran / "aimed/mlperf.log", tmp_path).rename(tmp_path / "well/mlperf.log")
     assert report.main([str(tmp_path / "well"), f"out={tmp_path / 'out'}"]) == 0
@@ -449,16 +507,16 @@ def damaged(log: Path, folder: Path, key: str) -> Path:
 # --- the closed division's log, by fixtures that say that they are none ---
 
 
-def header(batch: int, seed: int, **changes: object) -> dict[str, object]:
-    point = FLUX.reference_point(batch)
+def header(batch: int, seed: int, ruleset: str, **changes: object) -> dict[str, object]:
+    point = FLUX.reference_point(batch) or FLUX.nearest(batch)[0]
     return {
         "seed": seed,
         "fixture": FIXTURE,
         "train_samples": FLUX.train_samples,
         "eval_samples": FLUX.eval_samples,
-        "evaluation_frequency": FLUX.every_images,
         "gradient_accumulation_steps": 1,
         "global_batch_size": batch,
+        "evaluation_frequency": evaluation_frequency(FLUX.interval(batch), batch, ruleset),
         "opt_name": "adamw",
         "opt_adamw_beta_1": 0.9,
         "opt_adamw_beta_2": 0.95,
@@ -467,18 +525,28 @@ def header(batch: int, seed: int, **changes: object) -> dict[str, object]:
         "opt_base_learning_rate": point.lr,
         "opt_learning_rate_warmup_steps": point.warmup_batches,
         "opt_gradient_clip_norm": 1.0,
+        **describe_computation(recipe(ROOT / "yamls/mlperf_flux_512.yaml")),
         **changes,
     }
 
 
 def fixture(
-    folder: Path, images: int, *, seed: int, ruleset: str = "6.0.0", loss: float = 0.585, **changes: object
+    folder: Path,
+    images: int,
+    *,
+    seed: int,
+    ruleset: str = "6.1.0",
+    loss: float = 0.585,
+    batch: int = 512,
+    **changes: object,
 ) -> Path:
     """A log that ends at so many images; the losses are made up."""
-    drive = Drive(folder, closed(ruleset), header(512, seed, **changes), benchmark=FLUX)
+    every = FLUX.interval(batch)
+    given = header(batch, seed, ruleset, **changes)
+    drive = Drive(folder, closed(ruleset), given, benchmark=FLUX, every_images=every)
     points = [
         {"images": at, "val_loss": loss if at == images else 0.7, "eval_sec": 10.0}
-        for at in range(FLUX.every_images, images + 1, FLUX.every_images)
+        for at in range(every, images + 1, every)
     ]
     drive.start()
     for point in points:
@@ -504,6 +572,19 @@ def test_the_checker_accepts_the_closed_constants_and_refuses_others(tmp_path, r
 
 
 @pytest.mark.parametrize("ruleset", FLUX.rulesets)
+def test_ten_runs_at_a_batch_that_does_not_divide_the_interval_are_a_submission(tmp_path, ruleset):
+    """2304 on 72 GPUs: each log before the compliance checker, all before that of reference points, which interpolates."""
+    points = [FLUX.reference_point(batch, ruleset).mean_images for batch in (2048, 4096)]
+    images = FLUX.interval(2304) * round((points[0] + (points[1] - points[0]) / 8) / FLUX.interval(2304))
+    for seed in range(10):
+        log = fixture(tmp_path / str(seed), images, seed=seed, ruleset=ruleset, batch=2304)
+        assert check(log, ruleset) is None
+        log.rename(tmp_path / f"result_{seed}.txt")
+    passed, said, _ = reference_points(tmp_path, ruleset)
+    assert passed, said
+
+
+@pytest.mark.parametrize("ruleset", FLUX.rulesets)
 def test_the_checker_of_reference_points_passes_ten_of_the_references_own_and_refuses_ten_that_are_too_fast(
     tmp_path, ruleset
 ):
@@ -519,7 +600,7 @@ def test_the_checker_of_reference_points_passes_ten_of_the_references_own_and_re
 
 def test_a_fixture_is_left_out_of_a_result_for_that(tmp_path):
     log = fixture(tmp_path / "r", 4 * FLUX.every_images, seed=1)
-    section = {"enabled": True, "division": "closed", "ruleset": "6.0.0", "org": "Fixture", "platform": "no_machine"}
+    section = {"enabled": True, "division": "closed", "ruleset": "6.1.0", "org": "Fixture", "platform": "no_machine"}
     given = {"global_batch_size": 512, "model": {"family": "flux"}, "mlperf": section, "target": {"val_loss": 0.586}}
     (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
     assert read_run(tmp_path / "r").problem() == f"a fixture: {FIXTURE}"
@@ -536,7 +617,7 @@ def test_a_report_asks_for_no_scores_of_a_run_to_a_loss(tmp_path):
     log = fixture(tmp_path / "r", 4 * FLUX.every_images, seed=1)
     lines = [line for line in log.read_text().splitlines(keepends=True) if '"fixture"' not in line]
     given = {"global_batch_size": 512, "model": {"family": "flux"}, "target": {"val_loss": 0.586}}
-    given |= {"eval": {"clip": "random"}, "mlperf": {"ruleset": "6.0.0", "division": "closed"}}
+    given |= {"eval": {"clip": "random"}, "mlperf": {"ruleset": "6.1.0", "division": "closed"}}
     (tmp_path / "r/config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
     log.write_text("".join(lines))
     assert read_run(tmp_path / "r").problem() is None and read_run(tmp_path / "r").foreign_scores == []

@@ -17,6 +17,8 @@ from training.optimizer import (
     lr_multiplier,
     total_batches,
 )
+from zoo.mlperf_flux import FLUX
+from zoo.mlperf_sd import SD
 
 
 def network() -> torch.nn.Module:
@@ -32,6 +34,25 @@ def test_warmup_equals_the_mlperf_formula():
             == expected
         )
     assert lr_multiplier(1000, schedule=ScheduleConfig(name="constant"), warmup_batches=1000, total_batches=5000) == 1.0
+
+
+@pytest.mark.parametrize(("benchmark", "warmup"), [(FLUX, 1600), (FLUX, 800), (FLUX, 100), (FLUX, 0), (SD, 1000)])
+def test_the_warmup_of_a_benchmark_is_its_references(benchmark, warmup):
+    """FLUX.1's, of torchtitan's lr_scheduler.py, counts from 1: (n + 1) / (W + 1), then 1; SD's begins at 1e-6."""
+
+    def reference(n: int) -> float:
+        if n >= warmup:
+            return 1.0
+        return (n + 1) / (warmup + 1) if benchmark is FLUX else (1.0 - 1e-6) * n / warmup + 1e-6
+
+    optimizer = build_optimizer(OptimizerConfig(lr=2e-4), network(), 512)
+    schedule = build_schedule(
+        ScheduleConfig(warmup_batches=warmup), optimizer, global_batch_size=512, num_batches=20_000, benchmark=benchmark
+    )
+    for n in range(warmup + 3):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4 * reference(n), rel=1e-12)
+        optimizer.step()
+        schedule.step()
 
 
 def test_cosine_goes_from_one_after_warmup_to_zero_at_the_end():

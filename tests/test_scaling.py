@@ -134,12 +134,23 @@ def test_each_row_names_its_source_and_each_series_a_title():
     assert all(row.batch is not None or row.series in ASSUMED for row in USED)
 
 
-def test_rows_are_those_of_the_other_committed_files():
-    nvidia = json.loads((ROOT / "reports/nvidia_published.json").read_text())["rows"]
-    for row in ROWS:
-        if row.series.startswith("nemo"):
-            of = next(each for each in nvidia if each["num_devices"] == row.num)
-            assert row.images_per_sec / row.num == pytest.approx(of["images_per_sec_per_device"][row.device], rel=2e-3)
+NEMO = {
+    "A100": [268.31, 540.14, 1081.31, 2138.23, 4208.80, 8144.76, 15917.61],
+    "H100": [511.90, 997.86, 2019.72, 3856.87, 7177.15, 13326.83, 25952.80],
+}
+"""Samples/s on 1 to 64 nodes of 8: NVIDIA's performance page of Stable Diffusion v2, which is the rows' source."""
+
+
+def test_all_rows_of_nemos_table_are_there_as_published():
+    nvidia = json.loads((ROOT / "reports/nvidia_published.json").read_text())
+    for card, rates in NEMO.items():
+        rows = [row for row in ROWS if row.series == f"nemo_{card.lower()}"]
+        assert [row.num for row in rows] == [8 * 2**k for k in range(7)]
+        assert [row.images_per_sec for row in rows] == rates
+        assert {row.source for row in rows} == {nvidia["source"]}
+        for of in nvidia["rows"]:  # what the same page says a card
+            own = rates[int(math.log2(of["num_devices"] / 8))] / of["num_devices"]
+            assert own == pytest.approx(of["images_per_sec_per_device"][card], rel=2e-3)
 
 
 def test_minutes_times_speed_are_the_images_of_a_submission():
@@ -152,11 +163,9 @@ def test_minutes_times_speed_are_the_images_of_a_submission():
 def test_rows_of_flux_have_the_batches_of_the_submissions_and_lie_on_the_curve_of_their_images():
     """Minutes times images/s are the images of the reference points at that batch; validations are in the minutes too."""
     law, found = convergence(FLUX, "5.1.0"), []
-    for row in (
-        row for row in ROWS if row.series.startswith("flux") and row.batch and row.minutes and row.images_per_sec
-    ):
+    for row in (row for row in ROWS if row.series.startswith("flux") and row.source.endswith("v5.1") and row.minutes):
         found.append(60 * row.minutes * row.images_per_sec / law.images(row.batch).value)
-    assert len(found) == 6 and all(1.0 < ratio < 1.15 for ratio in found), found
+    assert len(found) == 16 and all(1.0 < ratio < 1.2 for ratio in found), found
     assert {row.num: row.tensor for row in USED if row.series == "flux_gb200"} == {16: 1, 72: 1, 512: 4, 1152: 4}
 
 
@@ -214,8 +223,28 @@ def test_the_committed_errors_are_those_of_this_fit_and_the_aim_is_met(whole):
 def test_ninety_of_a_hundred_held_out_places_lie_in_their_interval(whole):
     law, held = whole
     inside = [each.predicted.low <= each.measured <= each.predicted.high for each in held]
-    assert 0.87 <= np.mean(inside) <= 0.95 and law.widened >= 1.0
+    assert 0.9 <= np.mean(inside) <= 0.96 and law.by_doubling > 0
     assert all(each.predicted.low < each.predicted.value < each.predicted.high for each in held)
+
+
+@pytest.mark.parametrize("way", ["predicted", "alone"])
+def test_places_of_256_devices_and_more_lie_in_their_interval_too(whole, way):
+    """In both ways of holding them out. Held out one by one, the median error there is below the tenth that was the aim."""
+    large = [each for each in whole[1] if each.num >= 256 and getattr(each, way) is not None]
+    inside = [getattr(each, way).low <= each.measured <= getattr(each, way).high for each in large]
+    assert len(large) == 16 and np.mean(inside) >= 0.9
+    assert np.median([abs(each.error) for each in large]) < 0.1
+
+
+def test_intervals_grow_with_the_doublings_of_the_domains(whole):
+    """A series' own deviation, one more for each doubling: in one domain it is the fit's."""
+    law, name = whole[0], "mlperf_h100_v41"
+    plain = dataclasses.replace(law, by_doubling=0.0)
+    for num, doublings in ((8, 0), (16, 1), (512, 6)):
+        wide, narrow = (np.log(of.predict(SETUPS[name], name, num, 4 * num).high) for of in (law, plain))
+        middle = np.log(law.predict(SETUPS[name], name, num, 4 * num).value)
+        own, grown = ((end - middle) / law.reach(1.0) for end in (narrow, wide))
+        assert grown == pytest.approx(math.hypot(own, law.by_doubling * doublings))
 
 
 def test_what_is_predicted_from_the_smallest_place_knows_no_other_of_its_series(whole):

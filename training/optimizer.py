@@ -14,9 +14,10 @@ from torch import nn
 
 from cli.limits import exclusive, limited
 from training.adamw import SmallAdamW, has_small_weights
+from zoo.mlperf_rules import Benchmark
 
 DEFAULT_LR = 1e-4
-WARMUP_START = 1e-6  # the MLPerf reference's `f_start`: its first step is not exactly zero
+WARMUP_START = 1e-6  # of a run that is no benchmark's: as MLPerf's Stable Diffusion has it
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,24 @@ class ScheduleConfig:
         return self.warmup_batches or 0
 
 
-def lr_multiplier(batch: int, *, schedule: ScheduleConfig, warmup_batches: int, total_batches: int) -> float:
+def lr_multiplier(
+    batch: int,
+    *,
+    schedule: ScheduleConfig,
+    warmup_batches: int,
+    total_batches: int,
+    warmup_start: float = WARMUP_START,
+) -> float:
     """Return the learning rate's factor for the batch with this index, counted from 0.
 
-    Linear from 1e-6 to 1 over the warm-up, as in the MLPerf reference: (1 - 1e-6) n / W + 1e-6. Then 1 until the decay
-    begins, which reaches `final_frac` at the batch after the last: with p its part that is over, by 1 - p (linear),
-    (1 - p) ** power, or half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts). A linear decay of the
-    last tenth or fifth after a constant rate is that of Hu et al. 2024 (arXiv:2404.06395) and Haegele et al. 2024
-    (arXiv:2405.18392).
+    Linear from s = `warmup_start` to 1 over the W batches of warm-up: (1 - s) n / W + s. MLPerf's Stable Diffusion has
+    s = 1e-6; with FLUX.1's s = 1 / (W + 1) this is (n + 1) / (W + 1). Then 1 until the decay begins, which reaches
+    `final_frac` at the batch after the last: with p its part that is over, by 1 - p (linear), (1 - p) ** power, or half a
+    cosine (Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts). A linear decay of the last tenth or fifth after a
+    constant rate is that of Hu et al. 2024 (arXiv:2404.06395) and Haegele et al. 2024 (arXiv:2405.18392).
     """
     if batch < warmup_batches:
-        return (1.0 - WARMUP_START) * batch / warmup_batches + WARMUP_START
+        return (1.0 - warmup_start) * batch / warmup_batches + warmup_start
     if schedule.name == "constant":
         return 1.0
     begin = warmup_batches
@@ -142,18 +150,28 @@ def total_batches(duration: str, *, global_batch_size: int, epoch_batches: int) 
 
 
 def build_schedule(
-    config: ScheduleConfig, optimizer: torch.optim.Optimizer, *, global_batch_size: int, num_batches: int
+    config: ScheduleConfig,
+    optimizer: torch.optim.Optimizer,
+    benchmark: Benchmark | None = None,
+    *,
+    global_batch_size: int,
+    num_batches: int,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Return the schedule; step it after every batch.
 
     It is a plain torch schedule. Composer evaluates its own before it counts the batch, so each learning rate would come
     one batch late (seen with 0.32.1).
+
+    Args:
+        benchmark: whose network the run trains; it says how the warm-up begins.
     """
+    num_warmup = config.num_warmup_batches(global_batch_size)
     multiplier = functools.partial(
         lr_multiplier,
         schedule=config,
-        warmup_batches=config.num_warmup_batches(global_batch_size),
+        warmup_batches=num_warmup,
         total_batches=num_batches,
+        warmup_start=benchmark.warmup_start(num_warmup) if benchmark else WARMUP_START,
     )
     return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
 

@@ -12,7 +12,7 @@ the samples that each run took to the target. A submission that converges in cle
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +84,9 @@ class Benchmark:
     """Key of the section `target` -> what an evaluation has to come to."""
     target_said: str
     every_images: int
-    """Images between two evaluations."""
-    is_every_exact: bool
-    """The interval has to be whole batches; else it is rounded up to them."""
+    """Images between two evaluations, before `interval` rounds them up to whole batches."""
+    warmup_start: Callable[[int], float]
+    """Batches of warm-up -> the learning rate's factor at the first of them."""
     evaluated_by: tuple[str, Any]
     """The key that says whether a run is evaluated, and its value where it is not."""
     fixed: Mapping[str, Any]
@@ -107,8 +107,6 @@ class Benchmark:
 
     def interval(self, global_batch_size: int) -> int:
         """Return the images between two evaluations that the rules ask for, e.g. 512,256 for SD at a batch of 384."""
-        if self.is_every_exact:
-            return self.every_images
         return -(-self.every_images // global_batch_size) * global_batch_size
 
     def points_of(self, ruleset: str | None = None) -> tuple[ReferencePoint, ...]:

@@ -43,7 +43,7 @@ SD = Benchmark(
     target={"fid": TARGET_FID, "clip": TARGET_CLIP},
     target_said=f"FID {TARGET_FID:g} or less and CLIP {TARGET_CLIP:g} or more on one checkpoint",
     every_images=EVERY_IMAGES,
-    is_every_exact=False,
+    warmup_start=lambda num_batches: 1e-6,  # `f_start` of its schedule: the first step is not exactly zero
     evaluated_by=("eval.when", "off"),
     # Its configs/train_*.yaml, ldm/ and the rules' table of hyper-parameters.
     fixed={
