@@ -68,33 +68,47 @@ def with_more_layers(own: Any, depth: int) -> Any:
     return theirs
 
 
+def t5_of(model: LatentDiffusion, folder: Path) -> dict[str, Any]:
+    """Return transformers' own T5 or UMT5 with a model's weights, and its tokenizer."""
+    from transformers import PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
+
+    is_wan = model.family.name == "wan"
+    own = model.frozen["umt5" if is_wan else "t5"]
+    theirs = (UMT5EncoderModel if is_wan else T5EncoderModel)(own.config).eval()
+    theirs.load_state_dict({**own.state_dict(), "encoder.embed_tokens.weight": own.shared.weight})
+    model.family.save_tokenizers(folder)
+    return dict(text_encoder=theirs, tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"))
+
+
 # --- drawing ---
 
 
-def test_videos_of_mochi_are_those_of_diffusers_pipeline():
-    """Times that run backwards, spaced by its rule; masks; means and deviations of the latents; diffusers' own attention."""
-    from diffusers import MochiPipeline
+def with_diffusers_attention(model: LatentDiffusion) -> LatentDiffusion:
+    """Give Mochi's blocks diffusers' own attention, which takes the hidden tokens out."""
     from diffusers.models.attention_processor import MochiAttnProcessor2_0
 
-    model, noise = tiny("mochi"), noise_of(tiny("mochi"))
-    text = model.family.tokenize(CAPTIONS[::2])
-    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=4.5)
     for block in model.denoiser.transformer_blocks:
         block.attn1.processor = MochiAttnProcessor2_0()
-    vae, net = model.frozen["vae"], model.denoiser
+    return model
+
+
+@pytest.mark.parametrize(("caption", "guidance"), [(CAPTIONS[0], 4.5), (CAPTIONS[2], 1.0), ("", 1.0)])
+def test_videos_of_mochi_are_those_of_diffusers_pipeline(caption, guidance, tmp_path):
+    """Times that run backwards, spaced by its rule; means and deviations of the latents; diffusers' own text and attention.
+
+    Of an empty caption no token is seen, as in Genmo's own code: diffusers has a setting for it.
+    """
+    from diffusers import MochiPipeline
+
+    model, noise = tiny("mochi"), noise_of(tiny("mochi"), 1)
+    made = model.generate(model.family.tokenize([caption]), noise, sampler="euler", steps=STEPS, guidance=guidance)
     scheduler = scheduler_of(1.0, invert_sigmas=True)  # scheduler/scheduler_config.json
-    pipeline = MochiPipeline(scheduler=scheduler, vae=vae, text_encoder=None, tokenizer=None, transformer=net)
-    states, empty = (
-        model.family.encode_text(model.frozen, model.family.tokenize(c)) for c in (CAPTIONS[::2], ["", ""])
+    parts = dict(
+        transformer=with_diffusers_attention(model).denoiser, vae=model.frozen["vae"], **t5_of(model, tmp_path)
     )
-    given = {
-        "prompt_embeds": states["text"],
-        "prompt_attention_mask": states["mask"].bool(),
-        "negative_prompt_embeds": empty["text"],
-        "negative_prompt_attention_mask": empty["mask"].bool(),
-    }
-    theirs = call(pipeline, model, noise, guidance_scale=4.5, **given)
-    assert made.shape == theirs.shape == (2, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+    pipeline = MochiPipeline(scheduler=scheduler, force_zeros_for_empty_prompt=True, **parts)
+    theirs = call(pipeline, model, noise, guidance_scale=guidance, prompt=[caption])
+    assert made.shape == theirs.shape == (1, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
 
 
 def test_videos_of_hunyuan_video_are_those_of_diffusers_pipeline():
@@ -194,6 +208,37 @@ def test_a_step_of_mochi_trains_towards_data_with_its_times_backwards():
     assert float(model.loss(outputs, batch).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
+@pytest.mark.parametrize("source", ["videos", "moments", "stored text"])
+def test_of_a_dropped_caption_mochi_sees_no_token(source):
+    """Genmo's demos/fine_tuner/train.py zeroes its states and its mask, its end token's too; the gradient is the oracle."""
+    model, generator = tiny("mochi"), torch.Generator().manual_seed(3)
+    videos = torch.randint(0, 256, (2, 3, 13, 32, 48), generator=generator, dtype=torch.uint8)
+    tokens, moments = model.family.tokenize(CAPTIONS[::2]), model.encode_pictures(videos)["moments"]
+    states = model.family.encode_text(model.frozen, tokens)
+    seen = {"videos": videos} if source == "videos" else {"moments": moments}
+    batch = model.draw({**seen, **(states if source == "stored text" else tokens)}, generator)
+    batch["caption_dropped"] = torch.tensor([True, False])
+    model.loss(model(batch), batch).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    data = model.family.sample_latents(moments, batch["posterior_noise"])
+    t, is_kept = batch["times"][:, None, None, None, None], ~batch["caption_dropped"]
+    predicted = (
+        with_diffusers_attention(model)
+        .denoiser(
+            (1 - t) * data + t * batch["noise"],
+            encoder_hidden_states=states["text"] * is_kept[:, None, None],
+            timestep=1000 * (1 - batch["times"]),
+            encoder_attention_mask=states["mask"].bool() & is_kept[:, None],
+        )
+        .sample
+    )
+    torch.nn.functional.mse_loss(predicted, data - batch["noise"]).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(("name", "variant"), [("mochi", "stock"), ("hunyuan_video", "stock"), ("wan", "i2v")])
 def test_latents_of_a_video_go_back_to_what_the_autoencoder_decodes(name, variant):
     """The family's scale, means and deviations are those of the autoencoder's own configuration, there and back."""
@@ -241,15 +286,9 @@ def test_masked_attention_of_mochi_is_diffusers_own_where_a_caption_has_words():
 def test_states_of_captions_are_those_of_the_pipelines(name, tmp_path):
     """Their own tokenizer and classes around the same weights: padding is not seen, nor, with Wan, kept."""
     from diffusers import MochiPipeline, WanPipeline
-    from transformers import PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
 
     model = tiny(name, "t2v" if name == "wan" else "stock")
-    own = model.frozen["umt5" if name == "wan" else "t5"]
-    theirs = (UMT5EncoderModel if name == "wan" else T5EncoderModel)(own.config).eval()
-    theirs.load_state_dict({**own.state_dict(), "encoder.embed_tokens.weight": own.shared.weight})
-    model.family.save_tokenizers(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
-    parts: dict[str, Any] = dict(vae=None, transformer=None, scheduler=None, text_encoder=theirs, tokenizer=tokenizer)
+    parts: dict[str, Any] = dict(vae=None, transformer=None, scheduler=None, **t5_of(model, tmp_path))
     ways = dict(max_sequence_length=model.family.num_tokens, device=CPU)
     with torch.no_grad():
         ours = model.family.encode_text(model.frozen, model.family.tokenize(CAPTIONS))
@@ -257,6 +296,7 @@ def test_states_of_captions_are_those_of_the_pipelines(name, tmp_path):
             expected = WanPipeline(**parts)._get_t5_prompt_embeds(CAPTIONS, **ways)
         else:
             expected, mask = MochiPipeline(**parts)._get_t5_prompt_embeds(CAPTIONS, **ways)
+            mask[1] = False  # that of the empty one, see test_videos_of_mochi_are_those_of_diffusers_pipeline
             assert torch.equal(ours["mask"].bool(), mask)
     torch.testing.assert_close(ours["text"], expected, rtol=1e-5, atol=1e-5)
 

@@ -119,6 +119,9 @@ class LatentFamily:
         """Return what `encode_text` makes, as it is stored."""
         return {"text": Column((self.num_tokens, self.text_width), torch.float16)}
 
+    def text_mask(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {}
+
     def read_tokenizers(self, folder: Path) -> None:
         """All is in code."""
 
