@@ -409,10 +409,12 @@ def build_model(
 
 
 def zero_states(family: Family, size: ImageSize) -> dict[str, Tensor]:
-    """Return zeros in place of the empty caption's states, (1, L, D) or (1, P), where they do not matter."""
+    """Return zeros in place of the empty caption's states, (1, L, D) or (1, P), where they do not matter; its mask does."""
     others = {"moments", *family.beside(size), *family.further(size)}
     columns = family.columns("moments", size, stored_text=True)
-    return {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in others}
+    states = {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in others}
+    # HunyuanVideo takes the mean over a caption's tokens: a mask without any gives 0 / 0.
+    return states | family.text_mask(family.tokenize([""]))
 
 
 def weights_dtype(precision: str) -> torch.dtype:
