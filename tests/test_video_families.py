@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from model import LatentDiffusion, build_model
 from training import warm_start
@@ -361,8 +361,12 @@ def test_states_of_a_first_frame_are_those_of_clip_before_its_last_layer():
 # --- published folders ---
 
 
-def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
-    """Write a tiny model's networks as their makers publish them, by the libraries' own classes; return the model too."""
+def published(name: str, folder: Path, *, has_prefix: bool = False) -> tuple[LatentDiffusion, Path]:
+    """Write a tiny model's networks as their makers publish them, by the libraries' own classes; return the model too.
+
+    Args:
+        has_prefix: CLIP's tensors are named as transformers 4 did it, `text_model.` or `vision_model.` before each.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 
@@ -374,7 +378,7 @@ def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
         with_more_layers(frozen["llama"]._whole[0], 4).save_pretrained(folder / "text_encoder")
         text = CLIPTextModel(frozen["text"].config)
         text.load_state_dict({n.removeprefix("text_model."): t for n, t in frozen["text"].state_dict().items()})
-        text.save_pretrained(folder / "text_encoder_2")
+        save_clip(text, folder / "text_encoder_2", "text_model." if has_prefix else "")
         tokenizer_files.save_clip(folder / "tokenizer_2", tokenizer_files.CLIP_END)
         words = Tokenizer(models.WordLevel({"<unk>": 0, "red": 5, "circle": 6, "user": 7}, unk_token="<unk>"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -389,19 +393,26 @@ def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
     if name == "wan":
         clip = frozen["clip"].vision_model
         whole = with_more_layers(clip, clip.config.num_hidden_layers + 1)
-        (folder / "image_encoder").mkdir()
-        whole.config.to_json_file(folder / "image_encoder" / "config.json")
-        tensors = {
-            f"vision_model.{n}": t.contiguous() for n, t in whole.state_dict().items()
-        }  # as transformers 4 wrote it
-        save_file(tensors, folder / "image_encoder" / "model.safetensors", metadata={"format": "pt"})
+        save_clip(whole, folder / "image_encoder", "vision_model." if has_prefix else "")
     return model, folder
 
 
-@pytest.mark.parametrize("name", ["mochi", "hunyuan_video", "wan"])
-def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, tmp_path):
+def save_clip(model: Any, folder: Path, prefix: str) -> None:
+    """Save one of CLIP's networks as transformers 5 does it, or with a prefix as transformers 4 did, and its position_ids."""
+    model.save_pretrained(folder)
+    if prefix:
+        tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+        tensors[f"{prefix}embeddings.position_ids"] = torch.arange(5)[None]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "has_prefix"),
+    [("mochi", False), ("hunyuan_video", False), ("hunyuan_video", True), ("wan", False), ("wan", True)],
+)
+def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, has_prefix, tmp_path):
     """Layers that nobody reads are left out; another variant's denoiser, or a folder without a part, is refused by name."""
-    model, folder = published(name, tmp_path)
+    model, folder = published(name, tmp_path, has_prefix=has_prefix)
     config = ModelConfig(name, "tiny", "i2v" if name == "wan" else "stock", weights=str(folder), denoiser=str(folder))
     assert [problem.text for problem in model_problems(config, SIZE, encoders_wanted=True)] == []
     assert warm_start.problems(config, "flow") == []
