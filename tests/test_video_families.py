@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from model import LatentDiffusion, build_model
 from training import warm_start
-from weights.clip_vision import MEAN, STD
+from weights.clip_vision import MEAN, STD, covering_size
 from weights.llama_text import PAD
 from weights.tensors import on_meta
 from zoo import load_family, tokenizer_files
@@ -143,7 +145,10 @@ def test_videos_of_wan_are_those_of_diffusers_pipelines(variant):
     states, empty = (model.family.encode_text(model.frozen, tokens)["text"] for tokens in (text, negative))
     given: dict[str, Any] = dict(prompt_embeds=states, negative_prompt_embeds=empty, guidance_scale=5.0)
     parts: dict[str, Any] = dict(
-        text_encoder=None, tokenizer=None, vae=model.frozen["vae"], scheduler=scheduler_of(3.0)
+        text_encoder=None,
+        tokenizer=None,
+        vae=model.frozen["vae"],
+        scheduler=scheduler_of(5.0 if variant == "t2v" else 3.0),
     )
     beside = None
     if variant == "t2v":
@@ -170,6 +175,20 @@ def test_image_to_video_is_not_drawn_without_a_picture():
     model = tiny("wan", "i2v")
     with pytest.raises(ValueError, match="^wan draws what follows a picture: first_frame, image_states is not"):
         model.generate(model.family.tokenize([""]), noise_of(model, 1), sampler="euler", steps=2, guidance=1.0)
+
+
+def test_the_shift_of_wan_is_that_of_its_authors_program():
+    """generate.py: 5, but 3 for image to video of 832 x 480 px, either way round."""
+    for variant, size, shift in (
+        ("i2v", (832, 480), 3.0),
+        ("i2v", (480, 832), 3.0),
+        ("i2v", (1280, 720), 5.0),
+        ("t2v", (832, 480), 5.0),
+        ("t2v", (1280, 720), 5.0),
+        ("t2v_1.3b", (832, 480), 5.0),
+    ):
+        family = load_family("wan", "tiny", variant)
+        assert family.sampling_shift(family.latent_shape((*size, 81))) == shift
 
 
 def test_times_of_mochis_sampling_are_those_of_its_pipeline():
@@ -356,6 +375,17 @@ def test_states_of_a_first_frame_are_those_of_clip_before_its_last_layer():
         expected = theirs(pixel_values=given, output_hidden_states=True).hidden_states[-2]
         assert torch.equal(own.vision_model(pixel_values=given).last_hidden_state, expected)
         assert own(pixels.float() / 127.5 - 1).shape == expected.shape == (1, 5, 8)
+
+
+def test_a_first_frame_is_scaled_to_the_size_that_transformers_gives_it():
+    """In float arithmetic, side / shorter * longer falls just below a whole number at some sizes, and rounds to one less."""
+    from transformers.image_transforms import get_resize_output_image_size
+
+    sides = range(16, 1297, 16)
+    for size in itertools.product(sides, sides):
+        image = np.empty((3, *size), np.uint8)
+        expected = get_resize_output_image_size(image, 224, default_to_square=False, input_data_format="channels_first")
+        assert covering_size(size, 224) == expected, size
 
 
 # --- published folders ---
