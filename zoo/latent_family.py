@@ -64,6 +64,7 @@ class LatentFamily:
     embeds_guidance = False
     empty_is_zero = False
     wide_encoders: tuple[str, ...] = ()
+    exact_encoders: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ATTENTION
     on_hub: str | None = None
     sampling_spacing: Spacing = "linear"

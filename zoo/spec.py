@@ -108,6 +108,8 @@ class Family(Protocol):
     """The folder of published weights with CLIP's tokenizer, which makes the column `tokens`; None: the family has none."""
     wide_encoders: tuple[str, ...]
     """Frozen networks with values beyond 65,504, the largest float16: they are float32 in a run of fp16."""
+    exact_encoders: tuple[str, ...]
+    """Frozen networks that are float32 in every run, unless a key says otherwise."""
     lora_targets: tuple[str, ...]
     """Layers that get an adapter where a run names none, see zoo.lora."""
     sampling_spacing: Spacing

@@ -102,6 +102,7 @@ class Wan(VideoFamily):
     clip_tokenizer = None
     lora_targets = ATTENTION
     wide_encoders = ("umt5",)
+    exact_encoders = ("vae",)  # as in the authors' wan/modules/vae.py and the example of diffusers' WanPipeline
 
     def __init__(self, sizes: Mapping[str, dict[str, Any]], variant: str):
         self.sizes, self.variant = sizes, variant
